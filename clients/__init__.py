@@ -1,0 +1,1 @@
+"""What an environment author or an operator imports. Never torch, never vLLM."""

@@ -1,0 +1,1 @@
+"""Engines behind one interface (`base.Engine`): `torch` everywhere, `vllm` where it is installed."""

@@ -1,0 +1,173 @@
+"""The engine interface: token ids in, token ids out, each stamped with the policy version that drew it.
+
+    generate(request) ──► delta ──► delta(finished)          one asynchronous iterator a request
+    stage(manifest)   ──► shadow memory                      while requests run
+    commit(version)   ──► flip between two decode steps      requests in flight go on under the new version
+
+An engine serves all of one version or all of another, never a mixture. Requests in flight at a commit keep their KV
+cache (`keep`) and carry two version spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+from services.wire.sampling import SamplingParams
+from services.wire.trajectory import VersionSpan
+
+FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """Draw `n` continuations of `prompt_token_ids`.
+
+    `stream`: deltas as tokens are drawn; otherwise one delta a sample, when it has finished.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    n: int = 1
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationDelta:
+    """Tokens drawn for sample `index` since its last delta.
+
+    `token_ids`, `logprobs`: equal lengths. `versions` are spans over *this delta's* tokens (start 0 is its first token).
+    `finish_reason` is set on the last delta of a sample.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[VersionSpan]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """A version lies whole and verified in shadow memory."""
+
+    version: int
+    root_digest: str
+    bytes_read: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CommitReport:
+    """A version is being served. `flip_ms`: how long the engine stood between two decode steps for it."""
+
+    version: int
+    flip_ms: float
+    requests_in_flight: int
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """A moment's view of an engine, for readiness, metrics and the live view.
+
+    `stalls_ms`: for each commit of which enough decode steps around it were seen: the longest gap between tokens around
+    it less the median undisturbed gap (`cadence`).
+    """
+
+    name: str
+    policy_version: int
+    running: int
+    waiting: int
+    paused: bool
+    tokens_generated: int
+    commits: int
+    stalls_ms: list[float] = field(default_factory=list)
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What a rollout server needs of an engine. All methods are called from one event loop; none blocks it."""
+
+    @property
+    def policy_version(self) -> int:
+        """The version that the next token will be drawn with."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output tokens together may not exceed this."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    async def start(self) -> None:
+        """Load the model and be ready. Raises RollmeshError, saying why, if it cannot."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
+        """Yield deltas until each of the `n` samples has had one with a `finish_reason`.
+
+        Closing the iterator early aborts the request. Raises UsageError for a prompt that does not fit.
+        """
+        ...
+
+    async def abort(self, request_ids: list[str] | None = None) -> int:
+        """Finish the named requests (all, for None) with what was drawn so far, `finish_reason` abort; returns how many."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding: `abort` ends requests with what they have, `wait` lets them end, `keep` freezes them."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def stage(self, manifest: bytes) -> StageReport:
+        """Pull the manifest's buckets into shadow memory while decoding goes on (encoded `weight_bus.manifest.Manifest`).
+
+        Raises weight_bus.errors.StageError (bad hash, wrong layout, …); the old version goes on being served.
+        """
+        ...
+
+    async def commit(self, version: int) -> CommitReport:
+        """Flip to the staged `version` between two decode steps. Raises ConflictError unless exactly it is staged."""
+        ...
+
+    async def weights_digest(self) -> str:
+        """Root digest (as in the manifest) of the bytes that are really served."""
+        ...
+
+    def status(self) -> EngineStatus: ...
+
+    async def close(self) -> None: ...
+
+
+async def collect(deltas: AsyncIterator[GenerationDelta]) -> list[GenerationDelta]:
+    """Gather an iterator of deltas into one delta a sample, in the samples' order."""
+    samples: dict[int, GenerationDelta] = {}
+    async for delta in deltas:
+        before = samples.get(delta.index)
+        samples[delta.index] = delta if before is None else _join(before, delta)
+    return [samples[index] for index in sorted(samples)]
+
+
+def _join(first: GenerationDelta, second: GenerationDelta) -> GenerationDelta:
+    spans = list(first.versions)
+    for span in second.versions:
+        shifted = VersionSpan(span.start + len(first.token_ids), span.length, span.version)
+        if spans and spans[-1].version == shifted.version and spans[-1].start + spans[-1].length == shifted.start:
+            spans[-1] = VersionSpan(spans[-1].start, spans[-1].length + shifted.length, shifted.version)
+        else:
+            spans.append(shifted)
+    return GenerationDelta(
+        request_id=first.request_id,
+        index=first.index,
+        token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        versions=spans,
+        finish_reason=second.finish_reason,
+    )

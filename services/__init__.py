@@ -1,0 +1,1 @@
+"""The ground every service stands on, and the mesh's own small services."""

@@ -1,0 +1,139 @@
+"""The ledger: a run's accounts in Redis, changed atomically by the services that know.
+
+| account          | counts       | raised by                                                       |
+|------------------|--------------|-----------------------------------------------------------------|
+| opened_groups    | groups       | a rollout server, when admission lets a group in                |
+| closed_groups    | groups       | a rollout server, when a group was finished, or expired          |
+| dropped_groups   | groups       | whoever finds that an opened group will never be trained        |
+| published        | trajectories | the stream, in one script with the append                       |
+| trained          | trajectories | the trainer, in one script with the acknowledgement             |
+| dropped{cause}   | trajectories | the trainer (published but never trained), by cause             |
+
+At the end of a run `published == trained + Σ dropped`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from redis.asyncio import Redis
+
+from services.policies.admission import admission_limit
+from services.redis_client import as_text
+from services.run_keys import RunKeys
+
+
+class Accounts(msgspec.Struct, frozen=True, kw_only=True):
+    opened_groups: int = 0
+    closed_groups: int = 0
+    dropped_groups: int = 0
+    published: int = 0
+    trained: int = 0
+    base_version: int = 0
+    concluded: bool = False
+    final_version: int | None = None
+    dropped: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def dropped_total(self) -> int:
+        return sum(self.dropped.values())
+
+
+class OpenGroupRecord(msgspec.Struct, frozen=True, kw_only=True):
+    server_id: str
+    ordinal: int
+    opened_at: float
+
+
+# Admission must compare and add in one step: two servers share the account. The limit itself comes from the policy.
+_OPEN = """
+if redis.call('HGET', KEYS[1], 'concluded') == '1' then return -2 end
+local opened = tonumber(redis.call('HGET', KEYS[1], 'opened_groups') or '0')
+local dropped = tonumber(redis.call('HGET', KEYS[1], 'dropped_groups') or '0')
+if opened - dropped >= tonumber(ARGV[1]) then return -1 end
+redis.call('HINCRBY', KEYS[1], 'opened_groups', 1)
+redis.call('HSET', KEYS[2], ARGV[2], cjson.encode({opened, ARGV[3], ARGV[4]}))
+return opened
+"""
+
+_CLOSE = """
+if redis.call('HDEL', KEYS[2], ARGV[1]) == 0 then return 0 end
+redis.call('HINCRBY', KEYS[1], 'closed_groups', 1)
+if ARGV[2] == '1' then redis.call('HINCRBY', KEYS[1], 'dropped_groups', 1) end
+return 1
+"""
+
+ADMISSION_CLOSED = -1
+RUN_CONCLUDED = -2
+
+
+class Ledger:
+    """One run's accounts. Every method is one round trip."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis = redis
+        self._keys = RunKeys(run_id)
+        self._open = redis.register_script(_OPEN)
+        self._close = redis.register_script(_CLOSE)
+
+    async def open_group(
+        self, group_id: str, server_id: str, *, engine_version: int, base_version: int, k: int, batch: int
+    ) -> int:
+        """Open a group if the admission policy allows it; returns its ordinal, or ADMISSION_CLOSED or RUN_CONCLUDED."""
+        limit = admission_limit(engine_version, base_version, k, batch)
+        keys = [self._keys.accounts, self._keys.open_groups]
+        return int(await self._open(keys=keys, args=[limit, group_id, server_id, repr(time.time())]))
+
+    async def close_group(self, group_id: str, *, dropped: bool = False) -> bool:
+        """Take a group off the open account (once); `dropped` when it will never be trained."""
+        keys = [self._keys.accounts, self._keys.open_groups]
+        return bool(await self._close(keys=keys, args=[group_id, "1" if dropped else "0"]))
+
+    async def drop_closed_group(self) -> None:
+        """Count a group that was closed in good order but will never be trained, so that admission makes up for it."""
+        await self._redis.hincrby(self._keys.accounts, "dropped_groups", 1)
+
+    async def begin(self, base_version: int) -> int:
+        """Set the version that the run starts from, once; returns the one in force."""
+        await self._redis.hsetnx(self._keys.accounts, "base_version", str(base_version))
+        return (await self.accounts()).base_version
+
+    async def conclude(self, final_version: int) -> None:
+        """No new groups and no more trajectories from here on."""
+        await self._redis.hset(self._keys.accounts, mapping={"concluded": 1, "final_version": final_version})
+
+    async def accounts(self) -> Accounts:
+        counters, dropped = await self._snapshot()
+        final = counters.get("final_version")
+        return Accounts(
+            opened_groups=int(counters.get("opened_groups", 0)),
+            closed_groups=int(counters.get("closed_groups", 0)),
+            dropped_groups=int(counters.get("dropped_groups", 0)),
+            published=int(counters.get("published", 0)),
+            trained=int(counters.get("trained", 0)),
+            base_version=int(counters.get("base_version", 0)),
+            concluded=counters.get("concluded") == "1",
+            final_version=None if final is None else int(final),
+            dropped={cause: int(count) for cause, count in dropped.items()},
+        )
+
+    async def _snapshot(self) -> tuple[dict[str, str], dict[str, str]]:
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hgetall(self._keys.accounts)
+            pipe.hgetall(self._keys.dropped)
+            counters, dropped = await pipe.execute()
+        return _text(counters), _text(dropped)
+
+    async def open_groups(self) -> dict[str, OpenGroupRecord]:
+        """Groups that were opened and neither finished nor expired."""
+        records = {}
+        for group_id, packed in (await self._redis.hgetall(self._keys.open_groups)).items():
+            ordinal, server_id, opened_at = msgspec.json.decode(packed)
+            records[as_text(group_id)] = OpenGroupRecord(
+                server_id=server_id, ordinal=int(ordinal), opened_at=float(opened_at)
+            )
+        return records
+
+
+def _text(mapping: dict[bytes, bytes]) -> dict[str, str]:
+    return {as_text(key): as_text(value) for key, value in mapping.items()}

@@ -1,0 +1,1 @@
+"""Pure rules (no clock, socket or tensor library): the live services, the tests and the planner call the same ones."""

@@ -1,0 +1,97 @@
+"""The configuration tree: one typed place for every setting of a run.
+
+A run's configuration is a TOML file of these names plus dotted overrides (`trainer.learning_rate=1e-4`); the resolved
+tree is written to the run folder as `config.toml` and handed to every process of the mesh.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TaskName = Literal["running-sums", "guess-number"]
+EngineName = Literal["auto", "torch", "vllm"]
+TransportName = Literal["auto", "nixl", "shm"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class ModelSettings(Section):
+    path: Path | None = Field(default=None, description="Hugging Face folder; empty: a tiny model is warm-started")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Serving dtype")
+
+
+class WarmStartSettings(Section):
+    """The short supervised run that gives the tiny model its first, clumsy skill (`rollmesh sft`)."""
+
+    cache_dir: Path | None = Field(
+        default=None, description="Where warm starts are kept; empty: the user's cache folder"
+    )
+    threads: int = Field(default=2, ge=1)
+
+
+class RolloutSettings(Section):
+    groups_per_step: int = Field(default=16, ge=1, description="`batch`: groups that one optimizer step consumes")
+    group_size: int = Field(default=8, ge=2, description="Answers to each prompt")
+    temperature: float = Field(default=1.0, gt=0.0)
+    max_tokens: int = Field(default=24, ge=1, description="Longest answer, in tokens, a turn")
+    group_timeout_s: float = Field(default=120.0, gt=0.0, description="A group idle for longer is dropped")
+    threads: int = Field(default=1, ge=1, description="Torch threads of an engine on CPU")
+    max_running: int = Field(default=256, ge=1, description="Requests an engine decodes at once")
+
+
+class LossSettings(Section):
+    """Each part explicit; the formula in force is printed when the trainer starts."""
+
+    policy: Literal["ppo_clip", "policy_gradient"] = "ppo_clip"
+    anchor: Literal["behaviour", "proximal"] = Field(
+        default="behaviour", description="The policy that the clipped ratio is taken against"
+    )
+    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
+    clip_high: float = Field(default=0.2, gt=0.0)
+    correction: Literal["none", "truncated_is"] = "none"
+    truncated_is_cap: float = Field(default=2.0, gt=0.0)
+
+
+class TrainerSettings(Section):
+    learning_rate: float = Field(default=5e-4, gt=0.0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    warmup_steps: int = Field(default=5, ge=0)
+    clip_grad_norm: float = Field(default=1.0, gt=0.0)
+    micro_batch: int = Field(default=64, ge=1, description="Sequences a forward/backward pass")
+    loss: LossSettings = LossSettings()
+    threads: int = Field(default=1, ge=1)
+    checkpoint_every: int = Field(default=20, ge=1, description="Optimizer steps between checkpoints")
+    batch_timeout_s: float = Field(default=120.0, gt=0.0, description="Longest wait for a batch before the run fails")
+
+
+class WeightSettings(Section):
+    transport: TransportName = Field(default="auto", description="auto: nixl where it is installed, else shm")
+    bucket_mib: int = Field(default=16, ge=1, le=1024)
+    stage_timeout_s: float = Field(default=30.0, gt=0.0)
+
+
+class EvaluationSettings(Section):
+    problems: int = Field(default=256, ge=1, description="Held-out problems, answered greedily before and after")
+
+
+class RunSettings(Section):
+    seed: int = Field(default=1, ge=0)
+    task: TaskName = "running-sums"
+    engine: EngineName = "auto"
+    servers: int = Field(default=1, ge=1, le=64)
+    steps: int = Field(default=60, ge=1)
+    k: int = Field(default=2, ge=0, description="Largest staleness, in optimizer steps, of a token in the loss")
+    run_dir: Path | None = Field(default=None, description="Run folder; empty: runs/<task>-<time>")
+    redis_url: str | None = Field(default=None, description="Empty: an embedded Valkey")
+    model: ModelSettings = ModelSettings()
+    warm_start: WarmStartSettings = WarmStartSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    weights: WeightSettings = WeightSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()

@@ -1,0 +1,170 @@
+"""The trajectory stream: durable, exactly once in, at least once out, acknowledged when the gradient is durable.
+
+    rollout server ── publish ──► XADD (once a trajectory id) ──► pending ──► trained | dropped ──► XACK
+                                                                    │
+                              a trainer that died left entries pending: its successor reads them first
+
+Acknowledging does not delete: entries stay until `trim`, so that a trainer can replay its step log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from services.redis_client import as_text
+from services.run_keys import RunKeys
+from services.wire.errors import ConcludedError
+from services.wire.trajectory import Trajectory, encode_trajectory
+
+GROUP = "trainer"
+
+# ARGV: pairs of trajectory id and payload. Append, index and account in one step; answer the first id on a repeat.
+_PUBLISH = """
+local concluded = redis.call('HGET', KEYS[3], 'concluded') == '1'
+local ids = {}
+for i = 1, #ARGV, 2 do
+  local id = redis.call('HGET', KEYS[2], ARGV[i])
+  if not id then
+    if concluded then return redis.error_reply('CONCLUDED') end
+    id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 1])
+    redis.call('HSET', KEYS[2], ARGV[i], id)
+    redis.call('HINCRBY', KEYS[3], 'published', 1)
+  end
+  ids[#ids + 1] = id
+end
+return ids
+"""
+
+# ARGV[1]: '' when trained, else the cause of the drop; then stream ids. Only what was really pending is counted.
+_SETTLE = """
+local done = 0
+for i = 2, #ARGV do done = done + redis.call('XACK', KEYS[1], 'trainer', ARGV[i]) end
+if done > 0 then
+  if ARGV[1] == '' then redis.call('HINCRBY', KEYS[2], 'trained', done)
+  else redis.call('HINCRBY', KEYS[3], ARGV[1], done) end
+end
+return done
+"""
+
+
+@dataclass(frozen=True)
+class StreamEntry:
+    """One undecoded entry: decoding may fail, and then the entry must still be settled by its id."""
+
+    stream_id: str
+    payload: bytes
+
+
+class TrajectoryWriter:
+    """A rollout server's end of the stream."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        keys = RunKeys(run_id)
+        self._keys = [keys.stream, keys.stream_ids, keys.accounts]
+        self._publish = redis.register_script(_PUBLISH)
+
+    async def publish(self, trajectories: Sequence[Trajectory]) -> list[str]:
+        """Append all or none; returns their stream ids. A trajectory published before keeps its first id.
+
+        Raises ConcludedError when the run has concluded.
+        """
+        arguments: list[str | bytes] = []
+        for trajectory in trajectories:
+            arguments += [trajectory.trajectory_id, encode_trajectory(trajectory)]
+        try:
+            ids = await self._publish(keys=self._keys, args=arguments)
+        except ResponseError as error:
+            if "CONCLUDED" in str(error):
+                raise ConcludedError("the run has concluded", "no more trajectories are taken") from error
+            raise
+        return [as_text(stream_id) for stream_id in ids]
+
+
+class TrajectoryReader:
+    """The trainer's end: a consumer group of one name, read in order, settled by id."""
+
+    def __init__(self, redis: Redis, run_id: str, consumer: str = "trainer-0") -> None:
+        self._redis = redis
+        self._keys = RunKeys(run_id)
+        self._consumer = consumer
+        self._backlog_from: str | None = "0"
+        self._settle = redis.register_script(_SETTLE)
+
+    async def open(self) -> None:
+        """Create the consumer group at the stream's beginning unless it is there."""
+        try:
+            await self._redis.xgroup_create(self._keys.stream, GROUP, id="0", mkstream=True)
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    async def read(self, count: int, block_ms: int) -> list[StreamEntry]:
+        """Up to `count` entries: first those that an earlier life of this consumer left pending, then new ones.
+
+        Waits at most `block_ms` for a new one. The client's socket timeout must be None or above that.
+        """
+        if self._backlog_from is not None:
+            entries = await self._read_from(self._backlog_from, count, None)
+            if entries:
+                self._backlog_from = entries[-1].stream_id
+                return entries
+            self._backlog_from = None
+        return await self._read_from(">", count, block_ms)
+
+    async def _read_from(self, position: str, count: int, block_ms: int | None) -> list[StreamEntry]:
+        reply = await self._redis.xreadgroup(
+            GROUP, self._consumer, {self._keys.stream: position}, count=count, block=block_ms
+        )
+        return [
+            StreamEntry(stream_id=as_text(stream_id), payload=fields[b"t"])
+            for _, entries in _pairs(reply)
+            for stream_id, fields in entries
+            if fields
+        ]
+
+    async def fetch(self, stream_ids: Sequence[str]) -> list[StreamEntry]:
+        """Entries by id, acknowledged or not, in the order asked for; those that were trimmed are missing."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for stream_id in stream_ids:
+                pipe.xrange(self._keys.stream, stream_id, stream_id)
+            replies = await pipe.execute()
+        return [StreamEntry(as_text(found[0][0]), found[0][1][b"t"]) for found in replies if found]
+
+    async def acknowledge_trained(self, stream_ids: Sequence[str]) -> int:
+        """Settle entries whose gradient is durable; returns how many were still pending."""
+        return await self._settle_as("", stream_ids)
+
+    async def acknowledge_dropped(self, cause: str, stream_ids: Sequence[str]) -> int:
+        """Settle entries that will never be trained, counted under `cause`."""
+        if not cause:
+            raise ValueError("a drop needs a cause")
+        return await self._settle_as(cause, stream_ids)
+
+    async def _settle_as(self, cause: str, stream_ids: Sequence[str]) -> int:
+        if not stream_ids:
+            return 0
+        keys = [self._keys.stream, self._keys.accounts, self._keys.dropped]
+        return int(await self._settle(keys=keys, args=[cause, *stream_ids]))
+
+    async def pending(self) -> int:
+        """Entries delivered and not yet settled."""
+        summary = await self._redis.xpending(self._keys.stream, GROUP)
+        return int(summary["pending"] if isinstance(summary, Mapping) else summary[0])
+
+    async def trim_before(self, stream_id: str) -> int:
+        """Delete entries older than `stream_id`; call it when a checkpoint holds all of them."""
+        return int(await self._redis.xtrim(self._keys.stream, minid=stream_id, approximate=False))
+
+
+def _pairs(reply: object) -> list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:
+    """XREADGROUP's reply in one shape: redis-py answers lists under RESP2 and mappings under RESP3."""
+    if not reply:
+        return []
+    if isinstance(reply, Mapping):
+        return [(key, [tuple(e) for batch in value for e in batch]) for key, value in reply.items()]
+    assert isinstance(reply, list)
+    return [(key, [tuple(entry) for entry in entries]) for key, entries in reply]

@@ -1,0 +1,1 @@
+"""`rollmesh up`: starts the mesh on one machine, watches it, and leaves nothing behind."""

@@ -1,0 +1,53 @@
+"""Token ids, masks and logprobs on the wire: packed little-endian arrays, never lists of numbers.
+
+| array      | element | numpy dtype |
+|------------|---------|-------------|
+| token ids  | int32   | `<i4`       |
+| loss mask  | uint8   | `|u1`       |
+| logprobs   | float32 | `<f4`       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+TOKEN_DTYPE = np.dtype("<i4")
+MASK_DTYPE = np.dtype("|u1")
+LOGPROB_DTYPE = np.dtype("<f4")
+
+Int32Array = npt.NDArray[np.int32]
+UInt8Array = npt.NDArray[np.uint8]
+Float32Array = npt.NDArray[np.float32]
+
+
+def pack_tokens(token_ids: Sequence[int] | Int32Array) -> bytes:
+    """Pack `n` token ids into `4 n` bytes. Raises OverflowError for an id outside int32."""
+    return np.asarray(token_ids, dtype=TOKEN_DTYPE).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> Int32Array:
+    """The inverse of `pack_tokens`: an int32 array of shape `[n]` (read-only, no copy)."""
+    return np.frombuffer(packed, dtype=TOKEN_DTYPE)
+
+
+def pack_mask(mask: Sequence[int] | UInt8Array) -> bytes:
+    """Pack a 0/1 loss mask into one byte an element."""
+    return np.asarray(mask, dtype=MASK_DTYPE).tobytes()
+
+
+def unpack_mask(packed: bytes) -> UInt8Array:
+    """The inverse of `pack_mask`: a uint8 array of shape `[n]` (read-only, no copy)."""
+    return np.frombuffer(packed, dtype=MASK_DTYPE)
+
+
+def pack_logprobs(logprobs: Sequence[float] | Float32Array) -> bytes:
+    """Pack `n` natural-log probabilities into `4 n` bytes, rounded to float32."""
+    return np.asarray(logprobs, dtype=LOGPROB_DTYPE).tobytes()
+
+
+def unpack_logprobs(packed: bytes) -> Float32Array:
+    """The inverse of `pack_logprobs`: a float32 array of shape `[n]` (read-only, no copy)."""
+    return np.frombuffer(packed, dtype=LOGPROB_DTYPE)

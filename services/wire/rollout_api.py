@@ -1,0 +1,121 @@
+"""HTTP bodies of the rollout API that a rollout server offers to environments.
+
+One group is one life: `POST /groups` opens it and its sessions, `POST /groups/{id}/turns` lets the policy speak in any
+of its sessions (all of them in one call, so that a group costs three calls and not three a session), and
+`POST /groups/{id}/finish` writes its trajectories, with rewards, to the stream exactly once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Body(BaseModel):
+    """A request or response body. Unknown fields are refused: a misspelt one must not be silently ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class SamplingBody(Body):
+    """`services.wire.sampling.SamplingParams` as a body."""
+
+    max_tokens: int = Field(ge=1, le=1 << 20)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=-1, ge=-1)
+    seed: int | None = None
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+
+
+class OpenGroup(Body):
+    """Open a group of `group_size` sessions."""
+
+    task: str = Field(min_length=1, max_length=200)
+    group_size: int = Field(ge=1, le=1024)
+    sampling: SamplingBody
+    purpose: Literal["train", "evaluate"] = "train"
+    """`evaluate` groups pass no admission and are never published."""
+    wait_s: float = Field(default=0.0, ge=0.0, le=60.0)
+    """How long the server may hold the call until admission opens, before it answers 429."""
+
+
+class GroupOpened(Body):
+    group_id: str
+    ordinal: int
+    """For `train`: place in the run's order of opening, from 0. For `evaluate`: −1."""
+    session_ids: list[str]
+    policy_version: int
+
+
+class Turn(Body):
+    """Extend one session by `text` (encoded without special tokens) or `token_ids`, then let the policy speak."""
+
+    session_id: str
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Turn:
+        if (self.text is None) == (self.token_ids is None):
+            raise ValueError("give exactly one of text and token_ids")
+        return self
+
+
+class TakeTurns(Body):
+    turns: list[Turn] = Field(min_length=1)
+    sampling: SamplingBody | None = None
+    """Overrides the group's sampling for these turns."""
+    return_token_ids: bool = False
+
+
+class TurnTaken(Body):
+    session_id: str
+    text: str
+    """The sampled tokens decoded, special tokens left out."""
+    token_ids: list[int] | None = None
+    finish_reason: Literal["stop", "length", "abort"]
+    policy_version: int
+    """The newest version among the turn's tokens."""
+
+
+class TurnsTaken(Body):
+    results: list[TurnTaken]
+
+
+class SessionReward(Body):
+    session_id: str
+    reward: float = Field(allow_inf_nan=False)
+    components: dict[str, float] = Field(default_factory=dict)
+
+
+class FinishGroup(Body):
+    rewards: list[SessionReward]
+
+
+class GroupFinished(Body):
+    stream_ids: dict[str, str]
+    """Session id → id of its entry in the trajectory stream. Empty for `evaluate` groups."""
+
+
+class RunState(Body):
+    """`GET /run`: what an environment runner needs to know of the run."""
+
+    run_id: str
+    policy_version: int
+    concluded: bool
+    final_version: int | None
+    """Set once the run has concluded: the version whose weights the trainer ended with."""
+
+
+class ErrorDetail(BaseModel):
+    code: str
+    message: str
+
+
+class ErrorBody(BaseModel):
+    """Every error answer of every service."""
+
+    error: ErrorDetail

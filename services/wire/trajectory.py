@@ -1,0 +1,126 @@
+"""Trajectories: what a rollout server writes to the stream and the trainer trains on.
+
+    trajectory ── segment ── token_ids  t0 t1 t2 t3 t4 t5 t6 t7
+                             loss_mask   0  0  0  1  1  0  1  1     1 = sampled by the policy
+                             logprobs    0  0  0  l  l  0  l  l     behaviour logprobs, 0 where not sampled
+                             version_spans        (3,2,v4) (6,2,v5)  position, length, policy version
+
+Invariants (`check` holds them): the arrays of a segment have one length; every position whose mask is 1 lies in exactly
+one span and no other position lies in any; spans are in order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from services.wire.errors import WireError
+from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
+from services.wire.sampling import SamplingParams
+
+TRAJECTORY_SCHEMA = 1
+
+
+class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
+    """Sampled tokens `start … start + length − 1` (positions in the segment) were drawn by policy `version`."""
+
+    start: int
+    length: int
+    version: int
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """One unbroken token prefix. Arrays are packed as `services.wire.packed` says."""
+
+    token_ids: bytes
+    loss_mask: bytes
+    logprobs: bytes
+    version_spans: list[VersionSpan]
+    break_reason: str | None = None
+    """Why this segment did not extend the one before it; None for the first."""
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """The segments of one session with its reward: one entry of the stream."""
+
+    schema: int = TRAJECTORY_SCHEMA
+    run_id: str
+    trajectory_id: str
+    group_id: str
+    group_ordinal: int
+    """The group's place in the run's order of opening, from 0; environments draw their problem from it."""
+    group_size: int
+    member: int
+    """Which sibling of the group this is, 0 … group_size − 1."""
+    task: str
+    segments: list[Segment]
+    reward: float
+    reward_components: dict[str, float] = msgspec.field(default_factory=dict)
+    sampling: SamplingParams
+    server_id: str
+    opened_at: float
+    """Unix seconds."""
+    finished_at: float
+    finish_reason: str = "stop"
+
+    def sampled_tokens(self) -> int:
+        """How many tokens of all segments were drawn by the policy."""
+        return sum(span.length for segment in self.segments for span in segment.version_spans)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Trajectory)
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    """Msgpack bytes of a trajectory."""
+    return _encoder.encode(trajectory)
+
+
+def decode_trajectory(payload: bytes) -> Trajectory:
+    """Decode and check a stream entry. Raises WireError, naming what is wrong, for bytes no trainer should see."""
+    try:
+        trajectory = _decoder.decode(payload)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise WireError(f"a stream entry of {len(payload)} bytes is no trajectory ({error})") from error
+    check_trajectory(trajectory)
+    return trajectory
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """Raise WireError unless the invariants in the module's docstring hold."""
+    name = f"trajectory {trajectory.trajectory_id}"
+    if trajectory.schema != TRAJECTORY_SCHEMA:
+        raise WireError(f"{name} has schema {trajectory.schema}, this process reads {TRAJECTORY_SCHEMA}")
+    if not math.isfinite(trajectory.reward):
+        raise WireError(f"{name} has the reward {trajectory.reward}")
+    for index, segment in enumerate(trajectory.segments):
+        _check_segment(f"{name}, segment {index}", segment)
+
+
+def _check_segment(name: str, segment: Segment) -> None:
+    tokens, mask, logprobs = (
+        unpack_tokens(segment.token_ids),
+        unpack_mask(segment.loss_mask),
+        unpack_logprobs(segment.logprobs),
+    )
+    if not len(tokens) == len(mask) == len(logprobs):
+        raise WireError(f"{name}: {len(tokens)} tokens, {len(mask)} mask elements, {len(logprobs)} logprobs")
+    if not bool(np.isfinite(logprobs).all()):
+        raise WireError(f"{name}: a logprob is not finite")
+    covered = np.zeros(len(tokens), dtype=np.uint8)
+    previous_end = 0
+    for span in segment.version_spans:
+        end = span.start + span.length
+        if span.start < previous_end or span.length <= 0 or end > len(tokens):
+            raise WireError(f"{name}: version span {_fields(span)} does not fit {len(tokens)} tokens in order")
+        covered[span.start : end] = 1
+        previous_end = end
+    if not bool((covered == mask).all()):
+        raise WireError(f"{name}: the version spans cover {int(covered.sum())} tokens, the mask {int(mask.sum())}")
+
+
+def _fields(span: VersionSpan) -> tuple[int, int, int]:
+    return span.start, span.length, span.version

@@ -1,0 +1,1 @@
+"""The weight bus: publish, stage while generating, flip between two decode steps."""

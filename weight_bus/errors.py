@@ -1,0 +1,19 @@
+"""What can go wrong between publish and commit. Whatever it is, the old version goes on being served."""
+
+from __future__ import annotations
+
+from services.wire.errors import RollmeshError
+
+
+class StageError(RollmeshError):
+    """A version could not be staged: a bad hash, another layout, a source out of reach, a short read."""
+
+    status = 409
+    code = "stage_failed"
+
+
+class TransportError(RollmeshError):
+    """A transport could not be set up or could not move the bytes."""
+
+    status = 502
+    code = "transport"

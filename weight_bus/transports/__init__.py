@@ -1,0 +1,1 @@
+"""Ways for bytes to travel from the publisher's arena to a receiver, behind one interface."""
