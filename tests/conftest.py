@@ -1,0 +1,73 @@
+"""What all tests share: a real Valkey, free ports, a tiny policy on disk."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.supervisor.valkey import ValkeyPlan
+
+# Many processes share two cores; torch's default of one thread a core makes each of them wait for the others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], deadline_s: float = 10.0) -> None:
+    """Wait until something listens on `port`; fail when the process ends first or the deadline passes."""
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the process that should listen on {port} ended with {process.returncode}")
+        with socket.socket() as probe:
+            probe.settimeout(0.2)
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.01)
+    raise TimeoutError(f"nothing listens on port {port} after {deadline_s} s")
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyPlan]:
+    """One real Valkey for the whole test session; tests keep apart by run id."""
+    plan = ValkeyPlan(data_dir=tmp_path_factory.mktemp("valkey"), port=free_port())
+    process = subprocess.Popen(plan.command(), stdout=subprocess.DEVNULL)
+    try:
+        wait_for_port(plan.port, process)
+        yield plan
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+@pytest.fixture
+def redis_url(valkey: ValkeyPlan) -> str:
+    return valkey.url
+
+
+@pytest.fixture
+def run_id() -> str:
+    """A fresh run id: keys of two tests never meet."""
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(scope="session")
+def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with an untrained tiny policy, seed 0."""
+    pytest.importorskip("torch")
+    from trainer.tiny_policy import build_model, save_policy
+
+    folder = tmp_path_factory.mktemp("policy") / "model"
+    save_policy(build_model(seed=0), folder)
+    return folder
