@@ -15,6 +15,7 @@ At the end of a run `published == trained + Σ dropped`.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 from redis.asyncio import Redis
@@ -47,13 +48,25 @@ class OpenGroupRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 # Admission must compare and add in one step: two servers share the account. The limit itself comes from the policy.
 _OPEN = """
-if redis.call('HGET', KEYS[1], 'concluded') == '1' then return -2 end
+local concluded = redis.call('HGET', KEYS[1], 'concluded') == '1'
 local opened = tonumber(redis.call('HGET', KEYS[1], 'opened_groups') or '0')
 local dropped = tonumber(redis.call('HGET', KEYS[1], 'dropped_groups') or '0')
-if opened - dropped >= tonumber(ARGV[1]) then return -1 end
-redis.call('HINCRBY', KEYS[1], 'opened_groups', 1)
-redis.call('HSET', KEYS[2], ARGV[2], cjson.encode({opened, ARGV[3], ARGV[4]}))
-return opened
+local ordinals, fields = {}, {}
+for i = 4, #ARGV do
+  if concluded then ordinals[#ordinals + 1] = -2
+  elseif opened - dropped >= tonumber(ARGV[1]) then ordinals[#ordinals + 1] = -1
+  else
+    ordinals[#ordinals + 1] = opened
+    fields[#fields + 1] = ARGV[i]
+    fields[#fields + 1] = cjson.encode({opened, ARGV[2], ARGV[3]})
+    opened = opened + 1
+  end
+end
+if #fields > 0 then
+  redis.call('HSET', KEYS[1], 'opened_groups', opened)
+  redis.call('HSET', KEYS[2], unpack(fields))
+end
+return ordinals
 """
 
 _CLOSE = """
@@ -80,9 +93,19 @@ class Ledger:
         self, group_id: str, server_id: str, *, engine_version: int, base_version: int, k: int, batch: int
     ) -> int:
         """Open a group if the admission policy allows it; returns its ordinal, or ADMISSION_CLOSED or RUN_CONCLUDED."""
+        ordinals = await self.open_groups_in_order(
+            [group_id], server_id, engine_version=engine_version, base_version=base_version, k=k, batch=batch
+        )
+        return ordinals[0]
+
+    async def open_groups_in_order(
+        self, group_ids: Sequence[str], server_id: str, *, engine_version: int, base_version: int, k: int, batch: int
+    ) -> list[int]:
+        """`open_group` for several, first come first served, in one round trip: an answer for each of `group_ids`."""
         limit = admission_limit(engine_version, base_version, k, batch)
         keys = [self._keys.accounts, self._keys.open_groups]
-        return int(await self._open(keys=keys, args=[limit, group_id, server_id, repr(time.time())]))
+        ordinals = await self._open(keys=keys, args=[limit, server_id, repr(time.time()), *group_ids])
+        return [int(ordinal) for ordinal in ordinals]
 
     async def close_group(self, group_id: str, *, dropped: bool = False) -> bool:
         """Take a group off the open account (once); `dropped` when it will never be trained."""
