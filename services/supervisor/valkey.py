@@ -1,4 +1,4 @@
-"""The embedded Valkey: a real server from a wheel, started with flags of our own, on loopback, durable by append-only file."""
+"""The embedded Valkey: a real server from a wheel, with flags of our own, on loopback, kept by an append-only file."""
 
 from __future__ import annotations
 
