@@ -64,7 +64,7 @@ def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str
     for key, value in tree.items():
         field = model.model_fields.get(key)
         if field is None:
-            known = _known_keys(RunSettings, "")
+            known = known_keys()
             near = get_close_matches(f"{prefix}{key}", known, n=1, cutoff=0.4) or get_close_matches(
                 key, [name.rpartition(".")[2] for name in known], n=1, cutoff=0.4
             )
@@ -75,6 +75,11 @@ def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str
             if not isinstance(value, Mapping):
                 raise UsageError(f"{prefix + key!r} is a section, not a value", f"set one of its keys: {prefix}{key}.…")
             _refuse_unknown(value, section, f"{prefix}{key}.")
+
+
+def known_keys() -> list[str]:
+    """Every setting by its dotted name."""
+    return _known_keys(RunSettings, "")
 
 
 def _known_keys(model: type[BaseModel], prefix: str) -> list[str]:
