@@ -1,0 +1,166 @@
+"""The NIXL transport: the receiver READs the publisher's registered memory through UCX; the publisher takes no part.
+
+What travels in the manifest is address, length and device as plain numbers, bounds-checked here before use. NIXL's own
+serialised descriptors are pickles and are never read.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from typing import Any
+
+from weight_bus.arena import Arena, address_of, private_arena
+from weight_bus.errors import TransportError
+from weight_bus.manifest import NixlSource, Source
+from weight_bus.transports.base import check_range
+
+# Chosen by measurement on one host: 5x the default list's speed, and a list without tcp fails to connect.
+UCX_TRANSPORTS = "tcp,cma,posix,sysv,self"
+_MEMORY = "DRAM"
+_POLL_S = 50e-6
+_KNOWN_PEERS = 4
+
+
+class NixlExporter:
+    name = "nixl"
+
+    def __init__(self) -> None:
+        self._agent = make_agent("publisher")
+        self._arenas: list[tuple[Arena, Any]] = []
+
+    def allocate(self, nbytes: int) -> Arena:
+        arena = private_arena(nbytes)
+        self._arenas.append((arena, _register(self._agent, arena.address, nbytes)))
+        return arena
+
+    def export(self, arena: Arena) -> Source:
+        return NixlSource(
+            agent=self._agent.name,
+            metadata=self._agent.get_agent_metadata(),
+            address=arena.address,
+            length=arena.nbytes,
+            device=0,
+        )
+
+    def close(self) -> None:
+        for arena, registration in self._arenas:
+            self._agent.deregister_memory(registration)
+            arena.close()
+        self._arenas.clear()
+
+
+class NixlReader:
+    """`deadline_s` bounds each transfer."""
+
+    name = "nixl"
+
+    def __init__(self, deadline_s: float = 30.0) -> None:
+        self._agent = make_agent("receiver")
+        self._deadline_s = deadline_s
+        self._peers: dict[str, bytes] = {}
+        self._buffers: dict[int, tuple[memoryview, Any]] = {}
+
+    def can_read(self, source: Source) -> bool:
+        return isinstance(source, NixlSource)
+
+    def read(self, source: Source, offset: int, out: memoryview) -> None:
+        if not isinstance(source, NixlSource):
+            raise TransportError(f"the nixl reader cannot read a {type(source).__name__}")
+        check_range(source.length, offset, len(out))
+        if source.address <= 0 or source.address + source.length >= 1 << 64:
+            raise TransportError(
+                f"{source.agent} offers {source.length} bytes at the impossible address {source.address}"
+            )
+        self._meet(source)
+        self._register_buffer(out)
+        self._transfer(source, offset, out)
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self._forget(peer)
+        for view, registration in self._buffers.values():
+            self._agent.deregister_memory(registration)
+            view.release()
+        self._buffers.clear()
+
+    def _meet(self, source: NixlSource) -> None:
+        if self._peers.get(source.agent) == source.metadata:
+            return
+        self._forget(source.agent)
+        while len(self._peers) >= _KNOWN_PEERS:
+            self._forget(next(iter(self._peers)))
+        try:
+            named = self._agent.add_remote_agent(source.metadata)
+        except Exception as error:
+            raise TransportError(f"NIXL does not know the agent {source.agent} ({error})") from error
+        if named.decode() != source.agent:
+            self._agent.remove_remote_agent(named.decode())
+            raise TransportError(f"a source of {source.agent} came with the metadata of {named.decode()}")
+        self._peers[source.agent] = source.metadata
+
+    def _forget(self, peer: str) -> None:
+        if self._peers.pop(peer, None) is not None:
+            self._agent.remove_remote_agent(peer)
+
+    def _register_buffer(self, out: memoryview) -> None:
+        whole = memoryview(out.obj)
+        address = address_of(whole)
+        known = self._buffers.get(address)
+        if known is not None and known[0].nbytes == whole.nbytes:
+            whole.release()
+            return
+        if known is not None:
+            self._agent.deregister_memory(known[1])
+        # The view is kept: memory that NIXL knows must not be freed and given to something else.
+        self._buffers[address] = (whole, _register(self._agent, address, whole.nbytes))
+
+    def _transfer(self, source: NixlSource, offset: int, out: memoryview) -> None:
+        what = f"READ of {len(out)} bytes from {source.agent}"
+        deadline = time.monotonic() + self._deadline_s
+        try:
+            handle = self._agent.initialize_xfer(
+                "READ",
+                self._agent.get_xfer_descs([(address_of(out), len(out), 0)], _MEMORY),
+                self._agent.get_xfer_descs([(source.address + offset, len(out), source.device)], _MEMORY),
+                source.agent,
+            )
+            state = self._agent.transfer(handle)
+            while state == "PROC":
+                if time.monotonic() > deadline:
+                    raise TransportError(f"{what} did not end within {self._deadline_s} s")
+                time.sleep(_POLL_S)
+                state = self._agent.check_xfer_state(handle)
+            self._agent.release_xfer_handle(handle)
+        except TransportError:
+            self._forget(source.agent)
+            raise
+        except Exception as error:
+            self._forget(source.agent)
+            raise TransportError(f"{what} failed ({error})", "is the publisher gone?") from error
+        if state != "DONE":
+            self._forget(source.agent)
+            raise TransportError(f"{what} ended as {state}", "is the publisher gone?")
+
+
+def make_agent(role: str) -> Any:
+    """A NIXL agent on UCX whose name no other process has. Raises TransportError when UCX cannot start."""
+    os.environ.setdefault("UCX_TLS", UCX_TRANSPORTS)
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+    try:
+        agent = nixl_agent(f"rollmesh-{role}-{os.getpid()}-{uuid.uuid4().hex[:8]}", nixl_agent_config(backends=["UCX"]))
+    except Exception as error:
+        raise TransportError(
+            f"NIXL could not start ({error})", f"try UCX_TLS={UCX_TRANSPORTS} or set weights.transport=shm"
+        ) from error
+    return agent
+
+
+def _register(agent: Any, address: int, nbytes: int) -> Any:
+    try:
+        return agent.register_memory([(address, nbytes, 0, "")], _MEMORY)
+    except Exception as error:
+        raise TransportError(f"NIXL could not register {nbytes} bytes ({error})") from error
