@@ -1,0 +1,110 @@
+"""The client of the weight bus, for the trainer that publishes and the rollout servers that register."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TypeVar
+
+import httpx
+from pydantic import BaseModel
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from services.wire.errors import DeadlineError
+from weight_bus.bus_api import EngineRegistered, EnginesView, RegisterEngine, UpdateView, VerifyView
+from weight_bus.http_errors import raise_for_error
+from weight_bus.manifest import Manifest, encode_manifest
+
+_LONGEST_POLL_S = 20.0
+_MSGPACK = {"content-type": "application/msgpack"}
+_JSON = {"content-type": "application/json"}
+_Answer = TypeVar("_Answer", bound=BaseModel)
+
+
+class BusClient:
+    """Calls of one run. Every call may be repeated safely, so a bus that cannot be reached is tried for `deadline_s`.
+
+    Methods raise the typed error that the bus answered (ConflictError, NotFoundError, UsageError …), or DeadlineError
+    when it could not be reached in time. Use it as an asynchronous context manager, or `close` it.
+    """
+
+    def __init__(self, base_url: str, run_id: str, *, deadline_s: float = 15.0) -> None:
+        self._base_url = base_url.rstrip("/")
+        self._run_id = run_id
+        self._deadline_s = deadline_s
+        self._http = httpx.AsyncClient(base_url=self._base_url, timeout=httpx.Timeout(10.0, read=_LONGEST_POLL_S + 10))
+
+    async def __aenter__(self) -> BusClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def announce(self, manifest: Manifest, *, wait_s: float = 0.0) -> UpdateView:
+        """Tell the bus of a published version; it starts staging at once. The same bytes again refresh the sources.
+
+        `wait_s`: let the bus hold the answer that long for the update to settle, which saves a call.
+        Raises ConflictError for a version that is older than the latest or was announced with other bytes.
+        """
+        body = encode_manifest(manifest)
+        return await self._call(UpdateView, "POST", f"/v1/updates?wait_s={wait_s:g}", body, _MSGPACK)
+
+    async def wait_settled(self, version: int, deadline_s: float) -> UpdateView:
+        """Wait until the update is committed, failed or superseded. Raises DeadlineError when it is not by then."""
+        end = time.monotonic() + deadline_s
+        while True:
+            left = max(0.0, end - time.monotonic())
+            view = await self._call(UpdateView, "GET", f"/v1/updates/{version}?wait_s={min(left, _LONGEST_POLL_S):.3f}")
+            if view.state in ("committed", "failed", "superseded"):
+                return view
+            if time.monotonic() >= end:
+                slow = ", ".join(f"{engine.engine_id} is {engine.state}" for engine in view.engines)
+                raise DeadlineError(f"weight update {version} has not settled after {deadline_s} s ({slow})")
+
+    async def register(self, engine_id: str, url: str, policy_version: int) -> EngineRegistered:
+        """Join, or keep the lease: repeat it well within `lease_s`, with the version that is really served."""
+        body = RegisterEngine(engine_id=engine_id, url=url, run_id=self._run_id, policy_version=policy_version)
+        return await self._call(EngineRegistered, "POST", "/v1/engines", body.model_dump_json().encode(), _JSON)
+
+    async def deregister(self, engine_id: str) -> None:
+        """Leave. An engine the bus does not know is no error."""
+        await self._send("DELETE", f"/v1/engines/{engine_id}", None, None)
+
+    async def engines(self) -> EnginesView:
+        return await self._call(EnginesView, "GET", "/v1/engines")
+
+    async def verify(self) -> VerifyView:
+        """Have every engine hash what it serves and compare it with the latest published bytes."""
+        return await self._call(VerifyView, "POST", "/v1/verify")
+
+    async def _call(
+        self,
+        answer: type[_Answer],
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> _Answer:
+        response = await self._send(method, path, body, headers)
+        return answer.model_validate_json(response.content)
+
+    async def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None) -> httpx.Response:
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(httpx.TransportError),
+            stop=stop_after_delay(self._deadline_s),
+            wait=wait_random_exponential(multiplier=0.05, max=1.0),
+            reraise=True,
+        )
+        try:
+            response: httpx.Response = await retrying(self._http.request, method, path, content=body, headers=headers)
+        except httpx.TransportError as error:
+            raise DeadlineError(
+                f"{method} {self._base_url}{path}: the weight bus did not answer within {self._deadline_s} s ({error!r})"
+            ) from error
+        raise_for_error(response)
+        return response
