@@ -1,0 +1,157 @@
+"""Demonstrations for a short warm start: enough to give a tiny model the format and a clumsy skill, for RL to improve.
+
+Folder format (read by `rollmesh sft`):
+
+    recipe.json          {"task", "seed", "phases": [Phase …], "check": "check.jsonl"}
+    <phase>.jsonl        a demonstration a line: {"parts": [["text", trained], …]}; `$` is the end token, written out
+    check.jsonl          {"prompt", "answer"}: a sampled answer counts as right when it ends in `answer` before its `$`
+
+Only the parts marked as trained are in the loss. Demonstrations are drawn from the train split alone. The recipes are
+found by experiment: `stop_at_accuracy` is what makes the first phase of running-sums dependable over seeds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from clients.environment import draws
+from clients.environments import make_environment
+from clients.environments.guess_number import HIGHEST, LOWEST, TURNS, GuessNumber, compare
+from clients.environments.running_sums import RunningSums, running_sums
+from services.wire.errors import UsageError
+
+END = "$"
+BATCH = 64
+CHECKS = 256
+
+Parts = list[tuple[str, bool]]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One supervised phase, with a fresh AdamW: `steps` steps of `batch` demonstrations, linear ramp of `warmup_steps`.
+
+    With `stop_at_accuracy` the sampled accuracy is measured every `check_every` steps, the phase ends once it is reached,
+    and never reaching it is an error. `learning_rate` is that of AdamW; `file` lies beside the recipe.
+    """
+
+    name: str
+    file: str
+    steps: int
+    learning_rate: float
+    warmup_steps: int
+    batch: int
+    betas: tuple[float, float]
+    weight_decay: float
+    stop_at_accuracy: float | None
+    check_every: int
+
+
+Demonstrator = Callable[[int, int], Parts]
+"""Demonstration number `index` under `seed`."""
+
+
+def _phase(
+    name: str, *, steps: int, learning_rate: float, warmup_steps: int = 20, stop_at_accuracy: float | None = None
+) -> Phase:
+    return Phase(
+        name=name,
+        file=f"{name}.jsonl",
+        steps=steps,
+        learning_rate=learning_rate,
+        warmup_steps=warmup_steps,
+        batch=BATCH,
+        betas=(0.9, 0.95),
+        weight_decay=0.01,
+        stop_at_accuracy=stop_at_accuracy,
+        check_every=25,
+    )
+
+
+SUMS_THINK = _phase("think", steps=300, learning_rate=3e-3, stop_at_accuracy=0.9)
+SUMS_MIX = _phase("mix", steps=60, learning_rate=1e-3)
+GUESS_MIX = _phase("mix", steps=200, learning_rate=3e-3)
+
+
+def demonstrate_sum(index: int, seed: int, *, thinking: bool) -> Parts:
+    """`d1…d8=` and its answer, with the scratchpad or without."""
+    problem = RunningSums().problem("train", index, seed)
+    scratchpad = f"<{running_sums(problem.prompt[:-1])}>" if thinking else ""
+    return [(problem.prompt, False), (f"{scratchpad}{problem.solution}{END}", True)]
+
+
+def demonstrate_game(index: int, seed: int, *, bisecting: bool) -> Parts:
+    """A whole game, by bisection or by scanning upwards from 1; the replies are not trained on."""
+    problem = GuessNumber().problem("train", index, seed)
+    hidden, low, high = int(problem.solution), LOWEST, HIGHEST
+    parts: Parts = [(problem.prompt, False)]
+    for turn in range(TURNS):
+        guess = (low + high) // 2 if bisecting else LOWEST + turn
+        parts.append((f"{guess}{END}", True))
+        reply = compare(hidden, guess)
+        if reply == "C":
+            break
+        low, high = (guess + 1, high) if reply == "H" else (low, guess - 1)
+        if turn + 1 < TURNS:
+            parts.append((reply, False))
+    return parts
+
+
+def _think(index: int, seed: int) -> Parts:
+    return demonstrate_sum(index, seed, thinking=True)
+
+
+def _mostly_direct(index: int, seed: int) -> Parts:
+    return demonstrate_sum(index, seed, thinking=draws("sums-mix", "train", index, seed).random() < 0.1)
+
+
+def _mostly_scanning(index: int, seed: int) -> Parts:
+    return demonstrate_game(index, seed, bisecting=draws("guess-mix", "train", index, seed).random() < 0.2)
+
+
+_RECIPES: dict[str, list[tuple[Phase, Demonstrator]]] = {
+    RunningSums.name: [(SUMS_THINK, _think), (SUMS_MIX, _mostly_direct)],
+    GuessNumber.name: [(GUESS_MIX, _mostly_scanning)],
+}
+
+
+def write_demonstrations(task: str, seed: int, folder: Path) -> None:
+    """Write recipe, phases and checks into `folder`, which is made; the recipe is written last.
+
+    Raises UsageError for an unknown task or a folder that cannot be written.
+    """
+    make_environment(task)
+    recipe = _RECIPES[task]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        first = 0
+        for phase, demonstrate in recipe:
+            numbers = range(first, first + phase.steps * phase.batch)
+            _write_lines(folder / phase.file, ({"parts": demonstrate(index, seed)} for index in numbers))
+            first = numbers.stop
+        _write_lines(folder / "check.jsonl", _checks(task, first, seed))
+        phases = [asdict(phase) for phase, _ in recipe]
+        described = {"task": task, "seed": seed, "phases": phases, "check": "check.jsonl"}
+        (folder / "recipe.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"cannot write demonstrations to {folder} ({error.strerror})", "choose another --out"
+        ) from error
+
+
+def _checks(task: str, first: int, seed: int) -> Iterator[dict[str, str]]:
+    """Train problems that no phase demonstrates. A game has no one right answer to its opening, so none are written."""
+    if task != RunningSums.name:
+        return
+    environment = RunningSums()
+    for index in range(first, first + CHECKS):
+        problem = environment.problem("train", index, seed)
+        yield {"prompt": problem.prompt, "answer": problem.solution}
+
+
+def _write_lines(path: Path, lines: Iterator[dict[str, Parts]] | Iterator[dict[str, str]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)

@@ -1,0 +1,24 @@
+"""`rollmesh demonstrations`: write the demonstrations that a warm start learns from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import typer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(epilog="Example: rollmesh demonstrations --task running-sums --seed 1 --out demos")
+def demonstrations(
+    task: Annotated[str, typer.Option(help="running-sums or guess-number")],
+    out: Annotated[Path, typer.Option(help="Folder to write; it is made")],
+    seed: Annotated[int, typer.Option(min=0, help="Problems are generated from it")] = 1,
+) -> None:
+    """Write demonstrations of a task, with the recipe of its warm start, for `rollmesh sft`."""
+    from clients.demonstrations import write_demonstrations
+
+    write_demonstrations(task, seed, out)
+    structlog.get_logger().info("demonstrations written", task=task, seed=seed, out=str(out))
