@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
@@ -70,10 +71,79 @@ def require_loopback(host: str) -> None:
         raise UsageError(f"{host} is not a loopback address", "bind 127.0.0.1: services cannot be opened without keys")
 
 
-def serve(app: FastAPI, host: str, port: int) -> None:
-    """Run `app` until SIGTERM or Ctrl-C. Raises UsageError for an address that is not loopback."""
+def open_port(host: str, port: int) -> socket.socket:
+    """Bind `host:port` now, before anything slow, so that a port in use is known at once; `serve` listens on it.
+
+    Raises UsageError for an address that is not loopback or that is taken.
+    """
     require_loopback(host)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"cannot listen on {host}:{port} ({error.strerror})", "choose another port, or stop who holds it"
+        ) from error
+    return listener
+
+
+class Stop:
+    """How a service ends itself, and learns that it is ending.
+
+    `on_stop` is called once, on the event loop, when the end begins: long polls should be answered then, since the server
+    waits for requests in flight before it closes the application.
+    """
+
+    def __init__(self) -> None:
+        self.on_stop: Callable[[], None] = lambda: None
+        self._request: Callable[[], None] = lambda: None
+        self.failure: RollmeshError | None = None
+
+    def attach(self, request: Callable[[], None]) -> None:
+        self._request = request
+
+    def fail(self, failure: RollmeshError) -> None:
+        """End the service; `serve` raises `failure` once everything is closed."""
+        self.failure = self.failure or failure
+        self._request()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, stop: Stop) -> None:
+        super().__init__(config)
+        self._stop = stop
+        stop.attach(self._request_exit)
+
+    def _request_exit(self) -> None:
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stop.on_stop()
+        await super().shutdown(sockets)
+
+
+def serve(
+    app: FastAPI, host: str, port: int, *, listener: socket.socket | None = None, stop: Stop | None = None
+) -> None:
+    """Run `app` until SIGTERM, Ctrl-C or `stop.fail`, whose failure is raised then.
+
+    `listener`: a socket from `open_port`, bound already. Raises UsageError for an address that is not loopback or is taken.
+    """
+    listener = listener or open_port(host, port)
+    stop = stop or Stop()
     config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=5, ws="none"
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=5,
+        # Longer than clients keep idle connections: whoever closes first must be the one who would reuse it.
+        timeout_keep_alive=75,
+        ws="none",
     )
-    uvicorn.Server(config).run()
+    _Server(config, stop).run(sockets=[listener])
+    if stop.failure is not None:
+        raise stop.failure

@@ -47,13 +47,16 @@ class OpenGroupRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Admission must compare and add in one step: two servers share the account. The limit itself comes from the policy.
+# A call repeated because its answer was lost on the way finds its groups open, and answers their ordinals again.
 _OPEN = """
 local concluded = redis.call('HGET', KEYS[1], 'concluded') == '1'
 local opened = tonumber(redis.call('HGET', KEYS[1], 'opened_groups') or '0')
 local dropped = tonumber(redis.call('HGET', KEYS[1], 'dropped_groups') or '0')
 local ordinals, fields = {}, {}
 for i = 4, #ARGV do
-  if concluded then ordinals[#ordinals + 1] = -2
+  local known = redis.call('HGET', KEYS[2], ARGV[i])
+  if known then ordinals[#ordinals + 1] = cjson.decode(known)[1]
+  elseif concluded then ordinals[#ordinals + 1] = -2
   elseif opened - dropped >= tonumber(ARGV[1]) then ordinals[#ordinals + 1] = -1
   else
     ordinals[#ordinals + 1] = opened

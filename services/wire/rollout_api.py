@@ -110,6 +110,25 @@ class RunState(Body):
     """Set once the run has concluded: the version whose weights the trainer ended with."""
 
 
+class EngineReport(Body):
+    """`GET /engine`: a moment's view of a server's engine. Milliseconds where the name says so."""
+
+    server_id: str
+    name: str
+    """The engine: `torch` or `vllm`."""
+    policy_version: int
+    running: int
+    waiting: int
+    paused: bool
+    tokens_generated: int
+    commits: int
+    stalls_ms: list[float]
+    """For each commit of which enough was seen: the longest gap between tokens around it less the median one."""
+    open_groups: int
+    admission_waiting: int
+    """Groups that wait for admission at this server."""
+
+
 class ErrorDetail(BaseModel):
     code: str
     message: str
