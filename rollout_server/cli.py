@@ -1,0 +1,62 @@
+"""`rollmesh rollout-server`: serve a policy to environments and take new weights while doing so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.wire.errors import UsageError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+ENGINES = ("torch", "vllm")
+
+
+@app.command(
+    help="Serve a policy to environments, stamp every token with its version, take new weights between decode steps.\n\n"
+    "Example: rollmesh rollout-server --run-id demo --server-id s0 --port 8100 "
+    "--redis-url redis://127.0.0.1:6379/0 --bus-url http://127.0.0.1:8200 --model runs/demo/model --engine torch"
+)
+def rollout_server(
+    run_id: Annotated[str, typer.Option(help="The run that this server belongs to")],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on")],
+    redis_url: Annotated[str, typer.Option(help="Redis that carries the run, redis://host:port/db")],
+    model: Annotated[Path, typer.Option(help="Hugging Face folder; waited for while another process makes it")],
+    engine: Annotated[str, typer.Option(help="torch or vllm")] = "torch",
+    server_id: Annotated[str, typer.Option(help="Name of this server, unique in the run")] = "s0",
+    host: Annotated[str, typer.Option(help="Address to listen on (loopback)")] = "127.0.0.1",
+    bus_url: Annotated[str | None, typer.Option(help="Weight bus to register with; none: serve fixed weights")] = None,
+    config: Annotated[Path | None, typer.Option(help="Configuration of the run (TOML)")] = None,
+) -> None:
+    import asyncio
+
+    from services.app import Stop, open_port, serve
+    from services.config_file import load_settings
+    from services.redis_client import check_reachable
+
+    if engine not in ENGINES:
+        raise UsageError(f"no engine {engine!r}", f"known: {', '.join(ENGINES)}")
+    settings = load_settings(config, [])
+    asyncio.run(check_reachable(redis_url))
+    # Bound before anything slow: a port in use is known at once, and probes are answered while the model loads.
+    listener = open_port(host, port)
+
+    from rollout_server.app import make_rollout_app
+    from rollout_server.engines.factory import make_engine
+    from rollout_server.server import ServerPlan
+    from weight_bus.bus_client import BusClient
+
+    policy = make_engine(engine, model, run_id, settings)
+    plan = ServerPlan(
+        run_id=run_id,
+        server_id=server_id,
+        url=f"http://{host}:{port}",
+        redis_url=redis_url,
+        model=model,
+        settings=settings,
+    )
+    # A heartbeat that fails is repeated by its owner, so one try may be short.
+    bus = None if bus_url is None else BusClient(bus_url, run_id, deadline_s=2.0)
+    stop = Stop()
+    serve(make_rollout_app(plan, policy, bus, stop), host, port, listener=listener, stop=stop)

@@ -1,0 +1,107 @@
+"""The rollout API: groups are opened, take turns and are finished (bodies in `services.wire.rollout_api`)."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from rollout_server.disconnect import while_connected
+from rollout_server.groups import Group, new_group_id
+from rollout_server.server import RolloutServer
+from rollout_server.turns import sampling_of
+from services.wire.rollout_api import (
+    EngineReport,
+    ErrorBody,
+    FinishGroup,
+    GroupFinished,
+    GroupOpened,
+    OpenGroup,
+    RunState,
+    TakeTurns,
+    TurnsTaken,
+)
+
+_ERRORS = {404: "No such group or session", 409: "The group ended, or is busy", 410: "The run has concluded"}
+
+
+def group_routes(server: RolloutServer) -> APIRouter:
+    """Routes that environments call."""
+    router = APIRouter(
+        tags=["rollout"],
+        responses={status: {"model": ErrorBody, "description": why} for status, why in _ERRORS.items()},
+    )
+
+    @router.post("/groups", status_code=201, response_model=GroupOpened, responses={429: {"model": ErrorBody}})
+    async def open_group(call: OpenGroup, request: Request) -> Response:
+        """Open a group. For `train`, waits up to `wait_s` for admission, then answers 429."""
+        parts = server.parts()
+        group_id, ordinal = new_group_id(), -1
+        if call.purpose == "train":
+            ordinal = await while_connected(request, parts.gate.open(group_id, call.wait_s))
+        group = Group.open(group_id, ordinal, call.task, call.purpose, sampling_of(call.sampling), call.group_size)
+        parts.registry.add(group)
+        return _answer(
+            GroupOpened.model_construct(
+                group_id=group_id,
+                ordinal=ordinal,
+                session_ids=list(group.sessions),
+                policy_version=parts.engine.policy_version,
+            ),
+            status_code=201,
+        )
+
+    @router.post("/groups/{group_id}/turns", response_model=TurnsTaken)
+    async def take_turns(group_id: str, call: TakeTurns, request: Request) -> Response:
+        """Let the policy speak in one or more sessions of the group. The call takes effect whole or not at all."""
+        parts = server.parts()
+        group = parts.registry.find_open(group_id)
+        results = await while_connected(request, parts.turns.take(group, call))
+        return _answer(TurnsTaken.model_construct(results=results))
+
+    @router.post("/groups/{group_id}/finish", response_model=GroupFinished)
+    async def finish_group(group_id: str, call: FinishGroup) -> Response:
+        """Write the group's trajectories to the stream, exactly once however often this is called."""
+        stream_ids = await server.parts().finisher.finish(group_id, call.rewards)
+        return _answer(GroupFinished.model_construct(stream_ids=stream_ids))
+
+    @router.get("/run", response_model=RunState)
+    async def read_run() -> Response:
+        """The run as this server sees it: its version, and whether the run has concluded."""
+        parts = server.parts()
+        accounts = await parts.ledger.accounts()
+        return _answer(
+            RunState.model_construct(
+                run_id=server.plan.run_id,
+                policy_version=parts.engine.policy_version,
+                concluded=accounts.concluded,
+                final_version=accounts.final_version,
+            )
+        )
+
+    @router.get("/engine", response_model=EngineReport)
+    async def read_engine() -> Response:
+        """The engine at this moment."""
+        parts = server.parts()
+        status = parts.engine.status()
+        return _answer(
+            EngineReport(
+                server_id=server.plan.server_id,
+                name=status.name,
+                policy_version=status.policy_version,
+                running=status.running,
+                waiting=status.waiting,
+                paused=status.paused,
+                tokens_generated=status.tokens_generated,
+                commits=status.commits,
+                stalls_ms=status.stalls_ms,
+                open_groups=len(parts.registry),
+                admission_waiting=parts.gate.waiting,
+            )
+        )
+
+    return router
+
+
+def _answer(body: BaseModel, status_code: int = 200) -> Response:
+    """Serialised here, once: FastAPI would validate it again against `response_model`."""
+    return Response(body.model_dump_json(), status_code=status_code, media_type="application/json")

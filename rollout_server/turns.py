@@ -1,0 +1,176 @@
+"""Taking turns: siblings whose context is the same become one engine request; a call takes effect whole or not at all.
+
+reserve sessions ─► encode ─► plan requests ─► engine, all awaited together ─► check ─► record every turn
+                                                   │ client gone, engine error, no progress
+                                                   └─► requests closed, no turn recorded, sessions free again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rollout_server.capture import CaptureError, check_sampled
+from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest, collect
+from rollout_server.groups import Group
+from rollout_server.rendering import Renderer
+from rollout_server.sessions import Session
+from services.wire.errors import DeadlineError, UsageError
+from services.wire.rollout_api import SamplingBody, TakeTurns, Turn, TurnTaken
+from services.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+def sampling_of(body: SamplingBody) -> SamplingParams:
+    """The wire struct of a request body."""
+    return SamplingParams(
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One engine request and the turns (positions in the call) that its samples belong to, in order."""
+
+    request: GenerationRequest
+    turns: list[int]
+
+
+class TurnTaker:
+    """Lets the policy speak in sessions.
+
+    `patience_s`: how long an engine that is not paused may draw no token at all before a turn is given up.
+    """
+
+    def __init__(self, engine: Engine, renderer: Renderer, patience_s: float) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._patience_s = patience_s
+        self._count = itertools.count()
+
+    async def take(self, group: Group, call: TakeTurns) -> list[TurnTaken]:
+        """Take all turns of `call`, or none; answers in the call's order.
+
+        Raises as `Group.reserved` does, UsageError for a context that is empty or too long, DeadlineError when the engine
+        stands still, CaptureError when its answer contradicts itself. Cancelling it records nothing.
+        """
+        sampling = group.sampling if call.sampling is None else sampling_of(call.sampling)
+        with group.reserved([turn.session_id for turn in call.turns]) as sessions:
+            additions = await self._encode(call.turns)
+            plans = self._plan(group.group_id, sessions, additions, sampling)
+            drawn = await self._generate(plans)
+            ordered = [drawn[position] for position in range(len(sessions))]
+            for delta in ordered:
+                check_sampled(delta.token_ids, delta.logprobs, delta.versions)
+            for session, addition, delta in zip(sessions, additions, ordered, strict=True):
+                session.record(addition, delta, sampling)
+        return [self._answer(session, delta, call) for session, delta in zip(sessions, ordered, strict=True)]
+
+    async def _encode(self, turns: Sequence[Turn]) -> list[list[int]]:
+        """Token ids that each turn adds. Siblings mostly say the same, so each text is encoded once."""
+        encoded: dict[str, list[int]] = {}
+        additions = []
+        for turn in turns:
+            if turn.text is None:
+                additions.append(turn.token_ids or [])
+                continue
+            if turn.text not in encoded:
+                encoded[turn.text] = await self._renderer.encode(turn.text)
+            additions.append(encoded[turn.text])
+        return additions
+
+    def _plan(
+        self, group_id: str, sessions: Sequence[Session], additions: Sequence[list[int]], sampling: SamplingParams
+    ) -> list[Plan]:
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for position, (session, addition) in enumerate(zip(sessions, additions, strict=True)):
+            alike.setdefault((*session.capture.context, *addition), []).append(position)
+        return [
+            Plan(
+                GenerationRequest(
+                    request_id=f"{group_id}:{next(self._count)}",
+                    prompt_token_ids=list(prompt),
+                    sampling=self._fit(sampling, len(prompt)),
+                    n=len(positions),
+                ),
+                positions,
+            )
+            for prompt, positions in alike.items()
+        ]
+
+    def _fit(self, sampling: SamplingParams, prompt_length: int) -> SamplingParams:
+        """Sampling that stays within the model's longest sequence."""
+        if prompt_length == 0:
+            raise UsageError("a session has no tokens to continue", "say something in its first turn")
+        room = self._engine.max_model_len - prompt_length
+        if room < 1:
+            raise UsageError(
+                f"a context of {prompt_length} tokens leaves no room to answer",
+                f"the model takes {self._engine.max_model_len} tokens, prompt and answer together",
+            )
+        return sampling if sampling.max_tokens <= room else msgspec.structs.replace(sampling, max_tokens=room)
+
+    async def _generate(self, plans: list[Plan]) -> dict[int, GenerationDelta]:
+        """Position in the call → what was drawn for it."""
+        generation = asyncio.ensure_future(self._run_all(plans))
+        try:
+            seen = self._engine.status().tokens_generated
+            while not (await asyncio.wait({generation}, timeout=self._patience_s))[0]:
+                status = self._engine.status()
+                if status.tokens_generated == seen and not status.paused:
+                    raise DeadlineError(
+                        f"the engine drew no token for {self._patience_s:g} s", "see the rollout server's log"
+                    )
+                seen = status.tokens_generated
+            return generation.result()
+        finally:
+            if not generation.done():
+                generation.cancel()
+                await asyncio.wait({generation})
+
+    async def _run_all(self, plans: list[Plan]) -> dict[int, GenerationDelta]:
+        if len(plans) == 1:
+            return await self._run(plans[0])
+        tasks = [asyncio.ensure_future(self._run(plan)) for plan in plans]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            unfinished = [task for task in tasks if not task.done()]
+            for task in unfinished:
+                task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
+        return {position: delta for answer in answers for position, delta in answer.items()}
+
+    async def _run(self, plan: Plan) -> dict[int, GenerationDelta]:
+        deltas: AsyncIterator[GenerationDelta] = self._engine.generate(plan.request)
+        try:
+            samples = await collect(deltas)
+        finally:
+            close = getattr(deltas, "aclose", None)
+            if close is not None:
+                await close()
+        if [sample.index for sample in samples] != list(range(plan.request.n)):
+            raise CaptureError(f"the engine answered {len(samples)} of {plan.request.n} samples")
+        return dict(zip(plan.turns, samples, strict=True))
+
+    def _answer(self, session: Session, delta: GenerationDelta, call: TakeTurns) -> TurnTaken:
+        return TurnTaken.model_construct(
+            session_id=session.session_id,
+            text=self._renderer.decode(delta.token_ids),
+            token_ids=delta.token_ids if call.return_token_ids else None,
+            finish_reason=delta.finish_reason or "stop",
+            policy_version=max((span.version for span in delta.versions), default=self._engine.policy_version),
+        )

@@ -1,0 +1,156 @@
+"""A small engine behind the Engine interface that draws tokens by a rule, so that tests know what must come out.
+
+Sample `index` of a prompt answers `2 + (sum(prompt) + index + i) % 9` for `i = 0, 1, …`, then the end token after
+`answer_length` tokens (or is cut by `max_tokens`); logprobs are `-(i + 1) / 8`. One decode step a turn of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from rollout_server.engines.base import (
+    CommitReport,
+    EngineStatus,
+    FinishReason,
+    GenerationDelta,
+    GenerationRequest,
+    PauseMode,
+    StageReport,
+)
+from services.wire.errors import ConflictError, NotReadyError
+from services.wire.trajectory import VersionSpan
+from weight_bus.manifest import decode_manifest
+
+END = 1
+
+
+class ScriptedEngine:
+    """Implements `rollout_server.engines.base.Engine`."""
+
+    def __init__(self, *, answer_length: int = 4, max_model_len: int = 256, step_s: float = 0.0) -> None:
+        self.answer_length = answer_length
+        self.requests: list[GenerationRequest] = []
+        self.aborted_early = 0
+        """Iterators that were closed before their end."""
+        self._max_model_len = max_model_len
+        self._step_s = step_s
+        self._version = 0
+        self._staged: StageReport | None = None
+        self._digest = "initial"
+        self._running = asyncio.Event()
+        self._running.set()
+        self._active: dict[str, bool] = {}
+        self._tokens = 0
+        self._commits = 0
+        self.started = False
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return (END,)
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
+        self.requests.append(request)
+        self._active[request.request_id] = True
+        seed = sum(request.prompt_token_ids)
+        length = min(self.answer_length + 1, request.sampling.max_tokens)
+        versions: list[int] = []
+        try:
+            while len(versions) < length and self._active[request.request_id]:
+                await asyncio.sleep(self._step_s)
+                if not self._running.is_set():
+                    await self._running.wait()
+                    continue
+                versions.append(self._version)
+                self._tokens += request.n
+            for index in range(request.n):
+                tokens = [2 + (seed + index + i) % 9 for i in range(len(versions))]
+                reason: FinishReason = "length"
+                if len(versions) == self.answer_length + 1:
+                    tokens[-1], reason = END, "stop"
+                elif len(versions) < length:
+                    reason = "abort"
+                yield GenerationDelta(
+                    request_id=request.request_id,
+                    index=index,
+                    token_ids=tokens,
+                    logprobs=[-(i + 1) / 8 for i in range(len(tokens))],
+                    versions=_spans(versions),
+                    finish_reason=reason,
+                )
+        finally:
+            if len(versions) < length and self._active[request.request_id]:
+                self.aborted_early += 1
+            del self._active[request.request_id]
+
+    async def abort(self, request_ids: list[str] | None = None) -> int:
+        found = [name for name in (self._active if request_ids is None else request_ids) if name in self._active]
+        for name in found:
+            self._active[name] = False
+        return len(found)
+
+    async def pause(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            await self.abort()
+        while mode == "wait" and self._active:
+            await asyncio.sleep(0.001)
+        self._running.clear()
+
+    async def resume(self) -> None:
+        self._running.set()
+
+    async def stage(self, manifest: bytes) -> StageReport:
+        decoded = decode_manifest(manifest)
+        self._staged = StageReport(decoded.version, decoded.root_digest, decoded.layout.total_bytes, 0.0)
+        return self._staged
+
+    async def commit(self, version: int) -> CommitReport:
+        if self._staged is None or self._staged.version != version:
+            raise ConflictError(f"version {version} is not staged")
+        self._version, self._digest, self._staged = version, self._staged.root_digest, None
+        self._commits += 1
+        return CommitReport(version=version, flip_ms=0.01, requests_in_flight=len(self._active))
+
+    def set_version(self, version: int) -> None:
+        """A commit without its ceremony."""
+        self._version = version
+
+    async def weights_digest(self) -> str:
+        if not self.started:
+            raise NotReadyError("not started")
+        return self._digest
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            name="scripted",
+            policy_version=self._version,
+            running=len(self._active),
+            waiting=0,
+            paused=not self._running.is_set(),
+            tokens_generated=self._tokens,
+            commits=self._commits,
+        )
+
+    async def close(self) -> None:
+        self.started = False
+
+
+def _spans(versions: list[int]) -> list[VersionSpan]:
+    spans: list[VersionSpan] = []
+    for position, version in enumerate(versions):
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(spans[-1].start, spans[-1].length + 1, version)
+        else:
+            spans.append(VersionSpan(position, 1, version))
+    return spans
