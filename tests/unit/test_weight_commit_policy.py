@@ -162,8 +162,24 @@ def test_a_restarted_engine_starts_over_and_the_answer_of_its_old_self_is_ignore
     machine.announce(1)
     (old,) = machine.take_asks()
     machine.join("a", 0, restarted=True)
+    (new,) = machine.take_asks()
     assert machine.answer(old, "connection reset") is False
-    assert steps(drain(machine)) == [("a", "stage", 1), ("a", "commit", 1)]
+    assert machine.answer(new) is True
+    assert steps(drain(machine)) == [("a", "commit", 1)]
+
+
+def test_an_engine_that_left_the_barrier_and_came_back_does_not_hold_it_up() -> None:
+    machine = CommitMachine()
+    machine.join("a", 0)
+    machine.join("b", 0)
+    update = machine.announce(1)
+    for ask in machine.take_asks():
+        machine.answer(ask)
+    commit_a, _ = machine.take_asks()
+    machine.leave("b", "lease lapsed")
+    machine.join("b", 0)
+    machine.answer(commit_a)
+    assert update.state == "committed"
 
 
 def test_versions_only_grow() -> None:
