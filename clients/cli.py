@@ -1,0 +1,69 @@
+"""`rollmesh run-environment`: play a task against rollout servers until their run has concluded."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import typer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    epilog="Example: rollmesh run-environment --run-id demo --task running-sums --rollout-url http://127.0.0.1:8100 "
+    "--run-dir runs/demo"
+)
+def run_environment(
+    run_id: Annotated[str, typer.Option(help="The run that is played for (named in the log)")],
+    task: Annotated[str, typer.Option(help="running-sums or guess-number")],
+    rollout_url: Annotated[list[str], typer.Option(help="A rollout server; repeat it for each")],
+    run_dir: Annotated[Path, typer.Option(help="evaluation.json is written here")],
+    seed: Annotated[int, typer.Option(min=0, help="Problems are generated from it")] = 1,
+    group_size: Annotated[int, typer.Option(min=1, help="Answers to each problem")] = 8,
+    temperature: Annotated[float, typer.Option(min=0.0, help="For training groups; evaluation is greedy")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens, a turn")] = 24,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Groups in play at once; (K + 1) · batch keeps all busy")
+    ] = 48,
+    evaluation_problems: Annotated[int, typer.Option(min=1, help="Held-out problems, before and after")] = 256,
+) -> None:
+    """Evaluate, play training groups until the run has concluded, evaluate again."""
+    from clients.environments import make_environment
+    from clients.runner import RunnerPlan, run_environment
+
+    plan = RunnerPlan(
+        environment=make_environment(task),
+        seed=seed,
+        group_size=group_size,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        concurrency=concurrency,
+        evaluation_problems=evaluation_problems,
+        run_dir=run_dir,
+    )
+
+    async def until_terminated() -> None:
+        playing = asyncio.create_task(run_environment(rollout_url, plan))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
+        await playing
+
+    structlog.get_logger().info("environment starts", run=run_id, task=task, concurrency=concurrency)
+    try:
+        _run(until_terminated())
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
+
+
+def _run(main: Coroutine[None, None, None]) -> None:
+    """Under uvloop where it is installed: it halves the cost of a call."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
