@@ -1,0 +1,303 @@
+"""The vLLM engine: AsyncLLM here, its engine core and the weights in a child process.
+
+rollout server (this process)                     engine core (child)
+generate ──── token ids ────────────────────────► scheduler · model · sampler
+         ◄─── tokens, logprobs, weight version ── every step's outputs
+stage ─────── manifest ─────────────────────────► a thread pulls buckets into shadow memory
+commit ────── version ──────────────────────────► between two steps: flip, relabel
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from rollout_server.engines import vllm_launch
+from rollout_server.engines.base import (
+    CommitReport,
+    EngineStatus,
+    GenerationDelta,
+    GenerationRequest,
+    PauseMode,
+    StageReport,
+)
+from rollout_server.engines.vllm_meter import StepMeter
+from rollout_server.engines.vllm_outputs import to_delta
+from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
+from services.wire.sampling import SamplingParams
+from weight_bus.vllm_protocol import Attached, Committed, Digest, Staged, decode_reply
+
+_log = structlog.get_logger()
+_STAGE_DEADLINE_S = 600.0
+_CALL_DEADLINE_S = 60.0
+_CLOSE_DEADLINE_S = 5.0
+_SETTLE_TURNS = 1000
+
+_Answer = TypeVar("_Answer", Attached, Staged, Committed, Digest)
+
+
+class VllmEngine:
+    """`rollout_server.engines.base.Engine` over vLLM.
+
+    `preload` imports (seconds, any thread) and needs no model; `start` forks the engine core and loads the model, and
+    must be called from the main thread. `transport` is a name `weight_bus.transports.select` knows.
+    """
+
+    def __init__(
+        self, model: Path, *, run_id: str, dtype: str, max_running: int, threads: int, transport: str, seed: int
+    ) -> None:
+        self._plan = vllm_launch.Plan(model=model, dtype=dtype, max_running=max_running, seed=seed)
+        self._run_id = run_id
+        self._threads = threads
+        self._transport = transport
+        self._preloaded = False
+        self._llm: Any = None
+        self._scratch = Path()
+        self._core_gone: asyncio.Future[None] | None = None
+        self._meter = StepMeter()
+        self._live: dict[str, int] = {}
+        """Request id → samples asked for."""
+        self._version = 0
+        self._paused = False
+        self._vocabulary = 0
+        self._eos: tuple[int, ...] = ()
+        self._max_model_len = 0
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._eos
+
+    def preload(self) -> None:
+        """Import vLLM, which takes most of a start. Blocks; raises UsageError where vLLM is missing."""
+        if not self._preloaded:
+            vllm_launch.import_everything(self._threads)
+            # The imported heap is here to stay: neither this process nor the forked one needs to walk it again.
+            gc.freeze()
+            self._preloaded = True
+
+    async def start(self) -> None:
+        model = self._plan.model
+        if not (model / "config.json").exists():
+            raise UsageError(f"{model} is no model folder (no config.json)", "give a Hugging Face folder")
+        self.preload()
+        self._llm, self._scratch = vllm_launch.launch(self._plan)
+        self._watch_core()
+        self._watch_steps()
+        config = self._llm.model_config
+        self._eos = vllm_launch.eos_token_ids(model)
+        self._max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
+        await self._llm.get_supported_tasks()
+        attached = await self._call(Attached, "rollmesh_attach", self._run_id, self._transport)
+        _log.info("vLLM engine is ready", model=str(model), weights=attached.tensors, weight_bytes=attached.total_bytes)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
+        llm = self._running()
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        parameters = self._parameters(request)
+        if request.request_id in self._live:
+            raise ConflictError(f"request {request.request_id} is running already")
+        if not self._live:
+            self._meter.break_off()
+        self._live[request.request_id] = request.n
+        collector, unfinished = None, request.n
+        begins = [0] * request.n
+        try:
+            prompt = tokens_input(list(request.prompt_token_ids))
+            collector = await llm.add_request(request.request_id, prompt, parameters)
+            while unfinished:
+                output = collector.get_nowait() or await collector.get()
+                for completion in output.outputs:
+                    index = completion.index
+                    starts = self._version_starts(collector.request_id, request.n, completion)
+                    delta = to_delta(request.request_id, completion, starts, begins[index])
+                    begins[index] += len(delta.token_ids)
+                    unfinished -= delta.finish_reason is not None
+                    yield delta
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise NotReadyError("the vLLM engine core has died", "its last lines are in this server's log") from error
+        finally:
+            del self._live[request.request_id]
+            if not self._live:
+                self._meter.break_off()
+            if collector is not None and unfinished and self._llm is not None:
+                await llm.abort(collector.request_id, internal=True)
+
+    async def abort(self, request_ids: list[str] | None = None) -> int:
+        named = self._live if request_ids is None else request_ids
+        found = [request_id for request_id in named if request_id in self._live]
+        if found:
+            await self._running().abort(found)
+        return len(found)
+
+    async def pause(self, mode: PauseMode) -> None:
+        llm = self._running()
+        self._paused = True
+        # The cache is kept: requests in flight go on with the keys and values they have.
+        await llm.engine_core.pause_scheduler_async(mode, False)
+        # Outputs of the last step came before the answer, but wait in a queue for another task: let it have its turn.
+        for _ in range(_SETTLE_TURNS):
+            await asyncio.sleep(0)
+            if llm.engine_core.outputs_queue.empty():
+                break
+        await asyncio.sleep(0)
+        self._meter.break_off()
+
+    async def resume(self) -> None:
+        await self._running().engine_core.resume_scheduler_async()
+        self._paused = False
+
+    async def stage(self, manifest: bytes) -> StageReport:
+        staged = await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_STAGE_DEADLINE_S)
+        return StageReport(
+            version=staged.version,
+            root_digest=staged.root_digest,
+            bytes_read=staged.bytes_read,
+            seconds=staged.seconds,
+        )
+
+    async def commit(self, version: int) -> CommitReport:
+        committed = await self._call(Committed, "rollmesh_commit", version)
+        self._version = committed.version
+        self._meter.committed(committed.at)
+        return CommitReport(version=committed.version, flip_ms=committed.flip_ms, requests_in_flight=committed.running)
+
+    async def weights_digest(self) -> str:
+        return (await self._call(Digest, "rollmesh_digest", deadline_s=_STAGE_DEADLINE_S)).root_digest
+
+    def status(self) -> EngineStatus:
+        unfinished = 0 if self._llm is None else self._llm.output_processor.get_num_unfinished_requests()
+        running = min(self._meter.drawing, unfinished)
+        return EngineStatus(
+            name="vllm",
+            policy_version=self._version,
+            running=running,
+            waiting=unfinished - running,
+            paused=self._paused,
+            tokens_generated=self._meter.tokens,
+            commits=self._meter.commits,
+            stalls_ms=self._meter.stalls_ms(),
+        )
+
+    async def close(self) -> None:
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        manager = llm.engine_core.resources.engine_manager
+        for process in manager.processes if manager is not None else ():
+            asyncio.get_running_loop().remove_reader(process.sentinel)
+        await asyncio.to_thread(vllm_launch.end, llm, self._scratch, _CLOSE_DEADLINE_S)
+
+    def _running(self) -> Any:
+        if self._llm is None:
+            raise NotReadyError("the vLLM engine is not running", "start it, or ask another server")
+        return self._llm
+
+    def _watch_steps(self) -> None:
+        """Let the meter see every message of the engine core on its way to vLLM's own handler."""
+        client = self._llm.engine_core
+        receive, observe = client.get_output_async, self._meter.observe
+
+        async def receive_and_observe() -> Any:
+            outputs = await receive()
+            observe(outputs)
+            return outputs
+
+        client.get_output_async = receive_and_observe
+
+    def _watch_core(self) -> None:
+        """vLLM leaves calls waiting when the core dies; the end of its process ends them here."""
+        loop = asyncio.get_running_loop()
+        self._core_gone = gone = loop.create_future()
+
+        def died(sentinel: int) -> None:
+            loop.remove_reader(sentinel)
+            if not gone.done():
+                gone.set_result(None)
+
+        for process in self._llm.engine_core.resources.engine_manager.processes:
+            loop.add_reader(process.sentinel, died, process.sentinel)
+
+    async def _call(
+        self, answer: type[_Answer], method: str, *arguments: Any, deadline_s: float = _CALL_DEADLINE_S
+    ) -> _Answer:
+        """A utility call between two steps of the engine core, and its typed reply."""
+        client = self._running().engine_core
+        gone = self._core_gone
+        assert gone is not None
+        call = asyncio.ensure_future(client.call_utility_async(method, *arguments))
+        try:
+            await asyncio.wait({call, gone}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                if gone.done():
+                    raise NotReadyError("the vLLM engine core has died", "its last lines are in this server's log")
+                raise DeadlineError(f"vLLM did not answer {method} within {deadline_s} s")
+            reply = decode_reply(call.result())
+        finally:
+            call.cancel()
+        if not isinstance(reply, answer):
+            raise RollmeshError(f"vLLM answered {method} with {type(reply).__name__}")
+        return reply
+
+    def _version_starts(self, internal_id: str, n: int, completion: Any) -> Sequence[tuple[str, int]]:
+        """(label, first token) of each version in a sample so far: on its last output, before that in vLLM's own books."""
+        if completion.weight_versions is not None:
+            return [(span.version, span.start) for span in completion.weight_versions]
+        key = internal_id if n == 1 else f"{completion.index}_{internal_id}"
+        state = self._llm.output_processor.request_states.get(key)
+        starts: Sequence[tuple[str, int]] = () if state is None else state.weight_version_starts
+        return starts
+
+    def _parameters(self, request: GenerationRequest) -> Any:
+        """The request's vLLM parameters. Raises UsageError for what vLLM would choke on."""
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import SamplingParams as VllmSampling
+
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        room = self._max_model_len - len(prompt)
+        if not prompt or room < 1:
+            raise UsageError(
+                f"a prompt of {len(prompt)} tokens does not fit",
+                f"1 … {self._max_model_len - 1} tokens leave room for one",
+            )
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise UsageError(f"the prompt holds a token id outside 0 … {self._vocabulary - 1}")
+        if request.n < 1 or sampling.max_tokens < 1:
+            raise UsageError(f"n = {request.n} and max_tokens = {sampling.max_tokens} must be at least 1")
+        try:
+            return VllmSampling(
+                n=request.n,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=max(sampling.top_k, 0),
+                seed=sampling.seed,
+                max_tokens=min(sampling.max_tokens, room),
+                stop_token_ids=self._stop_ids(sampling),
+                ignore_eos=True,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,
+            )
+        except ValueError as error:
+            raise UsageError(f"vLLM refuses the sampling parameters ({error})") from error
+
+    def _stop_ids(self, sampling: SamplingParams) -> list[int]:
+        """Stop at these. vLLM has no tokenizer here and does not know the end-of-sequence ids by itself."""
+        eos = () if sampling.ignore_eos else self._eos
+        return [*sampling.stop_token_ids, *eos]

@@ -1,0 +1,83 @@
+"""What travels between a rollout server and its vLLM engine core, and the names both sides agree on.
+
+vLLM's utility calls carry plain msgpack values and turn every exception into a bare string. So a reply is one of the
+structs below as bytes, and a failure keeps its kind: it is raised again, typed, in the rollout server.
+
+Importing this module imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.wire.errors import ConflictError, RollmeshError, UsageError
+from weight_bus.errors import StageError, TransportError
+
+LIVE_WEIGHTS = "ROLLMESH_VLLM_LIVE_WEIGHTS"
+"""Environment variable: `1` asks the plug-in to make this vLLM's weights replaceable while it serves."""
+SCRATCH = "ROLLMESH_VLLM_SCRATCH"
+"""Environment variable: the folder for the sockets and rendezvous files of one engine; it goes when the engine goes."""
+WORKER_EXTENSION = "weight_bus.vllm_worker.RollmeshWorker"
+
+
+class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
+    """A version lies whole and verified in shadow memory."""
+
+    version: int
+    root_digest: str
+    bytes_read: int
+    seconds: float
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
+    """A version is served. `at` is when the flip ended, on the host's monotonic clock (seconds)."""
+
+    version: int
+    flip_ms: float
+    running: int
+    at: float
+
+
+class Digest(msgspec.Struct, frozen=True, kw_only=True, tag="digest"):
+    root_digest: str
+
+
+class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
+    """Views into the live weights were built: `tensors` by their Hugging Face names, `total_bytes` in all."""
+
+    tensors: int
+    total_bytes: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    code: str
+    what: str
+    remedy: str = ""
+
+
+Reply = Staged | Committed | Digest | Attached | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_KINDS: dict[str, type[RollmeshError]] = {
+    kind.code: kind for kind in (StageError, TransportError, ConflictError, UsageError)
+}
+
+
+def encode_reply(reply: Reply) -> bytes:
+    return _encoder.encode(reply)
+
+
+def failure(error: Exception) -> Failed:
+    """An exception as a reply. What is not ours keeps its type's name."""
+    if isinstance(error, RollmeshError):
+        return Failed(code=error.code, what=error.what, remedy=error.remedy)
+    return Failed(code=RollmeshError.code, what=f"{type(error).__name__}: {error}")
+
+
+def decode_reply(payload: bytes) -> Reply:
+    """The reply, or the failure it carries, raised as the kind it had in the engine core."""
+    reply = _decoder.decode(payload)
+    if isinstance(reply, Failed):
+        raise _KINDS.get(reply.code, RollmeshError)(reply.what, reply.remedy)
+    return reply

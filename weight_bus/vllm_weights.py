@@ -1,0 +1,116 @@
+"""vLLM's parameters seen by their Hugging Face names, twice: what is served, and a shadow of the same size.
+
+vLLM fuses: `qkv_proj` holds the rows of `q_proj`, `k_proj` and `v_proj` one below the other, `gate_up_proj` those of
+`gate_proj` and `up_proj`; embeddings have rows of padding at the end.
+
+    vLLM parameter          [ q rows | k rows | v rows ]        one storage
+    Hugging Face names        q_proj   k_proj   v_proj          row views into it
+
+The model class's `packed_modules_mapping` says which names a fused module holds. Only unquantised weights on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from weight_bus.errors import StageError
+
+
+class VllmWeights:
+    """A model's weights as the receiver wants them (`weight_bus.receiver.WeightTarget`).
+
+    On a CPU `flip` points every parameter at its other storage (microseconds, no bytes are moved). On a GPU it copies the
+    shadow over the live storage, because CUDA graphs have captured the addresses.
+
+    Raises StageError, naming the tensor, for a weight that cannot be replaced in place.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._in_place = any(parameter.is_cuda for parameter in self._parameters.values())
+        with torch.no_grad():
+            # A copy, not merely memory: rows of padding are in no manifest and must be the same in both.
+            self._spare = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._live = dict(hugging_face_views(model, {name: p.data for name, p in self._parameters.items()}))
+        self._shadow = dict(hugging_face_views(model, self._spare))
+
+    def live(self) -> Mapping[str, torch.Tensor]:
+        return self._live
+
+    def shadow(self) -> Mapping[str, torch.Tensor]:
+        return self._shadow
+
+    def flip(self) -> None:
+        if self._in_place:
+            with torch.no_grad():
+                torch._foreach_copy_([p.data for p in self._parameters.values()], list(self._spare.values()))
+            torch.cuda.current_stream().synchronize()
+            return
+        for name, parameter in self._parameters.items():
+            self._spare[name], parameter.data = parameter.data, self._spare[name]
+        self._live, self._shadow = self._shadow, self._live
+
+
+def hugging_face_views(
+    model: torch.nn.Module, storage: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and view of every weight in `storage`, a mapping of the model's own parameter names to memory of their shapes.
+
+    A tied output head is one parameter and appears once, under the embedding's name, as in Hugging Face.
+    """
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for name, tensor in storage.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        _check_replaceable(name, module, tensor)
+        parent, _, last = owner.rpartition(".")
+        if last in packed:
+            prefix = f"{parent}." if parent else ""
+            for part, rows in _parts(name, module, packed[last], tensor):
+                yield f"{prefix}{part}.{leaf}", rows
+        else:
+            vocabulary: int | None = getattr(module, "org_vocab_size", None)
+            yield name, tensor if vocabulary is None else tensor[:vocabulary]
+
+
+def _parts(
+    name: str, module: torch.nn.Module, parts: list[str], tensor: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    sizes: list[int] | None = getattr(module, "output_sizes", None)
+    if sizes is None or len(sizes) != len(parts) or sum(sizes) != tensor.shape[0]:
+        raise StageError(
+            f"{name} of shape {tuple(tensor.shape)} does not split into {', '.join(parts)} (rows {sizes})",
+            "this model type needs a rule in weight_bus/vllm_weights.py, or use --engine torch",
+        )
+    start = 0
+    for part, size in zip(parts, sizes, strict=True):
+        yield part, tensor[start : start + size]
+        start += size
+
+
+def _check_replaceable(name: str, module: torch.nn.Module, tensor: torch.Tensor) -> None:
+    if tensor.numel() == 0:
+        raise StageError(f"vLLM packed {name} away", f"start the engine through rollmesh, which keeps {name} live")
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise StageError(f"{name} is quantised ({tensor.dtype})", "serve the model in float32, bfloat16 or float16")
+    ranks = getattr(module, "tp_size", 1)
+    if ranks > 1:
+        raise StageError(f"{name} is split over {ranks} ranks", "serve the model with one GPU an engine")
+
+
+def check_linears_are_live(model: torch.nn.Module) -> None:
+    """Raise StageError for a layer that would not notice new weights: vLLM's CPU kernels keep packed copies.
+
+    Each layer is asked for the product with a weight of zeros; whoever answers anything else looked elsewhere.
+    """
+    for name, module in model.named_modules():
+        product = getattr(module, "cpu_linear", None)
+        if product is None:
+            continue
+        weight = module.weight
+        nothing = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        found = product(torch.ones(1, weight.shape[-1], dtype=weight.dtype), nothing, None)
+        if bool(found.count_nonzero()):
+            raise StageError(f"{name} computes with a packed copy of its weight", "set weights.dtype=float32")

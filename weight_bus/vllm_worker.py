@@ -1,0 +1,100 @@
+"""The worker extension: the receiver lives where the weights are, in vLLM's worker.
+
+vLLM mixes this class into its own worker class; methods are reached by name through `collective_rpc`. Replies are bytes
+(`weight_bus.vllm_protocol`). Staging and hashing run on threads of their own, so that decoding goes on; a flip runs on
+the thread that decodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from services.wire.errors import ConflictError
+from weight_bus.manifest import decode_manifest
+from weight_bus.receiver import Receiver
+from weight_bus.transports.select import make_readers
+from weight_bus.vllm_protocol import Attached, Committed, Digest, Reply, Staged, encode_reply, failure
+from weight_bus.vllm_weights import VllmWeights, check_linears_are_live
+
+
+class _Attachment:
+    """A receiver on a worker's model, and the threads it stages on: two, so that a newer version can supersede one."""
+
+    def __init__(self, model: torch.nn.Module, run_id: str, transport: str) -> None:
+        check_linears_are_live(model)
+        self.weights = VllmWeights(model)
+        self.threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rollmesh-weights")
+        # A NIXL agent takes one to two seconds to start: meanwhile the engine already decodes.
+        self.receiver = self.threads.submit(lambda: Receiver(self.weights, run_id, make_readers(transport)))
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+class RollmeshWorker:
+    """Mixed into vLLM's worker. It has no constructor; `model_runner` is the worker's."""
+
+    model_runner: Any
+    rollmesh_attachment: _Attachment | None = None
+
+    def rollmesh_attach(self, run_id: str, transport: str) -> bytes:
+        """Build the views and start the readers. Called once, before the first request."""
+
+        def attach() -> Reply:
+            attached = _Attachment(self.model_runner.get_model(), run_id, transport)
+            self.rollmesh_attachment = attached
+            live = attached.weights.live().values()
+            return Attached(tensors=len(live), total_bytes=sum(tensor.nbytes for tensor in live))
+
+        return _reply(attach)
+
+    def rollmesh_stage(self, manifest: bytes) -> Future[bytes]:
+        """Pull a version into shadow memory on a thread; the future holds the reply."""
+
+        def stage() -> Reply:
+            staged = self._attached().receiver.result().stage(decode_manifest(manifest))
+            return Staged(
+                version=staged.version,
+                root_digest=staged.root_digest,
+                bytes_read=staged.bytes_read,
+                seconds=staged.seconds,
+            )
+
+        return self._attached().threads.submit(_reply, stage)
+
+    def rollmesh_digest(self) -> Future[bytes]:
+        """Hash what is really served, on a thread."""
+        return self._attached().threads.submit(
+            _reply, lambda: Digest(root_digest=self._attached().receiver.result().digest())
+        )
+
+    def rollmesh_flip(self, version: int, running: int) -> bytes:
+        """Serve the staged `version` from the next step on."""
+
+        def flip() -> Reply:
+            receiver = self._attached().receiver
+            if not receiver.done():
+                raise ConflictError(f"version {version} cannot be committed: nothing is staged")
+            started = time.monotonic()
+            receiver.result().commit(version)
+            ended = time.monotonic()
+            return Committed(version=version, flip_ms=(ended - started) * 1e3, running=running, at=ended)
+
+        return _reply(flip)
+
+    def _attached(self) -> _Attachment:
+        if self.rollmesh_attachment is None:
+            raise ConflictError("the engine core has no receiver yet")
+        return self.rollmesh_attachment
+
+
+def _reply(work: Callable[[], Reply]) -> bytes:
+    try:
+        return encode_reply(work())
+    except Exception as error:  # noqa: BLE001 - crosses a process boundary: raised again, typed, on the other side
+        return encode_reply(failure(error))
