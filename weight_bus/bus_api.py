@@ -11,12 +11,8 @@ Weight routes of a rollout server (called by the bus only):
 
 from __future__ import annotations
 
-from typing import Literal
-
+from services.policies.commit import EngineState, UpdateState
 from services.wire.rollout_api import Body
-
-EngineState = Literal["pending", "staging", "prepared", "committing", "committed", "failed"]
-UpdateState = Literal["staging", "prepared", "committed", "failed", "superseded"]
 
 
 class RegisterEngine(Body):
@@ -90,11 +86,17 @@ class DigestAnswer(Body):
 class EngineDigest(Body):
     engine_id: str
     version: int
+    """−1 for an engine that did not answer."""
     root_digest: str
+    why: str | None = None
+    """What an engine that could not be asked said."""
 
 
 class VerifyView(Body):
-    """`POST /v1/verify`: digests of what is really served. `match`: every engine serves the latest published bytes."""
+    """`POST /v1/verify`: digests of what is really served. `match`: every engine serves the latest published bytes.
+
+    Without a published version, or without an engine, there is nothing that could match.
+    """
 
     version: int | None
     root_digest: str | None

@@ -1,0 +1,117 @@
+"""Parts that the weight tests share: a target made of plain tensors, and a small engine with real weight routes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import torch
+import uvicorn
+from fastapi import FastAPI, Request
+
+from services.app import make_app
+from weight_bus.bus_api import CommitAnswer, CommitCall, DigestAnswer, StageAnswer
+from weight_bus.manifest import decode_manifest
+from weight_bus.receiver import Receiver
+
+
+def make_weights(seed: int, *, scale: int = 1) -> dict[str, torch.Tensor]:
+    """A few float32 tensors whose sizes are no multiples of the alignment or of a bucket."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "embed": (13 * scale, 7),
+        "layer.0.q": (5, 3 * scale),
+        "norm": (11,),
+        "scale": (),
+        "head": (7, 13 * scale),
+    }
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+class PlainTarget:
+    """Two sets of tensors that change places. `like` is what is served first."""
+
+    def __init__(self, like: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
+        self._live = {name: tensor.detach().to(dtype).clone() for name, tensor in like.items()}
+        self._shadow = {name: torch.full_like(tensor, float("nan")) for name, tensor in self._live.items()}
+        self.flips = 0
+
+    def live(self) -> Mapping[str, torch.Tensor]:
+        return self._live
+
+    def shadow(self) -> Mapping[str, torch.Tensor]:
+        return self._shadow
+
+    def flip(self) -> None:
+        self._live, self._shadow = self._shadow, self._live
+        self.flips += 1
+
+
+class SmallEngine:
+    """Weight routes over a receiver. `hold_stage`: set, every stage waits; `calls` records what was asked, in order."""
+
+    def __init__(self, name: str, receiver: Receiver, journal: list[str] | None = None) -> None:
+        self.name = name
+        self.receiver = receiver
+        self.calls: list[str] = journal if journal is not None else []
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def app(self) -> FastAPI:
+        @asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            yield
+
+        app = make_app("small-engine", "0", lifespan, not_ready=list)
+
+        @app.post("/weights/stage")
+        async def stage(request: Request) -> StageAnswer:
+            manifest = decode_manifest(await request.body())
+            staged = await asyncio.to_thread(self._stage, manifest)
+            self.calls.append(f"{self.name} staged {staged.version}")
+            return StageAnswer(
+                version=staged.version,
+                root_digest=staged.root_digest,
+                bytes_read=staged.bytes_read,
+                seconds=staged.seconds,
+            )
+
+        @app.post("/weights/commit")
+        async def commit(call: CommitCall) -> CommitAnswer:
+            self.receiver.commit(call.version)
+            self.calls.append(f"{self.name} committed {call.version}")
+            return CommitAnswer(version=call.version, flip_ms=0.0, requests_in_flight=0)
+
+        @app.get("/weights/digest")
+        async def digest() -> DigestAnswer:
+            return DigestAnswer(
+                version=self.receiver.version, root_digest=await asyncio.to_thread(self.receiver.digest)
+            )
+
+        return app
+
+    def _stage(self, manifest):  # type: ignore[no-untyped-def]
+        if not self.go_on.wait(timeout=10):
+            raise TimeoutError("the test never let the stage go on")
+        return self.receiver.stage(manifest)
+
+
+@asynccontextmanager
+async def served(app: FastAPI) -> AsyncIterator[str]:
+    """Serve `app` on a free port of loopback within this event loop; gives its URL."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", ws="none", timeout_graceful_shutdown=2)
+    )
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    task = asyncio.create_task(server.serve())
+    try:
+        async with asyncio.timeout(10):
+            while not server.started:
+                await asyncio.sleep(0.002)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await task
