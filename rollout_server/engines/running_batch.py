@@ -1,0 +1,249 @@
+"""The requests of an engine: a queue of waiting ones, and the batch of samples that one step extends by a token each.
+
+    add ──► waiting ──► prefill (once a request, copied to its siblings) ──► running ──► finished
+                                      └── one step: decode running rows, prefill newcomers, draw for all ──┘
+
+Synchronous and bound to one thread; `decode_loop` drives it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest
+from rollout_server.engines.errors import NonFiniteLogitsError
+from rollout_server.engines.kv_slots import KvSlots
+from rollout_server.engines.policy_forward import PolicyForward
+from rollout_server.engines.sampler import RowParameters, Sampler, UniformSource, seeded_source
+from services.wire.errors import RollmeshError
+from services.wire.trajectory import VersionSpan
+
+_PREFILL_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class RequestFailed:
+    """A request ends without its samples, for this reason."""
+
+    request_id: str
+    error: RollmeshError
+
+
+Outcome = GenerationDelta | RequestFailed
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A request, and how many of its siblings have been started."""
+
+    request: GenerationRequest
+    limit: int
+    stops: frozenset[int]
+    started: int = 0
+
+
+@dataclass(slots=True)
+class _Sample:
+    """`marks`: (first token, version) of each stretch of tokens that one version drew. `sent`: tokens already handed out."""
+
+    ticket: _Ticket
+    index: int
+    source: UniformSource | None
+    marks: list[tuple[int, int]]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sent: int = 0
+
+
+class RunningBatch:
+    """`outbox`: deltas and failures since the caller last took them, in order."""
+
+    def __init__(
+        self,
+        forward: PolicyForward,
+        slots: KvSlots,
+        sampler: Sampler,
+        *,
+        max_running: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        vocabulary: int,
+        device: torch.device,
+    ) -> None:
+        self._forward = forward
+        self._slots = slots
+        self._sampler = sampler
+        self._max_running = max_running
+        self._max_model_len = max_model_len
+        self._eos = frozenset(eos_token_ids)
+        self._vocabulary = vocabulary
+        self._device = device
+        self._waiting: deque[_Ticket] = deque()
+        self._samples: list[_Sample] = []
+        self._newest: list[int] = []
+        self._rows: RowParameters | None = None
+        self._seeded: list[tuple[int, UniformSource]] = []
+        self.outbox: list[Outcome] = []
+
+    @property
+    def running(self) -> int:
+        """Samples with a row of their own."""
+        return len(self._samples)
+
+    @property
+    def waiting(self) -> int:
+        """Requests of which a sibling has not been started."""
+        return len(self._waiting)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request; first come, first served."""
+        sampling = request.sampling
+        limit = min(sampling.max_tokens, self._max_model_len - len(request.prompt_token_ids))
+        stops = frozenset(sampling.stop_token_ids)
+        self._waiting.append(_Ticket(request, limit, stops if sampling.ignore_eos else stops | self._eos))
+
+    def step(self, version: int, *, admit: bool) -> int:
+        """Extend every running sample by one token, start newcomers if `admit`; returns how many tokens were drawn."""
+        parts = []
+        if self._samples:
+            ids = torch.from_numpy(np.array(self._newest, dtype=np.int64)).to(self._device).view(-1, 1)
+            parts.append(self._forward(ids, self._slots.window()))
+            self._slots.tick()
+        if admit and self._waiting and len(self._samples) < self._max_running:
+            parts.append(self._prefill(version))
+        if not parts:
+            return 0
+        if self._rows is None:
+            self._rows = RowParameters(
+                [sample.ticket.request.sampling for sample in self._samples], self._vocabulary, self._device
+            )
+            self._seeded = [(row, s.source) for row, s in enumerate(self._samples) if s.source is not None]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        tokens, logprobs = self._sampler.draw(logits, self._rows, self._seeded)
+        if not math.isfinite(sum(logprobs)):
+            self.fail_running(NonFiniteLogitsError(version))
+            return 0
+        self._record(tokens, logprobs)
+        return len(tokens)
+
+    def mark_version(self, version: int) -> None:
+        """Tokens drawn from now on are `version`'s."""
+        for sample in self._samples:
+            sample.marks.append((len(sample.tokens), version))
+
+    def abort(self, request_ids: Sequence[str] | None) -> int:
+        """Finish these requests (None: all) with what was drawn; returns how many were there."""
+        chosen = None if request_ids is None else set(request_ids)
+        touched = set()
+        rows = []
+        for row, sample in enumerate(self._samples):
+            if chosen is None or sample.ticket.request.request_id in chosen:
+                touched.add(sample.ticket.request.request_id)
+                rows.append(row)
+        self._finish([(row, "abort") for row in rows])
+        kept: deque[_Ticket] = deque()
+        for ticket in self._waiting:
+            request = ticket.request
+            if chosen is None or request.request_id in chosen:
+                touched.add(request.request_id)
+                for index in range(ticket.started, request.n):
+                    self.outbox.append(GenerationDelta(request.request_id, index, [], [], [], "abort"))
+            else:
+                kept.append(ticket)
+        self._waiting = kept
+        return len(touched)
+
+    def fail_running(self, error: RollmeshError) -> None:
+        """End every request that has a running sample with `error` and wipe its memory; waiting ones stay."""
+        failed = dict.fromkeys(sample.ticket.request.request_id for sample in self._samples)
+        self.outbox += [RequestFailed(request_id, error) for request_id in failed]
+        self._waiting = deque(ticket for ticket in self._waiting if ticket.request.request_id not in failed)
+        self._samples.clear()
+        self._newest.clear()
+        self._rows = None
+        self._slots.clear()
+
+    def take_outbox(self) -> list[Outcome]:
+        outcomes, self.outbox = self.outbox, []
+        return outcomes
+
+    def _prefill(self, version: int) -> torch.Tensor:
+        """Start as many waiting siblings as fit; returns their logits `[new rows, vocabulary]`."""
+        prompts, copies = [], []
+        free = self._max_running - len(self._samples)
+        width = 0
+        while self._waiting and free > 0:
+            ticket = self._waiting[0]
+            width = max(width, len(ticket.request.prompt_token_ids))
+            if prompts and width * (len(prompts) + 1) > _PREFILL_TOKENS:
+                break
+            count = min(free, ticket.request.n - ticket.started)
+            prompts.append(ticket.request.prompt_token_ids)
+            copies.append(count)
+            seed = ticket.request.sampling.seed
+            for index in range(ticket.started, ticket.started + count):
+                source = None if seed is None else seeded_source(seed, index)
+                self._samples.append(_Sample(ticket, index, source, [(0, version)]))
+            free -= count
+            ticket.started += count
+            if ticket.started == ticket.request.n:
+                self._waiting.popleft()
+        self._rows = None
+        lengths = [len(prompt) for prompt in prompts]
+        ids = np.zeros((len(prompts), max(lengths)), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, -len(prompt) :] = prompt
+        window = self._slots.scratch(lengths)
+        logits = self._forward(torch.from_numpy(ids).to(self._device), window)
+        self._slots.place(window, lengths, copies)
+        pick = torch.from_numpy(np.repeat(np.arange(len(prompts)), copies)).to(self._device)
+        return logits.index_select(0, pick)
+
+    def _record(self, tokens: list[int], logprobs: list[float]) -> None:
+        finished: list[tuple[int, FinishReason]] = []
+        self._newest = tokens
+        for row, (sample, token, logprob) in enumerate(zip(self._samples, tokens, logprobs, strict=True)):
+            sample.tokens.append(token)
+            sample.logprobs.append(logprob)
+            ticket = sample.ticket
+            if token in ticket.stops:
+                finished.append((row, "stop"))
+            elif len(sample.tokens) >= ticket.limit:
+                finished.append((row, "length"))
+            elif ticket.request.stream:
+                self.outbox.append(_delta(sample, None))
+        self._finish(finished)
+
+    def _finish(self, finished: Sequence[tuple[int, FinishReason]]) -> None:
+        if not finished:
+            return
+        for row, reason in finished:
+            self.outbox.append(_delta(self._samples[row], reason))
+        moves = self._slots.remove([row for row, _ in finished])
+        for rows in (self._samples, self._newest):
+            for to, source in moves:
+                rows[to] = rows[source]  # type: ignore[index]
+            del rows[self._slots.rows :]
+        self._rows = None
+
+
+def _delta(sample: _Sample, reason: FinishReason | None) -> GenerationDelta:
+    """What was drawn since the sample's last delta."""
+    sent = sample.sent
+    total = sample.sent = len(sample.tokens)
+    spans = []
+    ends = [start for start, _ in sample.marks[1:]] + [total]
+    for (start, version), end in zip(sample.marks, ends, strict=True):
+        start = max(start, sent)
+        if start < end:
+            spans.append(VersionSpan(start - sent, end - start, version))
+    tokens, logprobs = (sample.tokens, sample.logprobs) if sent == 0 else (sample.tokens[sent:], sample.logprobs[sent:])
+    if reason is None:
+        tokens, logprobs = list(tokens), list(logprobs)
+    return GenerationDelta(sample.ticket.request.request_id, sample.index, tokens, logprobs, spans, reason)

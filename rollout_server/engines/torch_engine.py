@@ -1,0 +1,249 @@
+"""The torch engine: a transformers model decoded in continuous batches with a KV cache.
+
+The reference that the tests compare against, and what runs where vLLM is not installed.
+
+    TorchEngine (event loop)          DecodeLoop (thread)        RunningBatch ─ KvSlots ─ PolicyForward ─ Sampler
+      generate ──submit──────────────────► inbox ─────────────────► add
+      stage ──► Receiver (weight threads) ──► shadow memory
+      commit ────────────────────────────► inbox ──between two steps──► Receiver.commit ──► ModelWeights.flip
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from rollout_server.engines.base import (
+    CommitReport,
+    EngineStatus,
+    GenerationDelta,
+    GenerationRequest,
+    PauseMode,
+    StageReport,
+)
+from rollout_server.engines.decode_loop import DecodeLoop
+from rollout_server.engines.delta_streams import DeltaStreams
+from rollout_server.engines.kv_slots import KvSlots
+from rollout_server.engines.policy_forward import PolicyForward
+from rollout_server.engines.running_batch import RunningBatch
+from rollout_server.engines.sampler import Sampler
+from rollout_server.engines.torch_weights import ModelWeights
+from services.wire.errors import NotReadyError, UsageError
+from weight_bus.manifest import decode_manifest
+from weight_bus.receiver import Receiver
+from weight_bus.transports.select import make_readers
+
+_log = structlog.get_logger()
+
+FIRST_VERSION = 0
+_CLOSE_DEADLINE_S = 30.0
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TorchEngine:
+    """See `rollout_server.engines.base.Engine`. `transport`: `auto`, `nixl` or `shm`; `threads`: torch's, for decoding.
+
+    It serves the folder's weights as version 0. `weights_digest` before the first commit is that of these, in the layout
+    of the model's own parameters.
+    """
+
+    def __init__(
+        self, model: Path, *, run_id: str, dtype: str, max_running: int, threads: int, transport: str, seed: int
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise UsageError(f"weights of dtype {dtype!r} cannot be served", f"known: {', '.join(_DTYPES)}")
+        self._folder = model
+        self._run_id = run_id
+        self._dtype = _DTYPES[dtype]
+        self._max_running = max_running
+        self._threads = threads
+        self._transport = transport
+        self._seed = seed
+        self._streams = DeltaStreams()
+        self._weight_threads: ThreadPoolExecutor | None = None
+        self._receiver: Receiver | None = None
+        self._decode: DecodeLoop | None = None
+        self._vocabulary = 0
+        self._max_model_len = 0
+        self._eos: tuple[int, ...] = ()
+
+    @property
+    def policy_version(self) -> int:
+        return FIRST_VERSION if self._decode is None else self._decode.version
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._eos
+
+    async def start(self) -> None:
+        """Load the model, rehearse its decoding and start the decode thread. Raises UsageError if it cannot be served."""
+        batch, self._receiver = await asyncio.to_thread(self._load)
+        # Two: a newer version must be able to supersede one whose staging is under way.
+        self._weight_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weights")
+        self._decode = DecodeLoop(
+            batch,
+            version=FIRST_VERSION,
+            threads=self._threads,
+            deliver=self._streams.deliver,
+            on_crash=self._streams.fail_all,
+        )
+        self._decode.start()
+        _log.info("engine_ready", engine="torch", model=str(self._folder), max_model_len=self._max_model_len)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
+        decode = self._running()
+        self._check(request)
+        with self._streams.open(request.request_id) as stream:
+            left = request.n
+            try:
+                decode.submit(request)
+                while left:
+                    for delta in await stream.next():
+                        if delta.finish_reason is not None:
+                            left -= 1
+                        yield delta
+            finally:
+                if left:
+                    decode.drop(request.request_id)
+
+    async def abort(self, request_ids: list[str] | None = None) -> int:
+        return await self._running().abort(request_ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        decode = self._running()
+        if mode == "abort":
+            await decode.abort_and_freeze()
+        elif mode == "wait":
+            await decode.drain()
+        else:
+            await decode.freeze()
+
+    async def resume(self) -> None:
+        await self._running().resume()
+
+    async def stage(self, manifest: bytes) -> StageReport:
+        receiver, _ = self._weights()
+        decoded = decode_manifest(manifest)
+        staged = await self._on_weight_thread(lambda: receiver.stage(decoded))
+        return StageReport(staged.version, staged.root_digest, staged.bytes_read, staged.seconds)
+
+    async def commit(self, version: int) -> CommitReport:
+        receiver, decode = self._weights()
+        flip_ms, in_flight = await decode.commit(version, lambda: receiver.commit(version))
+        return CommitReport(version, flip_ms, in_flight)
+
+    async def weights_digest(self) -> str:
+        receiver, _ = self._weights()
+        return str(await self._on_weight_thread(receiver.digest))
+
+    def status(self) -> EngineStatus:
+        decode = self._decode
+        if decode is None:
+            return EngineStatus("torch", FIRST_VERSION, 0, 0, False, 0, 0, failure="not started")
+        return EngineStatus(
+            name="torch",
+            policy_version=decode.version,
+            running=decode.running,
+            waiting=decode.waiting,
+            paused=decode.paused,
+            tokens_generated=decode.tokens,
+            commits=decode.commits,
+            stalls_ms=decode.stalls_ms(),
+            failure=None if decode.failure is None else decode.failure.what,
+        )
+
+    async def close(self) -> None:
+        """Stop decoding; requests that are still open end with NotReadyError. Raises DeadlineError if a step hangs."""
+        self._streams.fail_all(NotReadyError("the engine is closing", "send the request to another server"))
+        try:
+            if self._decode is not None:
+                await self._decode.stop(_CLOSE_DEADLINE_S)
+        finally:
+            if self._weight_threads is not None:
+                await asyncio.to_thread(self._weight_threads.shutdown, wait=True, cancel_futures=True)
+                self._weight_threads = None
+            if self._receiver is not None:
+                self._receiver.close()
+                self._receiver = None
+
+    async def _on_weight_thread(self, work: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._weight_threads, work)
+
+    def _running(self) -> DecodeLoop:
+        if self._decode is None:
+            raise NotReadyError("the engine is not started", "wait until the server is ready")
+        return self._decode
+
+    def _weights(self) -> tuple[Receiver, DecodeLoop]:
+        if self._receiver is None:
+            raise NotReadyError("the engine is not started or has been closed", "wait until the server is ready")
+        return self._receiver, self._running()
+
+    def _check(self, request: GenerationRequest) -> None:
+        prompt = request.prompt_token_ids
+        if request.n < 1 or request.sampling.max_tokens < 1:
+            raise UsageError(f"n={request.n}, max_tokens={request.sampling.max_tokens}", "ask for at least one token")
+        if not 1 <= len(prompt) < self._max_model_len:
+            raise UsageError(
+                f"a prompt of {len(prompt)} tokens does not fit a model of {self._max_model_len}",
+                f"give 1 to {self._max_model_len - 1} tokens",
+            )
+        if not (0 <= min(prompt) and max(prompt) < self._vocabulary):
+            raise UsageError(
+                f"the prompt has token ids from {min(prompt)} to {max(prompt)}",
+                f"the vocabulary ends at {self._vocabulary - 1}",
+            )
+
+    def _load(self) -> tuple[RunningBatch, Receiver]:
+        torch.set_num_threads(self._threads)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = _load_model(self._folder, self._dtype).to(device)
+        config = model.config.get_text_config()
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._max_model_len = int(config.max_position_embeddings)
+        self._eos = _eos_token_ids(model)
+        forward = PolicyForward(model)
+        slots = KvSlots(forward.shape, max_rows=self._max_running, dtype=self._dtype, device=device)
+        outputs = int(model.get_output_embeddings().weight.shape[0])
+        batch = RunningBatch(
+            forward,
+            slots,
+            Sampler(self._seed, outputs, device),
+            max_running=self._max_running,
+            max_model_len=self._max_model_len,
+            eos_token_ids=self._eos,
+            vocabulary=outputs,
+            device=device,
+        )
+        receiver = Receiver(ModelWeights(model), self._run_id, make_readers(self._transport), FIRST_VERSION)
+        return batch, receiver
+
+
+def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"no causal language model can be loaded from {folder} ({error})", "check the folder") from error
+    return model.eval().requires_grad_(False)
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The generation config's ids, else the model config's; one or several."""
+    generation = getattr(model, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = model.config.get_text_config().eos_token_id
+    if found is None:
+        return ()
+    return tuple(int(token) for token in found) if isinstance(found, (list, tuple)) else (int(found),)
