@@ -143,6 +143,8 @@ def serve(
         # Longer than clients keep idle connections: whoever closes first must be the one who would reuse it.
         timeout_keep_alive=75,
         ws="none",
+        # Nobody stands between: an address in a forwarded header would be believed for nothing.
+        proxy_headers=False,
     )
     _Server(config, stop).run(sockets=[listener])
     if stop.failure is not None:

@@ -73,10 +73,13 @@ return ordinals
 """
 
 _CLOSE = """
-if redis.call('HDEL', KEYS[2], ARGV[1]) == 0 then return 0 end
-redis.call('HINCRBY', KEYS[1], 'closed_groups', 1)
-if ARGV[2] == '1' then redis.call('HINCRBY', KEYS[1], 'dropped_groups', 1) end
-return 1
+local closed = 0
+for i = 2, #ARGV do closed = closed + redis.call('HDEL', KEYS[2], ARGV[i]) end
+if closed > 0 then
+  redis.call('HINCRBY', KEYS[1], 'closed_groups', closed)
+  if ARGV[1] == '1' then redis.call('HINCRBY', KEYS[1], 'dropped_groups', closed) end
+end
+return closed
 """
 
 ADMISSION_CLOSED = -1
@@ -112,8 +115,12 @@ class Ledger:
 
     async def close_group(self, group_id: str, *, dropped: bool = False) -> bool:
         """Take a group off the open account (once); `dropped` when it will never be trained."""
+        return await self.close_groups([group_id], dropped=dropped) == 1
+
+    async def close_groups(self, group_ids: Sequence[str], *, dropped: bool = False) -> int:
+        """`close_group` for several in one round trip; returns how many were open."""
         keys = [self._keys.accounts, self._keys.open_groups]
-        return bool(await self._close(keys=keys, args=[group_id, "1" if dropped else "0"]))
+        return int(await self._close(keys=keys, args=["1" if dropped else "0", *group_ids]))
 
     async def drop_closed_group(self) -> None:
         """Count a group that was closed in good order but will never be trained, so that admission makes up for it."""
