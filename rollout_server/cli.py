@@ -30,6 +30,7 @@ def rollout_server(
     config: Annotated[Path | None, typer.Option(help="Configuration of the run (TOML)")] = None,
 ) -> None:
     import asyncio
+    import zlib
 
     from services.app import Stop, open_port, serve
     from services.config_file import load_settings
@@ -47,7 +48,12 @@ def rollout_server(
     from rollout_server.server import ServerPlan
     from weight_bus.bus_client import BusClient
 
-    policy = make_engine(engine, model, run_id, settings)
+    # Two servers that drew from one seed would draw alike.
+    seed = (settings.seed * 1_000_003 + zlib.crc32(server_id.encode())) % (1 << 31)
+    policy = make_engine("vllm" if engine == "vllm" else "torch", model, run_id, settings, seed=seed)
+    preload = getattr(policy, "preload", None)
+    if preload is not None:
+        preload()
     plan = ServerPlan(
         run_id=run_id,
         server_id=server_id,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -20,23 +20,34 @@ class ClientGoneError(RollmeshError):
     code = "client_gone"
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(
+    request: Request,
+    work: Coroutine[Any, Any, T],
+    *,
+    check: Callable[[], None] | None = None,
+    check_every_s: float | None = None,
+) -> T:
     """Await `work`, but cancel it (and wait for its end) when the client disconnects first.
 
-    The request's body must have been read. Raises ClientGoneError when the client left.
+    `check` is called every `check_every_s` seconds; what it raises ends the work too. The request's body must have been
+    read. Raises ClientGoneError when the client left.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_hung_up(request))
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGoneError("the client disconnected")
+        while not task.done():
+            await asyncio.wait({task, watch}, timeout=check_every_s, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                break
+            if watch.done():
+                raise ClientGoneError("the client disconnected")
+            if check is not None:
+                check()
+        return task.result()
     finally:
-        for each in (task, watch):
-            if not each.done():
-                each.cancel()
+        watch.cancel()
         if not task.done():
+            task.cancel()
             await asyncio.wait({task})
 
 

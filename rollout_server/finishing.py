@@ -10,8 +10,8 @@ import structlog
 from redis.exceptions import RedisError
 
 from rollout_server.groups import DropCause, Group, GroupRegistry
+from rollout_server.publishing import Publisher
 from services.ledger import Ledger
-from services.stream import TrajectoryWriter
 from services.wire.errors import ConcludedError, ConflictError, UsageError
 from services.wire.rollout_api import SessionReward
 from services.wire.trajectory import Trajectory
@@ -23,10 +23,10 @@ class Finisher:
     """Finishes groups and drops those that nobody will finish."""
 
     def __init__(
-        self, registry: GroupRegistry, writer: TrajectoryWriter, ledger: Ledger, run_id: str, server_id: str
+        self, registry: GroupRegistry, publisher: Publisher, ledger: Ledger, run_id: str, server_id: str
     ) -> None:
         self._registry = registry
-        self._writer = writer
+        self._publisher = publisher
         self._ledger = ledger
         self._run_id = run_id
         self._server_id = server_id
@@ -35,7 +35,8 @@ class Finisher:
         """Publish the group's trajectories; returns session id → stream id (empty for `evaluate`). Repeats answer the same.
 
         Raises UsageError unless every session has exactly one reward, ConflictError while a turn is being taken or when a
-        session never took one, ConcludedError (and the group is dropped) when the run has concluded.
+        session never took one, ConcludedError (and the group is dropped) when the run has concluded, NotReadyError (and the
+        group stays open) when Redis fails.
         """
         ended = self._registry.find_ended(group_id)
         if ended is not None:
@@ -78,12 +79,10 @@ class Finisher:
             for session in group.sessions.values()
         ]
         try:
-            stream_ids = await self._writer.publish(trajectories)
+            stream_ids = await self._publisher.publish(group.group_id, trajectories)
         except ConcludedError:
-            await self._ledger.close_group(group.group_id, dropped=True)
             self._registry.drop(group, "run_concluded")
             raise
-        await self._ledger.close_group(group.group_id)
         return dict(zip(group.sessions, stream_ids, strict=True))
 
     async def drop(self, group: Group, cause: DropCause) -> bool:
@@ -105,6 +104,20 @@ class Finisher:
             self._registry.drop(group, cause)
         _log.info("group dropped", group=group.group_id, ordinal=group.ordinal, cause=cause)
         return True
+
+    async def drop_all(self, cause: DropCause) -> None:
+        """Drop every open group in one call to Redis, whatever goes on in them: the server is ending.
+
+        Raises RedisError, having dropped nothing.
+        """
+        groups = self._registry.all_open()
+        in_ledger = [group.group_id for group in groups if group.purpose == "train"]
+        if in_ledger:
+            await self._ledger.close_groups(in_ledger, dropped=True)
+        for group in groups:
+            self._registry.drop(group, cause)
+        if groups:
+            _log.info("groups dropped", groups=len(groups), cause=cause)
 
 
 async def sweep(registry: GroupRegistry, finisher: Finisher, timeout_s: float) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
 
 from rollout_server.disconnect import while_connected
 from rollout_server.groups import Group, new_group_id
 from rollout_server.server import RolloutServer
-from rollout_server.turns import sampling_of
+from rollout_server.turns import Progress, sampling_of
+from rollout_server.typed_route import TypedRoute, answer
 from services.wire.rollout_api import (
     EngineReport,
     ErrorBody,
@@ -26,7 +26,9 @@ _ERRORS = {404: "No such group or session", 409: "The group ended, or is busy", 
 
 def group_routes(server: RolloutServer) -> APIRouter:
     """Routes that environments call."""
+    patience_s = server.plan.settings.rollout.group_timeout_s
     router = APIRouter(
+        route_class=TypedRoute,
         tags=["rollout"],
         responses={status: {"model": ErrorBody, "description": why} for status, why in _ERRORS.items()},
     )
@@ -40,8 +42,8 @@ def group_routes(server: RolloutServer) -> APIRouter:
             ordinal = await while_connected(request, parts.gate.open(group_id, call.wait_s))
         group = Group.open(group_id, ordinal, call.task, call.purpose, sampling_of(call.sampling), call.group_size)
         parts.registry.add(group)
-        return _answer(
-            GroupOpened.model_construct(
+        return answer(
+            GroupOpened(
                 group_id=group_id,
                 ordinal=ordinal,
                 session_ids=list(group.sessions),
@@ -55,22 +57,24 @@ def group_routes(server: RolloutServer) -> APIRouter:
         """Let the policy speak in one or more sessions of the group. The call takes effect whole or not at all."""
         parts = server.parts()
         group = parts.registry.find_open(group_id)
-        results = await while_connected(request, parts.turns.take(group, call))
-        return _answer(TurnsTaken.model_construct(results=results))
+        results = await while_connected(
+            request, parts.turns.take(group, call), check=Progress(parts.engine).check, check_every_s=patience_s
+        )
+        return answer(TurnsTaken(results=results))
 
     @router.post("/groups/{group_id}/finish", response_model=GroupFinished)
     async def finish_group(group_id: str, call: FinishGroup) -> Response:
         """Write the group's trajectories to the stream, exactly once however often this is called."""
         stream_ids = await server.parts().finisher.finish(group_id, call.rewards)
-        return _answer(GroupFinished.model_construct(stream_ids=stream_ids))
+        return answer(GroupFinished(stream_ids=stream_ids))
 
     @router.get("/run", response_model=RunState)
     async def read_run() -> Response:
         """The run as this server sees it: its version, and whether the run has concluded."""
         parts = server.parts()
         accounts = await parts.ledger.accounts()
-        return _answer(
-            RunState.model_construct(
+        return answer(
+            RunState(
                 run_id=server.plan.run_id,
                 policy_version=parts.engine.policy_version,
                 concluded=accounts.concluded,
@@ -83,7 +87,7 @@ def group_routes(server: RolloutServer) -> APIRouter:
         """The engine at this moment."""
         parts = server.parts()
         status = parts.engine.status()
-        return _answer(
+        return answer(
             EngineReport(
                 server_id=server.plan.server_id,
                 name=status.name,
@@ -100,8 +104,3 @@ def group_routes(server: RolloutServer) -> APIRouter:
         )
 
     return router
-
-
-def _answer(body: BaseModel, status_code: int = 200) -> Response:
-    """Serialised here, once: FastAPI would validate it again against `response_model`."""
-    return Response(body.model_dump_json(), status_code=status_code, media_type="application/json")

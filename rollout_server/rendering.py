@@ -32,7 +32,7 @@ class Renderer:
             raise UsageError(f"{path} is missing", "save the tokenizer beside the model (save_pretrained)")
         try:
             return cls(Tokenizer.from_file(str(path)))
-        except Exception as error:  # noqa: BLE001 - the tokenizers library raises bare Exception
+        except Exception as error:
             raise UsageError(
                 f"{path} is no tokenizer ({error})", "save the tokenizer again (save_pretrained)"
             ) from error

@@ -23,6 +23,7 @@ from rollout_server.engines.base import Engine
 from rollout_server.finishing import Finisher, sweep
 from rollout_server.groups import GroupRegistry, session_id
 from rollout_server.membership import Bus, Membership
+from rollout_server.publishing import Publisher
 from rollout_server.rendering import Renderer
 from rollout_server.turns import TurnTaker
 from services.app import Stop
@@ -62,6 +63,7 @@ class Parts:
     gate: AdmissionGate
     registry: GroupRegistry
     turns: TurnTaker
+    publisher: Publisher
     finisher: Finisher
 
 
@@ -113,6 +115,7 @@ class RolloutServer:
             timeout_s = self.plan.settings.rollout.group_timeout_s
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(parts.gate.run(), name="admission")
+                tasks.create_task(parts.publisher.run(), name="publisher")
                 tasks.create_task(sweep(parts.registry, parts.finisher, timeout_s), name="sweeper")
                 if self._membership is not None:
                     tasks.create_task(self._membership.run(), name="membership")
@@ -129,13 +132,13 @@ class RolloutServer:
         self._phase = f"waiting for the model folder {plan.model}"
         await wait_for_model(plan.model, MODEL_DEADLINE_S)
         self._phase = "starting its engine"
+        await self._engine.start()  # before anything that might start a thread: vLLM forks
         renderer = Renderer.from_folder(plan.model)
-        await self._engine.start()
         self._phase = "waiting for Redis"
         ledger, registry = Ledger(redis, plan.run_id), GroupRegistry()
         base_version = await ledger.begin(self._engine.policy_version)
         await self._give_up_orphans(redis, ledger)
-        timeout_s = plan.settings.rollout.group_timeout_s
+        publisher = Publisher(TrajectoryWriter(redis, plan.run_id), ledger)
         gate = AdmissionGate(
             ledger,
             WaitBoard(redis, plan.run_id, plan.server_id),
@@ -153,8 +156,9 @@ class RolloutServer:
             ledger=ledger,
             gate=gate,
             registry=registry,
-            turns=TurnTaker(self._engine, renderer, patience_s=timeout_s),
-            finisher=Finisher(registry, TrajectoryWriter(redis, plan.run_id), ledger, plan.run_id, plan.server_id),
+            turns=TurnTaker(self._engine, renderer),
+            publisher=publisher,
+            finisher=Finisher(registry, publisher, ledger, plan.run_id, plan.server_id),
         )
 
     async def _give_up_orphans(self, redis: Redis, ledger: Ledger) -> None:
@@ -187,8 +191,7 @@ class RolloutServer:
                 if self._membership is not None:
                     await self._membership.leave()
                 if parts is not None:
-                    for group in parts.registry.all_open():
-                        await parts.finisher.drop(group, "shutdown")
+                    await parts.finisher.drop_all("shutdown")
         except (RollmeshError, RedisError, TimeoutError) as error:
             _log.warning("closed untidily", server=self.plan.server_id, why=repr(error))
         finally:

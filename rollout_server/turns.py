@@ -50,28 +50,24 @@ class Plan:
 
 
 class TurnTaker:
-    """Lets the policy speak in sessions.
+    """Lets the policy speak in sessions."""
 
-    `patience_s`: how long an engine that is not paused may draw no token at all before a turn is given up.
-    """
-
-    def __init__(self, engine: Engine, renderer: Renderer, patience_s: float) -> None:
+    def __init__(self, engine: Engine, renderer: Renderer) -> None:
         self._engine = engine
         self._renderer = renderer
-        self._patience_s = patience_s
         self._count = itertools.count()
 
     async def take(self, group: Group, call: TakeTurns) -> list[TurnTaken]:
         """Take all turns of `call`, or none; answers in the call's order.
 
-        Raises as `Group.reserved` does, UsageError for a context that is empty or too long, DeadlineError when the engine
-        stands still, CaptureError when its answer contradicts itself. Cancelling it records nothing.
+        Raises as `Group.reserved` does, UsageError for a context that is empty or too long, CaptureError for an answer of
+        the engine that contradicts itself. Cancelling it records nothing.
         """
         sampling = group.sampling if call.sampling is None else sampling_of(call.sampling)
         with group.reserved([turn.session_id for turn in call.turns]) as sessions:
             additions = await self._encode(call.turns)
             plans = self._plan(group.group_id, sessions, additions, sampling)
-            drawn = await self._generate(plans)
+            drawn = await self._run_all(plans)
             ordered = [drawn[position] for position in range(len(sessions))]
             for delta in ordered:
                 check_sampled(delta.token_ids, delta.logprobs, delta.versions)
@@ -123,24 +119,6 @@ class TurnTaker:
             )
         return sampling if sampling.max_tokens <= room else msgspec.structs.replace(sampling, max_tokens=room)
 
-    async def _generate(self, plans: list[Plan]) -> dict[int, GenerationDelta]:
-        """Position in the call → what was drawn for it."""
-        generation = asyncio.ensure_future(self._run_all(plans))
-        try:
-            seen = self._engine.status().tokens_generated
-            while not (await asyncio.wait({generation}, timeout=self._patience_s))[0]:
-                status = self._engine.status()
-                if status.tokens_generated == seen and not status.paused:
-                    raise DeadlineError(
-                        f"the engine drew no token for {self._patience_s:g} s", "see the rollout server's log"
-                    )
-                seen = status.tokens_generated
-            return generation.result()
-        finally:
-            if not generation.done():
-                generation.cancel()
-                await asyncio.wait({generation})
-
     async def _run_all(self, plans: list[Plan]) -> dict[int, GenerationDelta]:
         if len(plans) == 1:
             return await self._run(plans[0])
@@ -167,10 +145,25 @@ class TurnTaker:
         return dict(zip(plan.turns, samples, strict=True))
 
     def _answer(self, session: Session, delta: GenerationDelta, call: TakeTurns) -> TurnTaken:
-        return TurnTaken.model_construct(
+        return TurnTaken(
             session_id=session.session_id,
             text=self._renderer.decode(delta.token_ids),
             token_ids=delta.token_ids if call.return_token_ids else None,
             finish_reason=delta.finish_reason or "stop",
             policy_version=max((span.version for span in delta.versions), default=self._engine.policy_version),
         )
+
+
+class Progress:
+    """Tells an engine that stands still from one that is slow or paused: `check` it now and then."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._seen = engine.status().tokens_generated
+
+    def check(self) -> None:
+        """Raise DeadlineError when the engine, not paused, drew no token at all since the last check."""
+        status = self._engine.status()
+        if status.tokens_generated == self._seen and not status.paused:
+            raise DeadlineError("the engine has stopped drawing tokens", "see the rollout server's log")
+        self._seen = status.tokens_generated
