@@ -1,0 +1,41 @@
+"""Restarting what dies: how long to wait, and when to give up.
+
+A process that lived `healthy_after_s` before it died starts again with a clean record. Otherwise the n-th restart in a
+row (from 1) waits `first_delay_s · 2^(n−1)`, at most `longest_delay_s`, and after `max_restarts` of them the run fails.
+Misuse (exit code 2) is never restarted: the same command line would fail the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MISUSE = 2
+
+
+@dataclass(frozen=True)
+class Restart:
+    delay_s: float
+    in_a_row: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    why: str
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    max_restarts: int = 3
+    first_delay_s: float = 0.25
+    longest_delay_s: float = 5.0
+    healthy_after_s: float = 30.0
+
+    def after_exit(self, exit_code: int, lived_s: float, in_a_row: int) -> Restart | GiveUp:
+        """What follows when a process ended that should not have, after `in_a_row` restarts without a healthy life."""
+        if exit_code == MISUSE:
+            return GiveUp("it refuses its command line or surroundings")
+        restart = 1 if lived_s >= self.healthy_after_s else in_a_row + 1
+        if restart > self.max_restarts:
+            return GiveUp(f"it died {restart} times in a row")
+        delay = min(self.first_delay_s * 2.0 ** (restart - 1), self.longest_delay_s)
+        return Restart(delay_s=delay, in_a_row=restart)

@@ -1,0 +1,133 @@
+"""Which processes make up a mesh, with which command lines: pure, so that a test can read it whole.
+
+    valkey ─PING─► weight-bus ┐
+                   rollout-server-0 … n  (imports, then waits for the model folder)
+                   trainer               (imports, then waits for the model folder)
+                   environment           (waits for the servers)
+                   demonstrations ─► sft ─► model folder
+
+Everything that can overlap does: the warm start runs while the others import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.policies.backoff import RestartPolicy
+from services.run_folder import RunFolder
+from services.settings import RunSettings
+from services.supervisor.keeper import Post, Role
+from services.supervisor.ports import LOOPBACK
+from services.supervisor.processes import OURS, ProcessSpec
+from services.supervisor.valkey import ValkeyPlan
+
+_ONCE = RestartPolicy(max_restarts=0)
+
+
+@dataclass(frozen=True)
+class MeshPorts:
+    redis: int
+    bus: int
+    servers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """`warm_start` posts run one after the other, none where a model was given. `valkey` is None with --redis-url."""
+
+    redis_url: str
+    bus_url: str
+    server_urls: tuple[str, ...]
+    valkey: Post | None
+    bus: Post
+    servers: tuple[Post, ...]
+    trainer: Post
+    environment: Post
+    warm_start: tuple[Post, ...]
+
+
+def plan_launch(settings: RunSettings, folder: RunFolder, run_id: str, ports: MeshPorts) -> LaunchPlan:
+    """The mesh for resolved settings (`engine` is no longer `auto`)."""
+    valkey = ValkeyPlan(data_dir=folder.redis, port=ports.redis) if settings.redis_url is None else None
+    redis_url = settings.redis_url or f"redis://{LOOPBACK}:{ports.redis}/0"
+    bus_url = f"http://{LOOPBACK}:{ports.bus}"
+    model = settings.model.path or folder.model
+    desk = _Desk(run_id)
+    run = ("--run-id", run_id, "--config", str(folder.config))
+    mesh = (*run, "--redis-url", redis_url, "--bus-url", bus_url, "--model", str(model))
+    return LaunchPlan(
+        redis_url=redis_url,
+        bus_url=bus_url,
+        server_urls=tuple(f"http://{LOOPBACK}:{port}" for port in ports.servers),
+        valkey=None if valkey is None else Post(ProcessSpec("valkey", valkey.command()), "service"),
+        bus=desk.post("weight-bus", "weight-bus", *run, "--host", LOOPBACK, "--port", str(ports.bus)),
+        servers=tuple(
+            desk.post(
+                f"rollout-server-{index}",
+                "rollout-server",
+                *mesh,
+                *("--server-id", f"s{index}", "--engine", settings.engine),
+                *("--host", LOOPBACK, "--port", str(port)),
+                threads=settings.rollout.threads,
+            )
+            for index, port in enumerate(ports.servers)
+        ),
+        trainer=desk.post(
+            "trainer", "train", *mesh, "--run-dir", str(folder.root), role="job", threads=settings.trainer.threads
+        ),
+        environment=_environment(settings, folder, run_id, ports, desk),
+        warm_start=_warm_start(settings, folder, desk),
+    )
+
+
+@dataclass(frozen=True)
+class _Desk:
+    run_id: str
+
+    def post(
+        self, name: str, command: str, *flags: str, role: Role = "service", threads: int = 1, once: bool = False
+    ) -> Post:
+        """A post that runs one of our own commands."""
+        surroundings = {
+            "ROLLMESH_SERVICE": name,
+            "ROLLMESH_RUN_ID": self.run_id,
+            "OMP_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            # All models are folders here: nothing may ask the network, nor report to it.
+            "HF_HUB_OFFLINE": "1",
+            "DO_NOT_TRACK": "1",
+        }
+        process = ProcessSpec(name, (*OURS, command, *flags), surroundings)
+        return Post(process, role, _ONCE) if once else Post(process, role)
+
+
+def _environment(settings: RunSettings, folder: RunFolder, run_id: str, ports: MeshPorts, desk: _Desk) -> Post:
+    flags: dict[str, object] = {
+        "--run-id": run_id,
+        "--task": settings.task,
+        "--seed": settings.seed,
+        "--group-size": settings.rollout.group_size,
+        "--temperature": settings.rollout.temperature,
+        "--max-tokens": settings.rollout.max_tokens,
+        "--concurrency": (settings.k + 1) * settings.rollout.groups_per_step,
+        "--evaluation-problems": settings.evaluation.problems,
+        "--run-dir": folder.root,
+    }
+    pairs = [part for flag, value in flags.items() for part in (flag, str(value))]
+    urls = [part for port in ports.servers for part in ("--rollout-url", f"http://{LOOPBACK}:{port}")]
+    return desk.post("environment", "run-environment", *pairs, *urls, role="job")
+
+
+def _warm_start(settings: RunSettings, folder: RunFolder, desk: _Desk) -> tuple[Post, ...]:
+    if settings.model.path is not None:
+        return ()
+    seed, threads = str(settings.seed), settings.warm_start.threads
+    cache: Path | None = settings.warm_start.cache_dir
+    cached = () if cache is None else ("--cache-dir", str(cache))
+    written = ("--task", settings.task, "--seed", seed, "--out", str(folder.demonstrations))
+    learned = ("--demonstrations", str(folder.demonstrations), "--seed", seed, "--out", str(folder.model))
+    return (
+        desk.post("demonstrations", "demonstrations", *written, role="job", once=True),
+        desk.post("sft", "sft", *learned, *cached, "--threads", str(threads), role="job", threads=threads, once=True),
+    )

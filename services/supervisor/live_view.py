@@ -1,0 +1,124 @@
+"""What a run looks like while it runs: a live table on a terminal, plain lines where there is none."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from services.supervisor.observer import Snapshot
+
+PLAIN_EVERY_S = 5.0
+BAR = 24
+
+
+class View(Protocol):
+    """Where a run shows itself. `say` is for events, `show` for the state, at most a few times a second."""
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+    def show(self, snapshot: Snapshot) -> None: ...
+
+
+def make_view(console: Console, steps: int, k: int, *, plain: bool) -> View:
+    """A live view on a terminal, plain lines elsewhere or on request."""
+    return PlainView(console, steps, k) if plain or not console.is_terminal else LiveView(console, steps, k)
+
+
+class PlainView:
+    """A line an event, and one every few seconds while training."""
+
+    def __init__(self, console: Console, steps: int, k: int) -> None:
+        self._console, self._steps, self._k = console, steps, k
+        self._began = self._said_at = time.monotonic()
+        self._said_step = 0
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def say(self, line: str) -> None:
+        self._console.print(f"{time.monotonic() - self._began:6.1f} s  {line}", markup=False, highlight=False)
+
+    def show(self, snapshot: Snapshot) -> None:
+        step = 0 if snapshot.metrics is None else snapshot.metrics.step
+        due = time.monotonic() - self._said_at >= PLAIN_EVERY_S or (step == self._steps and step != self._said_step)
+        if not due:
+            return
+        self._said_at, self._said_step = time.monotonic(), step
+        facts = [f"{name} {value}" for name, value in _facts(snapshot, self._steps, self._k)]
+        waits = [f"{component} waits for {what}" for component, what in _waits(snapshot)]
+        self.say(" · ".join(facts + waits))
+
+
+class LiveView:
+    """One table that is redrawn in place; events scroll above it."""
+
+    def __init__(self, console: Console, steps: int, k: int) -> None:
+        self._steps, self._k = steps, k
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def say(self, line: str) -> None:
+        self._live.console.print(line, markup=False, highlight=False)
+
+    def show(self, snapshot: Snapshot) -> None:
+        table = Table.grid(padding=(0, 2))
+        table.add_row(Text("step", style="bold"), _bar(snapshot, self._steps))
+        for name, value in _facts(snapshot, self._steps, self._k)[1:]:
+            table.add_row(Text(name, style="bold"), value)
+        for component, what in _waits(snapshot):
+            table.add_row(Text(component, style="yellow"), Text(f"waits for {what}", style="yellow"))
+        self._live.update(table, refresh=True)
+
+
+def _bar(snapshot: Snapshot, steps: int) -> Text:
+    step = 0 if snapshot.metrics is None else snapshot.metrics.step
+    full = BAR * step // max(steps, 1)
+    return Text(f"{'█' * full}{'░' * (BAR - full)} {step}/{steps}  {snapshot.elapsed_s:.0f} s", style="green")
+
+
+def _facts(snapshot: Snapshot, steps: int, k: int) -> list[tuple[str, str]]:
+    metrics = snapshot.metrics
+    if metrics is None:
+        return [("step", f"0/{steps}")]
+    stall = snapshot.stall_ms
+    return [
+        ("step", f"{metrics.step}/{steps}"),
+        ("success", f"{metrics.success:.2f}"),
+        ("length", f"{metrics.response_length:.1f}"),
+        ("tokens/s", f"{metrics.tokens_per_s:,.0f}"),
+        ("staleness", f"{metrics.staleness_mean:.2f} (max {metrics.staleness_max} of {k})"),
+        ("stall", "–" if stall is None else f"{stall:.1f} ms"),
+        ("served", " ".join(f"{engine.server_id}:v{engine.policy_version}" for engine in snapshot.engines) or "–"),
+    ]
+
+
+def _waits(snapshot: Snapshot) -> list[tuple[str, str]]:
+    now = time.time()
+    return [
+        (component, f"{wait.waiting_for} ({max(0.0, now - wait.since):.1f} s)")
+        for component, wait in sorted(snapshot.waits.items())
+    ]

@@ -1,0 +1,219 @@
+"""The life of a mesh on one machine.
+
+reserve ports ─► janitor ─► Valkey ─► everything else at once ─► ready ─► … training … ─► trainer and environment done
+                                               │                                                     │
+                         a process dies: its keeper starts it again                        collect, write summary
+                                               ▼                                                     ▼
+                    gives up, or Ctrl-C, or the disk is full ─────────────────────► stop all (Valkey last), clean up
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import httpx
+import psutil
+from redis.asyncio import Redis
+
+from services.config_file import dump_settings
+from services.ledger import Ledger
+from services.redis_client import connect
+from services.run_folder import RunFolder, free_bytes
+from services.settings import RunSettings
+from services.shared_memory import remove_shm_files, shm_directory, shm_prefix
+from services.supervisor.keeper import Keeper, Post, ServiceFailedError
+from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
+from services.supervisor.live_view import View
+from services.supervisor.observer import Observer, read_engine
+from services.supervisor.ports import PortReservation
+from services.supervisor.processes import Janitor
+from services.supervisor.readiness import wait_for_http, wait_for_redis
+from services.supervisor.summary import (
+    Summary,
+    read_evaluation_figures,
+    read_trainer_figures,
+    summarise,
+    write_summary,
+)
+from services.wire.errors import RollmeshError
+
+STOP_DEADLINE_S = 8.0
+REDIS_DEADLINE_S = 15.0
+START_DEADLINE_S = 300.0
+"""For a server to load its model, the warm start included (vLLM on a loaded machine takes over a minute)."""
+LOOK_EVERY_S = 0.5
+DISK_EVERY_S = 1.0
+MIN_FREE_BYTES = 32 << 20
+"""With less room than this a run is ended: Valkey and the step log must never meet a full disk."""
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The keepers of a plan's posts."""
+
+    valkey: Keeper | None
+    bus: Keeper
+    servers: tuple[Keeper, ...]
+    trainer: Keeper
+    environment: Keeper
+    warm_start: tuple[Keeper, ...]
+
+    @property
+    def all_but_valkey(self) -> tuple[Keeper, ...]:
+        return (*self.warm_start, self.environment, self.trainer, *self.servers, self.bus)
+
+
+class Mesh:
+    """One run. Use `run` once; cancelling it stops everything before it returns."""
+
+    def __init__(self, settings: RunSettings, folder: RunFolder, run_id: str, view: View) -> None:
+        """`settings` are resolved; `folder` was made by preflight."""
+        self._settings = settings
+        self._folder = folder
+        self._run_id = run_id
+        self._view = view
+        self._crew: Crew | None = None
+        # The command began before Python had imported this module.
+        self._began_at = psutil.Process().create_time()
+
+    async def run(self) -> Summary:
+        """Raises RollmeshError, of which the message is for the user, when the run fails."""
+        self._folder.redis.mkdir(exist_ok=True)
+        self._folder.config.write_text(dump_settings(self._settings), encoding="utf-8")
+        with PortReservation() as ports:
+            servers = tuple(ports.reserve() for _ in range(self._settings.servers))
+            plan = plan_launch(
+                self._settings, self._folder, self._run_id, MeshPorts(ports.reserve(), ports.reserve(), servers)
+            )
+            async with Janitor(shm_directory() / shm_prefix(self._run_id)) as janitor:
+                self._crew = self._hire(plan, janitor)
+                try:
+                    summary = await self._train(plan, self._crew)
+                finally:
+                    await self._stop(self._crew)
+        # Kept after a failure, for whoever looks into it; now the summary holds what it held.
+        shutil.rmtree(self._folder.redis, ignore_errors=True)
+        return summary
+
+    def kill(self) -> None:
+        """End every process at once (the second Ctrl-C)."""
+        if self._crew is not None:
+            for keeper in (*self._crew.all_but_valkey, *([self._crew.valkey] if self._crew.valkey else [])):
+                if keeper.child is not None:
+                    keeper.child.kill()
+
+    def _hire(self, plan: LaunchPlan, janitor: Janitor) -> Crew:
+        def keep(post: Post) -> Keeper:
+            return Keeper(post, self._folder.logs, janitor, self._view.say)
+
+        return Crew(
+            valkey=None if plan.valkey is None else keep(plan.valkey),
+            bus=keep(plan.bus),
+            servers=tuple(keep(post) for post in plan.servers),
+            trainer=keep(plan.trainer),
+            environment=keep(plan.environment),
+            warm_start=tuple(keep(post) for post in plan.warm_start),
+        )
+
+    async def _train(self, plan: LaunchPlan, crew: Crew) -> Summary:
+        async with AsyncExitStack() as stack:
+            redis = connect(plan.redis_url)
+            stack.push_async_callback(redis.aclose)
+            http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    lasting = [tasks.create_task(self._watch_disk())]
+                    if crew.valkey is not None:
+                        lasting.append(tasks.create_task(crew.valkey.run()))
+                    await wait_for_redis(redis, REDIS_DEADLINE_S)
+                    lasting += [tasks.create_task(keeper.run()) for keeper in (crew.bus, *crew.servers)]
+                    lasting += [tasks.create_task(self._announce(*named, http)) for named in _named_urls(plan)]
+                    lasting.append(tasks.create_task(self._show(self._observer(plan, redis, http))))
+                    jobs = [
+                        tasks.create_task(self._warm_start(crew)),
+                        tasks.create_task(crew.trainer.run()),
+                        tasks.create_task(crew.environment.run()),
+                    ]
+                    await asyncio.wait(jobs)
+                    if all(not job.cancelled() and job.exception() is None for job in jobs):
+                        summary = await self._collect(plan, crew, redis, http)
+                    for task in lasting:
+                        task.cancel()
+            except BaseExceptionGroup as failed:
+                raise _first_cause(failed) from failed
+        return summary
+
+    async def _warm_start(self, crew: Crew) -> None:
+        for keeper in crew.warm_start:
+            began = time.monotonic()
+            await keeper.run()
+            self._view.say(f"{keeper.name} done in {time.monotonic() - began:.1f} s")
+
+    async def _announce(self, name: str, url: str, http: httpx.AsyncClient) -> None:
+        await wait_for_http(name, url, START_DEADLINE_S, http)
+        self._view.say(f"{name} is ready at {url}")
+
+    def _observer(self, plan: LaunchPlan, redis: Redis, http: httpx.AsyncClient) -> Observer:
+        return Observer(
+            began_at=self._began_at,
+            metrics=self._folder.metrics,
+            run_id=self._run_id,
+            redis=redis,
+            http=http,
+            urls=plan.server_urls,
+        )
+
+    async def _show(self, observer: Observer) -> None:
+        while True:
+            self._view.show(await observer.look())
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _watch_disk(self) -> None:
+        while True:
+            free = free_bytes(self._folder.root)
+            if free < MIN_FREE_BYTES:
+                what = f"the disk of {self._folder.root} has only {free >> 20} MiB left: the run was ended"
+                raise ServiceFailedError(what, "make room, then start again with another --run-dir")
+            await asyncio.sleep(DISK_EVERY_S)
+
+    async def _collect(self, plan: LaunchPlan, crew: Crew, redis: Redis, http: httpx.AsyncClient) -> Summary:
+        reports = await asyncio.gather(*(read_engine(http, url) for url in plan.server_urls))
+        summary = summarise(
+            self._settings,
+            self._run_id,
+            trainer=read_trainer_figures(self._folder),
+            evaluation=read_evaluation_figures(self._folder),
+            accounts=await Ledger(redis, self._run_id).accounts(),
+            engines=[report for report in reports if report is not None],
+            began_at=self._began_at,
+            ended_at=time.time(),
+            restarts=sum(keeper.restarts for keeper in crew.all_but_valkey),
+        )
+        write_summary(self._folder, summary)
+        return summary
+
+    async def _stop(self, crew: Crew) -> None:
+        """Everything at once, but Valkey last: what the others still have to say goes there."""
+        await asyncio.gather(*(keeper.stop(STOP_DEADLINE_S) for keeper in crew.all_but_valkey))
+        if crew.valkey is not None:
+            await crew.valkey.stop(STOP_DEADLINE_S)
+        remove_shm_files(self._run_id)
+
+
+def _named_urls(plan: LaunchPlan) -> list[tuple[str, str]]:
+    servers = zip(plan.servers, plan.server_urls, strict=True)
+    return [(plan.bus.process.name, plan.bus_url), *((post.process.name, url) for post, url in servers)]
+
+
+def _first_cause(failed: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to tell of: one of ours before anything else."""
+    first: BaseException = failed.exceptions[0]
+    for error in failed.exceptions:
+        if isinstance(error, RollmeshError):
+            first = error
+            break
+    return _first_cause(first) if isinstance(first, BaseExceptionGroup) else first

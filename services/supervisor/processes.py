@@ -1,0 +1,139 @@
+"""Child processes: each leads a process group of its own, writes one log, and is ended with everything it started.
+
+start ──► running ──► exited by itself ─────────────────────────────► rest of its group killed
+             └──stop──► SIGTERM ──► exited | deadline ──► SIGKILL ──► rest of its group killed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from services.supervisor import janitor
+
+# -P: the folder that the user stands in must not shadow our packages.
+OURS = (sys.executable, "-P", "-m", "services")
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """A process to run. `environment` is added to the supervisor's own; `name` names its log."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Janitor:
+    """The supervisor's end of the janitor's pipe."""
+
+    def __init__(self, shm_prefix: Path) -> None:
+        self._shm_prefix = shm_prefix
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Janitor:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", janitor.__file__, stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        self._tell(f"shm {self._shm_prefix}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tell("bye")
+        if self._process is not None:
+            await self._process.wait()
+
+    def started(self, group: int) -> None:
+        self._tell(f"group {group}")
+
+    def ended(self, group: int) -> None:
+        self._tell(f"gone {group}")
+
+    def _tell(self, line: str) -> None:
+        if self._process is None or self._process.stdin is None:
+            raise RuntimeError("use the janitor as an async context manager")
+        # A janitor that was killed cannot be told anything; the run itself goes on.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._process.stdin.write(f"{line}\n".encode())
+
+
+class Child:
+    """One running process and its group."""
+
+    def __init__(self, process: asyncio.subprocess.Process, watchman: Janitor) -> None:
+        self._process = process
+        self._janitor = watchman
+        self.started_at = time.monotonic()
+
+    @classmethod
+    async def start(cls, spec: ProcessSpec, log: Path, watchman: Janitor) -> Child:
+        """Start it, its output appended to `log`. Raises OSError when the program cannot be run."""
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *spec.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **spec.environment},
+                start_new_session=True,
+            )
+        watchman.started(process.pid)
+        return cls(process, watchman)
+
+    @property
+    def pid(self) -> int:
+        """Also the id of its process group."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.returncode is None
+
+    async def wait(self) -> int:
+        """Its exit code (negative: the signal that ended it), once it and the rest of its group are gone."""
+        code = await self._process.wait()
+        self.kill()
+        self._janitor.ended(self.pid)
+        return code
+
+    def terminate(self) -> None:
+        """Ask the process to end. What it started is its own to end, or is killed after it."""
+        if self.running:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill the whole group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def stop(self, deadline_s: float) -> int:
+        """Terminate, and kill whatever is left after `deadline_s`."""
+        self.terminate()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.shield(self._process.wait())
+        except TimeoutError:
+            self.kill()
+        return await self.wait()
+
+
+def log_tail(log: Path, lines: int) -> str:
+    """The last lines of a log that may not exist, for an error message."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 16384))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])

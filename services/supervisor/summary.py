@@ -1,0 +1,175 @@
+"""The run in one object: `summary.json`, made from what each part of the mesh knows of itself."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
+
+from services.ledger import Accounts
+from services.run_folder import RunFolder
+from services.settings import RunSettings
+from services.wire.errors import WireError
+from services.wire.rollout_api import EngineReport
+
+
+class TrainerFigures(msgspec.Struct, frozen=True):
+    """What is taken from `trainer_report.json`. Staleness in optimizer steps, `first_step_at` in Unix seconds."""
+
+    final_version: int
+    steps: int
+    tokens_trained: int
+    max_staleness: int
+    mean_staleness: float
+    masked_fraction: float
+    logprob_gap_mean: float
+    weights_digest_match: bool
+    first_step_at: float
+
+
+class EvaluationFigures(msgspec.Struct, frozen=True):
+    """`evaluation.json`, as the environment runner writes it."""
+
+    success_before: float
+    success_after: float
+    mean_length_before: float
+    mean_length_after: float
+    problems: int
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """`summary.json`. Times in seconds unless named ms; lengths in sampled tokens an episode."""
+
+    run_id: str
+    task: str
+    seed: int
+    engine: str
+    steps: int
+    k: int
+    success_before: float
+    success_after: float
+    response_length_before: float
+    response_length_after: float
+    evaluation_problems: int
+    wall_s: float
+    first_step_s: float
+    tokens_generated: int
+    tokens_trained: int
+    max_staleness: int
+    mean_staleness: float
+    masked_fraction: float
+    logprob_gap_mean: float
+    commits: int
+    stall_ms_p50: float | None
+    stall_ms_max: float | None
+    weights_digest_match: bool
+    final_version: int
+    trajectories_published: int
+    trajectories_trained: int
+    trajectories_dropped: int
+    dropped_by_cause: dict[str, int]
+    restarts: int
+
+
+def read_trainer_figures(folder: RunFolder) -> TrainerFigures:
+    """Raises WireError when the report is missing or lacks a figure."""
+    return _read(folder.trainer_report, TrainerFigures)
+
+
+def read_evaluation_figures(folder: RunFolder) -> EvaluationFigures:
+    """Raises WireError when the file is missing or lacks a figure."""
+    return _read(folder.evaluation, EvaluationFigures)
+
+
+def summarise(
+    settings: RunSettings,
+    run_id: str,
+    *,
+    trainer: TrainerFigures,
+    evaluation: EvaluationFigures,
+    accounts: Accounts,
+    engines: Sequence[EngineReport],
+    began_at: float,
+    ended_at: float,
+    restarts: int,
+) -> Summary:
+    """Put the figures together; `began_at` and `ended_at` in Unix seconds. With several engines, counts are sums."""
+    stalls = [stall for engine in engines for stall in engine.stalls_ms]
+    return Summary(
+        run_id=run_id,
+        task=settings.task,
+        seed=settings.seed,
+        engine=settings.engine,
+        steps=trainer.steps,
+        k=settings.k,
+        success_before=evaluation.success_before,
+        success_after=evaluation.success_after,
+        response_length_before=round(evaluation.mean_length_before, 3),
+        response_length_after=round(evaluation.mean_length_after, 3),
+        evaluation_problems=evaluation.problems,
+        wall_s=round(ended_at - began_at, 3),
+        first_step_s=round(trainer.first_step_at - began_at, 3),
+        tokens_generated=sum(engine.tokens_generated for engine in engines),
+        tokens_trained=trainer.tokens_trained,
+        max_staleness=trainer.max_staleness,
+        mean_staleness=trainer.mean_staleness,
+        masked_fraction=trainer.masked_fraction,
+        logprob_gap_mean=trainer.logprob_gap_mean,
+        commits=sum(engine.commits for engine in engines),
+        stall_ms_p50=round(statistics.median(stalls), 3) if stalls else None,
+        stall_ms_max=round(max(stalls), 3) if stalls else None,
+        weights_digest_match=trainer.weights_digest_match,
+        final_version=trainer.final_version,
+        trajectories_published=accounts.published,
+        trajectories_trained=accounts.trained,
+        trajectories_dropped=accounts.dropped_total(),
+        dropped_by_cause=accounts.dropped,
+        restarts=restarts,
+    )
+
+
+def write_summary(folder: RunFolder, summary: Summary) -> None:
+    """All of the file or none of it."""
+    partial = folder.summary.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    partial.replace(folder.summary)
+
+
+def closing_table(folder: RunFolder, summary: Summary) -> Table:
+    """The summary for people."""
+    table = Table.grid(padding=(0, 2))
+    dropped = ", ".join(f"{count} {cause}" for cause, count in sorted(summary.dropped_by_cause.items())) or "none"
+    stall = (
+        "–" if summary.stall_ms_p50 is None else f"{summary.stall_ms_p50:.1f} ms p50, {summary.stall_ms_max:.1f} max"
+    )
+    rows = {
+        "success, held out": f"{summary.success_before:.0%} → {summary.success_after:.0%}",
+        "answer length": f"{summary.response_length_before:.1f} → {summary.response_length_after:.1f} tokens",
+        "optimizer steps": f"{summary.steps}, the first after {summary.first_step_s:.1f} s, all in {summary.wall_s:.1f} s",
+        "tokens": f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",
+        "staleness": f"{summary.mean_staleness:.2f} mean, {summary.max_staleness} max (K = {summary.k})",
+        "weight commits": f"{summary.commits}, stall {stall}",
+        "weights at the end": "equal, byte for byte" if summary.weights_digest_match else "NOT EQUAL to the trainer's",
+        "logprob gap": f"{summary.logprob_gap_mean:.1e} mean |engine − trainer|",
+        "trajectories": f"{summary.trajectories_published:,} published = {summary.trajectories_trained:,} trained "
+        f"+ {summary.trajectories_dropped:,} dropped ({dropped})",
+        "curves": str(folder.curves),
+        "summary": str(folder.summary),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _read[T](path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise WireError(
+            f"{path} cannot be read ({error.strerror})", "see the logs of the process that writes it"
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise WireError(f"{path} is not what a summary needs ({error})") from error
