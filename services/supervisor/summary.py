@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from rich.table import Table
@@ -14,6 +15,8 @@ from services.run_folder import RunFolder
 from services.settings import RunSettings
 from services.wire.errors import WireError
 from services.wire.rollout_api import EngineReport
+
+FiguresT = TypeVar("FiguresT")
 
 
 class TrainerFigures(msgspec.Struct, frozen=True):
@@ -164,12 +167,10 @@ def closing_table(folder: RunFolder, summary: Summary) -> Table:
     return table
 
 
-def _read[T](path: Path, kind: type[T]) -> T:
+def _read(path: Path, kind: type[FiguresT]) -> FiguresT:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
-        raise WireError(
-            f"{path} cannot be read ({error.strerror})", "see the logs of the process that writes it"
-        ) from error
+        raise WireError(f"{path} cannot be read ({error.strerror})", "see the log of who writes it") from error
     except msgspec.MsgspecError as error:
         raise WireError(f"{path} is not what a summary needs ({error})") from error
