@@ -124,19 +124,10 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(
-    app: FastAPI, host: str, port: int, *, listener: socket.socket | None = None, stop: Stop | None = None
-) -> None:
-    """Run `app` until SIGTERM, Ctrl-C or `stop.fail`, whose failure is raised then.
-
-    `listener`: a socket from `open_port`, bound already. Raises UsageError for an address that is not loopback or is taken.
-    """
-    listener = listener or open_port(host, port)
-    stop = stop or Stop()
+def make_server(app: FastAPI, stop: Stop) -> uvicorn.Server:
+    """The server of `app`, to be run on a socket from `open_port`."""
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=5,
@@ -146,6 +137,18 @@ def serve(
         # Nobody stands between: an address in a forwarded header would be believed for nothing.
         proxy_headers=False,
     )
-    _Server(config, stop).run(sockets=[listener])
+    return _Server(config, stop)
+
+
+def serve(
+    app: FastAPI, host: str, port: int, *, listener: socket.socket | None = None, stop: Stop | None = None
+) -> None:
+    """Run `app` until SIGTERM, Ctrl-C or `stop.fail`, whose failure is raised then.
+
+    `listener`: a socket from `open_port`, bound already. Raises UsageError for an address that is not loopback or is taken.
+    """
+    listener = listener or open_port(host, port)
+    stop = stop or Stop()
+    make_server(app, stop).run(sockets=[listener])
     if stop.failure is not None:
         raise stop.failure

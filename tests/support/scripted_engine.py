@@ -41,6 +41,7 @@ class ScriptedEngine:
         self._running = asyncio.Event()
         self._running.set()
         self._active: dict[str, bool] = {}
+        self._idle = asyncio.Event()
         self._tokens = 0
         self._commits = 0
         self.started = False
@@ -63,6 +64,7 @@ class ScriptedEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
         self.requests.append(request)
         self._active[request.request_id] = True
+        self._idle.clear()
         seed = sum(request.prompt_token_ids)
         length = min(self.answer_length + 1, request.sampling.max_tokens)
         versions: list[int] = []
@@ -93,6 +95,8 @@ class ScriptedEngine:
             if len(versions) < length and self._active[request.request_id]:
                 self.aborted_early += 1
             del self._active[request.request_id]
+            if not self._active:
+                self._idle.set()
 
     async def abort(self, request_ids: list[str] | None = None) -> int:
         found = [name for name in (self._active if request_ids is None else request_ids) if name in self._active]
@@ -103,8 +107,8 @@ class ScriptedEngine:
     async def pause(self, mode: PauseMode) -> None:
         if mode == "abort":
             await self.abort()
-        while mode == "wait" and self._active:
-            await asyncio.sleep(0.001)
+        if mode == "wait" and self._active:
+            await self._idle.wait()
         self._running.clear()
 
     async def resume(self) -> None:

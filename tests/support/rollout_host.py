@@ -1,0 +1,115 @@
+"""A rollout server on a real socket inside the test's event loop, and a client that speaks to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from redis.asyncio import Redis
+
+from rollout_server.app import make_rollout_app
+from rollout_server.engines.base import Engine
+from rollout_server.membership import Bus
+from rollout_server.server import ServerPlan
+from services.app import Stop, make_server, open_port
+from services.ledger import Ledger
+from services.redis_client import connect
+from services.settings import RunSettings
+from services.stream import TrajectoryReader
+from services.wire.trajectory import Trajectory, decode_trajectory
+
+SAMPLING = {"max_tokens": 24}
+
+
+@dataclass
+class Host:
+    """A server that is ready, a client of it, and the run's Redis beside it."""
+
+    http: httpx.AsyncClient
+    url: str
+    redis: Redis
+    ledger: Ledger
+    run_id: str
+    stop: Stop
+
+    async def open(self, **changes: Any) -> dict[str, Any]:
+        answer = await self.try_open(**changes)
+        assert answer.status_code == 201, answer.text
+        opened: dict[str, Any] = answer.json()
+        return opened
+
+    async def try_open(self, **changes: Any) -> httpx.Response:
+        body = {"task": "sums", "group_size": 2, "sampling": SAMPLING, "wait_s": 0.0} | changes
+        return await self.http.post("/groups", json=body)
+
+    async def turns(self, group: dict[str, Any], *texts: str | None, **changes: Any) -> httpx.Response:
+        """One turn for each session with a text, in one call."""
+        pairs = zip(group["session_ids"], texts, strict=True)
+        turns = [{"session_id": session_id, "text": text} for session_id, text in pairs if text is not None]
+        return await self.http.post(f"/groups/{group['group_id']}/turns", json={"turns": turns} | changes)
+
+    async def finish(self, group: dict[str, Any], *rewards: float) -> httpx.Response:
+        pairs = zip(group["session_ids"], rewards, strict=False)
+        body = {"rewards": [{"session_id": name, "reward": reward} for name, reward in pairs]}
+        return await self.http.post(f"/groups/{group['group_id']}/finish", json=body)
+
+    async def published(self) -> list[Trajectory]:
+        """Every trajectory in the stream, checked."""
+        reader = TrajectoryReader(self.redis, self.run_id)
+        await reader.open()
+        entries = await reader.read(1000, 1)
+        return [decode_trajectory(entry.payload) for entry in entries]
+
+
+@asynccontextmanager
+async def hosting(
+    engine: Engine,
+    *,
+    redis_url: str,
+    run_id: str,
+    model: Path,
+    settings: RunSettings | None = None,
+    bus: Bus | None = None,
+    server_id: str = "s0",
+) -> AsyncIterator[Host]:
+    """Serve `engine` until the block ends; the block starts when the server says that it is ready."""
+    listener = open_port("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    plan = ServerPlan(
+        run_id=run_id,
+        server_id=server_id,
+        url=url,
+        redis_url=redis_url,
+        model=model,
+        settings=settings or RunSettings(),
+    )
+    stop = Stop()
+    server = make_server(make_rollout_app(plan, engine, bus, stop), stop)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    redis = connect(redis_url)
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=20.0) as http:
+            await until_ready(http, serving)
+            yield Host(http, url, redis, Ledger(redis, run_id), run_id, stop)
+    finally:
+        server.should_exit = True
+        await serving
+        await redis.aclose()
+
+
+async def until_ready(http: httpx.AsyncClient, serving: asyncio.Task[None], deadline_s: float = 30.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        while True:
+            if serving.done():
+                raise RuntimeError("the server ended before it was ready")
+            try:
+                if (await http.get("/readyz")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.01)
