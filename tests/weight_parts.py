@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import count
 
 import torch
 import uvicorn
@@ -13,8 +14,8 @@ from fastapi import FastAPI, Request
 
 from services.app import make_app
 from weight_bus.bus_api import CommitAnswer, CommitCall, DigestAnswer, StageAnswer
-from weight_bus.manifest import decode_manifest
-from weight_bus.receiver import Receiver
+from weight_bus.manifest import Manifest, decode_manifest
+from weight_bus.receiver import Receiver, Staged
 
 
 def make_weights(seed: int, *, scale: int = 1) -> dict[str, torch.Tensor]:
@@ -50,7 +51,7 @@ class PlainTarget:
 
 
 class SmallEngine:
-    """Weight routes over a receiver. `hold_stage`: set, every stage waits; `calls` records what was asked, in order."""
+    """Weight routes over a receiver. A stage waits while `go_on` is cleared; `calls` records what was asked, in order."""
 
     def __init__(self, name: str, receiver: Receiver, journal: list[str] | None = None) -> None:
         self.name = name
@@ -92,10 +93,19 @@ class SmallEngine:
 
         return app
 
-    def _stage(self, manifest):  # type: ignore[no-untyped-def]
+    def _stage(self, manifest: Manifest) -> Staged:
         if not self.go_on.wait(timeout=10):
             raise TimeoutError("the test never let the stage go on")
         return self.receiver.stage(manifest)
+
+
+async def eventually(holds: Callable[[], bool], deadline_s: float = 10.0) -> None:
+    """Return as soon as `holds()`; TimeoutError past the deadline."""
+    async with asyncio.timeout(deadline_s):
+        for _ in count():
+            if holds():
+                return
+            await asyncio.sleep(0.002)
 
 
 @asynccontextmanager
@@ -107,9 +117,7 @@ async def served(app: FastAPI) -> AsyncIterator[str]:
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.create_task(server.serve())
     try:
-        async with asyncio.timeout(10):
-            while not server.started:
-                await asyncio.sleep(0.002)
+        await eventually(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
         yield f"http://127.0.0.1:{port}"
     finally:
