@@ -108,7 +108,7 @@ class KvSlots:
         keys, values = prompts.keys, prompts.values
         if after - before != len(lengths):
             pick = torch.from_numpy(np.repeat(np.arange(len(lengths)), copies)).to(keys.device)
-            keys, values = keys.index_select(1, pick), values.index_select(1, pick)
+            keys, values = keys[:, pick], values[:, pick]
         self._keys[:, before:after, :, self._clock - width : self._clock].copy_(keys)
         self._values[:, before:after, :, self._clock - width : self._clock].copy_(values)
         for length, count in zip(lengths, copies, strict=True):
@@ -125,10 +125,11 @@ class KvSlots:
         movers = [row for row in range(left, len(self._starts)) if row not in gone]
         moves = list(zip([row for row in finished if row < left], movers, strict=True))
         if moves:
-            table = torch.from_numpy(np.array(moves, dtype=np.int64)).to(self._keys.device)
+            table = torch.from_numpy(np.array(moves, dtype=np.int64).T).to(self._keys.device)
             for memory in (self._keys, self._values):
                 live = memory[:, :, :, self._low : self._clock]
-                live.index_copy_(1, table[:, 0], live.index_select(1, table[:, 1]))
+                # Indexing is several times faster than index_copy_ and index_select on memory in strides.
+                live[:, table[0]] = live[:, table[1]]
             for to, source in moves:
                 self._starts[to] = self._starts[source]
         del self._starts[left:]

@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from rollout_server.engines.base import (
     CommitReport,
@@ -38,12 +38,23 @@ from rollout_server.engines.torch_weights import ModelWeights
 from services.wire.errors import NotReadyError, UsageError
 from weight_bus.manifest import decode_manifest
 from weight_bus.receiver import Receiver
+from weight_bus.transports.base import Reader
 from weight_bus.transports.select import make_readers
 
 _log = structlog.get_logger()
 
 FIRST_VERSION = 0
 _CLOSE_DEADLINE_S = 30.0
+_TOY = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 8,
+    "max_position_embeddings": 64,
+}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -68,6 +79,7 @@ class TorchEngine:
         self._seed = seed
         self._streams = DeltaStreams()
         self._weight_threads: ThreadPoolExecutor | None = None
+        self._readers: list[Reader] | None = None
         self._receiver: Receiver | None = None
         self._decode: DecodeLoop | None = None
         self._vocabulary = 0
@@ -85,6 +97,15 @@ class TorchEngine:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._eos
+
+    def preload(self) -> None:
+        """Do what needs no model yet: set the transport up, warm torch and transformers on a toy. Blocks, about 2 s."""
+        if self._readers is not None:
+            return
+        self._readers = make_readers(self._transport)
+        torch.set_num_threads(self._threads)
+        # Modules that transformers imports late, and the recorder of decode steps, cost most of a small model's start.
+        PolicyForward(AutoModelForCausalLM.from_config(Qwen3Config(**_TOY), attn_implementation="sdpa").eval())
 
     async def start(self) -> None:
         """Load the model, rehearse its decoding and start the decode thread. Raises UsageError if it cannot be served."""
@@ -226,7 +247,9 @@ class TorchEngine:
             vocabulary=outputs,
             device=device,
         )
-        receiver = Receiver(ModelWeights(model), self._run_id, make_readers(self._transport), FIRST_VERSION)
+        readers = self._readers or make_readers(self._transport)
+        self._readers = None
+        receiver = Receiver(ModelWeights(model), self._run_id, readers, FIRST_VERSION)
         return batch, receiver
 
 
