@@ -109,6 +109,8 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     import torch
     from vllm.v1.engine.core import EngineCoreProc
 
+    # Ctrl-C in a terminal is for the rollout server, which ends its engine when it has answered its clients.
+    os.setpgid(0, 0)
     scratch = os.environ.get(SCRATCH)
     if scratch:
         # vLLM leaves a rendezvous file in the temporary folder; here it goes when the engine goes.

@@ -37,6 +37,7 @@ _STAGE_DEADLINE_S = 600.0
 _CALL_DEADLINE_S = 60.0
 _CLOSE_DEADLINE_S = 5.0
 _SETTLE_TURNS = 1000
+_DEAD = "the vLLM engine core has died"
 
 _Answer = TypeVar("_Answer", Attached, Staged, Committed, Digest)
 
@@ -44,8 +45,9 @@ _Answer = TypeVar("_Answer", Attached, Staged, Committed, Digest)
 class VllmEngine:
     """`rollout_server.engines.base.Engine` over vLLM.
 
-    `preload` imports (seconds, any thread) and needs no model; `start` forks the engine core and loads the model, and
-    must be called from the main thread. `transport` is a name `weight_bus.transports.select` knows.
+    `preload` imports (seconds, any thread) and needs no model; `start` starts the engine core and loads the model. On a
+    CPU `start` holds the event loop for about a second and must run on the main thread, because it forks. `transport` is
+    a name `weight_bus.transports.select` knows.
     """
 
     def __init__(
@@ -93,7 +95,11 @@ class VllmEngine:
         if not (model / "config.json").exists():
             raise UsageError(f"{model} is no model folder (no config.json)", "give a Hugging Face folder")
         self.preload()
-        self._llm, self._scratch = vllm_launch.launch(self._plan)
+        if vllm_launch.on_cpu():
+            # Here, not on a thread: it forks, and a fork copies whatever another thread happens to hold.
+            self._llm, self._scratch = vllm_launch.launch(self._plan)
+        else:
+            self._llm, self._scratch = await asyncio.to_thread(vllm_launch.launch, self._plan)
         self._watch_core()
         self._watch_steps()
         config = self._llm.model_config
@@ -129,7 +135,7 @@ class VllmEngine:
                     unfinished -= delta.finish_reason is not None
                     yield delta
         except (EngineDeadError, EngineGenerateError) as error:
-            raise NotReadyError("the vLLM engine core has died", "its last lines are in this server's log") from error
+            raise _dead() from error
         finally:
             del self._live[request.request_id]
             if not self._live:
@@ -191,6 +197,7 @@ class VllmEngine:
             tokens_generated=self._meter.tokens,
             commits=self._meter.commits,
             stalls_ms=self._meter.stalls_ms(),
+            failure=self._failure(),
         )
 
     async def close(self) -> None:
@@ -200,12 +207,25 @@ class VllmEngine:
         manager = llm.engine_core.resources.engine_manager
         for process in manager.processes if manager is not None else ():
             asyncio.get_running_loop().remove_reader(process.sentinel)
+        # vLLM's own handler would report the end as a crash; without it, nobody else tells those who wait for tokens.
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
+            await asyncio.wait({llm.output_handler})
+        llm.output_processor.propagate_error(_closing())
         await asyncio.to_thread(vllm_launch.end, llm, self._scratch, _CLOSE_DEADLINE_S)
 
     def _running(self) -> Any:
         if self._llm is None:
-            raise NotReadyError("the vLLM engine is not running", "start it, or ask another server")
+            raise _closing()
+        if self._failure() is not None:
+            raise _dead()
         return self._llm
+
+    def _failure(self) -> str | None:
+        """Why nothing is served any more. The core says so itself, or its process has ended."""
+        if self._llm is None or self._core_gone is None:
+            return None
+        return _DEAD if self._core_gone.done() or self._llm.errored else None
 
     def _watch_steps(self) -> None:
         """Let the meter see every message of the engine core on its way to vLLM's own handler."""
@@ -244,7 +264,7 @@ class VllmEngine:
             await asyncio.wait({call, gone}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 if gone.done():
-                    raise NotReadyError("the vLLM engine core has died", "its last lines are in this server's log")
+                    raise _dead()
                 raise DeadlineError(f"vLLM did not answer {method} within {deadline_s} s")
             reply = decode_reply(call.result())
         finally:
@@ -301,3 +321,11 @@ class VllmEngine:
         """Stop at these. vLLM has no tokenizer here and does not know the end-of-sequence ids by itself."""
         eos = () if sampling.ignore_eos else self._eos
         return [*sampling.stop_token_ids, *eos]
+
+
+def _closing() -> NotReadyError:
+    return NotReadyError("the vLLM engine is closing or was not started", "send the request to another server")
+
+
+def _dead() -> NotReadyError:
+    return NotReadyError(_DEAD, "restart this rollout server; the core's last lines are in its log")

@@ -60,6 +60,9 @@ def set_environment(threads: int) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # One rank still makes process groups, and gloo listens for their other ranks: on loopback, not on the host's address.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["VLLM_HOST_IP"] = "127.0.0.1"
 
 
 def import_everything(threads: int) -> None:
@@ -85,9 +88,10 @@ def on_cpu() -> bool:
 
 
 def launch(plan: Plan) -> tuple[Any, Path]:
-    """An AsyncLLM and its scratch folder. Blocks until the model is loaded; call it from the main thread.
+    """An AsyncLLM and its scratch folder. Blocks until the model is loaded: a second on a CPU, minutes on a GPU.
 
-    Raises RollmeshError with vLLM's reason when the engine does not come up.
+    On a CPU call it on the main thread with no other thread at work, for it forks; on a GPU on any thread. Raises
+    RollmeshError with vLLM's reason when the engine does not come up.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
