@@ -36,6 +36,6 @@ class RestartPolicy:
             return GiveUp("it refuses its command line or surroundings")
         restart = 1 if lived_s >= self.healthy_after_s else in_a_row + 1
         if restart > self.max_restarts:
-            return GiveUp(f"it died {restart} times in a row")
+            return GiveUp(f"it died {restart} times in a row" if restart > 1 else "it is not started again")
         delay = min(self.first_delay_s * 2.0 ** (restart - 1), self.longest_delay_s)
         return Restart(delay_s=delay, in_a_row=restart)

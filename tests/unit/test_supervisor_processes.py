@@ -1,0 +1,193 @@
+"""Child processes, ports and the janitor, with real small processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.policies.backoff import RestartPolicy
+from services.supervisor.keeper import Keeper, Post, Role, ServiceFailedError
+from services.supervisor.ports import PortReservation
+from services.supervisor.processes import Child, Janitor, ProcessSpec
+from services.wire.errors import UsageError
+
+# A parent that starts a child of its own in the same group, says so, and lives on.
+_FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+_STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _FAMILY
+
+
+def python(code: str, name: str = "child") -> ProcessSpec:
+    return ProcessSpec(name, (sys.executable, "-c", code))
+
+
+async def until(what: str, holds: Callable[[], bool], deadline_s: float = 10.0) -> None:
+    ends = time.monotonic() + deadline_s
+    while not holds():
+        assert time.monotonic() < ends, f"not within {deadline_s} s: {what}"
+        await asyncio.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+async def janitor(tmp_path: Path) -> AsyncIterator[Janitor]:
+    async with Janitor(tmp_path / "shm-run-") as janitor:
+        yield janitor
+
+
+@pytest.mark.parametrize("code", [_FAMILY, _STUBBORN], ids=["obedient", "stubborn"])
+async def test_stopping_a_child_ends_what_it_started(code: str, tmp_path: Path, janitor: Janitor) -> None:
+    log = tmp_path / "child.log"
+    child = await Child.start(python(code), log, janitor)
+    await until("the child says its child's id", lambda: log.read_text().endswith("\n"))
+    grandchild = int(log.read_text())
+    assert not gone(grandchild)
+    began = time.monotonic()
+    await child.stop(0.5)
+    assert time.monotonic() - began < 5.0
+    assert gone(child.pid)
+    await until("the grandchild is gone", lambda: gone(grandchild))
+
+
+async def test_a_child_that_dies_leaves_no_child_of_its_own(tmp_path: Path, janitor: Janitor) -> None:
+    log = tmp_path / "child.log"
+    child = await Child.start(python(_FAMILY), log, janitor)
+    await until("the child says its child's id", lambda: log.read_text().endswith("\n"))
+    os.kill(child.pid, signal.SIGKILL)
+    assert await child.wait() == -signal.SIGKILL
+    await until("the grandchild is gone", lambda: gone(int(log.read_text())))
+
+
+def keeper(code: str, role: Role, logs: Path, janitor: Janitor, said: list[str], restarts: int = 3) -> Keeper:
+    policy = RestartPolicy(max_restarts=restarts, first_delay_s=0.01)
+    return Keeper(Post(python(code), role, policy), logs, janitor, said.append)
+
+
+async def test_a_job_that_dies_is_started_again_until_it_is_done(tmp_path: Path, janitor: Janitor) -> None:
+    code = f"""
+from pathlib import Path
+tries = Path({str(tmp_path / "tries")!r})
+tries.write_text((tries.read_text() if tries.exists() else "") + "x")
+raise SystemExit(0 if len(tries.read_text()) == 3 else 1)
+"""
+    said: list[str] = []
+    job = keeper(code, "job", tmp_path, janitor, said)
+    await job.run()
+    assert (tmp_path / "tries").read_text() == "xxx"
+    assert job.restarts == 2
+    assert len(said) == 2
+    assert "exit code 1" in said[0]
+
+
+async def test_a_service_that_keeps_dying_fails_with_the_end_of_its_log(tmp_path: Path, janitor: Janitor) -> None:
+    said: list[str] = []
+    service = keeper("raise RuntimeError('no such disk')", "service", tmp_path, janitor, said, restarts=1)
+    with pytest.raises(ServiceFailedError, match=r"2 times in a row(.|\n)*no such disk"):
+        await service.run()
+    assert len(said) == 1
+
+
+async def test_a_service_that_refuses_its_command_line_is_misuse_in_one_line(tmp_path: Path, janitor: Janitor) -> None:
+    code = "import sys; sys.stderr.write('rollmesh: no engine here: install one\\n'); sys.exit(2)"
+    with pytest.raises(UsageError) as refused:
+        await keeper(code, "service", tmp_path, janitor, []).run()
+    assert str(refused.value) == "child cannot start: no engine here: install one"
+
+
+async def test_even_a_service_that_ends_well_is_started_again(tmp_path: Path, janitor: Janitor) -> None:
+    said: list[str] = []
+    with pytest.raises(ServiceFailedError):
+        await keeper("pass", "service", tmp_path, janitor, said, restarts=2).run()
+    assert len(said) == 2
+
+
+async def test_a_cancelled_keeper_leaves_its_process_to_stop(tmp_path: Path, janitor: Janitor) -> None:
+    kept = keeper("import time; time.sleep(600)", "service", tmp_path, janitor, [])
+    running = asyncio.create_task(kept.run())
+    await until("the process runs", lambda: kept.child is not None)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert kept.child is not None
+    assert kept.child.running
+    await kept.stop(5.0)
+    assert gone(kept.child.pid)
+
+
+# A supervisor in small: it starts a family and then waits to be killed.
+_SUPERVISOR = """
+import asyncio, sys
+from pathlib import Path
+from services.supervisor.processes import Child, Janitor, ProcessSpec
+
+async def main():
+    folder = Path(sys.argv[1])
+    async with Janitor(folder / "shm-run-") as janitor:
+        await Child.start(ProcessSpec("child", (sys.executable, "-c", sys.argv[2])), folder / "child.log", janitor)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("code", [_FAMILY, _STUBBORN], ids=["obedient", "stubborn"])
+def test_a_killed_supervisor_leaves_no_process_and_no_shared_memory(code: str, tmp_path: Path) -> None:
+    log = tmp_path / "child.log"
+    supervisor = subprocess.Popen([sys.executable, "-c", _SUPERVISOR, str(tmp_path), code])
+    try:
+        deadline = time.monotonic() + 20.0
+        while not (log.exists() and log.read_text().endswith("\n")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (tmp_path / "shm-run-arena").write_text("x")
+        (tmp_path / "shm-other").write_text("x")
+        descendants = psutil.Process(supervisor.pid).children(recursive=True)
+        assert len(descendants) == 3, "the janitor, the child, the child's child"
+    finally:
+        supervisor.kill()
+        supervisor.wait()
+    # The stubborn family is given the janitor's grace first.
+    _, alive = psutil.wait_procs(descendants, timeout=15.0)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert not (tmp_path / "shm-run-arena").exists()
+    assert (tmp_path / "shm-other").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot hold a port and let a child have it")
+def test_a_reserved_port_is_kept_from_others_and_open_to_our_child() -> None:
+    with PortReservation() as ports:
+        port = ports.reserve()
+        assert ports.reserve() != port
+        with socket.socket() as stranger:
+            with pytest.raises(OSError, match="in use"):
+                stranger.bind(("127.0.0.1", port))
+        for _ in range(2):  # the second time as a restarted service, past connections in TIME_WAIT
+            with socket.socket() as ours, socket.socket() as caller:
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                ours.bind(("127.0.0.1", port))
+                ours.listen()
+                caller.connect(("127.0.0.1", port))
+                ours.accept()[0].close()
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stranger.bind(("127.0.0.1", port))

@@ -1,0 +1,195 @@
+"""The supervisor's pure parts: when to restart, which processes with which command lines, what a summary says."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.config_file import load_settings
+from services.ledger import Accounts
+from services.policies.backoff import GiveUp, Restart, RestartPolicy
+from services.run_folder import RunFolder, make_run_folder
+from services.settings import RunSettings
+from services.supervisor.cli import _overrides
+from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
+from services.supervisor.preflight import choose_engine, new_run_id
+from services.supervisor.summary import EvaluationFigures, TrainerFigures, closing_table, summarise, write_summary
+from services.wire.errors import UsageError
+from services.wire.rollout_api import EngineReport
+
+
+def test_restarts_wait_longer_each_time_and_end() -> None:
+    policy = RestartPolicy(max_restarts=4, first_delay_s=0.5, longest_delay_s=2.0)
+    in_a_row, delays = 0, []
+    while isinstance(decision := policy.after_exit(1, 0.1, in_a_row), Restart):
+        delays.append(decision.delay_s)
+        in_a_row = decision.in_a_row
+    assert delays == [0.5, 1.0, 2.0, 2.0]
+    assert "5 times in a row" in decision.why
+
+
+@given(
+    lives=st.lists(st.floats(min_value=0, max_value=100), max_size=60),
+    allowed=st.integers(min_value=0, max_value=6),
+)
+def test_only_short_lives_in_a_row_use_up_the_restarts(lives: list[float], allowed: int) -> None:
+    policy = RestartPolicy(max_restarts=allowed, healthy_after_s=30.0)
+    in_a_row = short = 0
+    for lived_s in lives:
+        short = 1 if lived_s >= 30.0 else short + 1
+        decision = policy.after_exit(-9, lived_s, in_a_row)
+        if isinstance(decision, GiveUp):
+            assert short > allowed
+            return
+        assert short <= allowed
+        assert 0 < decision.delay_s <= policy.longest_delay_s
+        in_a_row = decision.in_a_row
+
+
+def test_misuse_is_never_restarted() -> None:
+    assert isinstance(RestartPolicy().after_exit(2, 1000.0, 0), GiveUp)
+
+
+def plan(*overrides: str) -> LaunchPlan:
+    settings = load_settings(None, ["engine=torch", *overrides])
+    servers = tuple(range(9100, 9100 + settings.servers))
+    return plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", MeshPorts(redis=9001, bus=9002, servers=servers))
+
+
+def flag(command: object, name: str) -> str:
+    words = list(command) if isinstance(command, tuple | list) else []
+    return str(words[words.index(name) + 1])
+
+
+def test_every_process_belongs_to_the_run_and_to_the_same_services() -> None:
+    launch = plan("servers=2", "k=3", "rollout.groups_per_step=4", "rollout.threads=2")
+    for post in (*launch.servers, launch.trainer):
+        command = post.process.command
+        assert flag(command, "--redis-url") == "redis://127.0.0.1:9001/0"
+        assert flag(command, "--bus-url") == "http://127.0.0.1:9002"
+        assert flag(command, "--model") == "/runs/a/model"
+    for post in (launch.bus, *launch.servers, launch.trainer, launch.environment):
+        assert flag(post.process.command, "--run-id") == "run-1"
+        assert post.process.environment["ROLLMESH_RUN_ID"] == "run-1"
+        assert post.process.environment["ROLLMESH_SERVICE"] == post.process.name
+    assert [flag(post.process.command, "--server-id") for post in launch.servers] == ["s0", "s1"]
+    assert [post.process.environment["OMP_NUM_THREADS"] for post in launch.servers] == ["2", "2"]
+    assert flag(launch.environment.process.command, "--concurrency") == str((3 + 1) * 4)
+    urls = [word for word in launch.environment.process.command if word.startswith("http://")]
+    assert urls == list(launch.server_urls) == ["http://127.0.0.1:9100", "http://127.0.0.1:9101"]
+    assert [post.role for post in (launch.trainer, launch.environment, launch.bus)] == ["job", "job", "service"]
+
+
+def test_a_given_model_and_redis_are_used_instead_of_our_own() -> None:
+    launch = plan('model.path="/models/mine"', 'redis_url="redis://10.0.0.1:6379/3"')
+    assert launch.valkey is None
+    assert launch.warm_start == ()
+    assert flag(launch.trainer.process.command, "--model") == "/models/mine"
+    assert flag(launch.trainer.process.command, "--redis-url") == "redis://10.0.0.1:6379/3"
+    assert [post.process.name for post in plan().warm_start] == ["demonstrations", "sft"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trainer.learning_rate=1e-4"], ["trainer.learning_rate=1e-4"]),
+        (["--trainer.learning_rate=1e-4"], ["trainer.learning_rate=1e-4"]),
+        (["--trainer.learning_rate", "1e-4", "k=0"], ["trainer.learning_rate=1e-4", "k=0"]),
+    ],
+)
+def test_overrides_can_be_written_in_three_ways(arguments: list[str], expected: list[str]) -> None:
+    assert _overrides(arguments) == expected
+    assert load_settings(None, _overrides(arguments)).trainer.learning_rate == 1e-4
+
+
+def test_a_word_that_is_no_override_is_refused() -> None:
+    with pytest.raises(UsageError, match="'fast' is no setting"):
+        _overrides(["fast"])
+
+
+def test_run_ids_differ_and_are_safe() -> None:
+    ids = {new_run_id("running-sums") for _ in range(50)}
+    assert len(ids) > 40
+    assert all(set(run_id) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") for run_id in ids)
+
+
+def test_auto_takes_an_engine_that_can_be_started() -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    assert choose_engine("auto") in ("torch", "vllm")
+    assert choose_engine("torch") == "torch"
+
+
+def test_a_run_folder_is_made_or_nothing_is(tmp_path: Path) -> None:
+    folder = make_run_folder(tmp_path / "a" / "b")
+    assert folder.logs.is_dir()
+    folder.config.write_text("")
+    with pytest.raises(UsageError, match="holds a run already"):
+        make_run_folder(tmp_path / "a" / "b")
+    with pytest.raises(UsageError, match="MiB left"):
+        make_run_folder(tmp_path / "c" / "d", min_free_bytes=1 << 60)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write the run folder"):
+        make_run_folder(tmp_path / "file" / "e")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "file"]
+
+
+def report(server: int, stalls: list[float]) -> EngineReport:
+    return EngineReport(
+        server_id=f"s{server}",
+        name="torch",
+        policy_version=60,
+        running=0,
+        waiting=0,
+        paused=False,
+        tokens_generated=1000,
+        commits=60,
+        stalls_ms=stalls,
+        open_groups=0,
+        admission_waiting=0,
+    )
+
+
+def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path) -> None:
+    trainer = TrainerFigures(
+        final_version=60,
+        steps=60,
+        tokens_trained=900,
+        max_staleness=2,
+        mean_staleness=1.1,
+        masked_fraction=0.0,
+        logprob_gap_mean=1e-7,
+        weights_digest_match=True,
+        first_step_at=112.5,
+    )
+    summary = summarise(
+        RunSettings(engine="torch"),
+        "run-1",
+        trainer=trainer,
+        evaluation=EvaluationFigures(0.2, 0.98, 3.1, 11.9, 256),
+        accounts=Accounts(published=7800, trained=7680, dropped={"run_concluded": 100, "expired": 20}),
+        engines=[report(0, [1.0, 3.0]), report(1, [2.0])],
+        began_at=100.0,
+        ended_at=150.0,
+        restarts=0,
+    )
+    promised = (
+        "seed engine steps k success_before success_after wall_s first_step_s tokens_generated tokens_trained "
+        "max_staleness mean_staleness masked_fraction commits stall_ms_p50 stall_ms_max weights_digest_match "
+        "trajectories_published trajectories_trained trajectories_dropped logprob_gap_mean"
+    )
+    assert set(promised.split()) <= set(summary.__struct_fields__)
+    assert (summary.first_step_s, summary.wall_s, summary.tokens_generated, summary.commits) == (12.5, 50.0, 2000, 120)
+    assert (summary.stall_ms_p50, summary.stall_ms_max) == (2.0, 3.0)
+    assert summary.trajectories_published == summary.trajectories_trained + summary.trajectories_dropped
+    folder = RunFolder(tmp_path)
+    write_summary(folder, summary)
+    assert '"success_after": 0.98' in folder.summary.read_text()
+    cells = list(itertools.chain.from_iterable(column.cells for column in closing_table(folder, summary).columns))
+    assert "20% → 98%" in cells
+    assert str(folder.curves) in cells
