@@ -90,6 +90,8 @@ class NixlReader:
             raise TransportError(
                 f"{source.agent} offers {source.length} bytes at the impossible address {source.address}"
             )
+        if not len(out):
+            return
         self._meet(source)
         self._register_buffer(out)
         self._transfer(source, offset, out)
@@ -135,7 +137,6 @@ class NixlReader:
 
     def _transfer(self, source: NixlSource, offset: int, out: memoryview) -> None:
         what = f"READ of {len(out)} bytes from {source.agent}"
-        deadline = time.monotonic() + self._deadline_s
         try:
             handle = self._agent.initialize_xfer(
                 "READ",
@@ -143,22 +144,26 @@ class NixlReader:
                 self._agent.get_xfer_descs([(source.address + offset, len(out), source.device)], _MEMORY),
                 source.agent,
             )
-            state = self._agent.transfer(handle)
-            while state == "PROC":
-                if time.monotonic() > deadline:
-                    raise TransportError(f"{what} did not end within {self._deadline_s} s")
-                time.sleep(_POLL_S)
-                state = self._agent.check_xfer_state(handle)
-            self._agent.release_xfer_handle(handle)
-        except TransportError:
-            self._forget(source.agent)
-            raise
+            try:
+                state = self._wait(handle)
+            finally:
+                handle.release()
         except Exception as error:
             self._forget(source.agent)
             raise TransportError(f"{what} failed ({error})", "is the publisher gone?") from error
         if state != "DONE":
             self._forget(source.agent)
-            raise TransportError(f"{what} ended as {state}", "is the publisher gone?")
+            found = f"did not end within {self._deadline_s} s" if state == "PROC" else f"ended as {state}"
+            raise TransportError(f"{what} {found}", "is the publisher gone?")
+
+    def _wait(self, handle: Any) -> str:
+        """Post the transfer and poll it; `PROC` when the deadline passed first."""
+        deadline = time.monotonic() + self._deadline_s
+        state = str(self._agent.transfer(handle))
+        while state == "PROC" and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            state = str(self._agent.check_xfer_state(handle))
+        return state
 
 
 def make_agent(role: str) -> Any:

@@ -1,0 +1,220 @@
+"""What every weight transport promises, checked on each: bytes of another process, whole, or a TransportError."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.shared_memory import remove_shm_files, shm_directory, shm_prefix
+from services.wire.errors import UsageError
+from weight_bus.arena import private_arena
+from weight_bus.errors import TransportError
+from weight_bus.manifest import NixlSource, ShmSource, Source
+from weight_bus.transports import select
+from weight_bus.transports.base import Exporter, Reader
+from weight_bus.transports.select import make_exporter, make_readers, nixl_installed
+from weight_bus.transports.shm import ShmReader, host_identity
+
+NBYTES = 300_000
+NAMES = ["shm", pytest.param("nixl", marks=pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed"))]
+
+
+def pattern(seed: int) -> bytes:
+    return bytes((index * 7 + seed) % 251 for index in range(NBYTES))
+
+
+def serve_arena(name: str, run_id: str, pipe: Connection) -> None:
+    """The other process: exports two arenas, says where, and waits for the end."""
+    exporter = make_exporter(name, run_id)
+    arenas = [exporter.allocate(NBYTES) for _ in range(2)]
+    for seed, arena in enumerate(arenas):
+        arena.view[:] = pattern(seed)
+    pipe.send_bytes(msgspec.msgpack.encode([exporter.export(arena) for arena in arenas]))
+    pipe.recv_bytes()
+    exporter.close()
+
+
+class Peer:
+    """Another process that exports arenas by the transport `name`."""
+
+    def __init__(self, name: str, run_id: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve_arena, args=(name, run_id, theirs))
+        self.process.start()
+        theirs.close()
+        assert self._pipe.poll(30), "the exporting process did not start"
+        self.sources = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=list[Source])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self._pipe.send_bytes(b"end")
+            self.process.join(10)
+        self.kill()
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def peer(name: str, run_id: str) -> Iterator[Peer]:
+    peer = Peer(name, run_id)
+    yield peer
+    peer.end()
+    remove_shm_files(run_id)
+
+
+@pytest.fixture
+def reader(name: str) -> Iterator[Reader]:
+    readers = make_readers(name, deadline_s=3.0)
+    yield readers[0]
+    for reader in readers:
+        reader.close()
+
+
+def test_the_bytes_of_another_process_arrive_whole_and_by_range(peer: Peer, reader: Reader) -> None:
+    buffer = private_arena(NBYTES)
+    for seed, source in enumerate(peer.sources):
+        assert reader.can_read(source)
+        expected = pattern(seed)
+        reader.read(source, 0, buffer.view)
+        assert bytes(buffer.view) == expected
+        for offset, length in [(0, 1), (4096, 100_000), (NBYTES - 5, 5), (12_345, 0)]:
+            reader.read(source, offset, buffer.view[7 : 7 + length])
+            assert bytes(buffer.view[7 : 7 + length]) == expected[offset : offset + length]
+    buffer.close()
+
+
+def test_a_range_outside_the_source_is_refused(peer: Peer, reader: Reader) -> None:
+    buffer = private_arena(64)
+    for offset in (NBYTES - 63, -1, 1 << 62):
+        with pytest.raises(TransportError, match="lie outside a source"):
+            reader.read(peer.sources[0], offset, buffer.view)
+    buffer.close()
+
+
+def test_a_source_that_lies_about_itself_is_an_error(peer: Peer, reader: Reader) -> None:
+    buffer = private_arena(64)
+    source = peer.sources[0]
+    lies: list[Source]
+    if isinstance(source, ShmSource):
+        lies = [
+            msgspec.structs.replace(source, length=2 * NBYTES),
+            msgspec.structs.replace(source, path="/etc/hostname"),
+            msgspec.structs.replace(source, path=source.path + "-gone"),
+        ]
+    else:
+        lies = [
+            msgspec.structs.replace(source, address=source.address + (1 << 40)),
+            msgspec.structs.replace(source, address=-1),
+            msgspec.structs.replace(source, agent="somebody-else"),
+            msgspec.structs.replace(source, metadata=b"nonsense"),
+        ]
+    for lie in lies:
+        with pytest.raises(TransportError):
+            reader.read(lie, 0, buffer.view)
+    reader.read(source, 0, buffer.view)
+    assert bytes(buffer.view) == pattern(0)[:64]
+    buffer.close()
+
+
+def test_a_publisher_that_was_killed_is_an_error_and_the_next_one_is_read(
+    peer: Peer, reader: Reader, name: str, run_id: str
+) -> None:
+    buffer = private_arena(NBYTES)
+    reader.read(peer.sources[0], 0, buffer.view)
+    peer.kill()
+    remove_shm_files(run_id)
+    if name == "nixl":
+        with pytest.raises(TransportError, match="is the publisher gone"):
+            reader.read(peer.sources[0], 0, buffer.view)
+    else:
+        # An open file outlives its publisher; one that was not open yet is gone.
+        assert not reader.can_read(peer.sources[0])
+        with pytest.raises(TransportError, match="is the publisher gone"):
+            reader.read(peer.sources[1], 0, buffer.view)
+    successor = Peer(name, run_id)
+    try:
+        reader.read(successor.sources[1], 0, buffer.view)
+        assert bytes(buffer.view) == pattern(1)
+    finally:
+        successor.end()
+    buffer.close()
+
+
+def test_several_readers_read_at_once(peer: Peer, name: str) -> None:
+    readers = [make_readers(name)[0] for _ in range(3)]
+    buffers = [private_arena(NBYTES) for _ in readers]
+    for _ in range(3):
+        for reader, buffer in zip(readers, buffers, strict=True):
+            reader.read(peer.sources[1], 0, buffer.view)
+            assert bytes(buffer.view) == pattern(1)
+    for reader in readers:
+        reader.close()
+
+
+def test_closing_leaves_nothing_behind(name: str, run_id: str) -> None:
+    exporter: Exporter = make_exporter(name, run_id)
+    exporter.export(exporter.allocate(NBYTES))
+    exporter.close()
+    assert list(shm_directory().glob(f"{shm_prefix(run_id)}*")) == []
+
+
+def test_shared_memory_belongs_to_its_user_and_is_found_by_prefix_after_a_kill(run_id: str) -> None:
+    peer = Peer("shm", run_id)
+    files = list(shm_directory().glob(f"{shm_prefix(run_id)}*"))
+    assert len(files) == 2
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    peer.kill()
+    assert sorted(remove_shm_files(run_id)) == sorted(files)
+    assert not any(path.exists() for path in files)
+
+
+def test_a_full_shared_memory_is_one_line_that_says_what_to_do(run_id: str) -> None:
+    # More than all of it, which is refused at once; merely more than is left would be filled up first.
+    status = os.statvfs(shm_directory())
+    whole = status.f_blocks * status.f_frsize
+    with pytest.raises(UsageError, match=r"has no \d+ bytes left .* weights\.transport=nixl"):
+        make_exporter("shm", run_id).allocate(whole + (1 << 30))
+    assert list(shm_directory().glob(f"{shm_prefix(run_id)}*")) == []
+
+
+def test_a_link_is_not_followed(run_id: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"x" * 64)
+    link = shm_directory() / f"{shm_prefix(run_id)}link"
+    link.symlink_to(secret)
+    reader, buffer = ShmReader(), private_arena(64)
+    try:
+        with pytest.raises(TransportError, match="cannot open"):
+            reader.read(ShmSource(path=str(link), length=64, host=host_identity()), 0, buffer.view)
+    finally:
+        link.unlink()
+
+
+def test_a_reader_leaves_sources_of_another_kind_or_host_alone() -> None:
+    reader = ShmReader()
+    assert not reader.can_read(NixlSource(agent="a", metadata=b"", address=1, length=1, device=0))
+    assert not reader.can_read(ShmSource(path="/dev/shm/rollmesh-x", length=1, host="another-host"))
+
+
+def test_asking_for_nixl_where_it_is_missing_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "find_spec", lambda _: None)
+    assert select.resolve("auto") == "shm"
+    with pytest.raises(UsageError, match="pip install 'nixl-cu12"):
+        select.resolve("nixl")
+    with pytest.raises(UsageError, match="no weight transport 'rdma'"):
+        select.resolve("rdma")
