@@ -52,6 +52,7 @@ class BusClient:
         Raises ConflictError for a version that is older than the latest or was announced with other bytes.
         """
         body = encode_manifest(manifest)
+        wait_s = min(wait_s, _LONGEST_POLL_S)
         return await self._call(UpdateView, "POST", f"/v1/updates?wait_s={wait_s:g}", body, _MSGPACK)
 
     async def wait_settled(self, version: int, deadline_s: float) -> UpdateView:

@@ -22,18 +22,14 @@ from services.wire.errors import ConflictError
 from weight_bus.arena import Arena, private_arena
 from weight_bus.errors import StageError, TransportError
 from weight_bus.layout import (
-    Piece,
-    bucket_pieces,
     hash_bytes,
-    plan_buckets,
     plan_mixed_layout,
     root_digest,
 )
 from weight_bus.manifest import Bucket, Layout, Manifest, Source, check_manifest
+from weight_bus.scatter import BucketPlan, Gather, Scatter, default_plan
 from weight_bus.transports.base import Reader
-from weight_bus.views import bytes_under, dtype_name, flat_bytes
-
-DEFAULT_BUCKET_BYTES = 16 << 20
+from weight_bus.views import dtype_name, flat_bytes
 
 
 class WeightTarget(Protocol):
@@ -80,8 +76,8 @@ class Receiver:
         """Held while shadow memory is written or live memory is hashed."""
         self._wanted = version
         self._staged: Staged | None = None
-        self._staged_plan: _Plan | None = None
-        self._plan: _Plan | None = None
+        self._staged_plan: BucketPlan | None = None
+        self._plan: BucketPlan | None = None
         self._scratch: Arena | None = None
 
     @property
@@ -145,7 +141,7 @@ class Receiver:
             while True:
                 with self._state:
                     version, plan, live = self._version, self._plan, self._target.live()
-                found = self._hash_live(plan or _default_plan(live), live)
+                found = self._hash_live(plan or default_plan(live), live)
                 # A flip meanwhile may have written over what was hashed; no stage can run, so there is at most one.
                 if version == self._version:
                     return found
@@ -177,14 +173,14 @@ class Receiver:
                 f"version {manifest.version} builds on {manifest.base_version}, this engine serves {self._version}"
             )
 
-    def _pull(self, manifest: Manifest) -> _Plan:
+    def _pull(self, manifest: Manifest) -> BucketPlan:
         shadow = self._target.shadow()
         plan = self._plan
         if plan is None or not plan.fits(manifest):
             _check_layout(manifest.layout, shadow)
-            plan = _Plan.of(manifest.layout, [(bucket.offset, bucket.length) for bucket in manifest.buckets])
+            plan = BucketPlan.of(manifest.layout, [(bucket.offset, bucket.length) for bucket in manifest.buckets])
         reader, source = self._choose(manifest)
-        scatter = _Scatter(plan.layout, shadow)
+        scatter = Scatter(plan.layout, shadow)
         for index, bucket in enumerate(manifest.buckets):
             if self._wanted != manifest.version:
                 raise StageError(f"version {manifest.version} is superseded by {self._wanted}")
@@ -215,8 +211,8 @@ class Receiver:
         if found != bucket.hash:
             raise StageError(f"{what} has the hash {found[:16]}…, the manifest says {bucket.hash[:16]}…")
 
-    def _hash_live(self, plan: _Plan, live: Mapping[str, torch.Tensor]) -> str:
-        gather = _Gather(plan.layout, live)
+    def _hash_live(self, plan: BucketPlan, live: Mapping[str, torch.Tensor]) -> str:
+        gather = Gather(plan.layout, live)
         hashes = []
         for (_, length), pieces in zip(plan.ranges, plan.pieces, strict=True):
             view = self._scratch_for(plan).view[:length]
@@ -224,76 +220,10 @@ class Receiver:
             hashes.append(hash_bytes(view))
         return root_digest(hashes)
 
-    def _scratch_for(self, plan: _Plan) -> Arena:
+    def _scratch_for(self, plan: BucketPlan) -> Arena:
         if self._scratch is None or self._scratch.nbytes < plan.largest:
             self._scratch = private_arena(plan.largest)
         return self._scratch
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A layout cut into buckets, and the tensor pieces of each: the same from version to version."""
-
-    layout: Layout
-    ranges: list[tuple[int, int]]
-    pieces: list[list[Piece]]
-
-    @classmethod
-    def of(cls, layout: Layout, ranges: list[tuple[int, int]]) -> _Plan:
-        return cls(layout, ranges, [bucket_pieces(layout, offset, length) for offset, length in ranges])
-
-    @property
-    def largest(self) -> int:
-        return max(length for _, length in self.ranges)
-
-    def fits(self, manifest: Manifest) -> bool:
-        return manifest.layout == self.layout and self.ranges == [(b.offset, b.length) for b in manifest.buckets]
-
-
-class _Scatter:
-    """Writes buckets into tensors. One that is not contiguous is put together beside it and copied at the end."""
-
-    def __init__(self, layout: Layout, shadow: Mapping[str, torch.Tensor]) -> None:
-        self._strided: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._bytes = []
-        for entry in layout.tensors:
-            tensor = shadow[entry.name]
-            if not tensor.is_contiguous():
-                whole = torch.empty(entry.shape, dtype=tensor.dtype)
-                self._strided.append((tensor, whole))
-                tensor = whole
-            self._bytes.append(bytes_under(tensor))
-
-    @torch.inference_mode()
-    def write(self, pieces: list[Piece], bucket: torch.Tensor) -> None:
-        for piece in pieces:
-            into = self._bytes[piece.tensor]
-            if piece.length != into.numel():
-                into = into[piece.tensor_offset : piece.tensor_offset + piece.length]
-            into.copy_(bucket[piece.bucket_offset : piece.bucket_offset + piece.length])
-
-    @torch.inference_mode()
-    def finish(self) -> None:
-        for tensor, whole in self._strided:
-            tensor.copy_(whole)
-
-
-class _Gather:
-    """Reads buckets back out of tensors, padding zeroed."""
-
-    def __init__(self, layout: Layout, live: Mapping[str, torch.Tensor]) -> None:
-        self._bytes = [bytes_under(live[entry.name].detach().contiguous()) for entry in layout.tensors]
-
-    def read(self, pieces: list[Piece], bucket: torch.Tensor) -> None:
-        bucket.zero_()
-        for piece in pieces:
-            found = self._bytes[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.length]
-            bucket[piece.bucket_offset : piece.bucket_offset + piece.length].copy_(found)
-
-
-def _default_plan(live: Mapping[str, torch.Tensor]) -> _Plan:
-    layout = plan_mixed_layout({name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in live.items()})
-    return _Plan.of(layout, plan_buckets(layout.total_bytes, DEFAULT_BUCKET_BYTES))
 
 
 def _check_layout(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:

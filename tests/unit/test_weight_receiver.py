@@ -201,10 +201,12 @@ class GatedReader(ShmReader):
     def __init__(self) -> None:
         super().__init__()
         self.reached, self.go_on = threading.Event(), threading.Event()
+        self.buckets = 0
 
     def read(self, source: Source, offset: int, out: memoryview) -> None:
         self.reached.set()
         assert self.go_on.wait(10)
+        self.buckets += 1
         super().read(source, offset, out)
 
 
@@ -236,6 +238,8 @@ def test_a_newer_version_ends_a_stage_under_way_and_nothing_mixes(
     assert said == ["version 1 is superseded by 2"]
     receiver.commit(2)
     assert_serves(target, 2)
+    # Bytes for a version that nobody wants any more are not pulled.
+    assert reader.buckets == 1 + len(publisher.publish(2, make_weights(2)).buckets)
     receiver.close()
 
 
