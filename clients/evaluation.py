@@ -12,7 +12,7 @@ from clients.environment import Environment, Problem
 from clients.play import Played, play_group
 from clients.rollout import ServerUnreachableError
 from clients.server_pool import ServerPool
-from services.wire.errors import NotFoundError
+from services.wire.errors import NotFoundError, NotReadyError
 from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody
 
 _log = structlog.get_logger()
@@ -63,7 +63,7 @@ async def _play(pool: ServerPool, environment: Environment, problems: list[Probl
             played = await play_group(client, environment, group, problems, count_tokens=True)
             await client.finish_group(group.group_id, FinishGroup(rewards=[episode.as_reward() for episode in played]))
             return played
-        except (ServerUnreachableError, NotFoundError) as error:
+        except (ServerUnreachableError, NotReadyError, NotFoundError) as error:
             # An evaluation group is never published, so it can be played again from its beginning.
             pool.set_aside(client, str(error))
             if attempt + 1 == ATTEMPTS:

@@ -23,7 +23,14 @@ from clients.evaluation import EvaluationRecord, Measured, evaluate
 from clients.play import Played, play_group
 from clients.rollout import RolloutClient, ServerUnreachableError
 from clients.server_pool import ServerPool
-from services.wire.errors import CapacityError, ConcludedError, ConflictError, DeadlineError, NotFoundError
+from services.wire.errors import (
+    CapacityError,
+    ConcludedError,
+    ConflictError,
+    DeadlineError,
+    NotFoundError,
+    NotReadyError,
+)
 from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody
 
 _log = structlog.get_logger()
@@ -31,6 +38,8 @@ ADMISSION_WAIT_S = 20.0
 PROGRESS_EVERY_S = 5.0
 FINAL_WEIGHTS_S = 60.0
 _POLL_S = 0.05
+# With other servers at hand, one that is down is left at once; the pool waits out long outages.
+_PATIENCE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ async def run_environment(urls: Sequence[str], plan: RunnerPlan) -> None:
     Raises DeadlineError when no server starts, or when all stay out of reach. Cancelling it leaves nothing running.
     """
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(RolloutClient(url)) for url in urls]
+        clients = [await stack.enter_async_context(RolloutClient(url, patience_s=_PATIENCE_S)) for url in urls]
         pool = ServerPool(clients)
         _log.info("waiting", waiting_for="rollout servers to start", urls=list(urls))
         await asyncio.gather(*(client.run_state(patience_s=plan.start_deadline_s) for client in clients))
@@ -124,7 +133,7 @@ async def _keep_playing(pool: ServerPool, plan: RunnerPlan, progress: Progress) 
             return
         except CapacityError:
             _log.info("waiting", waiting_for="admission", url=client.url)
-        except ServerUnreachableError as error:
+        except (ServerUnreachableError, NotReadyError) as error:
             pool.set_aside(client, str(error))
         except (NotFoundError, ConflictError) as error:
             _log.warning("group given up", url=client.url, why=str(error))
@@ -135,7 +144,7 @@ async def _wait_for_final_weights(clients: Sequence[RolloutClient]) -> None:
     deadline = time.monotonic() + FINAL_WEIGHTS_S
     for client in clients:
         while True:
-            state = await client.run_state()
+            state = await client.run_state(patience_s=FINAL_WEIGHTS_S)
             if state.final_version is not None and state.policy_version >= state.final_version:
                 break
             if time.monotonic() > deadline:
