@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import structlog
 import torch
@@ -68,7 +68,7 @@ class DecodeLoop:
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._pending: set[Future[object]] = set()
         self._mode: Mode = "run"
-        self._drained: list[Future[object]] = []
+        self._drained: list[Future[None]] = []
         self._closing = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -90,6 +90,9 @@ class DecodeLoop:
         if thread.is_alive():
             raise DeadlineError(f"the decode thread did not end within {deadline_s} s", "a step takes longer than that")
         self._thread = None
+        for future in list(self._pending):
+            if not future.done():
+                future.set_exception(NotReadyError("the engine has been closed", "ask another server"))
 
     @property
     def running(self) -> int:
@@ -115,6 +118,7 @@ class DecodeLoop:
         return self._cadence.stalls_ms()
 
     def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; its outcomes come through `deliver`. Raises EngineCrashedError, NotReadyError."""
         self._post(lambda: self._batch.add(request))
 
     def drop(self, request_id: str) -> None:
@@ -148,7 +152,7 @@ class DecodeLoop:
 
         def run() -> None:
             self._mode = "drain"
-            self._drained.append(future)  # type: ignore[arg-type]
+            self._drained.append(future)
 
         self._post(run)
         await self._result("running requests to end", future, _DRAIN_DEADLINE_S)
@@ -199,8 +203,9 @@ class DecodeLoop:
         self._inbox.put(command)
 
     def _track(self, future: Future[T]) -> None:
-        self._pending.add(future)  # type: ignore[arg-type]
-        future.add_done_callback(self._pending.discard)  # type: ignore[arg-type]
+        # Before it is posted: a crash must find it here, or be found by `_post`.
+        self._pending.add(cast("Future[object]", future))
+        future.add_done_callback(lambda done: self._pending.discard(cast("Future[object]", done)))
 
     async def _result(self, name: str, future: Future[T], deadline_s: float) -> T:
         try:

@@ -18,7 +18,9 @@ _CLASSES = {
 }
 
 
-def make_engine(name: EngineClass, model: Path, run_id: str, settings: RunSettings, *, seed: int | None = None) -> Engine:
+def make_engine(
+    name: EngineClass, model: Path, run_id: str, settings: RunSettings, *, seed: int | None = None
+) -> Engine:
     """The engine `name` over a complete model folder, not started. `seed`: the settings' own, unless given.
 
     Servers of one mesh must differ in it, or they draw alike. Raises UsageError for an unknown name, or for vllm where

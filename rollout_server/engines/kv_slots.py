@@ -52,7 +52,7 @@ class KvSlots:
     def __init__(self, shape: KvShape, *, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
         self._max_rows = max_rows
-        self._options = {"dtype": dtype, "device": device}
+        self._dtype, self._device = dtype, device
         self._starts: list[int] = []
         self._starts_tensor = torch.zeros(0, dtype=torch.int64, device=device)
         self._low = 0
@@ -91,7 +91,7 @@ class KvSlots:
         """Fresh memory to prefill prompts of these lengths together, each ending at the last column."""
         width = max(lengths)
         keys, values = self._empty(len(lengths), width)
-        starts = torch.from_numpy(width - np.asarray(lengths, dtype=np.int64)).to(self._options["device"])
+        starts = torch.from_numpy(width - np.asarray(lengths, dtype=np.int64)).to(self._device)
         return KvWindow(keys, values, torch.arange(width, device=starts.device), starts)
 
     def place(self, prompts: KvWindow, lengths: Sequence[int], copies: Sequence[int]) -> None:
@@ -185,6 +185,7 @@ class KvSlots:
 
     def _empty(self, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = self._shape
-        keys = torch.empty(shape.layers, rows, shape.heads, columns, shape.key_dim, **self._options)
-        values = torch.empty(shape.layers, rows, shape.heads, columns, shape.value_dim, **self._options)
+        sizes = shape.layers, rows, shape.heads, columns
+        keys = torch.empty((*sizes, shape.key_dim), dtype=self._dtype, device=self._device)
+        values = torch.empty((*sizes, shape.value_dim), dtype=self._dtype, device=self._device)
         return keys, values

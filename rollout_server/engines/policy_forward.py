@@ -2,18 +2,15 @@
 
     ids, starts, columns ─► positions, mask ─► model (writes its keys and values into the window) ─► logits
 
-The model's own code runs, recorded once by `torch.jit.trace`: on a small model Python's share of a step is more than
-half, and each torch call made from Python hands the interpreter lock to whoever waits for it, so that a decode thread
-beside a busy event loop crawls. A recorded step is one call. Whether the recording, and before it our cache, masks and
-positions, give what the plain model gives is checked when the engine starts; a model that cannot be recorded runs as
-it is, and one that would not decode exactly is refused.
+The model's own code runs, recorded once (see `recording` for why). Whether our cache, masks and positions give what the
+plain model gives, and the recording what these give, is checked when the engine starts: a model that cannot be recorded
+runs as it is, one that would not decode exactly is refused.
 """
 
 from __future__ import annotations
 
-import warnings
+import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -22,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from rollout_server.engines.kv_slots import KvShape, KvSlots, KvWindow
+from rollout_server.engines.recording import RecordingError, record
 from services.wire.errors import UsageError
 
 _log = structlog.get_logger()
@@ -36,13 +34,14 @@ class PolicyForward:
     Raises UsageError, when made, for an architecture whose cache is not plain keys and values.
     """
 
+    @torch.no_grad()
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self.shape = _kv_shape(model)
-        self.traced = False
-        self._step: Step = _choose_masks(model)
+        self.recorded = False
+        self._step: Step = _choose_masks(model, self.shape)
         self._must_match(self._plain_logits, "the plain model")
-        self._trace()
+        self._record()
 
     def __call__(self, ids: torch.Tensor, window: KvWindow) -> torch.Tensor:
         return self._step(ids, window.starts, window.columns, window.keys, window.values)
@@ -53,7 +52,7 @@ class PolicyForward:
         return logits.float()
 
     def _must_match(self, reference: Callable[[list[int]], torch.Tensor], what: str) -> None:
-        for sequences, ours in _rehearse(self, self._model):
+        for sequences, ours in _rehearse(self, self._model, self.shape):
             theirs = torch.stack([reference(sequence) for sequence in sequences])
             if not _close(ours, theirs, self._model.dtype):
                 raise UsageError(
@@ -62,25 +61,20 @@ class PolicyForward:
                     "use the vllm engine for this architecture",
                 )
 
-    def _trace(self) -> None:
+    def _record(self) -> None:
         plain = self._step
-        expected = [logits for _, logits in _rehearse(self, self._model)]
-        slots = _slots(self.shape, self._model)
-        window = slots.scratch([3, 2, 3])
+        expected = [logits for _, logits in _rehearse(self, self._model, self.shape)]
+        window = _slots(self.shape, self._model).scratch([3, 2, 3])
         ids = torch.zeros(3, 2, dtype=torch.int64, device=self._model.device)
         example = (ids, window.starts, window.columns, window.keys, window.values)
-        with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-            warnings.simplefilter("always")
-            try:
-                self._step = torch.jit.trace(_Traceable(plain, self._model), example, check_trace=False)
-                why = _frozen_value(caught)
-                recorded = [logits for _, logits in _rehearse(self, self._model)] if not why else []
-            except (RuntimeError, TypeError, ValueError) as error:
-                why = str(error).strip().partition("\n")[0]
-        if not why:
-            self.traced = all(_close(a, b, self._model.dtype) for a, b in zip(expected, recorded, strict=True))
+        try:
+            self._step = record(_Recordable(plain, self._model), example)
+            found = [logits for _, logits in _rehearse(self, self._model, self.shape)]
+            self.recorded = all(_close(a, b, self._model.dtype) for a, b in zip(expected, found, strict=True))
             why = "the recording gives other logits"
-        if not self.traced:
+        except (RecordingError, RuntimeError) as error:
+            why = str(error).strip().partition("\n")[0]
+        if not self.recorded:
             self._step = plain
             _log.warning("decode_step_not_recorded", model_type=self._model.config.model_type, why=why)
 
@@ -165,7 +159,7 @@ class _Stepper:
         return mask.masked_fill(~visible, torch.finfo(self._model.dtype).min).unsqueeze(1)
 
 
-class _Traceable(torch.nn.Module):
+class _Recordable(torch.nn.Module):
     """The parameters must belong to the recorded module, so that a flip of their storage reaches the recording."""
 
     def __init__(self, step: Step, model: PreTrainedModel) -> None:
@@ -184,17 +178,7 @@ class _Traceable(torch.nn.Module):
         return self._step(ids, starts, columns, keys, values)
 
 
-def _frozen_value(caught: list[warnings.WarningMessage]) -> str:
-    """What the tracer warned of: a tensor's value that Python branched on is frozen into the recording."""
-    for warning in caught:
-        # There it is only the number of queries that is looked at, and only for a forward without a mask.
-        in_attention = Path(warning.filename).name == "sdpa_attention.py"
-        if issubclass(warning.category, torch.jit.TracerWarning) and not in_attention:
-            return f"{Path(warning.filename).name}:{warning.lineno} depends on a value"
-    return ""
-
-
-def _choose_masks(model: PreTrainedModel) -> Step:
+def _choose_masks(model: PreTrainedModel, shape: KvShape) -> Step:
     """Newer models take a ready mask for each kind of layer in a dict, older ones a single ready mask."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -208,8 +192,7 @@ def _choose_masks(model: PreTrainedModel) -> Step:
         return _Stepper(model, None, sliding)
     by_kind = _Stepper(model, {kind: sliding if kind == "sliding_attention" else None for kind in kinds}, None)
     try:
-        slots = _slots(_kv_shape(model), model)
-        window = slots.scratch([1])
+        window = _slots(shape, model).scratch([1])
         ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         by_kind(ids, window.starts, window.columns, window.keys, window.values)
     except (AttributeError, TypeError):
@@ -223,10 +206,11 @@ def _choose_masks(model: PreTrainedModel) -> Step:
     return by_kind
 
 
+@torch.no_grad()
 def _kv_shape(model: PreTrainedModel) -> KvShape:
     cache = DynamicCache()
-    with torch.no_grad():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache, use_cache=True)
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
     shapes = {
         (layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
         for layer in cache.layers
@@ -245,33 +229,29 @@ def _slots(shape: KvShape, model: PreTrainedModel) -> KvSlots:
     return KvSlots(shape, max_rows=4, dtype=model.dtype, device=model.device)
 
 
-def _rehearse(forward: Callable[[torch.Tensor, KvWindow], torch.Tensor], model: PreTrainedModel) -> Any:
-    """Yield (the sequences so far, logits) of a prefill of unequal prompts and of some decode steps after it."""
+def _rehearse(
+    forward: Callable[[torch.Tensor, KvWindow], torch.Tensor], model: PreTrainedModel, shape: KvShape
+) -> list[tuple[list[list[int]], torch.Tensor]]:
+    """The sequences so far and their logits, for a prefill of unequal prompts and for some decode steps after it."""
     vocabulary = int(model.config.get_text_config().vocab_size)
-    token = (7 + 3 * number for number in range(1 << 30))
+    token = itertools.count(7, 3)
     sequences = [[next(token) % vocabulary for _ in range(length)] for length in (9, 4, 6)]
-    with torch.no_grad():
-        slots = _slots(_kv_shape(model), model)
-        lengths = [len(sequence) for sequence in sequences]
-        prompts = slots.scratch(lengths)
-        padded = [[0] * (max(lengths) - len(sequence)) + sequence for sequence in sequences]
-        yield [list(sequence) for sequence in sequences], forward(torch.tensor(padded, device=model.device), prompts)
-        slots.place(prompts, lengths, [1, 1, 1])
-        for _ in range(3):
-            for sequence in sequences:
-                sequence.append(next(token) % vocabulary)
-            ids = torch.tensor([[sequence[-1]] for sequence in sequences], device=model.device)
-            logits = forward(ids, slots.window())
-            slots.tick()
-            yield [list(sequence) for sequence in sequences], logits
-        moves = slots.remove([0])
-        for to, source in moves:
-            sequences[to] = sequences[source]
-        del sequences[slots.rows :]
-        for sequence in sequences:
-            sequence.append(next(token) % vocabulary)
+    lengths = [len(sequence) for sequence in sequences]
+    padded = [[0] * (max(lengths) - len(sequence)) + sequence for sequence in sequences]
+    slots = _slots(shape, model)
+    prompts = slots.scratch(lengths)
+    seen = [([*sequences], forward(torch.tensor(padded, device=model.device), prompts))]
+    slots.place(prompts, lengths, [1, 1, 1])
+    for step in range(4):
+        if step == 3:
+            # The last row takes the place of one that has finished.
+            slots.remove([0])
+            sequences = [sequences[2], sequences[1]]
+        sequences = [[*sequence, next(token) % vocabulary] for sequence in sequences]
         ids = torch.tensor([[sequence[-1]] for sequence in sequences], device=model.device)
-        yield sequences, forward(ids, slots.window())
+        seen.append(([*sequences], forward(ids, slots.window())))
+        slots.tick()
+    return seen
 
 
 def _close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -50,7 +50,7 @@ class _Ticket:
 
 @dataclass(slots=True)
 class _Sample:
-    """`marks`: (first token, version) of each stretch of tokens that one version drew. `sent`: tokens already handed out."""
+    """`marks`: (first token, version) of each stretch that one version drew. `sent`: tokens already handed out."""
 
     ticket: _Ticket
     index: int
@@ -175,7 +175,8 @@ class RunningBatch:
 
     def _prefill(self, version: int) -> torch.Tensor:
         """Start as many waiting siblings as fit; returns their logits `[new rows, vocabulary]`."""
-        prompts, copies = [], []
+        prompts: list[list[int]] = []
+        copies: list[int] = []
         free = self._max_running - len(self._samples)
         width = 0
         while self._waiting and free > 0:
@@ -226,10 +227,11 @@ class RunningBatch:
         for row, reason in finished:
             self.outbox.append(_delta(self._samples[row], reason))
         moves = self._slots.remove([row for row, _ in finished])
-        for rows in (self._samples, self._newest):
-            for to, source in moves:
-                rows[to] = rows[source]  # type: ignore[index]
-            del rows[self._slots.rows :]
+        for to, source in moves:
+            self._samples[to] = self._samples[source]
+            self._newest[to] = self._newest[source]
+        del self._samples[self._slots.rows :]
+        del self._newest[self._slots.rows :]
         self._rows = None
 
 

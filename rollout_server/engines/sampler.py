@@ -11,16 +11,15 @@ plain softmax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from rollout_server.engines.recording import record
 from services.wire.sampling import SamplingParams
-
-Draw = Callable[..., torch.Tensor]
 
 
 class UniformSource(Protocol):
@@ -60,14 +59,13 @@ class Sampler:
     def __init__(self, seed: int, vocabulary: int, device: torch.device) -> None:
         self._generator = np.random.Generator(np.random.PCG64(seed))
         self._device = device
-        # Recorded for the reason given in `policy_forward`: one call instead of ten.
         logits = torch.zeros(3, vocabulary, device=device)
         uniforms = torch.full((3, 1), 0.5, dtype=torch.float64, device=device)
         ones = torch.ones(3, 1, device=device)
         everything = (ones.bool(), ones.long(), ones.double())
-        self._greedy: Draw = torch.jit.trace(draw_greedy, (logits,))
-        self._plain: Draw = torch.jit.trace(draw_plain, (logits, uniforms, ones))
-        self._restricted: Draw = torch.jit.trace(draw_restricted, (logits, uniforms, ones, *everything))
+        self._greedy = record(draw_greedy, (logits,))
+        self._plain = record(draw_plain, (logits, uniforms, ones))
+        self._restricted = record(draw_restricted, (logits, uniforms, ones, *everything))
 
     def draw(
         self, logits: torch.Tensor, rows: RowParameters, seeded: Sequence[tuple[int, UniformSource]]

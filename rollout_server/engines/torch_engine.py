@@ -220,7 +220,7 @@ class TorchEngine:
                 f"a prompt of {len(prompt)} tokens does not fit a model of {self._max_model_len}",
                 f"give 1 to {self._max_model_len - 1} tokens",
             )
-        if not (0 <= min(prompt) and max(prompt) < self._vocabulary):
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
             raise UsageError(
                 f"the prompt has token ids from {min(prompt)} to {max(prompt)}",
                 f"the vocabulary ends at {self._vocabulary - 1}",
@@ -257,7 +257,9 @@ def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
-        raise UsageError(f"no causal language model can be loaded from {folder} ({error})", "check the folder") from error
+        raise UsageError(
+            f"no causal language model can be loaded from {folder} ({error})", "check the folder"
+        ) from error
     return model.eval().requires_grad_(False)
 
 

@@ -191,18 +191,23 @@ async def test_every_token_is_stamped_with_the_version_that_drew_it(case: Engine
 
 
 async def test_streamed_deltas_add_up(case: EngineCase) -> None:
-    asked = request(prompts(1, seed=15)[0], 30, n=2, stream=True, temperature=0.0, ignore_eos=True)
+    asked = request(prompts(1, seed=15)[0], 30, n=2, stream=True, ignore_eos=True)
     with case.in_flight(asked) as (reading, task):
         samples = await asyncio.wait_for(task, 60.0)
     assert len(reading.deltas) > 4
-    assert samples[0].token_ids == samples[1].token_ids
-    expected = harness.greedy_tokens(case.folder, asked.prompt_token_ids, 1)
-    assert samples[0].token_ids[:1] == expected
     for delta in reading.deltas:
         check_spans(delta)
     for sample in samples:
         check_spans(sample)
         assert len(sample.token_ids) == 30
+        expected = harness.teacher_forced(case.folder, asked.prompt_token_ids, sample.token_ids)
+        assert float((torch.tensor(sample.logprobs) - expected).abs().mean()) <= LOGPROB_GAP
+
+
+async def test_greedy_siblings_are_alike(case: EngineCase) -> None:
+    prompt = prompts(1, seed=15)[0]
+    samples = await case.one(request(prompt, 12, n=3, temperature=0.0))
+    assert [sample.token_ids for sample in samples] == [harness.greedy_tokens(case.folder, prompt, 12)] * 3
 
 
 @pytest.mark.parametrize(
@@ -331,10 +336,13 @@ async def test_abort_returns_what_was_drawn(case: EngineCase, by_id: bool) -> No
         assert await case.engine.abort([asked.request_id] if by_id else None) == 1
         samples = await asyncio.wait_for(task, 30.0)
     assert len(samples) == 2
+    assert any(sample.token_ids for sample in samples)  # one sibling may have been admitted a step before the other
     for sample in samples:
         assert sample.finish_reason == "abort"
-        assert 0 < len(sample.token_ids) < 240
+        assert len(sample.token_ids) < 240
         check_spans(sample)
+        if not sample.token_ids:
+            continue
         expected = harness.teacher_forced(case.folder, asked.prompt_token_ids, sample.token_ids)
         assert float((torch.tensor(sample.logprobs) - expected).abs().mean()) <= LOGPROB_GAP
     assert await case.engine.abort([asked.request_id]) == 0
@@ -346,7 +354,7 @@ async def test_a_reader_that_leaves_aborts_its_request(case: EngineCase) -> None
     assert case.engine.status().running > 0
     await deltas.aclose()  # type: ignore[attr-defined]
     async with asyncio.timeout(10.0):
-        while case.engine.status().running:
+        while case.engine.status().running:  # noqa: ASYNC110 - the engine offers no event for it
             await asyncio.sleep(0.001)
 
 
