@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.wire.errors import ConflictError, RollmeshError, UsageError
+from services.wire.errors import ConflictError, NotReadyError, RollmeshError, UsageError, WireError
 from weight_bus.errors import StageError, TransportError
 
 LIVE_WEIGHTS = "ROLLMESH_VLLM_LIVE_WEIGHTS"
@@ -60,7 +60,7 @@ Reply = Staged | Committed | Digest | Attached | Failed
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _KINDS: dict[str, type[RollmeshError]] = {
-    kind.code: kind for kind in (StageError, TransportError, ConflictError, UsageError)
+    kind.code: kind for kind in (StageError, TransportError, ConflictError, UsageError, WireError, NotReadyError)
 }
 
 

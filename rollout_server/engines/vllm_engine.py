@@ -299,8 +299,7 @@ class VllmEngine:
         if request.n < 1 or sampling.max_tokens < 1:
             raise UsageError(f"n = {request.n} and max_tokens = {sampling.max_tokens} must be at least 1")
         try:
-            return VllmSampling(
-                n=request.n,
+            parameters = VllmSampling(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=max(sampling.top_k, 0),
@@ -316,6 +315,9 @@ class VllmEngine:
             )
         except ValueError as error:
             raise UsageError(f"vLLM refuses the sampling parameters ({error})") from error
+        # Set afterwards: vLLM refuses several greedy samples when asked for them at once, and draws them all the same.
+        parameters.n = request.n
+        return parameters
 
     def _stop_ids(self, sampling: SamplingParams) -> list[int]:
         """Stop at these. vLLM has no tokenizer here and does not know the end-of-sequence ids by itself."""
