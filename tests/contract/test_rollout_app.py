@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.settings import RunSettings
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.trajectory import VersionSpan
-from tests.support.rollout_host import Host, hosting
+from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import END, ScriptedEngine
 from trainer.tiny_policy import build_tokenizer
 
@@ -25,13 +24,6 @@ def engine() -> ScriptedEngine:
 async def host(engine: ScriptedEngine, redis_url: str, run_id: str, tiny_policy: Path) -> AsyncIterator[Host]:
     async with hosting(engine, redis_url=redis_url, run_id=run_id, model=tiny_policy, settings=small_batch()) as host:
         yield host
-
-
-def small_batch(*, k: int = 0, batch: int = 4, timeout_s: float = 120.0) -> RunSettings:
-    settings = RunSettings(k=k)
-    settings.rollout.groups_per_step = batch
-    settings.rollout.group_timeout_s = timeout_s
-    return settings
 
 
 def encode(text: str) -> list[int]:
@@ -253,11 +245,3 @@ async def test_the_run_and_the_engine_say_how_they_are(host: Host, engine: Scrip
     assert after == {"run_id": host.run_id, "policy_version": 7, "concluded": True, "final_version": 7}
     report = (await host.http.get("/engine")).json()
     assert (report["server_id"], report["name"], report["policy_version"]) == ("s0", "scripted", 7)
-
-
-async def until(condition: object, deadline_s: float = 5.0) -> None:
-    """Wait for something to become true that the server does in its own time."""
-    assert callable(condition)
-    async with asyncio.timeout(deadline_s):
-        while not condition():
-            await asyncio.sleep(0.002)

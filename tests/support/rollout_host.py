@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ class Host:
     ledger: Ledger
     run_id: str
     stop: Stop
+
+    async def report(self) -> dict[str, Any]:
+        """`GET /engine`."""
+        answer: dict[str, Any] = (await self.http.get("/engine")).json()
+        return answer
 
     async def open(self, **changes: Any) -> dict[str, Any]:
         answer = await self.try_open(**changes)
@@ -76,9 +82,10 @@ async def hosting(
     settings: RunSettings | None = None,
     bus: Bus | None = None,
     server_id: str = "s0",
+    port: int = 0,
 ) -> AsyncIterator[Host]:
     """Serve `engine` until the block ends; the block starts when the server says that it is ready."""
-    listener = open_port("127.0.0.1", 0)
+    listener = open_port("127.0.0.1", port)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     plan = ServerPlan(
         run_id=run_id,
@@ -113,3 +120,21 @@ async def until_ready(http: httpx.AsyncClient, serving: asyncio.Task[None], dead
             except httpx.TransportError:
                 pass
             await asyncio.sleep(0.01)
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], deadline_s: float = 5.0) -> None:
+    """Wait for something to become true that a server does in its own time."""
+    async with asyncio.timeout(deadline_s):
+        for _ in count():
+            holds = condition()
+            if holds if isinstance(holds, bool) else await holds:
+                return
+            await asyncio.sleep(0.002)
+
+
+def small_batch(*, k: int = 0, batch: int = 4, timeout_s: float = 120.0) -> RunSettings:
+    """Settings of a run whose steps consume `batch` groups."""
+    settings = RunSettings(k=k)
+    settings.rollout.groups_per_step = batch
+    settings.rollout.group_timeout_s = timeout_s
+    return settings

@@ -1,0 +1,251 @@
+"""Admission and the ends of groups: who is let in and when, and that no account is left open by anybody."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+import pytest
+
+from services.settings import RunSettings
+from services.waits import read_waits
+from services.wire.errors import RollmeshError
+from tests.conftest import free_port
+from tests.support.rollout_host import Host, hosting, small_batch, until
+from tests.support.scripted_engine import ScriptedEngine
+from weight_bus.manifest import Bucket, Layout, Manifest, ShmSource, encode_manifest
+
+
+class Serve(Protocol):
+    def __call__(
+        self, engine: ScriptedEngine, settings: RunSettings, *, server_id: str = "s0"
+    ) -> AbstractAsyncContextManager[Host]: ...
+
+
+@pytest.fixture
+def serve(redis_url: str, run_id: str, tiny_policy: Path) -> Serve:
+    def make(
+        engine: ScriptedEngine, settings: RunSettings, *, server_id: str = "s0"
+    ) -> AbstractAsyncContextManager[Host]:
+        return hosting(
+            engine, redis_url=redis_url, run_id=run_id, model=tiny_policy, settings=settings, server_id=server_id
+        )
+
+    return make
+
+
+@pytest.fixture
+async def host(serve: Serve) -> AsyncIterator[Host]:
+    async with serve(ScriptedEngine(), small_batch(k=0, batch=2)) as host:
+        yield host
+
+
+async def commit(host: Host, version: int) -> None:
+    """A weight update as the bus does it."""
+    manifest = Manifest(
+        run_id=host.run_id,
+        version=version,
+        layout=Layout(tensors=[], total_bytes=4, digest="l"),
+        buckets=[Bucket(offset=0, length=4, hash="b")],
+        root_digest=f"digest-{version}",
+        sources=[ShmSource(path="/nowhere", length=4, host="h")],
+    )
+    staged = await host.http.post("/weights/stage", content=encode_manifest(manifest))
+    assert staged.json() == {"version": version, "root_digest": f"digest-{version}", "bytes_read": 4, "seconds": 0.0}
+    committed = await host.http.post("/weights/commit", json={"version": version})
+    assert committed.json()["version"] == version
+
+
+async def test_k_0_lets_in_one_batch_a_version(host: Host) -> None:
+    assert [(await host.open())["ordinal"] for _ in range(2)] == [0, 1]
+    refused = await host.try_open()
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["code"] == "capacity"
+    await commit(host, 1)
+    opened = await host.open()
+    assert (opened["ordinal"], opened["policy_version"]) == (2, 1)
+
+
+async def test_a_commit_wakes_those_who_wait_in_their_order(host: Host) -> None:
+    for _ in range(2):
+        await host.open()
+    waiting = []
+    for position in range(4):
+        waiting.append(asyncio.create_task(host.open(wait_s=10.0)))
+        await until_waiting(host, position + 1)
+    started = time.monotonic()
+    await commit(host, 1)
+    first = await asyncio.gather(*waiting[:2])
+    assert time.monotonic() - started < 1.0
+    assert [group["ordinal"] for group in first] == [2, 3]
+    assert not waiting[2].done()
+    await commit(host, 2)
+    assert [group["ordinal"] for group in await asyncio.gather(*waiting[2:])] == [4, 5]
+
+
+async def until_waiting(host: Host, count: int) -> None:
+    async def so_many() -> bool:
+        return bool((await host.report())["admission_waiting"] == count)
+
+    await until(so_many)
+
+
+async def test_a_dropped_group_makes_room_although_nobody_here_was_told(host: Host) -> None:
+    for _ in range(2):
+        await host.open()
+    waiting = asyncio.create_task(host.open(wait_s=10.0))
+    await until_waiting(host, 1)
+    await host.ledger.drop_closed_group()
+    assert (await waiting)["ordinal"] == 2
+
+
+async def test_a_wait_that_ends_answers_429_and_a_long_one_is_posted(host: Host) -> None:
+    for _ in range(2):
+        await host.open()
+    refused = asyncio.create_task(host.try_open(wait_s=2.0))
+
+    async def posted() -> bool:
+        return "s0" in await read_waits(host.redis, host.run_id)
+
+    await until(posted)
+    wait = (await read_waits(host.redis, host.run_id))["s0"]
+    assert wait.waiting_for == "admission: 1 groups wait for weights newer than version 0"
+    assert (await refused).status_code == 429
+
+    async def cleared() -> bool:
+        return not await posted()
+
+    await until(cleared)
+
+
+async def test_a_client_that_gives_up_waiting_is_not_let_in_later(host: Host) -> None:
+    for _ in range(2):
+        await host.open()
+    hasty = asyncio.create_task(host.open(wait_s=10.0))
+    await until_waiting(host, 1)
+    hasty.cancel()
+    await until_waiting(host, 0)
+    await commit(host, 1)
+    assert [(await host.open())["ordinal"] for _ in range(2)] == [2, 3]
+    assert len(await host.ledger.open_groups()) == 4
+
+
+async def test_two_servers_share_one_account(serve: Serve, host: Host) -> None:
+    async with serve(ScriptedEngine(), small_batch(k=0, batch=2), server_id="s1") as other:
+        assert (await host.open())["ordinal"] == 0
+        assert (await other.open())["ordinal"] == 1
+        assert (await host.try_open()).status_code == 429
+        assert (await other.try_open()).status_code == 429
+
+
+async def test_a_concluded_run_lets_nobody_in_and_takes_nothing_more(host: Host) -> None:
+    group = await host.open()
+    await host.turns(group, "1=", "1=")
+    waiting = [asyncio.create_task(host.try_open(wait_s=10.0)) for _ in range(3)]
+    await until_waiting(host, 2)
+    await host.ledger.conclude(0)
+    assert sorted([(await answer).status_code for answer in waiting]) == [201, 410, 410]
+    assert (await host.try_open()).status_code == 410
+    for _ in range(2):
+        assert (await host.finish(group, 1.0, 0.0)).status_code == 410
+    accounts = await host.ledger.accounts()
+    assert (accounts.published, accounts.opened_groups, accounts.dropped_groups) == (0, 2, 1)
+    assert await host.published() == []
+
+
+async def test_groups_published_before_the_end_keep_their_answer_when_others_come_too_late(host: Host) -> None:
+    early, late = await host.open(), await host.open()
+    for group in (early, late):
+        await host.turns(group, "1=", "1=")
+    first = await host.finish(early, 1.0, 0.0)
+    await host.ledger.conclude(0)
+    again, refused = await asyncio.gather(host.finish(early, 1.0, 0.0), host.finish(late, 1.0, 0.0))
+    assert (again.text, refused.status_code) == (first.text, 410)
+
+
+async def test_an_idle_group_is_dropped_and_its_place_given_back(serve: Serve) -> None:
+    async with serve(ScriptedEngine(), small_batch(k=0, batch=1, timeout_s=0.2)) as host:
+        group = await host.open()
+        replacement = await host.open(wait_s=10.0)
+        assert replacement["ordinal"] == 1
+        late = await host.turns(group, "1=", "1=")
+        assert late.status_code == 409
+        assert "idle" in late.json()["error"]["message"]
+        assert (await host.finish(group, 1.0, 0.0)).status_code == 409
+        assert (await host.ledger.accounts()).dropped_groups == 1
+
+
+async def test_a_group_that_speaks_for_long_is_not_idle(serve: Serve) -> None:
+    engine = ScriptedEngine(answer_length=8, step_s=0.1)
+    async with serve(engine, small_batch(timeout_s=0.3)) as host:
+        group = await host.open()
+        assert (await host.turns(group, "1=", "1=")).status_code == 200
+        assert (await host.finish(group, 1.0, 0.0)).status_code == 200
+
+
+async def test_a_server_that_stops_leaves_no_group_open_and_no_caller_waiting(serve: Serve) -> None:
+    engine = ScriptedEngine()
+    async with serve(engine, small_batch(k=0, batch=2)) as host:
+        speaking, _ = await host.open(), await host.open()
+        await engine.pause("keep")
+        turn = asyncio.create_task(host.turns(speaking, "1=", "1="))
+        waiting = asyncio.create_task(host.try_open(wait_s=60.0))
+        await until_waiting(host, 1)
+        await until(lambda: engine.status().running > 0)
+        await engine.resume()
+        started = time.monotonic()
+        host.stop.fail(RollmeshError("the test ends it"))
+        assert (await waiting).status_code == 503
+        assert (await turn).status_code == 200
+        await until(lambda: not engine.started)
+        assert time.monotonic() - started < 3.0
+        accounts = await host.ledger.accounts()
+        assert (accounts.opened_groups, accounts.dropped_groups) == (2, 2)
+        assert await host.ledger.open_groups() == {}
+
+
+async def test_a_server_that_was_killed_gives_its_groups_up_when_it_is_back(serve: Serve, host: Host) -> None:
+    ledger = host.ledger
+    finished = await host.open()
+    await host.turns(finished, "1=", "1=")
+    await host.finish(finished, 1.0, 0.0)
+    # As a kill leaves things: one group published but not closed, one open, and a third of a server that lives.
+    rules = {"engine_version": 0, "base_version": 0, "k": 9, "batch": 9}
+    for group_id, server_id in {finished["group_id"]: "s7", "g-lost": "s7", "g-other": "s1"}.items():
+        assert await ledger.open_group(group_id, server_id, **rules) >= 0
+    async with serve(ScriptedEngine(), small_batch(), server_id="s7"):
+        assert set(await ledger.open_groups()) == {"g-other"}
+        assert (await ledger.accounts()).dropped_groups == 1
+
+
+async def test_probes_answer_while_the_model_is_still_being_made(
+    redis_url: str, run_id: str, tiny_policy: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    engine = ScriptedEngine()
+    hosted = hosting(engine, redis_url=redis_url, run_id=run_id, model=model, port=(port := free_port()))
+    entering = asyncio.create_task(hosted.__aenter__())
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    assert (await http.get("/livez")).status_code == 200
+                    break
+                except httpx.TransportError:
+                    await asyncio.sleep(0.005)
+        ready = await http.get("/readyz")
+        assert ready.status_code == 503
+        assert str(model) in ready.json()["not_ready"][0]
+        early = await http.post("/groups", json={"task": "t", "group_size": 1, "sampling": {"max_tokens": 1}})
+        assert early.status_code == 503
+        assert not engine.started
+        model.symlink_to(tiny_policy)
+        host = await entering
+        assert (await host.open(group_size=1))["ordinal"] == 0
+    await hosted.__aexit__(None, None, None)
