@@ -1,0 +1,70 @@
+"""Folders that appear whole or not at all: written beside their place, then renamed into it.
+
+    .making-<host>-<pid>-<random>/ ──write──► fsync ──rename──► name/
+
+A process that dies half-way leaves only a `.making-…` folder, which the next one sweeps away.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_MAKING = ".making-"
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """Yield an empty folder; on leaving the block it becomes `target`, which must not exist or be empty.
+
+    Raises FileExistsError (or its cousin ENOTEMPTY, an OSError) when somebody else was first. Whatever goes wrong, nothing
+    half-written stays.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    sweep(target.parent)
+    making = target.parent / f"{_MAKING}{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    making.mkdir()
+    try:
+        yield making
+        for path in [*making.rglob("*"), making]:
+            _sync(path)
+        making.rename(target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def sweep(parent: Path) -> None:
+    """Remove what processes of this host that are dead now left half-made in `parent`."""
+    for leftover in parent.glob(f"{_MAKING}{_host()}-*"):
+        pid = leftover.name.removeprefix(f"{_MAKING}{_host()}-").partition("-")[0]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _host() -> str:
+    return platform.node().replace("-", "_") or "host"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
