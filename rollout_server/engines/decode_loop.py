@@ -36,8 +36,10 @@ T = TypeVar("T")
 Mode = Literal["run", "drain", "freeze"]
 _COMMAND_DEADLINE_S = 60.0
 _DRAIN_DEADLINE_S = 3600.0
-_GATHER_GAP_S = 0.001
-_GATHER_S = 0.008
+# A burst's requests reach an engine about a millisecond apart. Each that comes alone costs a prefill and narrow steps:
+# gathering a burst of 16 saved 10 of 72 ms of CPU. A lone request pays the gap once.
+_GATHER_GAP_S = 0.002
+_GATHER_S = 0.016
 # The interpreter hands its lock over at most this late. With the default of 5 ms, a decode step beside a busy event loop
 # took 39 ms instead of 2; with this one 6.
 _SWITCH_INTERVAL_S = 0.0005
