@@ -1,0 +1,92 @@
+"""The main job as a user starts it: every part real, judged by what it leaves in the run folder."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.support.mesh_command import processes_of_runs_in, run_command, shared_memory_files, summary_of
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One warm start a task, for all tests of this file."""
+    return tmp_path_factory.mktemp("warm-starts")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Path:
+    """The run folder of the main job as issue 2 states it: running-sums, seed 1, 60 steps, torch engine."""
+    run_dir = tmp_path_factory.mktemp("up") / "run"
+    arguments = ["up", "--seed", "1", "--engine", "torch", "--run-dir", str(run_dir)]
+    done = run_command([*arguments, f"warm_start.cache_dir={warm_cache}"], deadline_s=240.0)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    assert str(run_dir / "curves.png") in done.out
+    assert processes_of_runs_in(run_dir) == []
+    return run_dir
+
+
+def test_held_out_success_rises_by_half_and_answers_grow(trained: Path) -> None:
+    summary = summary_of(trained)
+    assert summary["success_after"] - summary["success_before"] >= 0.5
+    assert summary["response_length_before"] < 5
+    assert summary["response_length_after"] > 9, "the model learns to think before it answers"
+
+
+def test_the_accounts_balance_and_the_weights_are_equal(trained: Path) -> None:
+    summary = summary_of(trained)
+    assert summary["steps"] == summary["final_version"] == 60
+    assert summary["max_staleness"] <= summary["k"] == 2
+    assert summary["weights_digest_match"] is True
+    published, trained_on = summary["trajectories_published"], summary["trajectories_trained"]
+    assert published == trained_on + summary["trajectories_dropped"]
+    assert summary["trajectories_dropped"] == sum(summary["dropped_by_cause"].values())
+    assert trained_on == 60 * 16 * 8
+    assert summary["commits"] >= 60
+    assert summary["tokens_generated"] >= summary["tokens_trained"] > 60 * 128
+    assert summary["logprob_gap_mean"] <= 1e-5
+
+
+def test_commits_happen_inside_requests(trained: Path) -> None:
+    samples = [json.loads(line) for line in (trained / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert samples
+    report = json.loads((trained / "trainer_report.json").read_text(encoding="utf-8"))
+    assert report["mixed_version_trajectories"] >= 2
+
+
+def test_the_run_folder_holds_all_of_the_run(trained: Path) -> None:
+    names = {path.name for path in trained.iterdir()}
+    expected = {"config.toml", "metrics.jsonl", "logs", "samples.jsonl", "checkpoints", "curves.png", "summary.json"}
+    assert expected <= names
+    assert tomllib.loads((trained / "config.toml").read_text(encoding="utf-8"))["engine"] == "torch"
+    steps = [json.loads(line)["step"] for line in (trained / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert steps == list(range(1, 61))
+    logs = {path.name for path in (trained / "logs").iterdir()}
+    assert {"valkey.log", "weight-bus.log", "rollout-server-0.log", "environment.log", "trainer.log"} <= logs
+    assert (trained / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not [path.name for path in trained.rglob("*.partial")]
+
+
+def test_nothing_of_it_is_left_in_shared_memory(trained: Path) -> None:
+    run_id = summary_of(trained)["run_id"]
+    assert not [name for name in shared_memory_files() if run_id in name]
+
+
+def test_two_servers_and_the_other_task_run_the_same_way(tmp_path: Path, warm_cache: Path) -> None:
+    run_dir = tmp_path / "game"
+    settings = ["evaluation.problems=64", f"warm_start.cache_dir={warm_cache}", "rollout.groups_per_step=8"]
+    arguments = ["up", "--task", "guess-number", "--servers", "2", "--steps", "10", "--k", "1", "--engine", "torch"]
+    done = run_command([*arguments, "--run-dir", str(run_dir), *settings], deadline_s=240.0)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    summary = summary_of(run_dir)
+    assert summary["max_staleness"] <= 1
+    assert summary["weights_digest_match"] is True
+    assert summary["commits"] >= 20, "ten on each server"
+    assert summary["trajectories_trained"] == 10 * 8 * 8
+    assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
+    assert processes_of_runs_in(run_dir) == []

@@ -1,0 +1,187 @@
+"""What can go wrong with `rollmesh up`: misuse is one line, an interruption leaves nothing, a death is survived."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import free_port
+from tests.support.mesh_command import (
+    left_behind,
+    listening,
+    run_command,
+    running_up,
+    shared_memory_files,
+    summary_of,
+)
+
+SMALL = ("--engine", "torch", "evaluation.problems=32", "rollout.groups_per_step=4", "--steps", "12")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trainer.learning_rat=1"], "the nearest known key is 'trainer.learning_rate'"),
+        (["--stepz", "3"], "the nearest known key is 'steps'"),
+        (["--task", "runing-sums"], "did you mean 'running-sums'"),
+        (["--engine", "vlm"], "did you mean 'vllm'"),
+        (["--steps", "0"], "steps = 0"),
+        (["--servers", "many"], "servers = 'many'"),
+        (["fast"], "write section.key=value"),
+        (["--config", "missing.toml"], "cannot read the configuration missing.toml"),
+        (["--redis-url", "redis://127.0.0.1:1/0"], "no Redis answers at redis://127.0.0.1:1/0"),
+        (["--redis-url", "http://127.0.0.1"], "is no Redis address"),
+        (["--run-dir", "/dev/null/run"], "cannot write the run folder /dev/null/run"),
+        (["model.path=nowhere"], "nowhere is no Hugging Face model folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_misuse_is_one_line_exit_code_2_and_leaves_nothing(arguments: list[str], said: str, tmp_path: Path) -> None:
+    done = run_command(["up", *arguments], cwd=tmp_path)
+    assert done.code == 2
+    assert said in done.err
+    assert done.err.startswith("rollmesh: ")
+    assert done.err.count("\n") == 1, done.err
+    assert done.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("seed = 7\n")
+    done = run_command(["up", "--run-dir", str(tmp_path)])
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "holds a run already" in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+@pytest.mark.parametrize("command", ["weight-bus", "rollout-server"])
+def test_a_port_in_use_is_one_line(command: str, redis_url: str, tmp_path: Path) -> None:
+    more = [] if command == "weight-bus" else ["--redis-url", redis_url, "--model", str(tmp_path)]
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", free_port()))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        done = run_command([command, "--run-id", "r", "--port", port, *more])
+    assert done.code == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 288 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounting = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=288m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if sys.platform != "linux" or mounting.returncode != 0:
+        pytest.skip("only root can mount a small disk")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_refused_before_the_run(small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(b"x" * (64 << 20))
+    done = run_command(["up", "--run-dir", str(small_disk / "run")])
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert "MiB left" in done.err
+    assert [path.name for path in small_disk.iterdir()] == ["ballast"]
+
+
+@pytest.mark.e2e
+def test_a_disk_that_fills_ends_the_run_and_says_so(small_disk: Path) -> None:
+    with running_up(small_disk / "run", *SMALL) as mesh:
+        while not (small_disk / "run" / "logs" / "weight-bus.log").exists():
+            assert mesh.process.poll() is None
+            time.sleep(0.02)
+        (small_disk / "ballast").write_bytes(b"x" * (270 << 20))
+        done = mesh.finish(30.0)
+    assert done.code == 1
+    assert "MiB left: the run was ended" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.fixture(scope="module")
+def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"warm_start.cache_dir={tmp_path_factory.mktemp('warm-starts')}"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("which", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["int", "term", "kill"]
+)
+@pytest.mark.parametrize("steps", [0, 3], ids=["starting", "training"])
+def test_an_interrupted_run_leaves_nothing_behind(
+    which: signal.Signals, code: int, steps: int, tmp_path: Path, warm_cache: str
+) -> None:
+    before = shared_memory_files()
+    with running_up(tmp_path / "run", *SMALL, "--steps", "500", warm_cache) as mesh:
+        if steps:
+            mesh.wait_for_steps(steps)
+        else:
+            while len(mesh.descendants()) < 7:
+                assert mesh.process.poll() is None
+                time.sleep(0.02)
+        started = mesh.descendants()
+        ports = listening(started)
+        assert ports, "at least Valkey listens"
+        began = time.monotonic()
+        mesh.process.send_signal(which)
+        done = mesh.finish(30.0)
+        assert done.code == code
+        assert left_behind(started) == []
+        assert time.monotonic() - began < 15.0
+    assert "Traceback" not in done.err
+    assert shared_memory_files() <= before
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+
+
+@pytest.mark.e2e
+def test_the_next_run_starts_and_outlives_the_death_of_each_of_its_services(tmp_path: Path, warm_cache: str) -> None:
+    """After the interrupted runs above, one in which every kind of service is killed still ends in good order."""
+    with running_up(tmp_path / "run", *SMALL, "--steps", "40", warm_cache) as mesh:
+        for step, command in ((3, "train"), (8, "run-environment"), (12, "weight-bus")):
+            mesh.wait_for_steps(step)
+            os.kill(mesh.service(command).pid, signal.SIGKILL)
+        done = mesh.finish(180.0)
+        assert done.code == 0, f"{done.out}\n{done.err}\n{mesh.logs()}"
+    summary = summary_of(tmp_path / "run")
+    assert summary["restarts"] >= 3
+    assert summary["steps"] == summary["final_version"] == 40
+    assert summary["max_staleness"] <= summary["k"]
+    assert summary["weights_digest_match"] is True
+    assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
+
+
+@pytest.mark.e2e
+def test_a_service_that_cannot_work_ends_the_run_with_its_log(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    before = psutil.pids()
+    done = run_command(["up", "--run-dir", str(tmp_path / "run"), *SMALL, f"model.path={model}"], deadline_s=120.0)
+    assert done.code in (1, 2)
+    assert "log" in done.err
+    assert not [pid for pid in psutil.pids() if pid not in before and psutil.pid_exists(pid) and owns(pid, tmp_path)]
+
+
+def owns(pid: int, folder: Path) -> bool:
+    try:
+        return any(str(folder) in word for word in psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return False

@@ -1,0 +1,143 @@
+"""`rollmesh up` as a user runs it: a command, watched from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from services.shared_memory import shm_directory
+
+COMMAND = (sys.executable, "-P", "-m", "services")
+
+
+@dataclass
+class Finished:
+    """How a command ended: exit code, both outputs, seconds."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+def run_command(arguments: Sequence[str], *, cwd: Path | None = None, deadline_s: float = 60.0) -> Finished:
+    """Run any rollmesh command to its end."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=deadline_s, cwd=cwd, check=False
+    )
+    return Finished(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+
+
+@dataclass
+class Running:
+    """A mesh that runs in the background."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def service(self, command: str) -> psutil.Process:
+        """The process of one of our commands, such as `train`."""
+        for process in self.descendants():
+            if "services" in process.cmdline() and command in process.cmdline():
+                return process
+        raise AssertionError(f"no process runs {command!r}")
+
+    def steps(self) -> int:
+        """Optimizer steps made so far."""
+        metrics = self.run_dir / "metrics.jsonl"
+        return len(metrics.read_text(encoding="utf-8").splitlines()) if metrics.exists() else 0
+
+    def wait_for_steps(self, count: int, deadline_s: float = 90.0) -> None:
+        ends = time.monotonic() + deadline_s
+        while self.steps() < count:
+            assert self.process.poll() is None, f"ended early:\n{self.output()}"
+            assert time.monotonic() < ends, f"no {count} steps within {deadline_s} s:\n{self.logs()}"
+            time.sleep(0.02)
+
+    def finish(self, deadline_s: float = 120.0) -> Finished:
+        began = time.monotonic()
+        out, err = self.process.communicate(timeout=deadline_s)
+        return Finished(self.process.returncode, out, err, time.monotonic() - began)
+
+    def output(self) -> str:
+        return "".join(self.process.communicate(timeout=10.0))
+
+    def logs(self) -> str:
+        return "\n".join(f"== {log.name}\n{log.read_text()[-2000:]}" for log in (self.run_dir / "logs").glob("*.log"))
+
+
+@contextmanager
+def running_up(run_dir: Path, *arguments: str) -> Iterator[Running]:
+    """Start `rollmesh up` in the background; whatever still runs at the end is killed."""
+    process = subprocess.Popen(
+        [*COMMAND, "up", "--plain", "--run-dir", str(run_dir), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    running = Running(process, run_dir)
+    try:
+        yield running
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.communicate(timeout=20.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+
+def summary_of(run_dir: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def listening(processes: Sequence[psutil.Process]) -> set[int]:
+    """Ports that these processes listen on."""
+    ports = set()
+    for process in processes:
+        for connection in process.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                ports.add(connection.laddr.port)
+    return ports
+
+
+def left_behind(processes: Sequence[psutil.Process], deadline_s: float = 10.0) -> list[str]:
+    """Those of the processes that still live, and our shared-memory files; empty is as it should be."""
+    _, alive = psutil.wait_procs(processes, timeout=deadline_s)
+    living = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    return [str(process) for process in living]
+
+
+def shared_memory_files() -> set[str]:
+    """Our files in shared memory, of any run."""
+    return {path.name for path in shm_directory().glob("rollmesh-*")}
+
+
+def processes_of_runs_in(folder: Path) -> list[str]:
+    """Command lines of living processes that name a path below `folder`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if process.pid != os.getpid() and any(str(folder) in word for word in words):
+            found.append(" ".join(words))
+    return found
