@@ -5,6 +5,7 @@ Folder format (read by `rollmesh sft`):
     recipe.json          {"task", "seed", "phases": [Phase …], "check": "check.jsonl"}
     <phase>.jsonl        a demonstration a line: {"parts": [["text", trained], …]}; `$` is the end token, written out
     check.jsonl          {"prompt", "answer"}: a sampled answer counts as right when it ends in `answer` before its `$`
+    problems.jsonl       on request: train problems in the order a run plays them, in the same form, for other trainers
 
 Only the parts marked as trained are in the loss. Demonstrations are drawn from the train split alone. The recipes are
 found by experiment: `stop_at_accuracy` is what makes the first phase of running-sums dependable over seeds.
@@ -118,8 +119,8 @@ _RECIPES: dict[str, list[tuple[Phase, Demonstrator]]] = {
 }
 
 
-def write_demonstrations(task: str, seed: int, folder: Path) -> None:
-    """Write recipe, phases and checks into `folder`, which is made; the recipe is written last.
+def write_demonstrations(task: str, seed: int, folder: Path, *, problems: int = 0) -> None:
+    """Write recipe, phases, checks and the first `problems` train problems into `folder`; the recipe is written last.
 
     Raises UsageError for an unknown task or a folder that cannot be written.
     """
@@ -132,7 +133,9 @@ def write_demonstrations(task: str, seed: int, folder: Path) -> None:
             numbers = range(first, first + phase.steps * phase.batch)
             _write_lines(folder / phase.file, ({"parts": demonstrate(index, seed)} for index in numbers))
             first = numbers.stop
-        _write_lines(folder / "check.jsonl", _checks(task, first, seed))
+        _write_lines(folder / "check.jsonl", _questions(task, range(first, first + CHECKS), seed))
+        if problems:
+            _write_lines(folder / "problems.jsonl", _questions(task, range(problems), seed))
         phases = [asdict(phase) for phase, _ in recipe]
         described = {"task": task, "seed": seed, "phases": phases, "check": "check.jsonl"}
         (folder / "recipe.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
@@ -142,12 +145,15 @@ def write_demonstrations(task: str, seed: int, folder: Path) -> None:
         ) from error
 
 
-def _checks(task: str, first: int, seed: int) -> Iterator[dict[str, str]]:
-    """Train problems that no phase demonstrates. A game has no one right answer to its opening, so none are written."""
+def _questions(task: str, numbers: range, seed: int) -> Iterator[dict[str, str]]:
+    """Train problems with their answers; checks take those that no phase demonstrates.
+
+    A game has no one right answer to its opening, so none are written for one.
+    """
     if task != RunningSums.name:
         return
     environment = RunningSums()
-    for index in range(first, first + CHECKS):
+    for index in numbers:
         problem = environment.problem("train", index, seed)
         yield {"prompt": problem.prompt, "answer": problem.solution}
 
