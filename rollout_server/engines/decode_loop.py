@@ -67,7 +67,7 @@ class DecodeLoop:
         self._deliver = deliver
         self._on_crash = on_crash
         self._cadence = Cadence()
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._pending: set[Future[object]] = set()
         self._mode: Mode = "run"
         self._drained: list[Future[None]] = []
@@ -126,7 +126,7 @@ class DecodeLoop:
     def drop(self, request_id: str) -> None:
         """Abort a request that nobody listens to any more."""
         if self.failure is None and self._thread is not None:
-            self._inbox.put(lambda: void(self._batch.abort([request_id])))
+            self._inbox.put(lambda: self._batch.abort([request_id]))
 
     async def call(self, name: str, command: Callable[[], T]) -> T:
         """Run `command` on the decode thread between two steps and return what it returns.
@@ -197,7 +197,7 @@ class DecodeLoop:
     def _close(self) -> None:
         self._closing = True
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], object]) -> None:
         if self.failure is not None:
             raise self.failure
         if self._thread is None:
@@ -226,12 +226,11 @@ class DecodeLoop:
             self._crash(error)
 
     def _take_commands(self) -> None:
-        idle = not self._batch.running
         if not self._can_step():
             self._hand_out()
             self._inbox.get()()
-        if idle and self._batch.waiting:
-            self._gather()
+            if self._can_step() and not self._batch.running:
+                self._gather()
         while not self._inbox.empty():
             self._inbox.get()()
 
@@ -285,7 +284,3 @@ class DecodeLoop:
                 except CancelledError:
                     continue
         self._to_loop(self._on_crash, failure)
-
-
-def void(_: object) -> None:
-    """Drop a result."""

@@ -174,7 +174,9 @@ async def test_weights_that_are_not_finite_end_requests_and_the_next_version_ser
 
 async def test_a_crash_reaches_everyone_who_waits(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tiny_policy) as engine:
-        running = [asyncio.create_task(collect(engine.generate(asked(f"r{n}", [5], 250, ignore_eos=True)))) for n in range(3)]
+        running = [
+            asyncio.create_task(collect(engine.generate(asked(f"r{n}", [5], 250, ignore_eos=True)))) for n in range(3)
+        ]
         deltas = engine.generate(
             GenerationRequest("s", [5], SamplingParams(max_tokens=200, ignore_eos=True), stream=True)
         )
