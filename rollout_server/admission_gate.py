@@ -51,6 +51,7 @@ class AdmissionGate:
         k: int,
         batch: int,
         engine_version: Callable[[], int],
+        poll_s: float = POLL_S,
     ) -> None:
         self._ledger = ledger
         self._board = board
@@ -59,6 +60,7 @@ class AdmissionGate:
         self._k = k
         self._batch = batch
         self._engine_version = engine_version
+        self._poll_s = poll_s
         self._queue: deque[_Waiter] = deque()
         self._wake = asyncio.Event()
         self._closed: RollmeshError | None = None
@@ -82,7 +84,7 @@ class AdmissionGate:
         waiter = _Waiter(group_id, now + wait_s, now)
         self._queue.append(waiter)
         # Behind others who were refused there is nothing to try, unless this one cannot wait for the next attempt.
-        if len(self._queue) == 1 or wait_s < POLL_S:
+        if len(self._queue) == 1 or wait_s < self._poll_s:
             self._wake.set()
         try:
             return await waiter.ordinal
@@ -122,7 +124,7 @@ class AdmissionGate:
             await self._wake.wait()
             return
         now = time.monotonic()
-        timeout = min(POLL_S, *(waiter.ends - now for waiter in self._queue)) if self._queue else POLL_S
+        timeout = min(self._poll_s, *(waiter.ends - now for waiter in self._queue)) if self._queue else self._poll_s
         if timeout > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
@@ -172,7 +174,7 @@ class AdmissionGate:
             if waiter.ends <= now and not waiter.ordinal.done():
                 version = self._engine_version()
                 waiter.ordinal.set_exception(
-                    CapacityError(f"admission is closed while this server serves version {version}", POLL_S)
+                    CapacityError(f"admission is closed while this server serves version {version}", self._poll_s)
                 )
         self._forget_cancelled()
 

@@ -61,8 +61,6 @@ async def test_weights_committed_inside_a_turn_show_as_versions_of_one_segment(
                 assert unpack_mask(segment.loss_mask).tolist() == [0] * 3 + [1] * 200
             verified = await bus.verify()
             assert verified.match
-            # An engine counts a step's tokens once it has delivered them.
-            await until(lambda: engine.status().tokens_generated == 800)
             report = await host.report()
             assert (report["policy_version"], report["commits"]) == (2, 2)
     publisher.close()

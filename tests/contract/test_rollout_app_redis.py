@@ -1,0 +1,175 @@
+"""The two queues in front of Redis, alone: admission and publishing, beside a real Valkey that may fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.asyncio import Redis
+
+from rollout_server.admission_gate import AdmissionGate
+from rollout_server.publishing import Publisher
+from services.ledger import Ledger
+from services.redis_client import connect
+from services.run_keys import RunKeys
+from services.stream import TrajectoryWriter
+from services.waits import WaitBoard
+from services.wire.errors import CapacityError, ConcludedError, NotReadyError
+from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
+from services.wire.sampling import SamplingParams
+from services.wire.trajectory import Segment, Trajectory, VersionSpan
+from tests.support.rollout_host import until
+
+FOREVER = 600.0
+
+
+class Serving:
+    """What an engine serves, to be changed by a test."""
+
+    version = 0
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client = connect(redis_url)
+    yield client
+    await client.aclose()
+
+
+@asynccontextmanager
+async def gate_of(
+    redis: Redis, run_id: str, serving: Serving, *, base_version: int = 0, poll_s: float = FOREVER
+) -> AsyncIterator[AdmissionGate]:
+    gate = AdmissionGate(
+        Ledger(redis, run_id),
+        WaitBoard(redis, run_id, "s0"),
+        server_id="s0",
+        base_version=base_version,
+        k=0,
+        batch=2,
+        engine_version=lambda: serving.version,
+        poll_s=poll_s,
+    )
+    pump = asyncio.create_task(gate.run())
+    try:
+        yield gate
+    finally:
+        pump.cancel()
+        await asyncio.gather(pump, return_exceptions=True)
+
+
+async def test_a_commit_opens_the_gate_without_a_poll(redis: Redis, run_id: str) -> None:
+    serving = Serving()
+    async with gate_of(redis, run_id, serving) as gate, asyncio.timeout(5):
+        assert [await gate.open(name, FOREVER) for name in "ab"] == [0, 1]
+        waiting = asyncio.create_task(gate.open("c", FOREVER))
+        await until(lambda: gate.waiting == 1)
+        serving.version = 1
+        gate.notify()
+        assert await waiting == 2
+
+
+async def test_many_who_wait_cost_one_call_and_come_in_order(redis: Redis, run_id: str) -> None:
+    serving = Serving()
+    async with gate_of(redis, run_id, serving) as gate, asyncio.timeout(10):
+        serving.version = 49
+        waiting = [asyncio.create_task(gate.open(f"g{i}", FOREVER)) for i in range(100)]
+        assert await asyncio.gather(*waiting) == list(range(100))
+        with pytest.raises(CapacityError):
+            await gate.open("late", 0.0)
+
+
+async def test_a_late_joiner_admits_nobody_until_it_serves_the_runs_first_version(redis: Redis, run_id: str) -> None:
+    serving = Serving()
+    async with gate_of(redis, run_id, serving, base_version=5) as gate, asyncio.timeout(5):
+        with pytest.raises(CapacityError):
+            await gate.open("a", 0.0)
+        serving.version = 5
+        assert await gate.open("a", 0.0) == 0
+
+
+async def test_a_caller_cancelled_at_any_moment_of_admission_leaves_no_group_open(redis: Redis, run_id: str) -> None:
+    for moment in range(200):  # turns of the event loop between the call and its cancellation
+        run = f"{run_id}-{moment}"
+        ledger = Ledger(redis, run)
+
+        async def settled(ledger: Ledger = ledger) -> bool:
+            accounts = await ledger.accounts()
+            return accounts.opened_groups == accounts.dropped_groups
+
+        async with gate_of(redis, run, Serving(), poll_s=0.01) as gate, asyncio.timeout(5):
+            hasty = asyncio.create_task(gate.open("hasty", FOREVER))
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            if hasty.done():
+                return  # so every earlier moment has been tried
+            hasty.cancel()
+            await asyncio.gather(hasty, return_exceptions=True)
+            await gate.open("patient", FOREVER)  # by now the pump has heard of whatever it sent for the first
+            await ledger.close_group("patient", dropped=True)
+            await until(settled)
+    pytest.fail("admission took more than 200 turns of the loop")
+
+
+def trajectory(run_id: str, group_id: str, member: int = 0) -> Trajectory:
+    segment = Segment(
+        token_ids=pack_tokens([3, 4]),
+        loss_mask=pack_mask([0, 1]),
+        logprobs=pack_logprobs([0.0, -1.0]),
+        version_spans=[VersionSpan(1, 1, 0)],
+    )
+    return Trajectory(
+        run_id=run_id,
+        trajectory_id=f"{group_id}.{member}",
+        group_id=group_id,
+        group_ordinal=0,
+        group_size=2,
+        member=member,
+        task="sums",
+        segments=[segment],
+        reward=1.0,
+        sampling=SamplingParams(max_tokens=1),
+        server_id="s0",
+        opened_at=0.0,
+        finished_at=0.0,
+    )
+
+
+@asynccontextmanager
+async def publisher_of(redis: Redis, run_id: str) -> AsyncIterator[Publisher]:
+    publisher = Publisher(TrajectoryWriter(redis, run_id), Ledger(redis, run_id))
+    writing = asyncio.create_task(publisher.run())
+    try:
+        yield publisher
+    finally:
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+
+
+async def test_a_batch_that_meets_the_end_of_the_run_is_judged_group_by_group(redis: Redis, run_id: str) -> None:
+    ledger = Ledger(redis, run_id)
+    for group_id in "ab":
+        await ledger.open_group(group_id, "s0", engine_version=0, base_version=0, k=0, batch=2)
+    async with publisher_of(redis, run_id) as publisher, asyncio.timeout(5):
+        early = [trajectory(run_id, "a", member) for member in range(2)]
+        first = await publisher.publish("a", early)
+        await ledger.conclude(0)
+        again, late = await asyncio.gather(
+            publisher.publish("a", early), publisher.publish("b", [trajectory(run_id, "b")]), return_exceptions=True
+        )
+        assert again == first
+        assert isinstance(late, ConcludedError)
+    accounts = await ledger.accounts()
+    assert (accounts.published, accounts.closed_groups, accounts.dropped_groups) == (2, 2, 1)
+
+
+async def test_a_stream_that_cannot_be_written_says_so_and_the_repeat_succeeds(redis: Redis, run_id: str) -> None:
+    keys = RunKeys(run_id)
+    await redis.set(keys.stream, "not a stream")
+    async with publisher_of(redis, run_id) as publisher, asyncio.timeout(5):
+        with pytest.raises(NotReadyError, match="finish the group again"):
+            await publisher.publish("a", [trajectory(run_id, "a")])
+        await redis.delete(keys.stream)
+        assert len(await publisher.publish("a", [trajectory(run_id, "a")])) == 1
