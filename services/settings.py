@@ -31,7 +31,7 @@ class WarmStartSettings(Section):
     cache_dir: Path | None = Field(
         default=None, description="Where warm starts are kept; empty: the user's cache folder"
     )
-    threads: int = Field(default=2, ge=1)
+    threads: int = Field(default=1, ge=1, description="Torch threads; more do not help a model this small")
 
 
 class RolloutSettings(Section):

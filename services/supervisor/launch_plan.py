@@ -2,7 +2,7 @@
 
     valkey ─PING─► weight-bus ┐
                    rollout-server-0 … n  (imports, then waits for the model folder)
-                   trainer               (imports, then waits for the model folder)
+                   trainer               (imports, then waits for the model folder; see `Mesh` for when)
                    environment           (waits for the servers)
                    demonstrations ─► sft ─► model folder
 

@@ -31,7 +31,7 @@ from services.supervisor.live_view import View
 from services.supervisor.observer import Observer, read_engine
 from services.supervisor.ports import PortReservation
 from services.supervisor.processes import Janitor
-from services.supervisor.readiness import wait_for_http, wait_for_redis
+from services.supervisor.readiness import wait_for_answer, wait_for_http, wait_for_redis
 from services.supervisor.summary import (
     Summary,
     read_evaluation_figures,
@@ -133,9 +133,10 @@ class Mesh:
                     lasting += [tasks.create_task(keeper.run()) for keeper in (crew.bus, *crew.servers)]
                     lasting += [tasks.create_task(self._announce(*named, http)) for named in _named_urls(plan)]
                     lasting.append(tasks.create_task(self._show(self._observer(plan, redis, http))))
+                    warming = tasks.create_task(self._warm_start(crew))
                     jobs = [
-                        tasks.create_task(self._warm_start(crew)),
-                        tasks.create_task(crew.trainer.run()),
+                        warming,
+                        tasks.create_task(self._run_trainer(plan, crew, warming, http)),
                         tasks.create_task(crew.environment.run()),
                     ]
                     await asyncio.wait(jobs)
@@ -152,6 +153,22 @@ class Mesh:
             began = time.monotonic()
             await keeper.run()
             self._view.say(f"{keeper.name} done in {time.monotonic() - began:.1f} s")
+
+    async def _run_trainer(
+        self, plan: LaunchPlan, crew: Crew, warming: asyncio.Task[None], http: httpx.AsyncClient
+    ) -> None:
+        """Start the trainer once a server has done its imports, or the model is there, whichever comes first.
+
+        Importing torch three times over on two cores would only hold up the warm start, which everyone waits for.
+        """
+        answering = [asyncio.create_task(wait_for_answer(url, http)) for url in plan.server_urls]
+        try:
+            await asyncio.wait([warming, *answering], timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiting in answering:
+                waiting.cancel()
+            await asyncio.gather(*answering, return_exceptions=True)
+        await crew.trainer.run()
 
     async def _announce(self, name: str, url: str, http: httpx.AsyncClient) -> None:
         await wait_for_http(name, url, START_DEADLINE_S, http)

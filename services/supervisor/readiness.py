@@ -37,6 +37,16 @@ async def wait_for_http(name: str, url: str, deadline_s: float, http: httpx.Asyn
         await asyncio.sleep(_POLL_S)
 
 
+async def wait_for_answer(url: str, http: httpx.AsyncClient) -> None:
+    """Until `GET {url}/livez` answers at all: the process has done its imports. Whoever waits sets the deadline."""
+    while True:
+        try:
+            await http.get(f"{url}/livez", timeout=5.0)
+            return
+        except httpx.TransportError:
+            await asyncio.sleep(_POLL_S)
+
+
 async def wait_for_redis(redis: Redis, deadline_s: float) -> None:
     """Until PING is answered (a server that still reads its append-only file answers an error)."""
     ends = time.monotonic() + deadline_s
