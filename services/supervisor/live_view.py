@@ -103,7 +103,8 @@ def _bar(snapshot: Snapshot, steps: int) -> Text:
 def _facts(snapshot: Snapshot, steps: int, k: int) -> list[tuple[str, str]]:
     metrics = snapshot.metrics
     if metrics is None:
-        return [("step", f"0/{steps}")]
+        starting = [("starting", ", ".join(snapshot.starting))] if snapshot.starting else []
+        return [("step", f"0/{steps}"), *starting]
     stall = snapshot.stall_ms
     return [
         ("step", f"{metrics.step}/{steps}"),

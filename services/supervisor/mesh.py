@@ -77,6 +77,7 @@ class Mesh:
         self._run_id = run_id
         self._view = view
         self._crew: Crew | None = None
+        self._starting: list[str] = []
         # The command began before Python had imported this module.
         self._began_at = psutil.Process().create_time()
 
@@ -151,7 +152,9 @@ class Mesh:
     async def _warm_start(self, crew: Crew) -> None:
         for keeper in crew.warm_start:
             began = time.monotonic()
+            self._starting.append(keeper.name)
             await keeper.run()
+            self._starting.remove(keeper.name)
             self._view.say(f"{keeper.name} done in {time.monotonic() - began:.1f} s")
 
     async def _run_trainer(
@@ -171,7 +174,9 @@ class Mesh:
         await crew.trainer.run()
 
     async def _announce(self, name: str, url: str, http: httpx.AsyncClient) -> None:
+        self._starting.append(name)
         await wait_for_http(name, url, START_DEADLINE_S, http)
+        self._starting.remove(name)
         self._view.say(f"{name} is ready at {url}")
 
     def _observer(self, plan: LaunchPlan, redis: Redis, http: httpx.AsyncClient) -> Observer:
@@ -186,7 +191,7 @@ class Mesh:
 
     async def _show(self, observer: Observer) -> None:
         while True:
-            self._view.show(await observer.look())
+            self._view.show(await observer.look(tuple(self._starting)))
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _watch_disk(self) -> None:

@@ -34,12 +34,16 @@ class StepMetrics(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One look at the mesh. `metrics` is None before the first step; `engines` holds those that answered."""
+    """One look at the mesh. `metrics` is None before the first step; `engines` holds those that answered.
+
+    `starting`: what the start of the run still waits for.
+    """
 
     elapsed_s: float
     metrics: StepMetrics | None = None
     engines: Sequence[EngineReport] = ()
     waits: dict[str, Wait] = field(default_factory=dict)
+    starting: Sequence[str] = ()
 
     @property
     def stall_ms(self) -> float | None:
@@ -88,9 +92,9 @@ class Observer:
         self._http = http
         self._urls = urls
 
-    async def look(self) -> Snapshot:
+    async def look(self, starting: Sequence[str] = ()) -> Snapshot:
         engines, waits = await asyncio.gather(self._engines(), self._waits())
-        return Snapshot(time.time() - self._began_at, self._tail.look(), engines, waits)
+        return Snapshot(time.time() - self._began_at, self._tail.look(), engines, waits, starting)
 
     async def _engines(self) -> list[EngineReport]:
         reports = await asyncio.gather(*(read_engine(self._http, url) for url in self._urls))
