@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 
 from rollout_server.engine_routes import engine_routes
 from rollout_server.engines.base import Engine
+from rollout_server.engines.errors import EngineCrashedError
 from rollout_server.group_routes import group_routes
 from rollout_server.membership import Bus
 from rollout_server.server import RolloutServer, ServerPlan
 from rollout_server.weight_routes import weight_routes
-from services.app import Stop, make_app
+from services.app import Stop, error_answer, make_app
 
 
 def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: Stop) -> FastAPI:
     """The application around an engine that has not been started; without a bus it serves the weights it has."""
     server = RolloutServer(plan, engine, bus, stop)
     app = make_app("rollmesh rollout server", version("rollmesh"), server.lifespan, server.not_ready)
+
+    @app.exception_handler(EngineCrashedError)
+    async def on_crash(_: Request, error: EngineCrashedError) -> Response:
+        """An engine that crashed serves nothing more: the process ends, and whoever watches it starts another."""
+        stop.fail(error)
+        return error_answer(error)
+
     for routes in (group_routes, engine_routes, weight_routes):
         app.include_router(routes(server))
     return app

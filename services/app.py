@@ -42,10 +42,7 @@ def make_app(title: str, version: str, lifespan: Lifespan, not_ready: ReadyCheck
 
     @app.exception_handler(RollmeshError)
     async def on_typed_error(_: Request, error: RollmeshError) -> JSONResponse:
-        headers = (
-            {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, CapacityError) else None
-        )
-        return _error(error.status, error.code, str(error), headers)
+        return error_answer(error)
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -54,6 +51,12 @@ def make_app(title: str, version: str, lifespan: Lifespan, not_ready: ReadyCheck
         return _error(422, "schema", f"{where}: {first['msg']}", None)
 
     return app
+
+
+def error_answer(error: RollmeshError) -> JSONResponse:
+    """The answer that says `error`; `Retry-After` (whole seconds) where trying again makes sense."""
+    headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, CapacityError) else None
+    return _error(error.status, error.code, str(error), headers)
 
 
 def _error(status: int, code: str, message: str, headers: dict[str, str] | None) -> JSONResponse:

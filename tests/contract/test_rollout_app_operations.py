@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_server.engines.errors import EngineCrashedError
 from rollout_server.membership import Membership
 from services.wire.errors import DeadlineError
 from tests.support.rollout_host import Host, hosting, small_batch, until
@@ -75,6 +76,15 @@ async def test_the_openapi_document_declares_bodies_and_answers(host: Host) -> N
         assert body in json.dumps(operation["requestBody"])
         assert answer in json.dumps(operation["responses"])
         assert "ErrorBody" in json.dumps(operation["responses"]["409"])
+
+
+async def test_an_engine_that_crashed_ends_the_server(host: Host, engine: ScriptedEngine) -> None:
+    group = await host.open()
+    engine.crash = EngineCrashedError(MemoryError("no room"))
+    answer = await host.turns(group, "1=", "2=")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_crashed")
+    assert host.stop.failure is engine.crash
+    await until(lambda: not engine.started)
 
 
 async def test_a_server_registers_survives_the_bus_and_leaves_it(

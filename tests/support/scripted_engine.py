@@ -18,6 +18,7 @@ from rollout_server.engines.base import (
     PauseMode,
     StageReport,
 )
+from rollout_server.engines.errors import EngineCrashedError
 from services.wire.errors import ConflictError, NotReadyError
 from services.wire.trajectory import VersionSpan
 from weight_bus.manifest import decode_manifest
@@ -33,6 +34,8 @@ class ScriptedEngine:
         self.requests: list[GenerationRequest] = []
         self.aborted_early = 0
         """Iterators that were closed before their end."""
+        self.crash: EngineCrashedError | None = None
+        """Raised instead of the next token."""
         self._max_model_len = max_model_len
         self._step_s = step_s
         self._version = 0
@@ -71,6 +74,8 @@ class ScriptedEngine:
         try:
             while len(versions) < length and self._active[request.request_id]:
                 await asyncio.sleep(self._step_s)
+                if self.crash is not None:
+                    raise self.crash
                 if not self._running.is_set():
                     await self._running.wait()
                     continue
