@@ -25,6 +25,7 @@ from rollout_server.engines.base import (
     GenerationRequest,
     PauseMode,
     StageReport,
+    collect,
 )
 from rollout_server.engines.vllm_meter import StepMeter
 from rollout_server.engines.vllm_outputs import to_delta
@@ -107,6 +108,7 @@ class VllmEngine:
         self._max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
         await self._llm.get_supported_tasks()
         attached = await self._call(Attached, "rollmesh_attach", self._run_id, self._transport)
+        await self._rehearse()
         _log.info("vLLM engine is ready", model=str(model), weights=attached.tensors, weight_bytes=attached.total_bytes)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
@@ -227,14 +229,28 @@ class VllmEngine:
             return None
         return _DEAD if self._core_gone.done() or self._llm.errored else None
 
+    async def _rehearse(self) -> None:
+        """Draw one token: some models load and then kill the core at the first step (a head size without a kernel)."""
+        rehearsal = GenerationRequest("rehearsal", [0], SamplingParams(max_tokens=1, ignore_eos=True))
+        try:
+            async with asyncio.timeout(_CALL_DEADLINE_S):
+                await collect(self.generate(rehearsal))
+        except (NotReadyError, TimeoutError) as error:
+            await self.close()
+            raise RollmeshError(
+                f"vLLM loaded {self._plan.model} but cannot decode with it",
+                "its reason is in this log; try --engine torch",
+            ) from error
+        self._meter = StepMeter()
+
     def _watch_steps(self) -> None:
         """Let the meter see every message of the engine core on its way to vLLM's own handler."""
         client = self._llm.engine_core
-        receive, observe = client.get_output_async, self._meter.observe
+        receive = client.get_output_async
 
         async def receive_and_observe() -> Any:
             outputs = await receive()
-            observe(outputs)
+            self._meter.observe(outputs)
             return outputs
 
         client.get_output_async = receive_and_observe

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +70,12 @@ def import_everything(threads: int) -> None:
     """The imports, several seconds of them. Raises UsageError where vLLM is missing or broken."""
     set_environment(threads)
     try:
-        for module in _MODULES:
-            importlib.import_module(module)
-        if on_cpu():
-            for module in _CPU_MODULES:
+        with warnings.catch_warnings():
+            # Deprecations inside vLLM are nothing a reader of the server's log can mend.
+            warnings.simplefilter("ignore", FutureWarning)
+            for module in _MODULES:
+                importlib.import_module(module)
+            for module in _CPU_MODULES if on_cpu() else ():
                 importlib.import_module(module)
     except ImportError as error:
         raise UsageError(
@@ -158,6 +161,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "async_scheduling": False,
         "distributed_executor_backend": "uni",
         "worker_extension_cls": WORKER_EXTENSION,
+        "use_tqdm_on_load": False,
     }
     if on_cpu():
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _cache_bytes(plan)}

@@ -17,10 +17,12 @@ from pathlib import Path
 
 from rollout_server.engines.base import GenerationRequest, collect
 from rollout_server.engines.vllm_engine import VllmEngine
+from services.telemetry import configure_logging
 from services.wire.sampling import SamplingParams
 
 
 async def live(model: Path) -> None:
+    configure_logging("life")
     engine = VllmEngine(model, run_id="life", dtype="float32", max_running=4, threads=1, transport="shm", seed=0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         await engine.start()

@@ -1,0 +1,145 @@
+"""The pure parts between rollmesh and vLLM: version spans, the meter, replies, and what an import costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+from rollout_server.engines.vllm_launch import eos_token_ids
+from rollout_server.engines.vllm_meter import StepMeter
+from rollout_server.engines.vllm_outputs import sampled_logprobs, spans_between, to_delta, version_number
+from services.wire.errors import ConflictError, RollmeshError, UsageError, WireError
+from services.wire.trajectory import VersionSpan
+from weight_bus.errors import StageError
+from weight_bus.vllm_protocol import Committed, Digest, decode_reply, encode_reply, failure
+
+
+@dataclass
+class Output:
+    """The fields of vLLM's CompletionOutput that are read."""
+
+    token_ids: list[int]
+    index: int = 0
+    finish_reason: str | None = None
+    logprobs: object = None
+
+
+@dataclass
+class StepOutput:
+    new_token_ids: list[int]
+
+
+@dataclass
+class Step:
+    """The fields of vLLM's EngineCoreOutputs that are read."""
+
+    timestamp: float
+    outputs: list[StepOutput] = field(default_factory=list)
+
+
+def test_vllms_first_label_is_version_0() -> None:
+    assert version_number("default") == 0
+    assert version_number("17") == 17
+
+
+@pytest.mark.parametrize(
+    ("starts", "begin", "end", "expected"),
+    [
+        ([("default", 0)], 0, 3, [(0, 3, 0)]),
+        ([("default", 0), ("5", 2), ("6", 3)], 0, 4, [(0, 2, 0), (2, 1, 5), (3, 1, 6)]),
+        ([("default", 0), ("5", 2), ("6", 3)], 2, 4, [(0, 1, 5), (1, 1, 6)]),
+        ([("default", 0), ("5", 2)], 3, 5, [(0, 2, 5)]),
+        ([("4", 0)], 2, 2, []),
+        ([], 0, 0, []),
+    ],
+)
+def test_spans_are_cut_to_the_delta(
+    starts: list[tuple[str, int]], begin: int, end: int, expected: list[tuple[int, int, int]]
+) -> None:
+    assert spans_between(starts, begin, end) == [VersionSpan(*span) for span in expected]
+
+
+def test_a_token_without_a_version_is_an_error_and_never_a_guess() -> None:
+    with pytest.raises(RollmeshError, match="named no version"):
+        to_delta("r", Output([1, 2]), [], 0)
+    with pytest.raises(RollmeshError, match="ended request r with 'error'"):
+        to_delta("r", Output([], finish_reason="error"), [], 0)
+
+
+def test_the_sampled_tokens_logprob_is_taken_also_where_more_were_asked_for() -> None:
+    @dataclass
+    class Flat:
+        logprobs: list[float]
+        start_indices: list[int]
+
+    assert sampled_logprobs(Flat([-1.0, -2.0], [0, 1]), 2) == [-1.0, -2.0]
+    assert sampled_logprobs(Flat([-1.0, -9.0, -2.0, -9.0], [0, 2]), 2) == [-1.0, -2.0]
+
+
+def test_the_meter_puts_a_commit_between_the_steps_it_fell_between() -> None:
+    meter = StepMeter()
+    for step in range(40):
+        # The commit is told early, before the step that precedes it is seen here.
+        if step == 19:
+            meter.committed(2.0051)
+        late = 0.03 if step > 20 else 0.0
+        meter.observe(Step(step / 10 + late, [StepOutput([1]), StepOutput([2])]))
+    assert meter.commits == 1
+    assert meter.tokens == 80
+    assert meter.drawing == 2
+    assert meter.stalls_ms() == [pytest.approx(30.0)]
+
+
+def test_the_meter_counts_a_commit_while_nothing_runs_and_reports_no_stall() -> None:
+    meter = StepMeter()
+    meter.committed(1.0)
+    meter.break_off()
+    meter.observe(Step(2.0, [StepOutput([1])]))
+    assert (meter.commits, meter.stalls_ms()) == (1, [])
+
+
+@pytest.mark.parametrize("error", [StageError("bad hash", "publish again"), ConflictError("no"), WireError("junk")])
+def test_an_error_keeps_its_kind_on_the_way(error: RollmeshError) -> None:
+    with pytest.raises(type(error)) as raised:
+        decode_reply(encode_reply(failure(error)))
+    assert (raised.value.what, raised.value.remedy) == (error.what, error.remedy)
+
+
+def test_what_is_not_ours_becomes_an_error_with_its_name() -> None:
+    with pytest.raises(RollmeshError, match="ZeroDivisionError: by zero"):
+        decode_reply(encode_reply(failure(ZeroDivisionError("by zero"))))
+
+
+def test_replies_come_back_as_they_were() -> None:
+    for reply in (Digest(root_digest="ab"), Committed(version=3, flip_ms=0.1, running=2, at=1.5)):
+        assert decode_reply(encode_reply(reply)) == reply
+
+
+def test_the_plug_in_does_nothing_in_a_vllm_that_did_not_ask_for_it() -> None:
+    code = (
+        "import sys, weight_bus.vllm_plugin as plugin\n"
+        "plugin.register()\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'weight_bus.vllm_core'} & sys.modules.keys()\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30, env={"PATH": ""})
+
+
+def test_end_tokens_come_from_both_configurations(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    assert eos_token_ids(tmp_path) == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert eos_token_ids(tmp_path) == (7, 2)
+
+
+def test_a_missing_model_folder_is_a_usage_error(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    import asyncio
+
+    from rollout_server.engines.vllm_engine import VllmEngine
+
+    engine = VllmEngine(tmp_path, run_id="r", dtype="float32", max_running=4, threads=1, transport="shm", seed=0)
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        asyncio.run(engine.start())
