@@ -129,8 +129,9 @@ class RunningBatch:
         if not math.isfinite(sum(logprobs)):
             self.fail_running(NonFiniteLogitsError(version))
             return 0
+        drawn = len(tokens)  # before `_record`, which drops finished rows from the list
         self._record(tokens, logprobs)
-        return len(tokens)
+        return drawn
 
     def mark_version(self, version: int) -> None:
         """Tokens drawn from now on are `version`'s."""

@@ -85,6 +85,13 @@ async def test_it_is_an_engine_and_describes_itself(case: EngineCase) -> None:
     assert (status.policy_version, status.paused, status.failure) == (case.version, False, None)
 
 
+async def test_every_drawn_token_is_counted(case: EngineCase) -> None:
+    before = case.engine.status().tokens_generated
+    answers = await case.many([request(prompt, 7, n=3, temperature=1.0) for prompt in prompts(5, seed=21)])
+    drawn = sum(len(sample.token_ids) for samples in answers for sample in samples)
+    assert case.engine.status().tokens_generated - before == drawn
+
+
 async def test_greedy_tokens_are_those_of_plain_transformers(case: EngineCase) -> None:
     asked = prompts(12, seed=1, shortest=1, longest=40)
     answers = await case.many([request(prompt, 24, temperature=0.0) for prompt in asked])
