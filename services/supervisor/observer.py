@@ -19,17 +19,14 @@ from services.wire.rollout_api import EngineReport
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
-    """The part of a line of `metrics.jsonl` that is shown. Lengths in tokens, staleness in steps, stall in ms."""
+    """The part of a line of `metrics.jsonl` that is shown. Length in sampled tokens, staleness in optimizer steps."""
 
     step: int
-    version: int = 0
-    time: float = 0.0
     success: float = 0.0
-    response_length: float = 0.0
+    length: float = 0.0
     tokens_per_s: float = 0.0
     staleness_mean: float = 0.0
     staleness_max: int = 0
-    stall_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -47,9 +44,7 @@ class Snapshot:
 
     @property
     def stall_ms(self) -> float | None:
-        """The last commit's stall, from the engines where the trainer does not know it."""
-        if self.metrics is not None and self.metrics.stall_ms is not None:
-            return self.metrics.stall_ms
+        """The last commit's stall, on the engine where it was longest."""
         return max((engine.stalls_ms[-1] for engine in self.engines if engine.stalls_ms), default=None)
 
 

@@ -28,7 +28,7 @@ class TrainerFigures(msgspec.Struct, frozen=True):
     max_staleness: int
     mean_staleness: float
     masked_fraction: float
-    logprob_gap_mean: float
+    logprob_gap_mean: float | None
     weights_digest_match: bool
     first_step_at: float
 
@@ -64,7 +64,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     mean_staleness: float
     masked_fraction: float
-    logprob_gap_mean: float
+    logprob_gap_mean: float | None
     commits: int
     stall_ms_p50: float | None
     stall_ms_max: float | None
@@ -156,7 +156,9 @@ def closing_table(folder: RunFolder, summary: Summary) -> Table:
         "staleness": f"{summary.mean_staleness:.2f} mean, {summary.max_staleness} max (K = {summary.k})",
         "weight commits": f"{summary.commits}, stall {stall}",
         "weights at the end": "equal, byte for byte" if summary.weights_digest_match else "NOT EQUAL to the trainer's",
-        "logprob gap": f"{summary.logprob_gap_mean:.1e} mean |engine − trainer|",
+        "logprob gap": "–"
+        if summary.logprob_gap_mean is None
+        else f"{summary.logprob_gap_mean:.1e} mean |engine − trainer|",
         "trajectories": f"{summary.trajectories_published:,} published = {summary.trajectories_trained:,} trained "
         f"+ {summary.trajectories_dropped:,} dropped ({dropped})",
         "curves": str(folder.curves),
