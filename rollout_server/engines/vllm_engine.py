@@ -101,15 +101,22 @@ class VllmEngine:
             self._llm, self._scratch = vllm_launch.launch(self._plan)
         else:
             self._llm, self._scratch = await asyncio.to_thread(vllm_launch.launch, self._plan)
+        try:
+            await self._make_ready()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _make_ready(self) -> None:
         self._watch_core()
         self._watch_steps()
         config = self._llm.model_config
-        self._eos = vllm_launch.eos_token_ids(model)
+        self._eos = vllm_launch.eos_token_ids(self._plan.model)
         self._max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
         await self._llm.get_supported_tasks()
         attached = await self._call(Attached, "rollmesh_attach", self._run_id, self._transport)
         await self._rehearse()
-        _log.info("vLLM engine is ready", model=str(model), weights=attached.tensors, weight_bytes=attached.total_bytes)
+        _log.info("engine_ready", engine="vllm", model=str(self._plan.model), weight_bytes=attached.total_bytes)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
         llm = self._running()
@@ -236,7 +243,6 @@ class VllmEngine:
             async with asyncio.timeout(_CALL_DEADLINE_S):
                 await collect(self.generate(rehearsal))
         except (NotReadyError, TimeoutError) as error:
-            await self.close()
             raise RollmeshError(
                 f"vLLM loaded {self._plan.model} but cannot decode with it",
                 "its reason is in this log; try --engine torch",
