@@ -155,6 +155,12 @@ class TrajectoryReader:
         summary = await self._redis.xpending(self._keys.stream, GROUP)
         return int(summary["pending"] if isinstance(summary, Mapping) else summary[0])
 
+    async def oldest_pending(self) -> str | None:
+        """The oldest entry that is delivered and not yet settled."""
+        summary = await self._redis.xpending(self._keys.stream, GROUP)
+        oldest = summary["min"] if isinstance(summary, Mapping) else summary[1]
+        return None if oldest is None else as_text(oldest)
+
     async def trim_before(self, stream_id: str) -> int:
         """Delete entries older than `stream_id`; call it when a checkpoint holds all of them."""
         return int(await self._redis.xtrim(self._keys.stream, minid=stream_id, approximate=False))

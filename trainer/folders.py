@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from services.wire.errors import UsageError
+
 _MAKING = ".making-"
 
 
@@ -37,6 +39,17 @@ def appearing(target: Path) -> Iterator[Path]:
         _sync(target.parent)
     finally:
         shutil.rmtree(making, ignore_errors=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what an operating system says of a full disk or a closed folder into one line that names `path`: UsageError."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path} ({error.strerror or error})", "make room, or mend its permissions"
+        ) from error
 
 
 def sweep(parent: Path) -> None:

@@ -1,0 +1,144 @@
+"""Wiring: the parts of one trainer put together, and closed again in the opposite order."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from redis.asyncio import Redis
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from services.ledger import Ledger
+from services.redis_client import connect
+from services.run_folder import RunFolder
+from services.settings import RunSettings
+from services.stream import TrajectoryReader
+from services.waits import WaitBoard
+from services.wire.errors import UsageError
+from trainer.background import Background
+from trainer.intake import Intake
+from trainer.interrupt import Interrupt
+from trainer.learner import Learner
+from trainer.loop import Identity, TrainingLoop
+from trainer.run_records import RunRecords, read_metrics
+from trainer.screening import Screen
+from trainer.step_log import StepLog
+from trainer.wait_sign import WaitSign
+from trainer.weights import WeightUpdates, settle_deadline
+from weight_bus.bus_client import BusClient
+from weight_bus.publisher import Publisher
+from weight_bus.transports.select import make_exporter
+
+BASE_VERSION = 0
+CALL_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class TrainerArguments:
+    """`model`: a Hugging Face folder, which may still be made; `run_dir`: the run folder."""
+
+    run_id: str
+    settings: RunSettings
+    redis_url: str
+    bus_url: str
+    model: Path
+    run_dir: Path
+
+
+class Assembly:
+    """Makes parts that are closed when `stack` is. `background` is closed by the caller, after everything else."""
+
+    def __init__(self, arguments: TrainerArguments, background: Background, stack: ExitStack) -> None:
+        self.arguments, self.background = arguments, background
+        self.folder = RunFolder(arguments.run_dir)
+        self._stack = stack
+        self.redis: Redis = connect(arguments.redis_url)
+        self._close_later(self.redis.aclose, "closing Redis")
+        self.ledger = Ledger(self.redis, arguments.run_id)
+        self.reader = self._open_reader()
+
+    def learner(self) -> Learner:
+        return Learner(load_policy(self.arguments.model), self.arguments.settings.trainer, BASE_VERSION)
+
+    def loop(self, identity: Identity, learner: Learner, log: StepLog, interrupt: Interrupt) -> TrainingLoop:
+        settings, config = self.arguments.settings, learner.model.config
+        screen = Screen(self.arguments.run_id, int(config.vocab_size), int(config.max_position_embeddings))
+        intake = Intake(self._open_reader, self.ledger, screen, lambda: learner.version, _sibling_patience(settings))
+        padding = config.pad_token_id
+        return TrainingLoop(
+            identity=identity,
+            settings=settings,
+            learner=learner,
+            padding=0 if padding is None else int(padding),
+            checkpoints=self.folder.checkpoints,
+            background=self.background,
+            intake=intake,
+            reader=self.reader,
+            updates=self._updates(learner),
+            log=log,
+            records=self._records(),
+            sign=WaitSign(WaitBoard(self.redis, self.arguments.run_id, "trainer"), self.background),
+            interrupt=interrupt,
+            journal=self._stack.enter_context(ThreadPoolExecutor(1, "step-log")),
+            files=self._stack.enter_context(ThreadPoolExecutor(1, "run-files")),
+        )
+
+    def _updates(self, learner: Learner) -> WeightUpdates:
+        run_id, weights = self.arguments.run_id, self.arguments.settings.weights
+        exporter = make_exporter(weights.transport, run_id)
+        publisher = Publisher(
+            run_id, learner.weights(), self.arguments.settings.model.dtype, exporter, weights.bucket_mib << 20
+        )
+        self._stack.callback(publisher.close)
+        bus = BusClient(self.arguments.bus_url, run_id)
+        self._close_later(bus.close, "closing the bus client")
+        lines = read_metrics(self.folder.metrics)
+        committed = max((line.commits for line in lines), default=0)
+        return WeightUpdates(publisher, bus, self.background, settle_deadline(weights.stage_timeout_s), committed)
+
+    def _records(self) -> RunRecords:
+        path = self.arguments.model / "tokenizer.json"
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # The tokenizers library raises bare Exceptions.
+            raise UsageError(
+                f"{path} is no tokenizer ({error})", "give --model a folder with a tokenizer.json"
+            ) from error
+        records = RunRecords(self.folder.metrics, self.folder.samples, tokenizer)
+        self._stack.callback(records.close)
+        return records
+
+    def _open_reader(self) -> TrajectoryReader:
+        return TrajectoryReader(self.redis, self.arguments.run_id)
+
+    def _close_later(self, close: Callable[[], Awaitable[None]], name: str) -> None:
+        async def closing() -> None:
+            await close()
+
+        self._stack.callback(lambda: self.background.call(closing(), name, CALL_DEADLINE_S))
+
+
+def load_policy(folder: Path) -> PreTrainedModel:
+    """The policy in float32 (its master weights), on the GPU where there is one. Raises UsageError."""
+    transformers_logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            f"{folder} holds no causal language model ({reason})", "give --model a Hugging Face folder"
+        ) from error
+    return model.to(device)
+
+
+def _sibling_patience(settings: RunSettings) -> float:
+    """Servers write all siblings of a group at once, so a group that waits for some has lost them. The wait must end well
+    before the trainer's own, or a spoiled group would end a synchronous run."""
+    return min(settings.rollout.group_timeout_s, settings.trainer.batch_timeout_s / 4)

@@ -1,0 +1,39 @@
+"""`rollmesh train`: the trainer of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    epilog="Example: rollmesh train --run-id r1 --config runs/r1/config.toml --redis-url redis://127.0.0.1:6379/0 "
+    "--bus-url http://127.0.0.1:7000 --model runs/r1/model --run-dir runs/r1"
+)
+def train(
+    run_id: Annotated[str, typer.Option(help="Names the run in Redis and on the bus")],
+    config: Annotated[Path, typer.Option(help="Resolved configuration (TOML)")],
+    redis_url: Annotated[str, typer.Option(help="Where the trajectory stream is")],
+    bus_url: Annotated[str, typer.Option(help="Where the weight bus is")],
+    model: Annotated[Path, typer.Option(help="Hugging Face folder to start from; it may still be made")],
+    run_dir: Annotated[
+        Path, typer.Option(help="Run folder: metrics, samples, checkpoints; an interrupted run goes on")
+    ],
+) -> None:
+    """Train on the trajectories of a run and publish every version of the policy."""
+    from services.config_file import load_settings
+    from trainer.formula import describe_loss
+
+    settings = load_settings(config, [])
+    describe_loss(settings.trainer.loss)
+
+    from trainer.assembly import TrainerArguments
+    from trainer.run import train as run_trainer
+
+    code = run_trainer(TrainerArguments(run_id, settings, redis_url, bus_url, model, run_dir))
+    if code:
+        raise typer.Exit(code)

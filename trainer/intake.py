@@ -1,0 +1,211 @@
+"""Intake: the trajectory stream becomes complete groups, in the background, before the training thread asks for them.
+
+    Redis ──read──► screen ──► GroupAssembler ──take──► training thread
+                      │              │
+                      └── rejected ──┴── spoiled ──► settled as drops, counted by cause; admission makes up for the group
+
+What was read is kept here until it is settled, so an entry that comes twice (a lost reply, a sweep) is taken once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+
+import structlog
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from services.ledger import Ledger
+from services.policies.batching import Drop, DropCause, Group, GroupAssembler, Member, Verdict
+from services.stream import StreamEntry, TrajectoryReader
+from services.wire.errors import DeadlineError
+from services.wire.trajectory import Trajectory
+from trainer.screening import Rejected, Screen
+
+_READ = 512
+_BLOCK_MS = 500
+# While the training thread is busy, entries are let gather: a read of forty costs little more than a read of four.
+_GATHER_S = 0.005
+_RECONNECT_S = 0.5
+_SLICE_S = 0.1
+_SWEEP_AFTER_S = 5.0
+
+_log = structlog.get_logger()
+
+
+class Intake:
+    """`version`: the newest policy version that exists. `expire_after_s`: how long a group may wait for its siblings.
+
+    `run` lives on the background loop; `take` is for the training thread.
+    """
+
+    def __init__(
+        self,
+        open_reader: Callable[[], TrajectoryReader],
+        ledger: Ledger,
+        screen: Screen,
+        version: Callable[[], int],
+        expire_after_s: float,
+    ) -> None:
+        self._open_reader = open_reader
+        self._reader = open_reader()
+        self._ledger, self._screen, self._version = ledger, screen, version
+        self._expire_after_s = expire_after_s
+        self._assembler: GroupAssembler[Trajectory] = GroupAssembler()
+        self._known: set[str] = set()
+        self._changed = threading.Condition()
+        self._waiting_since: float | None = None
+        self._trouble: str | None = None
+        self._rejections = 0
+        self._busy_s = 0.0
+
+    async def run(self, trained_before: Collection[str] = ()) -> None:
+        """Read until cancelled. `trained_before`: entries that the step log holds; they are settled as trained on sight."""
+        trained = frozenset(trained_before)
+        await self._reader.open()
+        swept = time.monotonic()
+        while True:
+            try:
+                entries = await self._reader.read(_READ, _BLOCK_MS)
+                await self._ingest(entries, trained)
+                waiting_since = self._waiting_since
+                if waiting_since is not None and time.monotonic() - max(waiting_since, swept) > _SWEEP_AFTER_S:
+                    swept = time.monotonic()
+                    await self._sweep(trained)
+            except (RedisConnectionError, RedisTimeoutError) as error:
+                self._trouble = f"Redis ({error})"
+                _log.warning("stream out of reach", why=str(error))
+                await asyncio.sleep(_RECONNECT_S)
+                continue
+            self._trouble = None
+            if entries and self._waiting_since is None:
+                await asyncio.sleep(_GATHER_S)
+
+    def take(
+        self,
+        groups: int,
+        deadline_s: float,
+        *,
+        post: Callable[[str], None],
+        stopped: Callable[[], bool],
+    ) -> list[Group[Trajectory]] | None:
+        """The next batch, or None once `stopped` says so. `post` is told what is waited for, again when that changes.
+
+        Raises DeadlineError, saying what was missing, after `deadline_s` seconds.
+        """
+        started, posted = time.monotonic(), ""
+        with self._changed:
+            self._waiting_since = started
+            try:
+                while (batch := self._assembler.take(groups)) is None:
+                    if stopped():
+                        return None
+                    waited = time.monotonic() - started
+                    if waited > deadline_s:
+                        raise DeadlineError(
+                            f"no batch within {deadline_s:g} s: still waiting for {self._missing(groups)}",
+                            "see the logs of the environment and the rollout servers",
+                        )
+                    if waited > 2 * _SLICE_S and posted != (missing := self._missing(groups)):
+                        posted = missing
+                        post(missing)
+                    self._changed.wait(_SLICE_S)
+                return batch
+            finally:
+                self._waiting_since = None
+
+    def take_busy_s(self) -> float:
+        """Seconds spent on entries (not on waiting for them) since this was last asked."""
+        busy, self._busy_s = self._busy_s, 0.0
+        return busy
+
+    def forget(self, entries: Collection[str]) -> None:
+        """Entries that are settled now and cannot come again."""
+        with self._changed:
+            self._known.difference_update(entries)
+
+    async def settle_trained(self, entries: Sequence[str]) -> None:
+        """Acknowledge entries whose gradient is durable."""
+        started = time.perf_counter()
+        await self._reader.acknowledge_trained(entries)
+        self.forget(entries)
+        self._busy_s += time.perf_counter() - started
+
+    async def drain(self) -> int:
+        """After the run has concluded (and `run` has been cancelled): drop all that is left; returns how many."""
+        reader = self._open_reader()
+        await reader.open()
+        dropped = 0
+        while entries := await reader.read(_READ, 1):
+            ids = [entry.stream_id for entry in entries]
+            dropped += await reader.acknowledge_dropped(DropCause.RUN_CONCLUDED, ids)
+        return dropped
+
+    async def _ingest(self, entries: Sequence[StreamEntry], trained: Collection[str]) -> None:
+        started = time.perf_counter()
+        verdict, settled_before = Verdict(), []
+        newest, now = self._version(), time.monotonic()
+        judged: list[Member[Trajectory] | Rejected] = []
+        for entry in entries:
+            if entry.stream_id in trained:
+                settled_before.append(entry.stream_id)
+            elif entry.stream_id not in self._known:
+                judged.append(self._screen.judge(entry, newest))
+        with self._changed:
+            for item in judged:
+                self._known.add(item.entry)
+                _extend(verdict, self._assembler.add(item, now) if isinstance(item, Member) else self._reject(item))
+            _extend(verdict, self._assembler.expire(now - self._expire_after_s))
+            if judged:
+                self._changed.notify_all()
+        if settled_before:
+            await self._reader.acknowledge_trained(settled_before)
+        await self._drop(verdict)
+        self._busy_s += time.perf_counter() - started
+
+    def _reject(self, rejected: Rejected) -> Verdict:
+        self._rejections += 1
+        if self._rejections <= 10 or self._rejections % 100 == 0:
+            _log.warning("trajectory dropped", cause=str(rejected.cause), why=rejected.why, entry=rejected.entry)
+        verdict = self._assembler.spoil(rejected.group) if rejected.group is not None else Verdict()
+        verdict.drops.append(Drop(rejected.entry, rejected.cause))
+        return verdict
+
+    async def _drop(self, verdict: Verdict) -> None:
+        by_cause: dict[DropCause, list[str]] = defaultdict(list)
+        for drop in verdict.drops:
+            by_cause[drop.cause].append(drop.entry)
+        for cause, entries in by_cause.items():
+            await self._reader.acknowledge_dropped(cause, entries)
+            self.forget(entries)
+        for group in verdict.spoiled:
+            _log.warning("group will never be trained", group=group)
+            await self._ledger.drop_closed_group()
+
+    async def _sweep(self, trained: Collection[str]) -> None:
+        """Read again what was delivered and never settled: the reply to a read may have been lost with its connection."""
+        if await self._reader.pending() <= len(self._known):
+            return
+        reader = self._open_reader()
+        entries = await reader.read(_READ, 1)
+        await self._ingest(entries, trained)
+
+    def _missing(self, groups: int) -> str:
+        if self._trouble is not None:
+            return self._trouble
+        text = f"{groups - self._assembler.complete} of {groups} groups"
+        partial = self._assembler.oldest_partial()
+        if partial is None:
+            return text
+        sibling = self._assembler.partial_payload(partial.group)
+        server = f" of server {sibling.server_id}" if sibling is not None else ""
+        return f"{text}; group {partial.ordinal}{server}: {partial.have} of {partial.size} siblings"
+
+
+def _extend(verdict: Verdict, more: Verdict) -> None:
+    verdict.drops += more.drops
+    verdict.spoiled += more.spoiled

@@ -1,0 +1,121 @@
+"""A trainer's life: load, come back to where it was, train, conclude.
+
+model folder ─► learner ─► restore + replay ─► publish the first version ─► loop ─► conclude ─► verify ─► report
+                                                                             │
+                                                             interrupt ──────┴─► checkpoint, exit 128 + signal
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+
+import structlog
+import torch
+
+from services.model_folder import wait_for_model_blocking
+from services.redis_client import check_reachable
+from trainer import checkpoint
+from trainer.assembly import CALL_DEADLINE_S, Assembly, TrainerArguments
+from trainer.background import Background
+from trainer.folders import writing
+from trainer.interrupt import Interrupt
+from trainer.loop import Identity, TrainingLoop
+from trainer.plots import plot_curves
+from trainer.report import make_report, write_report
+from trainer.resume import Replay, fingerprint, groups_of
+from trainer.run_records import read_metrics
+from trainer.step_log import StepLog
+from weight_bus.bus_api import VerifyView
+
+MODEL_DEADLINE_S = 600.0
+ENGINES_DEADLINE_S = 300.0
+DRAIN_DEADLINE_S = 120.0
+VERIFY_DEADLINE_S = 120.0
+
+_log = structlog.get_logger()
+
+
+def train(arguments: TrainerArguments) -> int:
+    """Train a run to its end; returns the exit code: 0, or 128 + the signal that stopped it.
+
+    Raises UsageError for what the user can mend (no Redis, a full disk, the folder of another run), other RollmeshErrors
+    when the run cannot go on.
+    """
+    torch.set_num_threads(arguments.settings.trainer.threads)
+    with closing(Background()) as background, ExitStack() as stack:
+        background.call(check_reachable(arguments.redis_url), "reaching Redis", CALL_DEADLINE_S)
+        return _live(arguments, background, stack)
+
+
+def _live(arguments: TrainerArguments, background: Background, stack: ExitStack) -> int:
+    identity = Identity(arguments.run_id, fingerprint(arguments.settings))
+    assembly = Assembly(arguments, background, stack)
+    with writing(assembly.folder.root):
+        assembly.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    log = stack.enter_context(
+        closing(StepLog(assembly.folder.checkpoints / "steps.jsonl", identity.run_id, identity.fingerprint))
+    )
+    wait_for_model_blocking(arguments.model, MODEL_DEADLINE_S)
+    interrupt = Interrupt()
+    interrupt.install()
+    learner = assembly.learner()
+    _log.info("loss in force", formula=learner.objective.formula)
+    background.call(assembly.ledger.begin(learner.version), "opening the ledger", CALL_DEADLINE_S)
+    loop = assembly.loop(identity, learner, log, interrupt)
+    consumed = [entry for record in log.records for entry in record.entries]
+    _come_back(loop)
+    loop.sign.post(f"engines to serve version {learner.version}")
+    loop.updates.publish_first(learner.version, learner.weights(), ENGINES_DEADLINE_S)
+    loop.sign.clear()
+    reading = background.spawn(loop.intake.run(consumed), "intake")
+    if not loop.run():
+        loop.checkpoint().result()
+        _log.info("stopped", version=learner.version)
+        return interrupt.exit_code
+    reading.cancel()
+    _conclude(loop, assembly)
+    return 0
+
+
+def _come_back(loop: TrainingLoop) -> None:
+    """Bring the learner to the newest version that may ever have been announced."""
+    restored = checkpoint.restore_newest(loop.checkpoints, loop.learner, loop.identity.run_id)
+    replay = Replay.since(loop.learner.version, loop.log.records)
+    if restored is not None or replay.records:
+        _log.info("coming back", checkpoint=restored, steps_to_repeat=len(replay.records))
+    for record in replay.records:
+        fetched = loop.background.call(loop.reader.fetch(record.entries), "fetching a batch again", CALL_DEADLINE_S)
+        loop.repeat(groups_of(record, fetched))
+
+
+def _conclude(loop: TrainingLoop, assembly: Assembly) -> None:
+    """Last commit → concluded → stream drained → engines verified → report, checkpoint, curves."""
+    background, version = loop.background, loop.learner.version
+    loop.sign.post(f"engines to serve the last version, {version}")
+    loop.updates.finish(version, ENGINES_DEADLINE_S)
+    background.call(assembly.ledger.conclude(version), "concluding the run", CALL_DEADLINE_S)
+    loop.finish_acknowledging()
+    dropped = background.call(loop.intake.drain(), "draining the stream", DRAIN_DEADLINE_S)
+    loop.sign.clear()
+    verified = background.call(loop.updates.verify(), "verifying the engines' weights", VERIFY_DEADLINE_S)
+    _log.info("concluded", version=version, dropped_at_the_end=dropped, weights_match=verified.match)
+    loop.files.submit(loop.records.flush).result()
+    _report(loop, assembly, verified)
+    background.check()
+
+
+def _report(loop: TrainingLoop, assembly: Assembly, verified: VerifyView) -> None:
+    lines = read_metrics(assembly.folder.metrics)
+    report = make_report(
+        lines,
+        run_id=loop.identity.run_id,
+        formula=loop.learner.objective.formula,
+        final_version=loop.learner.version,
+        digest_match=verified.match and verified.version == loop.learner.version,
+        root_digest=verified.root_digest,
+        commits=loop.updates.committed,
+    )
+    with writing(loop.checkpoints):
+        checkpoint.save_final(loop.checkpoints, loop.learner.model, assembly.arguments.model)
+    write_report(assembly.folder.trainer_report, report)
+    plot_curves(lines, assembly.folder.curves)

@@ -1,0 +1,166 @@
+"""Weights on their way out: published on the training thread, announced and followed in the background.
+
+    training thread   publish(v) ─ cast into an arena ─► manifest
+    background        step record durable? ─► announce(v) ─► settled: committed | superseded | failed
+
+The publisher has two arenas: v is not published before v − 2 has settled, lest a receiver read a mixture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import structlog
+from torch import Tensor
+
+from services.wire.errors import NotFoundError, RollmeshError
+from trainer.background import Background
+from weight_bus.bus_api import UpdateView, VerifyView
+from weight_bus.bus_client import BusClient
+from weight_bus.manifest import Manifest
+from weight_bus.publisher import Publisher
+
+_SETTLED = ("committed", "failed", "superseded")
+_POLL_S = 5.0
+_RETRY_S = 0.25
+
+_log = structlog.get_logger()
+
+
+class WeightsError(RollmeshError):
+    """No engine serves what the trainer published."""
+
+    code = "weights"
+
+
+class WeightUpdates:
+    """The life of every update of this trainer. `settle_s`: how long an update may take to settle.
+
+    `committed` and `newest` are read on the training thread and written on the background loop; both are whole objects.
+    """
+
+    def __init__(
+        self, publisher: Publisher, bus: BusClient, background: Background, settle_s: float, committed_before: int = 0
+    ) -> None:
+        self._publisher, self._bus, self._background = publisher, bus, background
+        self._settle_s = settle_s
+        self._following: dict[int, Future[UpdateView]] = {}
+        self._base: int | None = None
+        self.newest: UpdateView | None = None
+        """The update that settled last."""
+        self.call_overhead_ms = 0.0
+        """What the last announcement took beyond the update itself."""
+        self.committed = committed_before
+        """How many updates engines have committed, not counting the first."""
+
+    @property
+    def newest_state(self) -> tuple[int, str] | None:
+        """Version and state of `newest`."""
+        newest = self.newest
+        return None if newest is None else (newest.version, newest.state)
+
+    def publish_first(self, version: int, weights: Mapping[str, Tensor], deadline_s: float) -> None:
+        """Publish `version` and wait until an engine serves it, so that engines and trainer start from the same bytes.
+
+        Raises WeightsError when none does within `deadline_s`.
+        """
+        self._base = version
+        manifest = self._publisher.publish(version, weights)
+        self._background.call(self._until_committed(manifest, deadline_s), f"version {version}", deadline_s + 30)
+
+    def publish(self, version: int, weights: Mapping[str, Tensor], durable: Future[None]) -> None:
+        """Publish `version`; it is announced once `durable` (the record of the step that made it) has come true.
+
+        Blocks for the copy, and until update `version − 2` has settled. Raises DeadlineError if that takes too long.
+        """
+        before = self._following.pop(version - 2, None)
+        if before is not None:
+            self._wait_for(before, version - 2)
+        manifest = self._publisher.publish(version, weights)
+        self._following[version] = self._background.spawn(self._follow(manifest, durable), f"weight update {version}")
+
+    def finish(self, version: int, deadline_s: float) -> None:
+        """Wait until engines serve the last `version`. Raises WeightsError when none does within `deadline_s`."""
+        for update, future in list(self._following.items()):
+            self._wait_for(future, update)
+        self._following.clear()
+        manifest = self._publisher.latest
+        settled = self.newest
+        if manifest is None or (settled is not None and (settled.version, settled.state) == (version, "committed")):
+            return
+        self._background.call(self._until_committed(manifest, deadline_s), f"version {version}", deadline_s + 30)
+
+    async def verify(self) -> VerifyView:
+        """Have every engine hash what it serves, against the newest published bytes."""
+        view = await self._bus.verify()
+        manifest = self._publisher.latest
+        if manifest is not None and view.version != manifest.version:
+            # A bus that was restarted since knows nothing yet.
+            await self._bus.announce(manifest, wait_s=_POLL_S)
+            view = await self._bus.verify()
+        return view
+
+    async def close(self) -> None:
+        await self._bus.close()
+
+    def close_publisher(self) -> None:
+        """Withdraw the arenas; on the training thread, after the last update has settled."""
+        self._publisher.close()
+
+    async def _follow(self, manifest: Manifest, durable: Future[None]) -> UpdateView:
+        await asyncio.wrap_future(durable)
+        started = time.perf_counter()
+        view = await self._settled(manifest, self._settle_s)
+        if view.publish_to_commit_ms is not None:
+            self.call_overhead_ms = (time.perf_counter() - started) * 1e3 - view.publish_to_commit_ms
+        self._note(view)
+        return view
+
+    async def _settled(self, manifest: Manifest, deadline_s: float) -> UpdateView:
+        view = await self._bus.announce(manifest, wait_s=min(deadline_s, _POLL_S))
+        if view.state in _SETTLED:
+            return view
+        try:
+            return await self._bus.wait_settled(manifest.version, deadline_s)
+        except NotFoundError:
+            # The bus was restarted meanwhile and has forgotten; it is told again.
+            await self._bus.announce(manifest)
+            return await self._bus.wait_settled(manifest.version, deadline_s)
+
+    async def _until_committed(self, manifest: Manifest, deadline_s: float) -> None:
+        """Announce until committed: an update without any engine fails at once, and engines may still be loading."""
+        ends = time.monotonic() + deadline_s
+        while True:
+            view = await self._settled(manifest, max(_RETRY_S, min(self._settle_s, ends - time.monotonic())))
+            if view.state == "committed":
+                self._note(view)
+                return
+            if time.monotonic() > ends:
+                raise WeightsError(
+                    f"no engine serves version {manifest.version} after {deadline_s:g} s ({_whys(view)})",
+                    "see the logs of the rollout servers and of the weight bus",
+                )
+            await asyncio.sleep(_RETRY_S)
+
+    def _note(self, view: UpdateView) -> None:
+        if view.state == "committed":
+            self.committed += view.version != self._base
+        elif view.state == "failed":
+            _log.warning("weight update failed", version=view.version, why=_whys(view))
+        if self.newest is None or view.version >= self.newest.version:
+            self.newest = view
+
+    def _wait_for(self, update: Future[UpdateView], version: int) -> None:
+        self._background.result(update, f"weight update {version}", self._settle_s)
+
+
+def _whys(view: UpdateView) -> str:
+    return "; ".join(f"{engine.engine_id}: {engine.why or engine.state}" for engine in view.engines) or "no engine"
+
+
+def settle_deadline(stage_timeout_s: float) -> float:
+    """How long an update may take: staging, its repetitions at the bus, the barrier."""
+    return 4 * stage_timeout_s + 5.0
