@@ -16,7 +16,7 @@ from services.settings import RunSettings
 from services.supervisor.live_view import make_view
 from services.supervisor.mesh import Mesh
 from services.supervisor.preflight import preflight
-from services.supervisor.summary import Summary, closing_table
+from services.supervisor.summary import Summary, closing_lines
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -58,5 +58,4 @@ async def _run(settings: RunSettings, *, plain: bool) -> int:
 
 
 def _close(console: Console, folder: RunFolder, summary: Summary) -> None:
-    console.print()
-    console.print(closing_table(folder, summary))
+    console.print("", *closing_lines(folder, summary), sep="\n", markup=False, highlight=False)

@@ -109,7 +109,7 @@ def _facts(snapshot: Snapshot, steps: int, k: int) -> list[tuple[str, str]]:
     return [
         ("step", f"{metrics.step}/{steps}"),
         ("success", f"{metrics.success:.2f}"),
-        ("length", f"{metrics.length:.1f}"),
+        ("length", f"{metrics.response_length:.1f}"),
         ("tokens/s", f"{metrics.tokens_per_s:,.0f}"),
         ("staleness", f"{metrics.staleness_mean:.2f} (max {metrics.staleness_max} of {k})"),
         ("stall", "–" if stall is None else f"{stall:.1f} ms"),

@@ -19,11 +19,11 @@ from services.wire.rollout_api import EngineReport
 
 
 class StepMetrics(msgspec.Struct, frozen=True):
-    """The part of a line of `metrics.jsonl` that is shown. Length in sampled tokens, staleness in optimizer steps."""
+    """The part of a line of `metrics.jsonl` that is shown. Lengths in sampled tokens, staleness in optimizer steps."""
 
     step: int
     success: float = 0.0
-    length: float = 0.0
+    response_length: float = 0.0
     tokens_per_s: float = 0.0
     staleness_mean: float = 0.0
     staleness_max: int = 0

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from rich.table import Table
 
 from services.ledger import Accounts
 from services.run_folder import RunFolder
@@ -141,9 +140,9 @@ def write_summary(folder: RunFolder, summary: Summary) -> None:
     partial.replace(folder.summary)
 
 
-def closing_table(folder: RunFolder, summary: Summary) -> Table:
-    """The summary for people."""
-    table = Table.grid(padding=(0, 2))
+def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
+    """The summary for people, a line a fact."""
+    gap = "–" if summary.logprob_gap_mean is None else f"{summary.logprob_gap_mean:.1e}"
     dropped = ", ".join(f"{count} {cause}" for cause, count in sorted(summary.dropped_by_cause.items())) or "none"
     stall = (
         "–" if summary.stall_ms_p50 is None else f"{summary.stall_ms_p50:.1f} ms p50, {summary.stall_ms_max:.1f} max"
@@ -156,17 +155,14 @@ def closing_table(folder: RunFolder, summary: Summary) -> Table:
         "staleness": f"{summary.mean_staleness:.2f} mean, {summary.max_staleness} max (K = {summary.k})",
         "weight commits": f"{summary.commits}, stall {stall}",
         "weights at the end": "equal, byte for byte" if summary.weights_digest_match else "NOT EQUAL to the trainer's",
-        "logprob gap": "–"
-        if summary.logprob_gap_mean is None
-        else f"{summary.logprob_gap_mean:.1e} mean |engine − trainer|",
+        "logprob gap": f"{gap} mean |engine − trainer|",
         "trajectories": f"{summary.trajectories_published:,} published = {summary.trajectories_trained:,} trained "
         f"+ {summary.trajectories_dropped:,} dropped ({dropped})",
         "curves": str(folder.curves),
         "summary": str(folder.summary),
     }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
+    widest = max(map(len, rows))
+    return [f"{name:{widest}}  {value}" for name, value in rows.items()]
 
 
 def _read(path: Path, kind: type[FiguresT]) -> FiguresT:

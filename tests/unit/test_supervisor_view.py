@@ -56,7 +56,7 @@ async def test_a_snapshot_is_had_even_where_nothing_answers_yet(redis_url: str, 
 
 
 def snapshot(step: int) -> Snapshot:
-    metrics = StepMetrics(step=step, success=0.75, length=11.5, tokens_per_s=9000.0, staleness_max=2)
+    metrics = StepMetrics(step=step, success=0.75, response_length=11.5, tokens_per_s=9000.0, staleness_max=2)
     wait = Wait(waiting_for="16 complete groups", since=time.time() - 3.0)
     return Snapshot(elapsed_s=12.0, metrics=metrics, waits={"trainer": wait})
 
