@@ -32,6 +32,8 @@ _BLOCK_MS = 500
 _GATHER_S = 0.005
 _RECONNECT_S = 0.5
 _SLICE_S = 0.1
+_POST_AFTER_S = 0.2
+_REPOST_S = 1.0
 _SWEEP_AFTER_S = 5.0
 
 _log = structlog.get_logger()
@@ -97,7 +99,7 @@ class Intake:
 
         Raises DeadlineError, saying what was missing, after `deadline_s` seconds.
         """
-        started, posted = time.monotonic(), ""
+        started, posted, posted_at = time.monotonic(), "", -_REPOST_S
         with self._changed:
             self._waiting_since = started
             try:
@@ -110,8 +112,9 @@ class Intake:
                             f"no batch within {deadline_s:g} s: still waiting for {self._missing(groups)}",
                             "see the logs of the environment and the rollout servers",
                         )
-                    if waited > 2 * _SLICE_S and posted != (missing := self._missing(groups)):
-                        posted = missing
+                    missing = self._missing(groups)
+                    if waited > _POST_AFTER_S and waited - posted_at > _REPOST_S and posted != missing:
+                        posted, posted_at = missing, waited
                         post(missing)
                     self._changed.wait(_SLICE_S)
                 return batch

@@ -23,12 +23,12 @@ from services.policies.batching import Group
 from services.wire.packed import Float32Array, Int32Array, unpack_logprobs, unpack_tokens
 from services.wire.trajectory import Trajectory
 from trainer.advantages import grpo
-from trainer.window import Ages, StalenessTally, judge
+from trainer.window import NOT_SAMPLED, Ages, StalenessTally, count_only, judge
 
 
 @dataclass(frozen=True)
 class Row:
-    """One segment of `n` tokens: ids int32 `[n]`, behaviour logprobs float32 `[n]` (0 where not sampled), ages."""
+    """A segment of `n` tokens that gives a gradient: ids int32 `[n]`, behaviour logprobs float32 `[n]`, ages."""
 
     token_ids: Int32Array
     logprobs: Float32Array
@@ -36,17 +36,13 @@ class Row:
     advantage: float
     temperature: float
 
-    @property
-    def trains(self) -> bool:
-        """Whether any gradient comes of it. The loss of the others is exactly 0, so they skip both passes."""
-        return self.advantage != 0.0 and bool(self.ages.fresh.any())
-
 
 @dataclass(frozen=True)
 class MicroBatch:
     """`B` rows padded to `T` tokens; the other tensors are `[B, W]` over the columns `first … T − 1`, `W = T − first`.
 
-    `input_ids` int64 `[B, T]`. `behaviour` float32. `fresh`, `sampled`, `current` bool (see `trainer.window.Ages`).
+    `input_ids` int64 `[B, T]`. `behaviour` float32. Bool: `sampled`; of those `fresh`, staleness ≤ K, and `current`, as
+    `trainer.window.Ages` has it.
     `advantages` float32 `[B, 1]`. `temperature` float32 `[B, 1]`, None when all are 1.
     """
 
@@ -62,7 +58,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """`tokens`: fresh sampled tokens of the whole batch, skipped rows included: the loss's denominator."""
+    """`tokens`: fresh sampled tokens of the whole batch, those of skipped segments included: the loss's denominator."""
 
     micro_batches: list[MicroBatch]
     tokens: int
@@ -70,26 +66,33 @@ class PackedBatch:
 
 
 def rows_of(groups: Iterable[Group[Trajectory]], policy_version: int, k: int) -> tuple[list[Row], StalenessTally]:
-    """Every segment of every trajectory, with its advantage, judged for a step from `policy_version` under K."""
+    """The segments that give a gradient, judged for a step from `policy_version` under K; all are counted.
+
+    Where the advantage is 0, or nothing sampled is fresh, the loss is exactly 0: such segments skip both passes.
+    """
     rows, tally = [], StalenessTally()
     for group in groups:
         trajectories = [member.payload for member in group.members]
         advantages = grpo([trajectory.reward for trajectory in trajectories])
         for trajectory, advantage in zip(trajectories, advantages, strict=True):
             for segment in trajectory.segments:
+                if advantage == 0.0:
+                    count_only(segment.version_spans, policy_version, k, tally)
+                    continue
                 tokens = unpack_tokens(segment.token_ids)
                 ages = judge(segment.version_spans, len(tokens), policy_version, k, tally)
-                logprobs = unpack_logprobs(segment.logprobs)
-                rows.append(Row(tokens, logprobs, ages, advantage, trajectory.sampling.temperature))
+                if ages.trains:
+                    logprobs = unpack_logprobs(segment.logprobs)
+                    rows.append(Row(tokens, logprobs, ages, advantage, trajectory.sampling.temperature))
     return rows, tally
 
 
 def pack(
-    rows: Sequence[Row], tally: StalenessTally, micro_batch: int, padding: int, device: torch.device | None = None
+    rows: Iterable[Row], tally: StalenessTally, micro_batch: int, padding: int, device: torch.device | None = None
 ) -> PackedBatch:
-    """Pack the rows that train into micro-batches of at most `micro_batch` rows, neighbours of like length."""
-    training = sorted((row for row in rows if row.trains), key=lambda row: len(row.token_ids))
-    chunks = [training[start : start + micro_batch] for start in range(0, len(training), micro_batch)]
+    """Pack rows into micro-batches of at most `micro_batch`, neighbours of like length."""
+    ordered = sorted(rows, key=lambda row: len(row.token_ids))
+    chunks = [ordered[start : start + micro_batch] for start in range(0, len(ordered), micro_batch)]
     return PackedBatch([_micro_batch(chunk, padding, device) for chunk in chunks], tally.fresh, tally)
 
 
@@ -97,17 +100,17 @@ def _micro_batch(rows: Sequence[Row], padding: int, device: torch.device | None)
     shape = (len(rows), max(len(row.token_ids) for row in rows))
     ids = np.full(shape, padding, dtype=np.int64)
     behaviour = np.zeros(shape, dtype=np.float32)
-    ages = np.full(shape, -1, dtype=np.int16)
-    fresh, current = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
+    ages = np.full(shape, NOT_SAMPLED, dtype=np.int16)
     for index, row in enumerate(rows):
         length = len(row.token_ids)
         ids[index, :length] = row.token_ids
         behaviour[index, :length] = row.logprobs
-        ages[index, :length] = row.ages.staleness
-        fresh[index, :length] = row.ages.fresh
-        current[index, :length] = row.ages.current
-    sampled = ages >= 0
+        ages[index, :length] = row.ages.values
+    sampled = ages != NOT_SAMPLED
     first = max(1, int(sampled.any(axis=0).argmax()))
+    ages, sampled = ages[:, first:], sampled[:, first:]
+    current_until = np.array([[row.ages.current_until] for row in rows])
+    current = (ages == 0) & (np.arange(first, shape[1]) < current_until)
     temperatures = np.array([[row.temperature] for row in rows], dtype=np.float32)
     advantages = np.array([[row.advantage] for row in rows], dtype=np.float32)
 
@@ -118,9 +121,9 @@ def _micro_batch(rows: Sequence[Row], padding: int, device: torch.device | None)
         input_ids=tensor(ids),
         first=first,
         behaviour=tensor(behaviour[:, first:]),
-        fresh=tensor(fresh[:, first:]),
-        sampled=tensor(sampled[:, first:]),
-        current=tensor(current[:, first:]),
+        fresh=tensor(ages >= 0),
+        sampled=tensor(sampled),
+        current=tensor(current),
         advantages=tensor(advantages),
         temperature=None if (temperatures == 1.0).all() else tensor(temperatures),
     )

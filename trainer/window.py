@@ -16,23 +16,28 @@ from services.policies.staleness import WindowedSpan, window
 from services.wire.trajectory import VersionSpan
 
 NOT_SAMPLED = -1
+OVER_K = -2
 _OLDEST = np.iinfo(np.int16).max
 Int16Array = npt.NDArray[np.int16]
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Ages:
     """Of one segment's `n` tokens.
 
-    `staleness`: int16 `[n]`, optimizer steps, NOT_SAMPLED where the policy drew nothing. `fresh`: bool `[n]`, in the loss.
-    `current`: bool `[n]`, drawn by the very policy the step starts from, and so was every sampled token before it: only
-    there do engine and trainer compute the same thing (after a commit the engine's KV cache stays that of older weights).
+    `values`: int16 `[n]`: staleness in optimizer steps of tokens that may enter the loss, OVER_K of sampled ones that may
+    not, NOT_SAMPLED of those that the policy did not draw.
+    `current_until`: sampled tokens before this position were drawn by the very policy that the step starts from. Only there
+    do engine and trainer compute the same thing: after a commit, the engine's KV cache stays that of older weights.
     """
 
-    staleness: Int16Array
-    fresh: BoolArray
-    current: BoolArray
+    values: Int16Array
+    current_until: int
+
+    @property
+    def trains(self) -> bool:
+        """Whether any token may enter the loss."""
+        return bool((self.values >= 0).any())
 
 
 @dataclass
@@ -68,15 +73,17 @@ class StalenessTally:
 
 def judge(spans: Iterable[VersionSpan], length: int, policy_version: int, k: int, tally: StalenessTally) -> Ages:
     """Judge a segment of `length` tokens for a step from `policy_version`, and count it. Raises FutureVersionError."""
-    ages = np.full(length, NOT_SAMPLED, dtype=np.int16)
-    fresh = np.zeros(length, dtype=np.bool_)
-    current = np.zeros(length, dtype=np.bool_)
-    all_current = True
+    values = np.full(length, NOT_SAMPLED, dtype=np.int16)
+    current_until = length
     for span in window(((s.start, s.length, s.version) for s in spans), policy_version, k):
-        place = slice(span.start, span.start + span.length)
-        ages[place] = min(span.staleness, _OLDEST)
-        fresh[place] = span.fresh
-        all_current = all_current and span.staleness == 0
-        current[place] = all_current
+        values[span.start : span.start + span.length] = min(span.staleness, _OLDEST) if span.fresh else OVER_K
+        if span.staleness > 0:
+            current_until = min(current_until, span.start)
         tally.count(span)
-    return Ages(ages, fresh, current)
+    return Ages(values, current_until)
+
+
+def count_only(spans: Iterable[VersionSpan], policy_version: int, k: int, tally: StalenessTally) -> None:
+    """`judge` for a segment whose advantage is 0: it is counted and goes no further. Raises FutureVersionError."""
+    for span in window(((s.start, s.length, s.version) for s in spans), policy_version, k):
+        tally.count(span)
