@@ -2,10 +2,11 @@
 
     steps    |   |   |   |   |       |   |   |   |        gaps between steps that drew tokens
     commit                      ^                         falls into one gap
-    window         └───────────────────────────┘          WINDOW gaps before it, the gap itself, WINDOW after it
+    window                 └───────────┘                  WINDOW gaps before it, the gap itself, WINDOW after it
 
 **stall** = the longest gap of the window less the median undisturbed gap, at least 0. An undisturbed gap is one in no
-commit's window. Gaps count only while the engine ran without a break: `break_off` ends a stretch when nothing is left to
+commit's window. The window is narrow: the prefill of requests that come while others decode makes long gaps of its own,
+and in a wide window they would be laid at the commit's door. Gaps count only while the engine ran without a break: `break_off` ends a stretch when nothing is left to
 decode or decoding was paused.
 
 Pure: no clock inside, times are passed in. Memory is bounded.
@@ -17,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
-WINDOW = 8
+WINDOW = 1
 _UNDISTURBED_KEPT = 256
 _STALLS_KEPT = 1024
 
