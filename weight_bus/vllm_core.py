@@ -121,7 +121,12 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     install()
     # Spawned, this process has vLLM's own entry; forked, it has inherited ours.
     original = getattr(EngineCoreProc, "rollmesh_original_run", EngineCoreProc.run_engine_core)
-    original(*args, **kwargs)
+    try:
+        original(*args, **kwargs)
+    finally:
+        # Also where the server ended without closing its engine.
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def end_with_parent(scratch: Path | None) -> None:
