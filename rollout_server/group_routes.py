@@ -100,6 +100,7 @@ def group_routes(server: RolloutServer) -> APIRouter:
                 stalls_ms=status.stalls_ms,
                 open_groups=len(parts.registry),
                 admission_waiting=parts.gate.waiting,
+                http_cpu_s=server.http_cpu_s(),
             )
         )
 

@@ -80,6 +80,7 @@ class RolloutServer:
         self._parts: Parts | None = None
         self._phase = "starting"
         self._draining: asyncio.Future[int] | None = None
+        self._cpu_when_ready = 0.0
         stop.on_stop = self._drain
 
     def parts(self) -> Parts:
@@ -87,6 +88,10 @@ class RolloutServer:
         if self._parts is None:
             raise NotReadyError(f"rollout server {self.plan.server_id} is {self._phase}", "try again")
         return self._parts
+
+    def http_cpu_s(self) -> float:
+        """CPU seconds of the event loop's thread since the server was ready. For the event loop."""
+        return time.thread_time() - self._cpu_when_ready
 
     def not_ready(self) -> list[str]:
         """Why the server is not ready; nothing when it is."""
@@ -112,6 +117,7 @@ class RolloutServer:
         try:
             self._parts = parts = await self._start(redis)
             self._phase = "serving"
+            self._cpu_when_ready = time.thread_time()
             timeout_s = self.plan.settings.rollout.group_timeout_s
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(parts.gate.run(), name="admission")

@@ -6,8 +6,8 @@
 
 **stall** = the longest gap of the window less the median undisturbed gap, at least 0. An undisturbed gap is one in no
 commit's window. The window is narrow: the prefill of requests that come while others decode makes long gaps of its own,
-and in a wide window they would be laid at the commit's door. Gaps count only while the engine ran without a break: `break_off` ends a stretch when nothing is left to
-decode or decoding was paused.
+and in a wide window they would be laid at the commit's door. Gaps count only while the engine ran without a break:
+`break_off` ends a stretch when nothing is left to decode or decoding was paused.
 
 Pure: no clock inside, times are passed in. Memory is bounded.
 """

@@ -72,12 +72,12 @@ class _MetricsLine(msgspec.Struct, frozen=True):
     success: float
     publish_ms: float
     stream_ms: float
-    http_ms: float
-    commit_ms: float
+    flip_ms: float
+    first_opened_at: float
 
 
-class _TrainerTimes(msgspec.Struct, frozen=True):
-    first_group_opened_at: float
+class _SummaryFigures(msgspec.Struct, frozen=True):
+    http_ms_per_step: float
 
 
 class _TrlLine(msgspec.Struct, frozen=True):
@@ -129,14 +129,14 @@ def _run_mesh(folder: Path, seed: int, steps: int, engine: str) -> tuple[Arm, Ov
         for line in (folder / "metrics.jsonl").read_bytes().splitlines()
         if line
     ]
-    started = msgspec.json.decode((folder / "trainer_report.json").read_bytes(), type=_TrainerTimes)
+    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=_SummaryFigures)
     overhead = Overhead(
         publish=statistics.median(line.publish_ms for line in lines),
         stream=statistics.median(line.stream_ms for line in lines),
-        http=statistics.median(line.http_ms for line in lines),
-        commit=statistics.median(line.commit_ms for line in lines),
+        http=summary.http_ms_per_step,
+        commit=statistics.median(line.flip_ms for line in lines),
     )
-    return _arm(started.first_group_opened_at, [StepMark(line.time, line.success) for line in lines]), overhead
+    return _arm(lines[0].first_opened_at, [StepMark(line.time, line.success) for line in lines]), overhead
 
 
 def _run_trl(folder: Path, seed: int, steps: int, python: Path) -> Arm:

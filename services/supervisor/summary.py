@@ -74,6 +74,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trajectories_dropped: int
     dropped_by_cause: dict[str, int]
     restarts: int
+    http_ms_per_step: float
+    """CPU of the servers' event loops a step, all servers and both evaluations included."""
 
 
 def read_trainer_figures(folder: RunFolder) -> TrainerFigures:
@@ -130,6 +132,7 @@ def summarise(
         trajectories_dropped=accounts.dropped_total(),
         dropped_by_cause=accounts.dropped,
         restarts=restarts,
+        http_ms_per_step=round(1e3 * sum(engine.http_cpu_s for engine in engines) / max(1, trainer.steps), 3),
     )
 
 

@@ -127,6 +127,8 @@ class EngineReport(Body):
     open_groups: int
     admission_waiting: int
     """Groups that wait for admission at this server."""
+    http_cpu_s: float
+    """CPU seconds of the thread that answers HTTP, since the server was ready."""
 
 
 class ErrorDetail(BaseModel):

@@ -151,6 +151,7 @@ def report(server: int, stalls: list[float]) -> EngineReport:
         stalls_ms=stalls,
         open_groups=0,
         admission_waiting=0,
+        http_cpu_s=1.5,
     )
 
 
