@@ -47,7 +47,8 @@ def test_the_accounts_balance_and_the_weights_are_equal(trained: Path) -> None:
     assert published == trained_on + summary["trajectories_dropped"]
     assert summary["trajectories_dropped"] == sum(summary["dropped_by_cause"].values())
     assert trained_on == 60 * 16 * 8
-    assert summary["commits"] >= 60
+    # A version that the next one overtakes before every engine has staged it is never committed.
+    assert 30 <= summary["commits"] <= 60
     assert summary["tokens_generated"] >= summary["tokens_trained"] > 60 * 128
     assert summary["logprob_gap_mean"] <= 1e-5
 
@@ -76,8 +77,7 @@ def test_the_run_folder_holds_all_of_the_run(trained: Path) -> None:
 
 
 def test_nothing_of_it_is_left_in_shared_memory(trained: Path) -> None:
-    run_id = summary_of(trained)["run_id"]
-    assert not [name for name in shared_memory_files() if run_id in name]
+    assert shared_memory_files(summary_of(trained)["run_id"]) == []
 
 
 def test_two_servers_and_the_other_task_run_the_same_way(tmp_path: Path, warm_cache: Path) -> None:
@@ -89,7 +89,7 @@ def test_two_servers_and_the_other_task_run_the_same_way(tmp_path: Path, warm_ca
     summary = summary_of(run_dir)
     assert summary["max_staleness"] <= 1
     assert summary["weights_digest_match"] is True
-    assert summary["commits"] >= 20, "ten on each server"
+    assert 10 <= summary["commits"] <= 20, "up to ten on each server"
     assert summary["trajectories_trained"] == 10 * 8 * 8
     assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
     assert processes_of_runs_in(run_dir) == []

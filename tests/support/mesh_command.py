@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from services.shared_memory import shm_directory
+from services.shared_memory import shm_directory, shm_prefix
 
 COMMAND = (sys.executable, "-P", "-m", "services")
 
@@ -56,6 +56,11 @@ class Running:
             if "services" in process.cmdline() and command in process.cmdline():
                 return process
         raise AssertionError(f"no process runs {command!r}")
+
+    def run_id(self) -> str:
+        """As the weight bus was told it."""
+        words = self.service("weight-bus").cmdline()
+        return words[words.index("--run-id") + 1]
 
     def steps(self) -> int:
         """Optimizer steps made so far."""
@@ -125,9 +130,9 @@ def left_behind(processes: Sequence[psutil.Process], deadline_s: float = 10.0) -
     return [str(process) for process in living]
 
 
-def shared_memory_files() -> set[str]:
-    """Our files in shared memory, of any run."""
-    return {path.name for path in shm_directory().glob("rollmesh-*")}
+def shared_memory_files(run_id: str) -> list[str]:
+    """What the run has in shared memory."""
+    return [path.name for path in shm_directory().glob(f"{shm_prefix(run_id)}*")]
 
 
 def processes_of_runs_in(folder: Path) -> list[str]:
