@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import structlog
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -99,7 +100,7 @@ def restore_newest(folder: Path, learner: Learner, run_id: str) -> int | None:
         try:
             _restore(folder / f"{_PREFIX}{version:08d}", learner, run_id)
             return version
-        except (OSError, msgspec.DecodeError, ValueError, KeyError, CheckpointError) as error:
+        except (OSError, msgspec.DecodeError, SafetensorError, ValueError, KeyError, CheckpointError) as error:
             _log.warning("checkpoint not usable", version=version, why=str(error))
     if known:
         raise CheckpointError(f"no checkpoint under {folder} can be used", "start a new run with another --run-dir")

@@ -1,0 +1,215 @@
+"""The intake on a real Valkey: batches in order, drops counted by cause, nothing lost when a trainer dies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from itertools import count
+
+import msgspec
+import pytest
+from redis.asyncio import Redis
+
+from services.ledger import Accounts, Ledger
+from services.policies.batching import Group
+from services.redis_client import connect
+from services.run_keys import RunKeys
+from services.stream import TrajectoryReader, TrajectoryWriter
+from services.wire.errors import DeadlineError
+from services.wire.sampling import SamplingParams
+from services.wire.trajectory import Trajectory, encode_trajectory
+from tests.support.trajectories import a_rollout, a_segment, random_trajectories
+from tests.weight_parts import eventually
+from trainer.intake import Intake
+from trainer.screening import Screen
+
+
+async def until(holds: Callable[[Accounts], bool], ledger: Ledger) -> None:
+    """Return as soon as the accounts are as wanted; fail, showing them, when they are not within five seconds."""
+    ends = time.monotonic() + 5.0
+    for _ in count():
+        accounts = await ledger.accounts()
+        if holds(accounts):
+            return
+        assert time.monotonic() < ends, accounts
+        await asyncio.sleep(0.005)
+
+
+class Bench:
+    """An intake that reads, and a training thread that takes."""
+
+    def __init__(self, redis: Redis, run_id: str, expire_after_s: float) -> None:
+        self.redis, self.run_id = redis, run_id
+        self.version = 3
+        self.ledger = Ledger(redis, run_id)
+        self.writer = TrajectoryWriter(redis, run_id)
+        self.posted: list[str] = []
+        self.expire_after_s = expire_after_s
+        self.intake = self.make_intake()
+
+    def make_intake(self) -> Intake:
+        screen = Screen(self.run_id, vocabulary=64, longest=32)
+        return Intake(
+            lambda: TrajectoryReader(self.redis, self.run_id),
+            self.ledger,
+            screen,
+            lambda: self.version,
+            self.expire_after_s,
+        )
+
+    async def take(self, groups: int, deadline_s: float = 5.0) -> list[Group[Trajectory]] | None:
+        return await asyncio.to_thread(
+            self.intake.take, groups, deadline_s, post=self.posted.append, stopped=lambda: False
+        )
+
+    async def dropped(self, wanted: dict[str, int]) -> None:
+        """Wait until the ledger's drops are exactly these."""
+        await until(lambda accounts: accounts.dropped == wanted, self.ledger)
+
+
+@pytest.fixture
+async def make_bench(redis_url: str, run_id: str) -> AsyncIterator[Callable[..., Bench]]:
+    redis = connect(redis_url)
+    tasks: list[asyncio.Task[None]] = []
+
+    def make(expire_after_s: float = 60.0, trained_before: frozenset[str] = frozenset()) -> Bench:
+        bench = Bench(redis, run_id, expire_after_s)
+        tasks.append(asyncio.create_task(bench.intake.run(trained_before)))
+        return bench
+
+    yield make
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await redis.aclose()
+
+
+def answers(bench: Bench, group: str, ordinal: int, **changes: object) -> list[Trajectory]:
+    segment = a_segment([5, 6], [7, 8], [-1.0, -2.0], [3, 3])
+    return [
+        msgspec.structs.replace(
+            a_rollout(
+                [segment], float(member), run_id=bench.run_id, group=group, ordinal=ordinal, size=2, member=member
+            ),
+            **changes,
+        )
+        for member in range(2)
+    ]
+
+
+async def test_batches_come_in_order_of_opening(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    for ordinal in (2, 0, 3, 1):
+        await bench.writer.publish(answers(bench, f"g{ordinal}", ordinal))
+    await eventually(lambda: bench.intake._assembler.complete == 4)
+    batch = await bench.take(3)
+    assert batch is not None
+    assert [group.ordinal for group in batch] == [0, 1, 2]
+    assert [member.payload.member for member in batch[0].members] == [0, 1]
+
+
+async def test_what_cannot_be_trained_is_dropped_by_cause_and_admission_makes_up_for_it(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+    future = [a_segment([5], [6], [-1.0], [4])]
+    strange = [a_segment([5], [64], [-1.0], [3])]
+    long = [a_segment([5] * 32, [6], [-1.0], [3])]
+    for number, (cause, changes) in enumerate(
+        {
+            "future_version": {"segments": future},
+            "unknown_token": {"segments": strange},
+            "too_long": {"segments": long},
+            "sampling": {"sampling": SamplingParams(max_tokens=4, temperature=0.0)},
+            "foreign_run": {"run_id": "another"},
+        }.items()
+    ):
+        first, second = answers(bench, cause, number)
+        await bench.writer.publish([msgspec.structs.replace(first, **changes), second])
+    truncated = SamplingParams(max_tokens=4, top_p=0.9)
+    await bench.writer.publish(answers(bench, "both", 7, sampling=truncated))
+    garbled = encode_trajectory(answers(bench, "garbled", 8)[0]).replace(b"schema\x01", b"schema\x63")
+    await bench.redis.xadd(RunKeys(bench.run_id).stream, {"t": garbled})
+    await bench.redis.xadd(RunKeys(bench.run_id).stream, {"t": b"no trajectory at all"})
+    await bench.writer.publish(answers(bench, "sound", 9))
+    batch = await bench.take(1)
+    assert batch is not None and batch[0].group == "sound"
+    await bench.dropped(
+        {
+            "future_version": 1,
+            "unknown_token": 1,
+            "too_long": 1,
+            "sampling": 3,
+            "foreign_run": 1,
+            "spoiled_group": 5,
+            "undecodable": 2,
+        }
+    )
+    # Five with one bad sibling, one with two, one whose only sibling here was garbled: seven groups.
+    await until(lambda accounts: accounts.dropped_groups == 7, bench.ledger)
+
+
+async def test_a_group_that_never_completes_expires(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(expire_after_s=0.2)
+    await bench.writer.publish(answers(bench, "half", 0)[:1])
+    await bench.dropped({"incomplete_group": 1})
+    assert (await bench.ledger.accounts()).dropped_groups == 1
+
+
+async def test_a_wait_says_what_is_missing_and_ends_at_its_deadline(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    await bench.writer.publish(answers(bench, "whole", 4) + answers(bench, "half", 5)[:1])
+    with pytest.raises(DeadlineError, match=r"1 of 2 groups; group 5 of server s0: 1 of 2 siblings"):
+        await bench.take(2, deadline_s=0.5)
+    assert bench.posted == ["1 of 2 groups; group 5 of server s0: 1 of 2 siblings"]
+
+
+async def test_a_stopped_trainer_gets_no_batch(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    stopped = threading.Event()
+    waiting = asyncio.create_task(
+        asyncio.to_thread(bench.intake.take, 1, 30.0, post=lambda _: None, stopped=stopped.is_set)
+    )
+    stopped.set()
+    started = time.monotonic()
+    assert await waiting is None
+    assert time.monotonic() - started < 2.0
+
+
+async def test_a_successor_takes_up_what_was_pending_and_settles_what_the_log_holds(
+    make_bench: Callable[..., Bench],
+) -> None:
+    first = make_bench()
+    ids = await first.writer.publish(random_trajectories(1, groups=3, size=2, version=3, run_id=first.run_id))
+    assert await first.take(2) is not None
+    successor = make_bench(trained_before=frozenset(ids[:2]))
+    batch = await successor.take(2)
+    assert batch is not None
+    assert [group.ordinal for group in batch] == [1, 2]
+    await until(lambda accounts: accounts.trained == 2, successor.ledger)
+
+
+async def test_what_a_lost_reply_took_along_is_found_again(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Delivered to this consumer, never received by it: as when a connection breaks between read and reply."""
+    monkeypatch.setattr("trainer.intake._SWEEP_AFTER_S", 0.2)
+    bench = make_bench()
+    reader = TrajectoryReader(bench.redis, bench.run_id)
+    await reader.open()
+    await bench.writer.publish(answers(bench, "taken along", 0))
+    batch = await bench.take(1)
+    assert batch is not None
+
+
+async def test_draining_drops_all_that_is_left(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench()
+    await bench.writer.publish(answers(bench, "a", 0) + answers(bench, "b", 1) + answers(bench, "c", 2)[:1])
+    batch = await bench.take(1)
+    assert batch is not None
+    await bench.intake.settle_trained([member.entry for member in batch[0].members])
+    assert await bench.intake.drain() == 3
+    accounts = await bench.ledger.accounts()
+    assert (accounts.published, accounts.trained, accounts.dropped) == (5, 2, {"run_concluded": 3})

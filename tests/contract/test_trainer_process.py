@@ -1,0 +1,186 @@
+"""`rollmesh train` as a process, with a real Valkey, a real weight bus and an engine that really receives: killed, stopped,
+restarted, and in the end the same bytes as a run that nobody disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from itertools import count
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+torch = pytest.importorskip("torch")
+
+from services.config_file import dump_settings  # noqa: E402
+from services.ledger import Ledger  # noqa: E402
+from services.redis_client import connect  # noqa: E402
+from services.settings import RolloutSettings, RunSettings, TrainerSettings, WeightSettings  # noqa: E402
+from services.stream import TrajectoryWriter  # noqa: E402
+from services.waits import read_waits  # noqa: E402
+from services.wire.trajectory import Trajectory  # noqa: E402
+from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402
+from tests.weight_parts import PlainTarget, SmallEngine, served  # noqa: E402
+from trainer.assembly import load_policy  # noqa: E402
+from trainer.learner import Learner, named_weights  # noqa: E402
+from trainer.packing import pack, rows_of  # noqa: E402
+from trainer.report import TrainerReport  # noqa: E402
+from trainer.run_records import read_metrics  # noqa: E402
+from weight_bus.app import build_app  # noqa: E402
+from weight_bus.bus_client import BusClient  # noqa: E402
+from weight_bus.receiver import Receiver  # noqa: E402
+from weight_bus.transports.shm import ShmReader  # noqa: E402
+
+GROUPS, SIZE, STEPS = 2, 3, 6
+
+SETTINGS = RunSettings(
+    steps=STEPS,
+    k=STEPS,
+    rollout=RolloutSettings(groups_per_step=GROUPS, group_size=SIZE),
+    trainer=TrainerSettings(checkpoint_every=2, batch_timeout_s=60.0),
+    weights=WeightSettings(transport="shm"),
+)
+
+
+class Mesh:
+    """What a trainer needs around it: Redis, a bus, and an engine that loaded the same model folder."""
+
+    def __init__(self, run_id: str, redis: Redis, redis_url: str, run_dir: Path, model: Path) -> None:
+        self.run_id, self.redis, self.redis_url = run_id, redis, redis_url
+        self.run_dir, self.model = run_dir, model
+        self.bus_url = ""
+        self.engine: SmallEngine
+        self.writer, self.ledger = TrajectoryWriter(redis, run_id), Ledger(redis, run_id)
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        self.bus_url = await stack.enter_async_context(served(build_app(self.run_id, 5.0, lease_s=600.0)))
+        loaded = named_weights(load_policy(self.model))
+        self.engine = SmallEngine("e", Receiver(PlainTarget(loaded), self.run_id, [ShmReader()]))
+        stack.callback(self.engine.receiver.close)
+        url = await stack.enter_async_context(served(self.engine.app()))
+        bus = await stack.enter_async_context(BusClient(self.bus_url, self.run_id))
+        await bus.register("e", url, 0)
+
+    def trainer(self) -> subprocess.Popen[str]:
+        files = [
+            "--config",
+            str(self.run_dir / "config.toml"),
+            "--model",
+            str(self.model),
+            "--run-dir",
+            str(self.run_dir),
+        ]
+        urls = ["--redis-url", self.redis_url, "--bus-url", self.bus_url]
+        command = [sys.executable, "-m", "services", "train", "--run-id", self.run_id, *files, *urls]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    async def until(self, steps: int, trainer: subprocess.Popen[str]) -> None:
+        """Wait until metrics.jsonl holds `steps` steps and the trainer waits for more."""
+        async with asyncio.timeout(60):
+            for _ in count():
+                assert trainer.poll() is None, trainer.communicate()[1]
+                if len(read_metrics(self.run_dir / "metrics.jsonl")) >= steps and "trainer" in await self.waits():
+                    return
+                await asyncio.sleep(0.02)
+
+    async def waits(self) -> dict[str, str]:
+        return {name: wait.waiting_for for name, wait in (await read_waits(self.redis, self.run_id)).items()}
+
+
+@pytest.fixture
+async def mesh(redis_url: str, run_id: str, tmp_path: Path, tiny_policy: Path) -> AsyncIterator[Mesh]:
+    redis = connect(redis_url)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text(dump_settings(SETTINGS))
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(redis.aclose)
+        mesh = Mesh(run_id, redis, redis_url, run_dir, tiny_policy)
+        await mesh.start(stack)
+        yield mesh
+
+
+def undisturbed(model: Path, batches: Sequence[Sequence[Trajectory]]) -> dict[str, torch.Tensor]:
+    """The weights after these batches, trained in one go in this process."""
+    learner = Learner(load_policy(model), SETTINGS.trainer)
+    for batch in batches:
+        rows, tally = rows_of(grouped(batch), learner.version, SETTINGS.k)
+        learner.step(pack(rows, tally, SETTINGS.trainer.micro_batch, padding=0))
+    return learner.weights()
+
+
+async def ended(trainer: subprocess.Popen[str]) -> tuple[int, str]:
+    _, errors = await asyncio.to_thread(trainer.communicate, timeout=60)
+    return trainer.returncode, errors
+
+
+async def test_killed_stopped_and_restarted_a_run_ends_with_the_same_bytes(mesh: Mesh) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    batches = [
+        random_trajectories(step, groups=GROUPS, size=SIZE, run_id=mesh.run_id, first_ordinal=step * GROUPS)
+        for step in range(STEPS)
+    ]
+    for batch in batches[:3]:
+        await mesh.writer.publish(batch)
+    first = mesh.trainer()
+    await mesh.until(3, first)
+    assert (await mesh.waits())["trainer"] == f"the batch of step 4: {GROUPS} of {GROUPS} groups"
+    first.send_signal(signal.SIGKILL)
+    await ended(first)
+    (mesh.run_dir / "metrics.jsonl").open("ab").write(b'{"torn')
+
+    await mesh.writer.publish(batches[3])
+    second = mesh.trainer()
+    await mesh.until(4, second)
+    second.send_signal(signal.SIGTERM)
+    code, errors = await ended(second)
+    assert code == 128 + signal.SIGTERM, errors
+    assert (mesh.run_dir / "checkpoints" / "step-00000004" / "meta.json").exists()
+
+    for batch in batches[4:]:
+        await mesh.writer.publish(batch)
+    future = a_segment([5], [6], [-1.0], [STEPS + 1])
+    await mesh.writer.publish([a_rollout([future], 1.0, run_id=mesh.run_id, group="future", ordinal=98)])
+    await mesh.writer.publish(random_trajectories(99, groups=1, size=SIZE, run_id=mesh.run_id, first_ordinal=99))
+    third = mesh.trainer()
+    code, errors = await ended(third)
+    assert code == 0, errors
+
+    expected = undisturbed(mesh.model, batches)
+    trained = named_weights(load_policy(mesh.run_dir / "checkpoints" / "final"))
+    assert trained.keys() == expected.keys()
+    assert all(torch.equal(trained[name], weight) for name, weight in expected.items())
+    torch.set_num_threads(threads)
+
+    report = json.loads((mesh.run_dir / "trainer_report.json").read_text())
+    assert report.keys() == set(TrainerReport.__struct_fields__)
+    assert (report["steps"], report["final_version"], report["weights_digest_match"]) == (STEPS, STEPS, True)
+    assert report["max_staleness"] == STEPS - 1
+    assert mesh.engine.receiver.version == STEPS
+    assert [line.step for line in read_metrics(mesh.run_dir / "metrics.jsonl")] == [*range(1, STEPS + 1)]
+    assert (mesh.run_dir / "curves.png").stat().st_size > 0
+    samples = [json.loads(line) for line in (mesh.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {*range(1, STEPS + 1)}
+
+    accounts = await mesh.ledger.accounts()
+    assert accounts.trained == STEPS * GROUPS * SIZE
+    assert accounts.dropped == {"run_concluded": SIZE, "future_version": 1}
+    assert accounts.published == accounts.trained + accounts.dropped_total()
+    assert (accounts.concluded, accounts.final_version) == (True, STEPS)
+
+
+async def test_a_refused_loss_is_one_line_and_needs_no_mesh(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[trainer.loss]\ncorrection = "truncated_is"\n')
+    flags = ["--run-id", "r", "--config", str(config), "--redis-url", "redis://127.0.0.1:1", "--bus-url", "http://x"]
+    command = [sys.executable, "-m", "services", "train", *flags, "--model", "m", "--run-dir", str(tmp_path)]
+    answer = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 2
+    assert "correct twice" in answer.stderr and len(answer.stderr.strip().splitlines()) == 1

@@ -1,0 +1,167 @@
+"""The warm start: only trained parts are learned, its bar is asserted, and equal inputs are trained on once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.wire.errors import UsageError
+from trainer.recipe import Check, folder_digest, read_recipe
+from trainer.sampling_check import draw, sampled_accuracy
+from trainer.sft import Progress, WarmStartError, _Examples, warm_start
+from trainer.tiny_policy import build_model, build_tokenizer, save_policy
+from trainer.warm_start_cache import deliver, is_delivered, keep, take_cached, warm_start_key
+
+PHASE: dict[str, Any] = {
+    "name": "only",
+    "file": "only.jsonl",
+    "steps": 40,
+    "learning_rate": 3e-3,
+    "warmup_steps": 5,
+    "batch": 16,
+    "betas": [0.9, 0.95],
+    "weight_decay": 0.01,
+    "stop_at_accuracy": None,
+    "check_every": 10,
+}
+
+
+def demonstrations(folder: Path, **changes: object) -> Path:
+    """`a=` is answered with `7`, `b=` with `8`; the marker before it is context."""
+    folder.mkdir(parents=True)
+    lines = [{"parts": [[f"{letter}=", False], [f"{digit}$", True]]} for letter, digit in (("a", 7), ("b", 8))] * 40
+    (folder / "only.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    checks = [{"prompt": "a=", "answer": "7"}, {"prompt": "b=", "answer": "8"}] * 8
+    (folder / "check.jsonl").write_text("".join(json.dumps(line) + "\n" for line in checks))
+    recipe = {"task": "t", "seed": 1, "phases": [{**PHASE, **changes}], "check": "check.jsonl"}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    return folder
+
+
+def sft(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services", "sft", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_phase_stops_once_its_bar_is_reached(tmp_path: Path) -> None:
+    folder = demonstrations(tmp_path / "d", steps=200, stop_at_accuracy=0.95)
+    seen: list[Progress] = []
+    model = warm_start(folder, read_recipe(folder), 1, seen.append)
+    assert seen[-1].step < 200
+    assert seen[-1].accuracy is not None and seen[-1].accuracy >= 0.95
+    assert all(progress.accuracy is not None and progress.accuracy < 0.95 for progress in seen[:-1])
+    again = warm_start(folder, read_recipe(folder), 1, lambda _: None)
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in model.state_dict().items())
+
+
+def test_a_bar_that_is_not_reached_is_an_error(tmp_path: Path) -> None:
+    folder = demonstrations(tmp_path / "d", steps=2, stop_at_accuracy=0.95)
+    with pytest.raises(WarmStartError, match=r"phase only reached 0\.\d+ after 2 steps, wanted 0.95"):
+        warm_start(folder, read_recipe(folder), 1, lambda _: None)
+
+
+def test_only_trained_parts_are_in_the_loss() -> None:
+    tokenizer = build_tokenizer()
+    parts = [[("ab", False), ("c$", True), ("H", False), ("d$", True)], [("ab", False), ("c$", True)]]
+    from trainer.recipe import Demonstration
+
+    examples = _Examples(tokenizer, [Demonstration(each) for each in parts])
+    ids, trained, first = examples.batch(0, 3)
+    assert [tokenizer.decode(row) for row in ids.tolist()] == ["abc$Hd$", "abc$___", "abc$Hd$"]
+    assert first == 2
+    assert trained.tolist() == [[1, 1, 0, 1, 1], [1, 1, 0, 0, 0], [1, 1, 0, 1, 1]]
+
+
+def test_an_answer_counts_when_it_ends_right_before_its_end_token() -> None:
+    """A model that always says the same thing: `7$`, whatever was asked."""
+    tokenizer = build_tokenizer()
+    model = build_model(0, hidden_size=32, layers=1).eval()
+    seven, end = tokenizer.encode("7$")
+    table = torch.full((len(tokenizer), len(tokenizer)), -30.0)
+    table[:, seven] = 0.0
+    table[seven] = -30.0
+    table[seven, end] = 0.0
+
+    class Parrot(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, **_: object) -> Any:
+            from transformers.modeling_outputs import CausalLMOutputWithPast
+
+            return CausalLMOutputWithPast(logits=table[input_ids[:, -1:]], past_key_values=None)
+
+    del model
+    checks = [Check("1=", "7"), Check("12=", "7"), Check("3=", "8"), Check("4=", "27")]
+    generator = torch.Generator().manual_seed(0)
+    assert sampled_accuracy(Parrot(), tokenizer, checks, 4, generator) == 0.5  # type: ignore[arg-type]
+    assert draw(Parrot(), torch.tensor([[5]]), end, 1, generator) == [None]  # type: ignore[arg-type]
+
+
+def test_the_key_follows_everything_that_goes_in(tmp_path: Path) -> None:
+    folder = demonstrations(tmp_path / "d")
+    first = folder_digest(folder, read_recipe(folder))
+    (folder / "check.jsonl").write_text('{"prompt":"a=","answer":"7"}\n')
+    second = folder_digest(folder, read_recipe(folder))
+    assert len({warm_start_key(first, 1), warm_start_key(first, 2), warm_start_key(second, 1)}) == 3
+
+
+def test_the_command_trains_once_and_needs_no_torch_the_second_time(tmp_path: Path) -> None:
+    folder, cache = demonstrations(tmp_path / "d"), tmp_path / "cache"
+    flags = ("--demonstrations", folder, "--seed", 3, "--cache-dir", cache, "--threads", 1, "--out")
+    first = sft(*flags, tmp_path / "one")
+    assert first.returncode == 0, first.stderr
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise RuntimeError('torch was imported')")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path / 'broken')!r}); from services.cli import main; main()"
+    command = [sys.executable, "-c", program, "sft", *map(str, flags), str(tmp_path / "two")]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert second.returncode == 0, second.stderr
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() == (
+        tmp_path / "two" / "model.safetensors"
+    ).read_bytes()
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    prompt = AutoTokenizer.from_pretrained(tmp_path / "two")("a=", return_tensors="pt")["input_ids"]
+    assert build_tokenizer().decode(policy(input_ids=prompt).logits[0, -1].argmax()) == "7"
+
+
+def test_concurrent_runs_and_half_written_entries_break_nothing(tmp_path: Path) -> None:
+    made, cache = tmp_path / "made", tmp_path / "cache"
+    save_policy(build_model(0, hidden_size=32, layers=1), made)
+    (cache / "key").mkdir(parents=True)
+    assert not take_cached(cache, "key", tmp_path / "out")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: keep(cache, "key", made), range(8)))
+        list(pool.map(lambda _: deliver(made, "key", tmp_path / "out"), range(8)))
+    assert is_delivered(tmp_path / "out", "key")
+    assert take_cached(cache, "key", tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "made", "other", "out"]
+    assert [path.name for path in cache.iterdir()] == ["key"]
+    with pytest.raises(UsageError, match="cannot write the model folder"):
+        deliver(made, "another key", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "complaint"),
+    [
+        ("recipe.json", "{}", "is no recipe"),
+        ("recipe.json", None, "cannot read"),
+        ("only.jsonl", "", "holds no demonstration"),
+        ("only.jsonl", '{"parts": 3}\n', "does not hold what a recipe names"),
+        ("check.jsonl", None, "cannot read"),
+    ],
+)
+def test_a_folder_that_cannot_be_followed_is_misuse(
+    tmp_path: Path, file: str, content: str | None, complaint: str
+) -> None:
+    folder = demonstrations(tmp_path / "d")
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+    with pytest.raises(UsageError, match=complaint):
+        warm_start(folder, read_recipe(folder), 1, lambda _: None)

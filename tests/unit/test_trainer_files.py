@@ -1,0 +1,147 @@
+"""What the trainer writes: whole or not at all, readable after any crash."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.settings import RunSettings, TrainerSettings
+from services.wire.errors import UsageError
+from tests.support.trajectories import grouped, random_trajectories
+from trainer import checkpoint
+from trainer.folders import appearing
+from trainer.learner import Learner
+from trainer.packing import pack, rows_of
+from trainer.resume import Replay, ReplayError, fingerprint
+from trainer.step_log import StepLog, StepLogError, StepRecord
+from trainer.tiny_policy import build_model, save_policy
+
+
+def one_step(learner: Learner, seed: int) -> None:
+    rows, tally = rows_of(grouped(random_trajectories(seed, groups=2, size=3)), learner.version, 100)
+    learner.step(pack(rows, tally, 64, padding=0))
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), appearing(tmp_path / "a") as folder:
+        (folder / "half").write_text("x")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with appearing(tmp_path / "a") as folder:
+        (folder / "file").write_text("x")
+        assert not (tmp_path / "a").exists()
+    assert (tmp_path / "a" / "file").read_text() == "x"
+    with pytest.raises(OSError), appearing(tmp_path / "a"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_a_killed_process_left_half_made_is_swept_away(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        with appearing(tmp_path / "a") as folder:
+            (folder / "half").write_text("x")
+            os._exit(9)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 1
+    with appearing(tmp_path / "a") as folder:
+        (folder / "file").write_text("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_the_step_log_survives_a_torn_tail(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    log = StepLog(path, "r", "f")
+    for version in range(3):
+        log.append(StepRecord(version, [f"{version}-0", f"{version}-1"]))
+    log.close()
+    torn = path.read_bytes()[:-4]
+    for cut in (torn, torn + b"\xff\xfe"):
+        path.write_bytes(cut)
+        again = StepLog(path, "r", "f")
+        assert [record.version for record in again.records] == [0, 1]
+        again.append(StepRecord(2, ["2-9"]))
+        again.close()
+    whole = StepLog(path, "r", "f")
+    assert whole.records[-1] == StepRecord(2, ["2-9"])
+    whole.close()
+
+
+def test_a_log_of_other_steps_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    log = StepLog(path, "r", "f")
+    log.append(StepRecord(0, ["0-0"]))
+    log.close()
+    with pytest.raises(UsageError, match="holds run r"):
+        StepLog(path, "another", "f")
+    with pytest.raises(UsageError, match="other trainer settings"):
+        StepLog(path, "r", "changed")
+    with path.open("ab") as file:
+        file.write(b"rubbish\n" + json.dumps({"version": 1, "entries": []}).encode() + b"\n")
+    with pytest.raises(StepLogError, match="broken"):
+        StepLog(path, "r", "f")
+
+
+def test_only_settings_that_change_the_bytes_are_in_the_fingerprint() -> None:
+    base = RunSettings()
+    assert fingerprint(base) == fingerprint(RunSettings(servers=3, trainer=TrainerSettings(checkpoint_every=1)))
+    assert fingerprint(base) != fingerprint(RunSettings(k=1))
+    assert fingerprint(base) != fingerprint(RunSettings(trainer=TrainerSettings(learning_rate=1e-3)))
+
+
+def test_a_log_that_does_not_reach_back_to_the_checkpoint_is_an_error() -> None:
+    records = [StepRecord(version, []) for version in (5, 6)]
+    assert [record.version for record in Replay.since(6, records).records] == [6]
+    assert Replay.since(7, records).records == []
+    with pytest.raises(ReplayError, match="begins at version 5"):
+        Replay.since(3, records)
+
+
+def test_a_restored_learner_goes_on_with_the_same_bytes(tmp_path: Path) -> None:
+    model = build_model(seed=5, hidden_size=32, layers=1)
+    settings = TrainerSettings()
+    learner = Learner(copy.deepcopy(model), settings)
+    one_step(learner, 1)
+    one_step(learner, 2)
+    checkpoint.save(tmp_path, checkpoint.snapshot(learner, "r", "f"))
+    restored = Learner(copy.deepcopy(model), settings)
+    assert checkpoint.restore_newest(tmp_path, restored, "r") == restored.version == 2
+    for each in (learner, restored):
+        one_step(each, 3)
+    assert all(torch.equal(weight, restored.weights()[name]) for name, weight in learner.weights().items())
+
+
+def test_two_checkpoints_are_kept_and_a_broken_newest_gives_way(tmp_path: Path) -> None:
+    learner = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
+    for seed in range(3):
+        one_step(learner, seed)
+        newest = checkpoint.save(tmp_path, checkpoint.snapshot(learner, "r", "f"))
+    assert checkpoint.versions(tmp_path) == [2, 3]
+    (newest / "optimizer.safetensors").write_bytes(b"\0" * 40)
+    assert checkpoint.restore_newest(tmp_path, learner, "r") == 2
+    with pytest.raises(checkpoint.CheckpointError):
+        checkpoint.restore_newest(tmp_path, learner, "another run")
+
+
+def test_the_final_checkpoint_is_a_hugging_face_folder(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    model = build_model(seed=5)
+    save_policy(model, base)
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    with torch.no_grad():
+        model.lm_head.weight += 1.0
+    checkpoint.save_final(tmp_path / "checkpoints", model, base)
+    final = checkpoint.save_final(tmp_path / "checkpoints", model, base)
+    loaded = AutoModelForCausalLM.from_pretrained(final)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert (
+        AutoTokenizer.from_pretrained(final)("12=")["input_ids"]
+        == AutoTokenizer.from_pretrained(base)("12=")["input_ids"]
+    )
+    assert (final / "chat_template.jinja").exists()

@@ -1,0 +1,90 @@
+"""From groups to tensors: which tokens enter the loss, under which staleness, in which column."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.policies.staleness import FutureVersionError
+from services.wire.packed import unpack_logprobs, unpack_tokens
+from services.wire.trajectory import VersionSpan
+from tests.support.trajectories import a_rollout, a_segment, group_of, grouped, random_trajectories
+from trainer.packing import pack, rows_of
+from trainer.window import NOT_SAMPLED, OVER_K, StalenessTally, judge
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), max_size=6), st.integers(0, 4), st.integers(9, 12))
+def test_the_window_agrees_with_one_token_at_a_time(runs: list[tuple[int, int]], k: int, version: int) -> None:
+    """`runs`: (length, version) of sampled runs, one unsampled token before each."""
+    spans, position, expected = [], 0, []
+    for length, drawn_by in runs:
+        position += 1
+        spans.append(VersionSpan(position, length, drawn_by))
+        expected += [NOT_SAMPLED] + [version - drawn_by if version - drawn_by <= k else OVER_K] * length
+        position += length
+    tally = StalenessTally()
+    ages = judge(spans, position, version, k, tally)
+    assert ages.values.tolist() == expected
+    fresh = [age for age in expected if age >= 0]
+    assert (tally.fresh, tally.masked) == (len(fresh), expected.count(OVER_K))
+    assert tally.largest == max(fresh, default=0) <= k
+    assert tally.mean == pytest.approx(np.mean(fresh) if fresh else 0.0)
+    current = [age == 0 and i < ages.current_until for i, age in enumerate(expected)]
+    first_old = next((i for i, age in enumerate(expected) if age > 0 or age == OVER_K), len(expected))
+    assert current == [age == 0 and i < first_old for i, age in enumerate(expected)]
+
+
+def test_a_token_from_the_future_is_refused() -> None:
+    with pytest.raises(FutureVersionError):
+        judge([VersionSpan(1, 1, 6)], 2, policy_version=5, k=2, tally=StalenessTally())
+
+
+def test_columns_carry_the_tokens_they_belong_to() -> None:
+    """Two turns: the environment's tokens between them are context; a stale span is context too."""
+    turns = a_segment([9, 8], [5, 6], [-0.5, -0.6], [7, 7])
+    whole = a_segment([4, 4, 4], [1, 2, 3, 5], [-0.1, -0.2, -0.3, -0.4], [3, 6, 6, 7])
+    group = group_of([a_rollout([turns, whole], 1.0, size=2, member=0), a_rollout([turns], 0.0, size=2, member=1)])
+    rows, tally = rows_of([group], policy_version=7, k=2)
+    packed = pack(rows, tally, micro_batch=8, padding=0)
+    assert packed.tokens == 2 + 3 + 2 and tally.masked == 1
+    assert dict(tally.histogram) == {0: 5, 1: 2}
+    (micro,) = packed.micro_batches
+    assert micro.input_ids.tolist() == [[9, 8, 5, 6, 0, 0, 0], [9, 8, 5, 6, 0, 0, 0], [4, 4, 4, 1, 2, 3, 5]]
+    assert micro.first == 2
+    assert micro.fresh.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]
+    assert micro.sampled.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 1, 1]]
+    assert micro.current.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
+    assert micro.behaviour[2].tolist() == pytest.approx([0.0, -0.1, -0.2, -0.3, -0.4])
+    assert micro.advantages.squeeze(1).tolist() == pytest.approx([0.707, -0.707, 0.707], abs=1e-3)
+    assert micro.temperature is None
+
+
+@given(st.integers(0, 1000), st.integers(1, 9))
+def test_every_training_token_appears_exactly_once(seed: int, micro_batch: int) -> None:
+    trajectories = random_trajectories(seed, groups=3, size=3, version=1)
+    groups = grouped(trajectories)
+    rows, tally = rows_of(groups, policy_version=2, k=1)
+    packed = pack(rows, tally, micro_batch, padding=0)
+    wanted = sorted(
+        (int(token), round(float(logprob), 5))
+        for group in groups
+        if len({member.payload.reward for member in group.members}) > 1
+        for member in group.members
+        for segment in member.payload.segments
+        for token, logprob in zip(unpack_tokens(segment.token_ids), unpack_logprobs(segment.logprobs), strict=True)
+        if logprob != 0.0
+    )
+    found = sorted(
+        (int(token), round(float(logprob), 5))
+        for micro in packed.micro_batches
+        for token, logprob in zip(
+            micro.input_ids[:, micro.first :][micro.fresh], micro.behaviour[micro.fresh], strict=True
+        )
+    )
+    assert found == wanted
+    assert packed.tokens == sum(trajectory.sampled_tokens() for trajectory in trajectories)
+    assert all(len(micro.input_ids) <= micro_batch for micro in packed.micro_batches)
+    lengths = [int(micro.input_ids.shape[1]) for micro in packed.micro_batches]
+    assert lengths == sorted(lengths)
