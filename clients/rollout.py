@@ -16,12 +16,14 @@ because the first call may have been carried out.
 
 from __future__ import annotations
 
+import asyncio
 from types import TracebackType
 from typing import TypeVar
 
 import aiohttp
 from pydantic import BaseModel, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_random_exponential
+from yarl import URL
 
 from services.wire.errors import (
     CapacityError,
@@ -123,23 +125,38 @@ class RolloutClient:
         patience_s: float | None = None,
     ) -> AnswerT:
         payload = None if body is None else body.model_dump_json(exclude_none=True).encode()
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(lambda error: _worth_repeating(error, repeatable)),
-            wait=_pause,
-            stop=stop_after_delay(self._patience_s if patience_s is None else patience_s),
-            reraise=True,
-        )
-        content: bytes = await retrying(self._send, method, path, payload, timeout_s)
+        try:
+            # Nearly always this is all: the retrying machinery would cost half as much again as the call.
+            content = await self._send(method, path, payload, timeout_s)
+        except RollmeshError as error:
+            patience_s = self._patience_s if patience_s is None else patience_s
+            pause_s = _first_pause_s(error)
+            if not _worth_repeating(error, repeatable) or pause_s > patience_s:
+                raise
+            await asyncio.sleep(pause_s)
+            content = await self._repeat(method, path, payload, timeout_s, repeatable, patience_s - pause_s)
         try:
             return answer.model_validate_json(content)
         except ValidationError as error:
             what = f"{method} {self.url}{path} answered no {answer.__name__} ({error.error_count()} errors)"
             raise WireError(what, "run client and server of the same version") from error
 
+    async def _repeat(
+        self, method: str, path: str, payload: bytes | None, timeout_s: float, repeatable: bool, patience_s: float
+    ) -> bytes:
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(lambda error: _worth_repeating(error, repeatable)),
+            wait=_pause,
+            stop=stop_after_delay(patience_s),
+            reraise=True,
+        )
+        content: bytes = await retrying(self._send, method, path, payload, timeout_s)
+        return content
+
     async def _send(self, method: str, path: str, payload: bytes | None, timeout_s: float) -> bytes:
         if self._session is None:
             raise RuntimeError("use the client as an async context manager: async with RolloutClient(url) as client")
-        url = f"{self.url}{path}"
+        url = URL(f"{self.url}{path}", encoded=True)
         try:
             async with self._session.request(
                 method, url, data=payload, timeout=aiohttp.ClientTimeout(total=timeout_s)
@@ -174,6 +191,10 @@ def _worth_repeating(error: BaseException, repeatable: bool) -> bool:
             return True
         case _:
             return False
+
+
+def _first_pause_s(error: RollmeshError) -> float:
+    return error.retry_after_s if isinstance(error, CapacityError) else 0.02
 
 
 _back_off = wait_random_exponential(multiplier=0.05, max=1.0)
