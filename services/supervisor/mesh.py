@@ -63,8 +63,17 @@ class Crew:
     warm_start: tuple[Keeper, ...]
 
     @property
-    def all_but_valkey(self) -> tuple[Keeper, ...]:
-        return (*self.warm_start, self.environment, self.trainer, *self.servers, self.bus)
+    def in_order_of_stopping(self) -> tuple[tuple[Keeper, ...], ...]:
+        """Each rank may still have something to say to the next while it stops."""
+        return (
+            (*self.warm_start, self.environment, self.trainer, *self.servers),
+            (self.bus,),
+            () if self.valkey is None else (self.valkey,),
+        )
+
+    @property
+    def everyone(self) -> tuple[Keeper, ...]:
+        return tuple(keeper for rank in self.in_order_of_stopping for keeper in rank)
 
 
 class Mesh:
@@ -103,7 +112,7 @@ class Mesh:
     def kill(self) -> None:
         """End every process at once (the second Ctrl-C)."""
         if self._crew is not None:
-            for keeper in (*self._crew.all_but_valkey, *([self._crew.valkey] if self._crew.valkey else [])):
+            for keeper in self._crew.everyone:
                 if keeper.child is not None:
                     keeper.child.kill()
 
@@ -213,16 +222,14 @@ class Mesh:
             engines=[report for report in reports if report is not None],
             began_at=self._began_at,
             ended_at=time.time(),
-            restarts=sum(keeper.restarts for keeper in crew.all_but_valkey),
+            restarts=sum(keeper.restarts for keeper in crew.everyone),
         )
         write_summary(self._folder, summary)
         return summary
 
     async def _stop(self, crew: Crew) -> None:
-        """Everything at once, but Valkey last: what the others still have to say goes there."""
-        await asyncio.gather(*(keeper.stop(STOP_DEADLINE_S) for keeper in crew.all_but_valkey))
-        if crew.valkey is not None:
-            await crew.valkey.stop(STOP_DEADLINE_S)
+        for rank in crew.in_order_of_stopping:
+            await asyncio.gather(*(keeper.stop(STOP_DEADLINE_S) for keeper in rank))
         remove_shm_files(self._run_id)
 
 
