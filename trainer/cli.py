@@ -26,13 +26,15 @@ def train(
 ) -> None:
     """Train on the trajectories of a run and publish every version of the policy."""
     from services.config_file import load_settings
+    from services.imports import heavy_imports
     from trainer.formula import describe_loss
 
     settings = load_settings(config, [])
     describe_loss(settings.trainer.loss)
 
-    from trainer.assembly import TrainerArguments
-    from trainer.run import train as run_trainer
+    with heavy_imports():
+        from trainer.assembly import TrainerArguments
+        from trainer.run import train as run_trainer
 
     code = run_trainer(TrainerArguments(run_id, settings, redis_url, bus_url, model, run_dir))
     if code:

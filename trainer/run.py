@@ -42,12 +42,14 @@ def train(arguments: TrainerArguments) -> int:
     when the run cannot go on.
     """
     torch.set_num_threads(arguments.settings.trainer.threads)
+    interrupt = Interrupt()
+    interrupt.install()
     with closing(Background()) as background, ExitStack() as stack:
         background.call(check_reachable(arguments.redis_url), "reaching Redis", CALL_DEADLINE_S)
-        return _live(arguments, background, stack)
+        return _live(arguments, background, stack, interrupt)
 
 
-def _live(arguments: TrainerArguments, background: Background, stack: ExitStack) -> int:
+def _live(arguments: TrainerArguments, background: Background, stack: ExitStack, interrupt: Interrupt) -> int:
     identity = Identity(arguments.run_id, fingerprint(arguments.settings))
     assembly = Assembly(arguments, background, stack)
     with writing(assembly.folder.root):
@@ -56,8 +58,6 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack)
         closing(StepLog(assembly.folder.checkpoints / "steps.jsonl", identity.run_id, identity.fingerprint))
     )
     wait_for_model_blocking(arguments.model, MODEL_DEADLINE_S)
-    interrupt = Interrupt()
-    interrupt.install()
     learner = assembly.learner()
     _log.info("loss in force", formula=learner.objective.formula)
     background.call(assembly.ledger.begin(learner.version), "opening the ledger", CALL_DEADLINE_S)
@@ -68,7 +68,9 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack)
     loop.updates.publish_first(learner.version, learner.weights(), ENGINES_DEADLINE_S)
     loop.sign.clear()
     reading = background.spawn(loop.intake.run(consumed), "intake")
-    if not loop.run():
+    with interrupt.graceful():
+        finished = loop.run()
+    if not finished:
         loop.checkpoint().result()
         _log.info("stopped", version=learner.version)
         return interrupt.exit_code

@@ -27,6 +27,7 @@ def sft(
     threads: Annotated[int, typer.Option(min=1, help="Torch threads")] = 2,
 ) -> None:
     """Warm-start a tiny policy by a short supervised run. Cached by content: the same inputs are trained on once."""
+    from services.imports import heavy_imports
     from trainer.recipe import folder_digest, read_recipe
     from trainer.warm_start_cache import default_cache_dir, deliver, is_delivered, keep, take_cached, warm_start_key
 
@@ -39,11 +40,12 @@ def sft(
 
     # Threads that sleep while they wait for each other: beside a busy neighbour, spinning ones take several times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    import torch
-    import transformers
+    with heavy_imports():
+        import torch
+        import transformers
 
-    from trainer.sft import warm_start
-    from trainer.tiny_policy import save_policy
+        from trainer.sft import warm_start
+        from trainer.tiny_policy import save_policy
 
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(threads)

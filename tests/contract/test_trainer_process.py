@@ -26,7 +26,7 @@ from services.stream import TrajectoryWriter  # noqa: E402
 from services.waits import read_waits  # noqa: E402
 from services.wire.trajectory import Trajectory  # noqa: E402
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402
-from tests.weight_parts import PlainTarget, SmallEngine, served  # noqa: E402
+from tests.weight_parts import PlainTarget, SmallEngine, eventually, served  # noqa: E402
 from trainer.assembly import load_policy  # noqa: E402
 from trainer.learner import Learner, named_weights  # noqa: E402
 from trainer.packing import pack, rows_of  # noqa: E402
@@ -174,6 +174,17 @@ async def test_killed_stopped_and_restarted_a_run_ends_with_the_same_bytes(mesh:
     assert accounts.dropped == {"run_concluded": SIZE, "future_version": 1}
     assert accounts.published == accounts.trained + accounts.dropped_total()
     assert (accounts.concluded, accounts.final_version) == (True, STEPS)
+
+
+async def test_a_trainer_that_still_waits_for_its_model_stops_at_once(mesh: Mesh) -> None:
+    mesh.model = mesh.run_dir / "never made"
+    trainer = mesh.trainer()
+    log = mesh.run_dir / "checkpoints" / "steps.jsonl"
+    await eventually(log.exists, deadline_s=60)
+    trainer.send_signal(signal.SIGTERM)
+    code, errors = await asyncio.wait_for(ended(trainer), timeout=10)
+    assert code == 128 + signal.SIGTERM, errors
+    assert "Traceback" not in errors
 
 
 async def test_a_refused_loss_is_one_line_and_needs_no_mesh(tmp_path: Path) -> None:
