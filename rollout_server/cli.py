@@ -34,6 +34,7 @@ def rollout_server(
 
     from services.app import Stop, open_port, serve
     from services.config_file import load_settings
+    from services.imports import heavy_imports
     from services.redis_client import check_reachable
 
     if engine not in ENGINES:
@@ -43,17 +44,18 @@ def rollout_server(
     # Bound before anything slow: a port in use is known at once, and probes are answered while the model loads.
     listener = open_port(host, port)
 
-    from rollout_server.app import make_rollout_app
-    from rollout_server.engines.factory import make_engine
-    from rollout_server.server import ServerPlan
-    from weight_bus.bus_client import BusClient
-
     # Two servers that drew from one seed would draw alike.
     seed = (settings.seed * 1_000_003 + zlib.crc32(server_id.encode())) % (1 << 31)
-    policy = make_engine("vllm" if engine == "vllm" else "torch", model, run_id, settings, seed=seed)
-    preload = getattr(policy, "preload", None)
-    if preload is not None:
-        preload()
+    with heavy_imports():
+        from rollout_server.app import make_rollout_app
+        from rollout_server.engines.factory import make_engine
+        from rollout_server.server import ServerPlan
+        from weight_bus.bus_client import BusClient
+
+        policy = make_engine("vllm" if engine == "vllm" else "torch", model, run_id, settings, seed=seed)
+        preload = getattr(policy, "preload", None)
+        if preload is not None:
+            preload()
     plan = ServerPlan(
         run_id=run_id,
         server_id=server_id,

@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import version
 
 from services.dispatch import Command, Dispatcher
+from services.imports import leave_quickly
 
 COMMANDS = {
     "up": Command("services.supervisor.cli:app", "Run the whole mesh on this machine and train a model"),
@@ -40,4 +41,6 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"rollmesh {version('rollmesh')}\n")
         return
-    sys.exit(ROLLMESH.run(sys.argv[1:]))
+    code = ROLLMESH.run(sys.argv[1:])
+    leave_quickly()
+    sys.exit(code)
