@@ -197,7 +197,7 @@ def _first_pause_s(error: RollmeshError) -> float:
     return error.retry_after_s if isinstance(error, CapacityError) else 0.02
 
 
-_back_off = wait_random_exponential(multiplier=0.05, max=1.0)
+_back_off = wait_random_exponential(multiplier=0.05, max=0.3)
 
 
 def _pause(state: RetryCallState) -> float:

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 
 from services.supervisor.keeper import ServiceFailedError
 
-_POLL_S = 0.1
+_POLL_S = 0.25
 
 
 class _Reasons(msgspec.Struct):
