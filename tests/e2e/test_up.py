@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mesh_command import processes_of_runs_in, run_command, shared_memory_files, summary_of
+from tests.support.mesh_command import processes_of_runs_in, run_command, shared_memory_files, summary_of, warm_starts
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
 def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One warm start a task, for all tests of this file."""
-    return tmp_path_factory.mktemp("warm-starts")
+    """One warm start a task, for the whole test session."""
+    return warm_starts(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tests.support.mesh_command import (
     running_up,
     shared_memory_files,
     summary_of,
+    warm_starts,
 )
 
 SMALL = ("--engine", "torch", "evaluation.problems=32", "rollout.groups_per_step=4", "--steps", "12")
@@ -115,7 +116,7 @@ def test_a_disk_that_fills_ends_the_run_and_says_so(small_disk: Path) -> None:
 
 @pytest.fixture(scope="module")
 def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"warm_start.cache_dir={tmp_path_factory.mktemp('warm-starts')}"
+    return f"warm_start.cache_dir={warm_starts(tmp_path_factory)}"
 
 
 @pytest.mark.e2e
@@ -147,8 +148,7 @@ def test_an_interrupted_run_leaves_nothing_behind(
     assert shared_memory_files(run_id) == []
     for port in ports:
         with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
+            assert probe.connect_ex(("127.0.0.1", port)) != 0, f"somebody still listens on {port}"
 
 
 @pytest.mark.e2e

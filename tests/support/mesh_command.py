@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from services.shared_memory import shm_directory, shm_prefix
 
@@ -106,6 +107,11 @@ def running_up(run_dir: Path, *arguments: str) -> Iterator[Running]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
+
+
+def warm_starts(factory: pytest.TempPathFactory) -> Path:
+    """Where all tests of a session keep their warm starts: each is learnt once."""
+    return factory.getbasetemp() / "warm-starts"
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:
