@@ -22,6 +22,8 @@ class BatchOutcome:
     """Mean of the reward component `success`; of `reward > 0` where an environment has none."""
     response_length: float
     """Mean number of sampled tokens a trajectory."""
+    mixed_segments: int
+    """Segments in which a weight commit fell between two sampled tokens of one answer or of two turns."""
     first_opened_at: float
     """Unix seconds: when the first of its groups was opened."""
 
@@ -85,6 +87,11 @@ def outcome(groups: Sequence[Group[Trajectory]]) -> BatchOutcome:
         reward=sum(trajectory.reward for trajectory in trajectories) / count,
         success=sum(_success(trajectory) for trajectory in trajectories) / count,
         response_length=sum(trajectory.sampled_tokens() for trajectory in trajectories) / count,
+        mixed_segments=sum(
+            len({span.version for span in segment.version_spans}) > 1
+            for trajectory in trajectories
+            for segment in trajectory.segments
+        ),
         first_opened_at=min(trajectory.opened_at for trajectory in trajectories),
     )
 

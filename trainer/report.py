@@ -32,6 +32,8 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
     logprob_gap_max: float | None
     weights_digest_match: bool
     root_digest: str | None
+    mixed_segments: int
+    """Segments whose sampled tokens were drawn by more than one policy version."""
     commits: int
     """Weight updates that engines committed, the first version not counted."""
     reward_first: float | None
@@ -75,6 +77,7 @@ def make_report(
         logprob_gap_max=max(largest, default=None),
         weights_digest_match=digest_match,
         root_digest=root_digest,
+        mixed_segments=sum(line.mixed_segments for line in lines),
         commits=commits,
         reward_first=None if first is None else first.reward,
         reward_last=None if last is None else last.reward,

@@ -29,6 +29,7 @@ class TrainerFigures(msgspec.Struct, frozen=True):
     masked_fraction: float
     logprob_gap_mean: float | None
     weights_digest_match: bool
+    mixed_segments: int
     first_step_at: float
 
 
@@ -43,7 +44,11 @@ class EvaluationFigures(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """`summary.json`. Times in seconds unless named ms; lengths in sampled tokens an episode."""
+    """`summary.json`. Times in seconds unless named ms; lengths in sampled tokens an episode.
+
+    `tokens_generated`, `commits` and the stalls are what the engines that now run have counted: one that was started
+    again in the run has forgotten its earlier life. All other counts are the whole run's.
+    """
 
     run_id: str
     task: str
@@ -64,6 +69,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mean_staleness: float
     masked_fraction: float
     logprob_gap_mean: float | None
+    mixed_segments: int
+    """Segments whose sampled tokens carry more than one policy version: a commit happened inside them."""
     commits: int
     stall_ms_p50: float | None
     stall_ms_max: float | None
@@ -122,6 +129,7 @@ def summarise(
         mean_staleness=trainer.mean_staleness,
         masked_fraction=trainer.masked_fraction,
         logprob_gap_mean=trainer.logprob_gap_mean,
+        mixed_segments=trainer.mixed_segments,
         commits=sum(engine.commits for engine in engines),
         stall_ms_p50=round(statistics.median(stalls), 3) if stalls else None,
         stall_ms_max=round(max(stalls), 3) if stalls else None,
@@ -156,7 +164,7 @@ def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
         "optimizer steps": f"{summary.steps}, the first after {summary.first_step_s:.1f} s, all in {summary.wall_s:.1f} s",
         "tokens": f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",
         "staleness": f"{summary.mean_staleness:.2f} mean, {summary.max_staleness} max (K = {summary.k})",
-        "weight commits": f"{summary.commits}, stall {stall}",
+        "weight commits": f"{summary.commits}, stall {stall}; {summary.mixed_segments} answers hold tokens of two versions",
         "weights at the end": "equal, byte for byte" if summary.weights_digest_match else "NOT EQUAL to the trainer's",
         "logprob gap": f"{gap} mean |engine − trainer|",
         "trajectories": f"{summary.trajectories_published:,} published = {summary.trajectories_trained:,} trained "

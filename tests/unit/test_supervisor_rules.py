@@ -163,6 +163,7 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
         max_staleness=2,
         mean_staleness=1.1,
         masked_fraction=0.0,
+        mixed_segments=31,
         logprob_gap_mean=1e-7,
         weights_digest_match=True,
         first_step_at=112.5,
