@@ -52,9 +52,13 @@ class Running:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def service(self, command: str) -> psutil.Process:
-        """The process of one of our commands, such as `train`."""
+        """The process of one of our commands, such as `train`, or Valkey's."""
         for process in self.descendants():
-            if "services" in process.cmdline() and command in process.cmdline():
+            try:
+                words = process.cmdline()
+            except psutil.Error:
+                continue  # it ended a moment ago
+            if ("services" in words and command in words) or command in process.name():
                 return process
         raise AssertionError(f"no process runs {command!r}")
 
