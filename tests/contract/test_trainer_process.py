@@ -22,6 +22,7 @@ from services.config_file import dump_settings  # noqa: E402
 from services.ledger import Ledger  # noqa: E402
 from services.redis_client import connect  # noqa: E402
 from services.settings import RolloutSettings, RunSettings, TrainerSettings, WeightSettings  # noqa: E402
+from services.shared_memory import remove_shm_files  # noqa: E402
 from services.stream import TrajectoryWriter  # noqa: E402
 from services.waits import read_waits  # noqa: E402
 from services.wire.trajectory import Trajectory  # noqa: E402
@@ -100,6 +101,8 @@ async def mesh(redis_url: str, run_id: str, tmp_path: Path, tiny_policy: Path) -
     run_dir.mkdir()
     (run_dir / "config.toml").write_text(dump_settings(SETTINGS))
     async with AsyncExitStack() as stack:
+        # What a trainer that was killed leaves in shared memory is the supervisor's to remove; there is none here.
+        stack.callback(remove_shm_files, run_id)
         stack.push_async_callback(redis.aclose)
         mesh = Mesh(run_id, redis, redis_url, run_dir, tiny_policy)
         await mesh.start(stack)
