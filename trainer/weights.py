@@ -16,7 +16,7 @@ from concurrent.futures import Future
 import structlog
 from torch import Tensor
 
-from services.wire.errors import NotFoundError, RollmeshError
+from services.wire.errors import ConflictError, NotFoundError, RollmeshError
 from trainer.background import Background
 from weight_bus.bus_api import UpdateView, VerifyView
 from weight_bus.bus_client import BusClient
@@ -120,6 +120,16 @@ class WeightUpdates:
         return view
 
     async def _settled(self, manifest: Manifest, deadline_s: float) -> UpdateView:
+        try:
+            return await self._announced(manifest, deadline_s)
+        except ConflictError:
+            latest = self._publisher.latest
+            if latest is None or latest.version <= manifest.version:
+                raise
+            # Two were on their way when the bus was restarted, and it was told of the newer one first.
+            return UpdateView(version=manifest.version, state="superseded", root_digest=manifest.root_digest, engines=[])
+
+    async def _announced(self, manifest: Manifest, deadline_s: float) -> UpdateView:
         view = await self._bus.announce(manifest, wait_s=min(deadline_s, _POLL_S))
         if view.state in _SETTLED:
             return view
