@@ -25,10 +25,10 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    max_restarts: int = 3
+    max_restarts: int = 5
     first_delay_s: float = 0.25
     longest_delay_s: float = 5.0
-    healthy_after_s: float = 30.0
+    healthy_after_s: float = 20.0
 
     def after_exit(self, exit_code: int, lived_s: float, in_a_row: int) -> Restart | GiveUp:
         """What follows when a process ended that should not have, after `in_a_row` restarts without a healthy life."""
