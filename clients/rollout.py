@@ -25,19 +25,14 @@ from pydantic import BaseModel, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_random_exponential
 from yarl import URL
 
+from services.wire.error_answer import typed_error
 from services.wire.errors import (
     CapacityError,
-    ConcludedError,
-    ConflictError,
-    DeadlineError,
-    NotFoundError,
     NotReadyError,
     RollmeshError,
-    UsageError,
     WireError,
 )
 from services.wire.rollout_api import (
-    ErrorBody,
     FinishGroup,
     GroupFinished,
     GroupOpened,
@@ -53,11 +48,6 @@ CALL_TIMEOUT_S = 15.0
 # A server closes a connection that was idle for 5 s; ours must be given up before, or a call meets a closing one.
 _KEEP_ALIVE_S = 3.0
 _JSON = {"Content-Type": "application/json"}
-_ERRORS: dict[str, type[RollmeshError]] = {
-    kind.code: kind
-    for kind in (UsageError, DeadlineError, NotFoundError, ConflictError, ConcludedError, NotReadyError, WireError)
-}
-_ERRORS["schema"] = UsageError
 
 AnswerT = TypeVar("AnswerT", bound=BaseModel)
 
@@ -170,17 +160,7 @@ class RolloutClient:
             raise ServerUnreachableError(self.url, f"no answer in {timeout_s:g} s", sent=True) from error
         if response.status < 400:
             return content
-        raise _typed_error(f"{method} {url}", response.status, response.headers.get("Retry-After"), content)
-
-
-def _typed_error(call: str, status: int, retry_after: str | None, content: bytes) -> RollmeshError:
-    try:
-        detail = ErrorBody.model_validate_json(content).error
-    except ValidationError:
-        return RollmeshError(f"{call} answered {status} with {len(content)} bytes that are no error of ours")
-    if detail.code == CapacityError.code:
-        return CapacityError(f"{call}: {detail.message}", float(retry_after or 1.0))
-    return _ERRORS.get(detail.code, RollmeshError)(f"{call} answered {status} ({detail.message})")
+        raise typed_error(f"{method} {url}", response.status, response.headers.get("Retry-After"), content)
 
 
 def _worth_repeating(error: BaseException, repeatable: bool) -> bool:

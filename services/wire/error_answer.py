@@ -1,0 +1,48 @@
+"""From an error answer of a service back to the typed error that it raised: the one place that clients of any room use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import ValidationError
+
+from services.wire.errors import (
+    CapacityError,
+    ConcludedError,
+    ConflictError,
+    DeadlineError,
+    NotFoundError,
+    NotReadyError,
+    RollmeshError,
+    UsageError,
+    WireError,
+)
+from services.wire.rollout_api import ErrorBody
+
+_KINDS: tuple[type[RollmeshError], ...] = (
+    ConcludedError,
+    ConflictError,
+    DeadlineError,
+    NotFoundError,
+    NotReadyError,
+    UsageError,
+    WireError,
+)
+_BY_CODE = {kind.code: kind for kind in _KINDS} | {"schema": UsageError}
+
+
+def typed_error(
+    call: str, status: int, retry_after: str | None, content: bytes, more: Iterable[type[RollmeshError]] = ()
+) -> RollmeshError:
+    """What the service meant by answering `call` with the error `status`; a RollmeshError for an answer not of ours.
+
+    `retry_after`: that header, in seconds. `more`: further kinds that this service raises, told apart by their `code`.
+    """
+    try:
+        detail = ErrorBody.model_validate_json(content).error
+    except ValidationError:
+        return RollmeshError(f"{call} answered {status} with {content[:200]!r}, which is no error of ours")
+    if detail.code == CapacityError.code:
+        return CapacityError(f"{call}: {detail.message}", float(retry_after or 1.0))
+    kinds = _BY_CODE | {kind.code: kind for kind in more}
+    return kinds.get(detail.code, RollmeshError)(f"{call} answered {status} ({detail.message})")
