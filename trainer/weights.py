@@ -127,7 +127,9 @@ class WeightUpdates:
             if latest is None or latest.version <= manifest.version:
                 raise
             # Two were on their way when the bus was restarted, and it was told of the newer one first.
-            return UpdateView(version=manifest.version, state="superseded", root_digest=manifest.root_digest, engines=[])
+            return UpdateView(
+                version=manifest.version, state="superseded", root_digest=manifest.root_digest, engines=[]
+            )
 
     async def _announced(self, manifest: Manifest, deadline_s: float) -> UpdateView:
         view = await self._bus.announce(manifest, wait_s=min(deadline_s, _POLL_S))
