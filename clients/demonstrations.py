@@ -1,11 +1,7 @@
 """Demonstrations for a short warm start: enough to give a tiny model the format and a clumsy skill, for RL to improve.
 
-Folder format (read by `rollmesh sft`):
-
-    recipe.json          {"task", "seed", "phases": [Phase …], "check": "check.jsonl"}
-    <phase>.jsonl        a demonstration a line: {"parts": [["text", trained], …]}; `$` is the end token, written out
-    check.jsonl          {"prompt", "answer"}: a sampled answer counts as right when it ends in `answer` before its `$`
-    problems.jsonl       on request: train problems in the order a run plays them, in the same form, for other trainers
+The folder's format is `services.wire.demonstrations`; `problems.jsonl` comes on request: train problems in the order a run
+plays them, for other trainers.
 
 Only the parts marked as trained are in the loss. Demonstrations are drawn from the train split alone. The recipes are
 found by experiment: `stop_at_accuracy` is what makes the first phase of running-sums dependable over seeds.
@@ -13,15 +9,16 @@ found by experiment: `stop_at_accuracy` is what makes the first phase of running
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+import msgspec
 
 from clients.environment import draws
 from clients.environments import make_environment
 from clients.environments.guess_number import HIGHEST, LOWEST, TURNS, GuessNumber, compare
 from clients.environments.running_sums import RunningSums, running_sums
+from services.wire.demonstrations import RECIPE, Demonstration, Phase, Question, Recipe
 from services.wire.errors import UsageError
 
 END = "$"
@@ -29,26 +26,6 @@ BATCH = 64
 CHECKS = 256
 
 Parts = list[tuple[str, bool]]
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One supervised phase, with a fresh AdamW: `steps` steps of `batch` demonstrations, linear ramp of `warmup_steps`.
-
-    With `stop_at_accuracy` the sampled accuracy is measured every `check_every` steps, the phase ends once it is reached,
-    and never reaching it is an error. `learning_rate` is that of AdamW; `file` lies beside the recipe.
-    """
-
-    name: str
-    file: str
-    steps: int
-    learning_rate: float
-    warmup_steps: int
-    batch: int
-    betas: tuple[float, float]
-    weight_decay: float
-    stop_at_accuracy: float | None
-    check_every: int
 
 
 Demonstrator = Callable[[int, int], Parts]
@@ -131,21 +108,20 @@ def write_demonstrations(task: str, seed: int, folder: Path, *, problems: int = 
         first = 0
         for phase, demonstrate in recipe:
             numbers = range(first, first + phase.steps * phase.batch)
-            _write_lines(folder / phase.file, ({"parts": demonstrate(index, seed)} for index in numbers))
+            _write_lines(folder / phase.file, (Demonstration(demonstrate(index, seed)) for index in numbers))
             first = numbers.stop
         _write_lines(folder / "check.jsonl", _questions(task, range(first, first + CHECKS), seed))
         if problems:
             _write_lines(folder / "problems.jsonl", _questions(task, range(problems), seed))
-        phases = [asdict(phase) for phase, _ in recipe]
-        described = {"task": task, "seed": seed, "phases": phases, "check": "check.jsonl"}
-        (folder / "recipe.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        described = Recipe(task=task, seed=seed, phases=[phase for phase, _ in recipe], check="check.jsonl")
+        (folder / RECIPE).write_bytes(msgspec.json.format(msgspec.json.encode(described), indent=2) + b"\n")
     except OSError as error:
         raise UsageError(
             f"cannot write demonstrations to {folder} ({error.strerror})", "choose another --out"
         ) from error
 
 
-def _questions(task: str, numbers: range, seed: int) -> Iterator[dict[str, str]]:
+def _questions(task: str, numbers: range, seed: int) -> Iterator[Question]:
     """Train problems with their answers; checks take those that no phase demonstrates.
 
     A game has no one right answer to its opening, so none are written for one.
@@ -155,9 +131,8 @@ def _questions(task: str, numbers: range, seed: int) -> Iterator[dict[str, str]]
     environment = RunningSums()
     for index in numbers:
         problem = environment.problem("train", index, seed)
-        yield {"prompt": problem.prompt, "answer": problem.solution}
+        yield Question(problem.prompt, problem.solution)
 
 
-def _write_lines(path: Path, lines: Iterator[dict[str, Parts]] | Iterator[dict[str, str]]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+def _write_lines(path: Path, lines: Iterable[msgspec.Struct]) -> None:
+    path.write_bytes(msgspec.json.Encoder().encode_lines(lines))

@@ -1,8 +1,4 @@
-"""The demonstrations folder as the warm start reads it. No torch here: a cached warm start needs none.
-
-recipe.json ── phases ──► <phase>.jsonl   {"parts": [["text", trained], …]}     a demonstration a line
-            └─ check ───► check.jsonl     {"prompt", "answer"}                  a sampled answer must end in `answer`
-"""
+"""Reading the demonstrations folder (`services.wire.demonstrations`). No torch here: a cached warm start needs none."""
 
 from __future__ import annotations
 
@@ -12,48 +8,10 @@ from typing import TypeVar
 
 import msgspec
 
+from services.wire.demonstrations import RECIPE, Demonstration, Question, Recipe
 from services.wire.errors import UsageError
 
-RECIPE = "recipe.json"
-
-
-class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One supervised phase with a fresh AdamW: `steps` steps of `batch` demonstrations, in the file's order.
-
-    With `stop_at_accuracy` the sampled accuracy is measured every `check_every` steps; once it is reached, the phase ends.
-    """
-
-    name: str
-    file: str
-    steps: int
-    learning_rate: float
-    warmup_steps: int
-    batch: int
-    betas: tuple[float, float]
-    weight_decay: float
-    stop_at_accuracy: float | None
-    check_every: int
-
-
-class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    task: str
-    seed: int
-    phases: list[Phase]
-    check: str
-
-
-class Demonstration(msgspec.Struct, frozen=True):
-    """Pieces of text in order; only those marked True are in the loss."""
-
-    parts: list[tuple[str, bool]]
-
-
-class Check(msgspec.Struct, frozen=True):
-    prompt: str
-    answer: str
-
-
-_Line = TypeVar("_Line", Demonstration, Check)
+_Line = TypeVar("_Line", Demonstration, Question)
 
 
 def read_recipe(folder: Path) -> Recipe:
@@ -78,9 +36,9 @@ def read_demonstrations(path: Path) -> list[Demonstration]:
     return _read_lines(path, msgspec.json.Decoder(Demonstration))
 
 
-def read_checks(path: Path) -> list[Check]:
+def read_checks(path: Path) -> list[Question]:
     """Raises UsageError for a file that cannot be read. It may be empty, where a task has no one right answer."""
-    return _read_lines(path, msgspec.json.Decoder(Check), may_be_empty=True)
+    return _read_lines(path, msgspec.json.Decoder(Question), may_be_empty=True)
 
 
 def folder_digest(folder: Path, recipe: Recipe) -> str:

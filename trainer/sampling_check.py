@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trainer.recipe import Check
+from services.wire.demonstrations import Question
 
 
 @torch.inference_mode()
 def sampled_accuracy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    checks: Sequence[Check],
+    checks: Sequence[Question],
     max_new_tokens: int,
     generator: torch.Generator,
 ) -> float:

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 
+from services.wire.demonstrations import Demonstration, Phase, Question, Recipe
 from services.wire.errors import RollmeshError
 from trainer.logprobs import token_logprobs
-from trainer.recipe import Check, Demonstration, Phase, Recipe, read_checks, read_demonstrations
+from trainer.recipe import read_checks, read_demonstrations
 from trainer.sampling_check import sampled_accuracy
 from trainer.tiny_policy import build_model, build_tokenizer
 
@@ -71,7 +72,7 @@ class _PhaseRun:
         tokenizer: PreTrainedTokenizerBase,
         phase: Phase,
         demonstrations: Sequence[Demonstration],
-        checks: Sequence[Check],
+        checks: Sequence[Question],
         generator: torch.Generator,
         report: Report,
     ) -> None:

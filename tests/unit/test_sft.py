@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from services.wire.demonstrations import Question
 from services.wire.errors import UsageError
-from trainer.recipe import Check, folder_digest, read_recipe
+from trainer.recipe import folder_digest, read_recipe
 from trainer.sampling_check import draw, sampled_accuracy
 from trainer.sft import Progress, WarmStartError, _Examples, warm_start
 from trainer.tiny_policy import build_model, build_tokenizer, save_policy
@@ -71,7 +72,7 @@ def test_a_bar_that_is_not_reached_is_an_error(tmp_path: Path) -> None:
 def test_only_trained_parts_are_in_the_loss() -> None:
     tokenizer = build_tokenizer()
     parts = [[("ab", False), ("c$", True), ("H", False), ("d$", True)], [("ab", False), ("c$", True)]]
-    from trainer.recipe import Demonstration
+    from services.wire.demonstrations import Demonstration
 
     examples = _Examples(tokenizer, [Demonstration(each) for each in parts])
     ids, trained, first = examples.batch(0, 3)
@@ -97,7 +98,7 @@ def test_an_answer_counts_when_it_ends_right_before_its_end_token() -> None:
             return CausalLMOutputWithPast(logits=table[input_ids[:, -1:]], past_key_values=None)
 
     del model
-    checks = [Check("1=", "7"), Check("12=", "7"), Check("3=", "8"), Check("4=", "27")]
+    checks = [Question("1=", "7"), Question("12=", "7"), Question("3=", "8"), Question("4=", "27")]
     generator = torch.Generator().manual_seed(0)
     assert sampled_accuracy(Parrot(), tokenizer, checks, 4, generator) == 0.5  # type: ignore[arg-type]
     assert draw(Parrot(), torch.tensor([[5]]), end, 1, generator) == [None]  # type: ignore[arg-type]
