@@ -106,10 +106,6 @@ class WeightUpdates:
     async def close(self) -> None:
         await self._bus.close()
 
-    def close_publisher(self) -> None:
-        """Withdraw the arenas; on the training thread, after the last update has settled."""
-        self._publisher.close()
-
     async def _follow(self, manifest: Manifest, durable: Future[None]) -> UpdateView:
         await asyncio.wrap_future(durable)
         started = time.perf_counter()

@@ -23,11 +23,6 @@ def staleness(policy_version: int, token_version: int) -> int:
     return policy_version - token_version
 
 
-def is_fresh(policy_version: int, token_version: int, k: int) -> bool:
-    """Whether a token may enter the loss: `staleness ≤ K`."""
-    return staleness(policy_version, token_version) <= k
-
-
 @dataclass(frozen=True)
 class WindowedSpan:
     """A run of sampled tokens of one version, judged: positions, how stale, and whether it may enter the loss."""

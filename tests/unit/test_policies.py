@@ -9,14 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.policies.admission import admission_limit, may_open
-from services.policies.staleness import FutureVersionError, is_fresh, staleness, window
+from services.policies.staleness import FutureVersionError, staleness, window
 
 
 def test_staleness_counts_optimizer_steps() -> None:
     assert staleness(7, 5) == 2
-    assert is_fresh(7, 5, k=2)
-    assert not is_fresh(7, 4, k=2)
-    assert is_fresh(7, 7, k=0)
 
 
 def test_a_token_from_the_future_is_an_error() -> None:
@@ -30,6 +27,11 @@ def test_the_window_judges_each_span_by_itself() -> None:
         (3, 2, 3, False),
         (5, 1, 1, True),
     ]
+
+
+@pytest.mark.parametrize(("version", "k", "fresh"), [(5, 2, True), (4, 2, False), (7, 0, True), (6, 0, False)])
+def test_the_bound_is_k_itself(version: int, k: int, fresh: bool) -> None:
+    assert [span.fresh for span in window([(0, 1, version)], policy_version=7, k=k)] == [fresh]
 
 
 def test_k_zero_is_exactly_synchronous() -> None:
