@@ -31,6 +31,54 @@ class UsageError(RollmeshError):
     code = "usage"
 
 
+class ContextLengthError(RollmeshError):
+    """A prompt leaves no room for an answer: HTTP 400, in the words that OpenAI's clients look for."""
+
+    status = 400
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"this model's maximum context length is {max_model_len} tokens, and the prompt has {prompt_tokens}",
+            "shorten the prompt; at least one token must be left for the answer",
+        )
+
+
+class UnsupportedParameterError(RollmeshError):
+    """A parameter that would change what is drawn and that no engine here supports: HTTP 400, never ignored."""
+
+    status = 400
+    code = "unsupported_parameter"
+
+
+class UnauthenticatedError(RollmeshError):
+    """No key, or one that nobody issued: HTTP 401."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class ForbiddenError(RollmeshError):
+    """A valid key that does not open this door: HTTP 403."""
+
+    status = 403
+    code = "permission_denied"
+
+
+class SessionConcludedError(RollmeshError):
+    """The session was finished or aborted: nothing can be added to it any more: HTTP 409."""
+
+    status = 409
+    code = "session_concluded"
+
+
+class SessionExpiredError(RollmeshError):
+    """The session's deadline or idle time ran out: HTTP 410."""
+
+    status = 410
+    code = "session_expired"
+
+
 class DeadlineError(RollmeshError):
     """A named wait ran out of time."""
 
