@@ -7,7 +7,7 @@ of its sessions (all of them in one call, so that a group costs three calls and 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,16 +18,44 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+Purpose = Literal["train", "evaluate"]
+"""`evaluate` passes no admission and is never published."""
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+
+
 class SamplingBody(Body):
     """`services.wire.sampling.SamplingParams` as a body."""
 
     max_tokens: int = Field(ge=1, le=1 << 20)
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=-1, ge=-1)
-    seed: int | None = None
-    stop_token_ids: list[int] = Field(default_factory=list)
+    top_k: int = Field(default=-1, ge=-1, lt=1 << 31)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=100.0)
+    min_tokens: int = Field(default=0, ge=0, le=1 << 20)
+    seed: Seed | None = None
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=256)
     ignore_eos: bool = False
+
+
+class SamplingLimits(Body):
+    """The sampling of a session where its opener decides it: what is None is left to the calls."""
+
+    max_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
+    temperature: float | None = Field(default=None, ge=0.0, le=100.0)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(default=None, gt=0.0, le=100.0)
+    min_tokens: int | None = Field(default=None, ge=0, le=1 << 20)
+    seed: Seed | None = None
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256)
+    ignore_eos: bool | None = None
 
 
 class OpenGroup(Body):
@@ -36,8 +64,7 @@ class OpenGroup(Body):
     task: str = Field(min_length=1, max_length=200)
     group_size: int = Field(ge=1, le=1024)
     sampling: SamplingBody
-    purpose: Literal["train", "evaluate"] = "train"
-    """`evaluate` groups pass no admission and are never published."""
+    purpose: Purpose = "train"
     wait_s: float = Field(default=0.0, ge=0.0, le=60.0)
     """How long the server may hold the call until admission opens, before it answers 429."""
 
@@ -47,6 +74,8 @@ class GroupOpened(Body):
     ordinal: int
     """For `train`: place in the run's order of opening, from 0. For `evaluate`: −1."""
     session_ids: list[str]
+    api_keys: list[str]
+    """Each session's own key: with it an OpenAI client speaks in that session (`/sessions/{id}/v1`)."""
     policy_version: int
 
 
@@ -55,7 +84,7 @@ class Turn(Body):
 
     session_id: str
     text: str | None = None
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
 
     @model_validator(mode="after")
     def _one_of(self) -> Turn:
@@ -88,7 +117,7 @@ class TurnsTaken(Body):
 class SessionReward(Body):
     session_id: str
     reward: float = Field(allow_inf_nan=False)
-    components: dict[str, float] = Field(default_factory=dict)
+    components: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(default_factory=dict)
 
 
 class FinishGroup(Body):
@@ -132,8 +161,12 @@ class EngineReport(Body):
 
 
 class ErrorDetail(BaseModel):
-    code: str
+    """OpenAI's fields, so that its clients understand every service's errors."""
+
     message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str
 
 
 class ErrorBody(BaseModel):
