@@ -1,10 +1,15 @@
-"""Token capture: what one session's engine saw and drew, exactly, as the segments the trainer reads.
+"""Token capture: what one session's engine saw and drew, exactly, as a tree of prefixes, and the segments it makes.
 
-    environment tokens ──► mask 0, logprob 0, no span
-    sampled tokens     ──► mask 1, the engine's logprob, a version span
+    root ─ prompt ─ drawn ─┬─ prompt ─ drawn            a node is one answer: what was put before it, and what was drawn
+                           └─ prompt ─ drawn            two calls that extend the same tokens are two children
 
-Every sampled token is captured once, with the id that the engine drew: no text is ever encoded again. A context only
-grows here, so a session is one segment; the list leaves room for contexts that break.
+    segments     root ─ child 1      all drawn tokens trained
+                 root ─ child 2      the root's are context here, they are trained above; break_reason `branch`
+
+A node's path, from its root to its last drawn token, is a context that some later prompt may extend. Every way from a root
+to a leaf is one segment. Every drawn token is captured once, with the id that the engine drew (no text is ever encoded
+again), and its mask is 1 in exactly one segment. Which one follows from the tree alone and not from the order in which
+branches came: the longest way is laid first. Pure.
 """
 
 from __future__ import annotations
@@ -13,10 +18,22 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Literal
 
+from rollout_server.prefix_index import PrefixIndex
 from services.wire.errors import RollmeshError
 from services.wire.packed import pack_logprobs, pack_tokens
+from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Segment, VersionSpan
+
+BreakReason = Literal["template", "compaction", "retokenization", "tools_changed", "truncated", "branch"]
+"""Why a context does not extend what was captured before it.
+
+`template`: the chat template cannot be extended here. `compaction`: the client rewrote the history. `retokenization`:
+the same text in other tokens. `tools_changed`: other tools than those rendered. `truncated`: the client left the oldest
+messages out. `branch`: a conversation of its own, or another way on from one that was captured.
+"""
 
 
 class CaptureError(RollmeshError):
@@ -25,69 +42,128 @@ class CaptureError(RollmeshError):
     code = "capture"
 
 
-@dataclass(slots=True)
-class _OpenSegment:
-    """A segment under construction. `mask` is packed as it grows; positions in `spans` are absolute in the segment."""
+@dataclass(slots=True, eq=False)
+class Node:
+    """One answer. `spans` lie over `drawn` alone; `end` is the length of the path up to and with the last drawn token."""
 
-    tokens: list[int] = field(default_factory=list)
-    mask: bytearray = field(default_factory=bytearray)
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-    spans: list[VersionSpan] = field(default_factory=list)
-    break_reason: str | None = None
+    parent: Node | None
+    prompt: array[int]
+    drawn: array[int]
+    logprobs: array[float]
+    spans: tuple[VersionSpan, ...]
+    break_reason: BreakReason | None
+    end: int
+    children: list[Node] = field(default_factory=list)
 
-    def pack(self) -> Segment:
-        return Segment(
-            token_ids=pack_tokens(self.tokens),
-            loss_mask=bytes(self.mask),
-            logprobs=pack_logprobs(self.logprobs),
-            version_spans=list(self.spans),
-            break_reason=self.break_reason,
-        )
+
+@dataclass(frozen=True)
+class Layout:
+    """`places`: for each node the segment in which its drawn tokens are trained, and the position of the first there."""
+
+    segments: list[Segment]
+    places: dict[Node, tuple[int, int]]
 
 
 class Capture:
     """The tokens of one session so far."""
 
     def __init__(self) -> None:
-        self._closed: list[Segment] = []
-        self._open = _OpenSegment()
+        self._roots: list[Node] = []
+        self._index: PrefixIndex[Node] = PrefixIndex()
+        self.samplings: list[SamplingParams] = []
+        """How tokens were drawn; spans name them by their place here."""
+        self.tip: Node | None = None
+        """The newest answer: what a turn that names no context extends."""
+        self.sampled = 0
+        """Tokens drawn so far."""
+        self.answers = 0
 
     @property
     def context(self) -> list[int]:
-        """The tokens of the open segment: what the next prompt extends. Not to be changed by the caller."""
-        return self._open.tokens
+        """The path of the newest answer."""
+        return [] if self.tip is None else path(self.tip)
 
-    @property
-    def sampled(self) -> int:
-        """How many tokens the policy drew so far, in all segments."""
-        closed = sum(span.length for segment in self._closed for span in segment.version_spans)
-        return closed + sum(span.length for span in self._open.spans)
+    def find(self, prompt: Sequence[int]) -> Node | None:
+        """The node with the longest path that `prompt` begins with."""
+        found = self._index.longest(array("i", prompt).tobytes())
+        return None if found is None else found[0]
 
-    def add_environment(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not draw."""
-        segment = self._open
-        segment.tokens.extend(token_ids)
-        segment.mask.extend(bytes(len(token_ids)))
-        segment.logprobs.extend([0.0] * len(token_ids))
+    def record(
+        self,
+        parent: Node | None,
+        prompt: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[VersionSpan],
+        sampling: SamplingParams,
+        break_reason: BreakReason | None = None,
+    ) -> Node:
+        """Add one answer. `prompt`: the tokens between `parent`'s path (nothing, for a root) and the first drawn one.
 
-    def add_sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[VersionSpan]) -> None:
-        """Append drawn tokens. `versions` are spans over these tokens alone and must cover them without a gap.
-
-        Raises CaptureError, and appends nothing, for lengths that differ, spans that do not cover, or a logprob that is
-        not finite.
+        `versions` are spans over these drawn tokens alone. Raises CaptureError, and records nothing, for lengths that
+        differ, spans that do not cover the tokens, or a logprob that is not finite.
         """
         check_sampled(token_ids, logprobs, versions)
-        segment = self._open
-        offset = len(segment.tokens)
-        segment.tokens.extend(token_ids)
-        segment.mask.extend(b"\x01" * len(token_ids))
-        segment.logprobs.extend(logprobs)
+        index = self._sampling_index(sampling)
+        spans: list[VersionSpan] = []
         for span in versions:
-            _append_merged(segment.spans, VersionSpan(offset + span.start, span.length, span.version))
+            _append_merged(spans, VersionSpan(span.start, span.length, span.version, index))
+        node = Node(
+            parent,
+            array("i", prompt),
+            array("i", token_ids),
+            array("f", logprobs),
+            tuple(spans),
+            break_reason if parent is None else None,
+            (0 if parent is None else parent.end) + len(prompt) + len(token_ids),
+        )
+        (self._roots if parent is None else parent.children).append(node)
+        self._index.add(array("i", path(node)).tobytes(), node)
+        self.tip = node
+        self.sampled += len(token_ids)
+        self.answers += 1
+        return node
 
     def segments(self) -> list[Segment]:
-        """The segments so far, packed, in order. Empty before the first token."""
-        return [*self._closed, self._open.pack()] if self._open.tokens else list(self._closed)
+        """The segments so far, packed. Empty before the first drawn token."""
+        return self.layout().segments
+
+    def layout(self) -> Layout:
+        """Segments, and where in them each node's drawn tokens are trained."""
+        sizes, prints = _measure(self._roots)
+
+        def order(node: Node) -> tuple[bool, int, bytes]:
+            # What began on its own comes before what broke off; then the longest way; then anything that is not chance.
+            return node.break_reason is not None, -sizes[node], prints[node]
+
+        segments: list[Segment] = []
+        places: dict[Node, tuple[int, int]] = {}
+        waiting = sorted(self._roots, key=order, reverse=True)
+        while waiting:
+            node = waiting.pop()
+            if node.children:
+                waiting += sorted(node.children, key=order, reverse=True)
+                continue
+            segment = _lay(_ancestry(node), len(segments), places)
+            if segment is not None:
+                segments.append(segment)
+        return Layout(segments, places)
+
+    def _sampling_index(self, sampling: SamplingParams) -> int:
+        for index, known in enumerate(self.samplings):
+            if known == sampling:
+                return index
+        self.samplings.append(sampling)
+        return len(self.samplings) - 1
+
+
+def path(node: Node) -> list[int]:
+    """All tokens from the root up to and with the last drawn token of `node`."""
+    tokens: list[int] = []
+    for each in _ancestry(node):
+        tokens += each.prompt
+        tokens += each.drawn
+    return tokens
 
 
 def check_sampled(token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[VersionSpan]) -> None:
@@ -107,10 +183,66 @@ def check_sampled(token_ids: Sequence[int], logprobs: Sequence[float], versions:
         raise CaptureError(f"the engine's version spans cover {position} of {len(token_ids)} tokens")
 
 
+def _ancestry(node: Node) -> list[Node]:
+    """The nodes from the root to `node`."""
+    nodes = [node]
+    while (parent := nodes[-1].parent) is not None:
+        nodes.append(parent)
+    nodes.reverse()
+    return nodes
+
+
+def _measure(roots: Sequence[Node]) -> tuple[dict[Node, int], dict[Node, bytes]]:
+    """Of every node: the drawn tokens of the longest way down from it, and a digest of all that lies below it."""
+    downwards = list(roots)
+    for node in downwards:  # grows while it is walked, so long conversations need no recursion
+        downwards += node.children
+    sizes: dict[Node, int] = {}
+    prints: dict[Node, bytes] = {}
+    for node in reversed(downwards):
+        sizes[node] = len(node.drawn) + max((sizes[child] for child in node.children), default=0)
+        hasher = blake2b(repr((node.break_reason, node.spans, len(node.prompt))).encode(), digest_size=16)
+        for part in (node.prompt, node.drawn, node.logprobs):
+            hasher.update(part)
+        for below in sorted(prints[child] for child in node.children):
+            hasher.update(below)
+        prints[node] = hasher.digest()
+    return sizes, prints
+
+
+def _lay(nodes: Sequence[Node], number: int, places: dict[Node, tuple[int, int]]) -> Segment | None:
+    """Segment `number` along `nodes`: drawn tokens that have no place yet get theirs here. None if none lacked one."""
+    tokens: list[int] = []
+    mask = bytearray()
+    logprobs = array("f")
+    spans: list[VersionSpan] = []
+    shared = False
+    for node in nodes:
+        tokens += node.prompt
+        tokens += node.drawn
+        mask += bytes(len(node.prompt))
+        logprobs.extend([0.0] * len(node.prompt))
+        drawn = len(node.drawn)
+        if node in places:
+            shared = True
+            mask += bytes(drawn)
+            logprobs.extend([0.0] * drawn)
+            continue
+        places[node] = number, len(mask)
+        for span in node.spans:
+            _append_merged(spans, VersionSpan(len(mask) + span.start, span.length, span.version, span.sampling))
+        mask += b"\x01" * drawn
+        logprobs.extend(node.logprobs)
+    if not spans:
+        return None
+    reason = "branch" if shared else nodes[0].break_reason
+    return Segment(pack_tokens(tokens), bytes(mask), pack_logprobs(logprobs), spans, reason)
+
+
 def _append_merged(spans: list[VersionSpan], span: VersionSpan) -> None:
     if spans:
         last = spans[-1]
-        if last.version == span.version and last.start + last.length == span.start:
-            spans[-1] = VersionSpan(last.start, last.length + span.length, span.version)
+        if (last.version, last.sampling) == (span.version, span.sampling) and last.start + last.length == span.start:
+            spans[-1] = VersionSpan(last.start, last.length + span.length, span.version, span.sampling)
             return
     spans.append(span)

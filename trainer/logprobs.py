@@ -16,7 +16,7 @@ def token_logprobs(
     """Logprobs of `input_ids[:, first:]`, each given what stands before it.
 
     `input_ids`: int64 `[B, T]`, padded on the right; `first`: ≥ 1, so that columns nobody asks for cost no logits.
-    `temperature`: float32 `[B, 1]`, what the logits are divided by; None means 1 everywhere.
+    `temperature`: float32 `[B, T − first]` or `[B, 1]`, what the logits are divided by; None means 1 everywhere.
     Returns float32 `[B, T − first]`; what stands at padding means nothing.
 
     No attention mask is needed: padding stands on the right, where a causal model's earlier positions cannot see it.

@@ -21,20 +21,24 @@ from torch import Tensor
 
 from services.policies.batching import Group
 from services.wire.packed import Float32Array, Int32Array, unpack_logprobs, unpack_tokens
-from services.wire.trajectory import Trajectory
+from services.wire.sampling import SamplingParams
+from services.wire.trajectory import Trajectory, VersionSpan
 from trainer.advantages import grpo
 from trainer.window import NOT_SAMPLED, Ages, StalenessTally, count_only, judge
 
 
 @dataclass(frozen=True)
 class Row:
-    """A segment of `n` tokens that gives a gradient: ids int32 `[n]`, behaviour logprobs float32 `[n]`, ages."""
+    """A segment of `n` tokens that gives a gradient: ids int32 `[n]`, behaviour logprobs float32 `[n]`, ages.
+
+    `temperatures`: float32 `[n]`, with which each sampled token was drawn, 1 elsewhere; None when all are 1.
+    """
 
     token_ids: Int32Array
     logprobs: Float32Array
     ages: Ages
     advantage: float
-    temperature: float
+    temperatures: Float32Array | None
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class MicroBatch:
 
     `input_ids` int64 `[B, T]`. `behaviour` float32. Bool: `sampled`; of those `fresh`, staleness ≤ K, and `current`, as
     `trainer.window.Ages` has it.
-    `advantages` float32 `[B, 1]`. `temperature` float32 `[B, 1]`, None when all are 1.
+    `advantages` float32 `[B, 1]`. `temperature` float32 `[B, W]`, None when all are 1.
     """
 
     input_ids: Tensor
@@ -83,8 +87,21 @@ def rows_of(groups: Iterable[Group[Trajectory]], policy_version: int, k: int) ->
                 ages = judge(segment.version_spans, len(tokens), policy_version, k, tally)
                 if ages.trains:
                     logprobs = unpack_logprobs(segment.logprobs)
-                    rows.append(Row(tokens, logprobs, ages, advantage, trajectory.sampling.temperature))
+                    temperatures = _temperatures(segment.version_spans, len(tokens), trajectory.samplings)
+                    rows.append(Row(tokens, logprobs, ages, advantage, temperatures))
     return rows, tally
+
+
+def _temperatures(
+    spans: Sequence[VersionSpan], length: int, samplings: Sequence[SamplingParams]
+) -> Float32Array | None:
+    """A session's calls may differ in it: the trainer divides each token's logits by its own."""
+    if all(sampling.temperature == 1.0 for sampling in samplings):
+        return None
+    temperatures = np.ones(length, dtype=np.float32)
+    for span in spans:
+        temperatures[span.start : span.start + span.length] = samplings[span.sampling].temperature
+    return temperatures
 
 
 def pack(
@@ -111,7 +128,11 @@ def _micro_batch(rows: Sequence[Row], padding: int, device: torch.device | None)
     ages, sampled = ages[:, first:], sampled[:, first:]
     current_until = np.array([[row.ages.current_until] for row in rows])
     current = (ages == 0) & (np.arange(first, shape[1]) < current_until)
-    temperatures = np.array([[row.temperature] for row in rows], dtype=np.float32)
+    temperatures = np.ones(shape, dtype=np.float32)
+    for index, row in enumerate(rows):
+        if row.temperatures is not None:
+            temperatures[index, : len(row.temperatures)] = row.temperatures
+    temperatures = temperatures[:, first:]
     advantages = np.array([[row.advantage] for row in rows], dtype=np.float32)
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:

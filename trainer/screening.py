@@ -64,10 +64,9 @@ class Screen:
     def _objection(self, trajectory: Trajectory, newest_version: int) -> tuple[DropCause, str] | None:
         if trajectory.run_id != self.run_id:
             return DropCause.FOREIGN_RUN, f"belongs to run {trajectory.run_id}"
-        sampling = trajectory.sampling
-        if sampling.temperature <= 0.0 or sampling.top_p < 1.0 or sampling.top_k > 0:
-            drawn = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
-            return DropCause.SAMPLING, f"was drawn with {drawn}: not from the whole distribution"
+        for sampling in trajectory.samplings:
+            if not sampling.whole:
+                return DropCause.SAMPLING, f"was drawn with {sampling}: not from the whole distribution"
         if trajectory.group_size < 2:
             return DropCause.INCONSISTENT_GROUP, f"is of a group of {trajectory.group_size}"
         for segment in trajectory.segments:

@@ -3,7 +3,7 @@
     POST /sessions ──► base_url + api_key ──► OpenAI dialect, any number of calls ──► /reward ──► /finish ──► stream id
                                                                               └──► /abort | idle | deadline
 
-A session is a member of a group; `POST /groups` (bodies in `services.wire.rollout_api`) opens a whole group of them at once.
+A session is a member of a group; `POST /groups` (bodies in `services.wire.rollout_api`) opens a whole group at once.
 """
 
 from __future__ import annotations

@@ -5,8 +5,11 @@
                              logprobs    0  0  0  l  l  0  l  l     behaviour logprobs, 0 where not sampled
                              version_spans        (3,2,v4) (6,2,v5)  position, length, policy version
 
-Invariants (`check` holds them): the arrays of a segment have one length; every position whose mask is 1 lies in exactly
-one span and no other position lies in any; spans are in order.
+A session whose calls branched has a segment for each way through its tree of prefixes. What two ways share was drawn once
+and is trained once: in one of them its mask is 1, in the others it is context.
+
+Invariants (`check_trajectory` holds them): the arrays of a segment have one length; every position whose mask is 1 lies in
+exactly one span and no other position lies in any; spans are in order and name samplings that there are.
 """
 
 from __future__ import annotations
@@ -20,15 +23,29 @@ from services.wire.errors import WireError
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.sampling import SamplingParams
 
-TRAJECTORY_SCHEMA = 1
+TRAJECTORY_SCHEMA = 2
 
 
 class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
-    """Sampled tokens `start … start + length − 1` (positions in the segment) were drawn by policy `version`."""
+    """Sampled tokens `start … start + length − 1` (positions in the segment) were drawn by policy `version`.
+
+    `sampling`: by which of the trajectory's `samplings` (its index); always 0 in what an engine answers.
+    """
 
     start: int
     length: int
     version: int
+    sampling: int = 0
+
+
+class RewardSpan(msgspec.Struct, array_like=True, frozen=True):
+    """A reward for one call: its sampled tokens are `start … start + length − 1` of segment number `segment`."""
+
+    segment: int
+    start: int
+    length: int
+    reward: float
+    components: dict[str, float] = {}
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -57,8 +74,14 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     segments: list[Segment]
     reward: float
+    """The session's reward plus those of its calls."""
     reward_components: dict[str, float] = msgspec.field(default_factory=dict)
-    sampling: SamplingParams
+    reward_spans: list[RewardSpan] = msgspec.field(default_factory=list)
+    """Where an environment rewarded single calls."""
+    samplings: list[SamplingParams]
+    """How tokens were drawn: spans name one of these by its index."""
+    task_id: str = ""
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
     server_id: str
     opened_at: float
     """Unix seconds."""
@@ -97,10 +120,10 @@ def check_trajectory(trajectory: Trajectory) -> None:
     if not math.isfinite(trajectory.reward):
         raise WireError(f"{name} has the reward {trajectory.reward}")
     for index, segment in enumerate(trajectory.segments):
-        _check_segment(f"{name}, segment {index}", segment)
+        _check_segment(f"{name}, segment {index}", segment, len(trajectory.samplings))
 
 
-def _check_segment(name: str, segment: Segment) -> None:
+def _check_segment(name: str, segment: Segment, samplings: int) -> None:
     tokens, mask, logprobs = (
         unpack_tokens(segment.token_ids),
         unpack_mask(segment.loss_mask),
@@ -116,6 +139,8 @@ def _check_segment(name: str, segment: Segment) -> None:
         end = span.start + span.length
         if span.start < previous_end or span.length <= 0 or end > len(tokens):
             raise WireError(f"{name}: version span {_fields(span)} does not fit {len(tokens)} tokens in order")
+        if not 0 <= span.sampling < samplings:
+            raise WireError(f"{name}: version span {_fields(span)} names sampling {span.sampling} of {samplings}")
         covered[span.start : end] = 1
         previous_end = end
     if not bool((covered == mask).all()):

@@ -87,9 +87,9 @@ async def test_the_next_turn_extends_the_very_tokens_that_were_drawn(host: Host,
     (trajectory,) = await host.published()
     (segment,) = trajectory.segments
     assert unpack_tokens(segment.token_ids).tolist() == prompt + scripted(prompt, 0)[:2]
-    assert segment.version_spans == [VersionSpan(2, 4, 0), VersionSpan(7, 2, 2)]
+    assert segment.version_spans == [VersionSpan(2, 4, 0), VersionSpan(7, 2, 2, sampling=1)]
     assert trajectory.finish_reason == "length"
-    assert trajectory.sampling.temperature == 0.5
+    assert [sampling.temperature for sampling in trajectory.samplings] == [1.0, 0.5]
 
 
 async def test_tokens_may_be_given_instead_of_text(host: Host, engine: ScriptedEngine) -> None:

@@ -130,7 +130,7 @@ def trajectory(run_id: str, group_id: str, member: int = 0) -> Trajectory:
         task="sums",
         segments=[segment],
         reward=1.0,
-        sampling=SamplingParams(max_tokens=1),
+        samplings=[SamplingParams(max_tokens=1)],
         server_id="s0",
         opened_at=0.0,
         finished_at=0.0,

@@ -53,7 +53,7 @@ def a_rollout(
         segments=list(segments),
         reward=reward,
         reward_components={"success": float(reward > 0)},
-        sampling=sampling or SamplingParams(max_tokens=16),
+        samplings=[sampling or SamplingParams(max_tokens=16)],
         server_id="s0",
         opened_at=1.0,
         finished_at=2.0,

@@ -1,30 +1,35 @@
-"""Capture: what comes out is, token for token, what went in, and always a trajectory the trainer accepts."""
+"""Capture: what comes out is, token for token, what went in, once, and always a trajectory the trainer accepts."""
 
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_server.capture import Capture, CaptureError
+from rollout_server.capture import Capture, CaptureError, Node, path
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Segment, Trajectory, VersionSpan, check_trajectory, encode_trajectory
 
 tokens = st.integers(min_value=0, max_value=2**31 - 1)
+PLAIN = SamplingParams(max_tokens=1)
+WARM = SamplingParams(max_tokens=1, temperature=0.5)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sampled:
+    """An answer: what stands before it, what was drawn, and one logprob, version and span cut a token."""
+
+    prompt: list[int]
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
-    """One a token."""
     cuts: list[bool]
-    """Where an engine starts a new span although the version stays."""
+    sampling: SamplingParams
 
     def spans(self) -> list[VersionSpan]:
         spans: list[VersionSpan] = []
@@ -41,17 +46,16 @@ def sampled(draw: st.DrawFn) -> Sampled:
     ids = draw(st.lists(tokens, max_size=12))
     same = st.lists
     return Sampled(
+        draw(st.lists(tokens, max_size=12)),
         ids,
         draw(same(st.floats(-50.0, 0.0, width=32), min_size=len(ids), max_size=len(ids))),
         sorted(draw(same(st.integers(0, 4), min_size=len(ids), max_size=len(ids)))),
         draw(same(st.booleans(), min_size=len(ids), max_size=len(ids))),
+        draw(st.sampled_from([PLAIN, WARM])),
     )
 
 
-appends = st.lists(st.one_of(st.lists(tokens, max_size=12), sampled()), max_size=8)
-
-
-def as_trajectory(segments: list[Segment]) -> Trajectory:
+def as_trajectory(segments: list[Segment], samplings: list[SamplingParams]) -> Trajectory:
     return Trajectory(
         run_id="r",
         trajectory_id="t",
@@ -62,81 +66,160 @@ def as_trajectory(segments: list[Segment]) -> Trajectory:
         task="sums",
         segments=segments,
         reward=0.0,
-        sampling=SamplingParams(max_tokens=1),
+        samplings=samplings,
         server_id="s0",
         opened_at=0.0,
         finished_at=0.0,
     )
 
 
-def captured(parts: list[list[int] | Sampled]) -> Capture:
+def record(capture: Capture, parent: Node | None, part: Sampled) -> Node:
+    return capture.record(parent, part.prompt, part.token_ids, part.logprobs, part.spans(), part.sampling)
+
+
+Row = tuple[int, int, float, int | None, SamplingParams | None]
+
+
+def rows(segment: Segment, samplings: list[SamplingParams]) -> list[Row]:
+    """(token, mask, logprob, version, sampling) of every position."""
+    at = {position: span for span in segment.version_spans for position in range(span.start, span.start + span.length)}
+    columns = zip(
+        unpack_tokens(segment.token_ids).tolist(),
+        unpack_mask(segment.loss_mask).tolist(),
+        unpack_logprobs(segment.logprobs).tolist(),
+        strict=True,
+    )
+    return [
+        (token, mask, logprob, at[i].version if i in at else None, samplings[at[i].sampling] if i in at else None)
+        for i, (token, mask, logprob) in enumerate(columns)
+    ]
+
+
+@given(st.lists(sampled(), max_size=8))
+def test_a_conversation_that_only_grows_is_one_segment_with_every_token_as_it_was(parts: list[Sampled]) -> None:
     capture = Capture()
+    expected: list[Row] = []
     for part in parts:
-        if isinstance(part, Sampled):
-            capture.add_sampled(part.token_ids, part.logprobs, part.spans())
-        else:
-            capture.add_environment(part)
-    return capture
-
-
-@given(appends)
-def test_any_conversation_becomes_a_segment_that_the_trainer_accepts(parts: list[list[int] | Sampled]) -> None:
-    segments = captured(parts).segments()
-    check_trajectory(as_trajectory(segments))
-    encode_trajectory(as_trajectory(segments))
-    assert len(segments) <= 1
-
-
-@given(appends)
-def test_every_token_comes_out_once_with_its_own_mask_logprob_and_version(parts: list[list[int] | Sampled]) -> None:
-    expected: list[tuple[int, int, float, int | None]] = []
-    for part in parts:
-        if isinstance(part, Sampled):
-            rows = zip(part.token_ids, part.logprobs, part.versions, strict=True)
-            expected += [(token, 1, logprob, version) for token, logprob, version in rows]
-        else:
-            expected += [(token, 0, 0.0, None) for token in part]
-    capture = captured(parts)
+        record(capture, capture.tip, part)
+        expected += [(token, 0, 0.0, None, None) for token in part.prompt]
+        drawn = zip(part.token_ids, part.logprobs, part.versions, strict=True)
+        expected += [(token, 1, logprob, version, part.sampling) for token, logprob, version in drawn]
     segments = capture.segments()
+    check_trajectory(as_trajectory(segments, capture.samplings))
+    encode_trajectory(as_trajectory(segments, capture.samplings))
     assert capture.context == [row[0] for row in expected]
     assert capture.sampled == sum(row[1] for row in expected)
-    assert bool(segments) == bool(expected)
-    if not segments:
-        return
-    version_at = {
-        position: span.version
-        for span in segments[0].version_spans
-        for position in range(span.start, span.start + span.length)
-    }
-    found = list(
-        zip(
-            unpack_tokens(segments[0].token_ids).tolist(),
-            unpack_mask(segments[0].loss_mask).tolist(),
-            unpack_logprobs(segments[0].logprobs).tolist(),
-            [version_at.get(position) for position in range(len(expected))],
-            strict=True,
-        )
-    )
-    assert found == expected
+    assert len(segments) == (1 if capture.sampled else 0)
+    if segments:
+        assert rows(segments[0], capture.samplings) == expected
+        assert segments[0].break_reason is None
 
 
-@given(appends)
-def test_neighbouring_spans_of_one_version_are_one_span(parts: list[list[int] | Sampled]) -> None:
-    for segment in captured(parts).segments():
-        spans = segment.version_spans
-        for first, second in itertools.pairwise(spans):
-            assert first.start + first.length < second.start or first.version != second.version
+trees = st.lists(st.tuples(st.integers(0, 7), sampled()), min_size=1, max_size=8)
+"""Answers, each with the number of the earlier one that it extends (its own number or more: a root)."""
+
+
+def grow(branches: list[tuple[int, Sampled]], order: list[int]) -> tuple[Capture, dict[int, Node]]:
+    """Record answers in `order`, each as soon as the one that it extends is there."""
+    capture, nodes = Capture(), {}
+    for samplings in (PLAIN, WARM):  # their numbering may follow the order; here it must not
+        capture._sampling_index(samplings)
+    waiting = list(order)
+    while waiting:
+        number = next(i for i in waiting if branches[i][0] >= i or branches[i][0] in nodes)
+        waiting.remove(number)
+        parent = nodes.get(branches[number][0]) if branches[number][0] < number else None
+        nodes[number] = record(capture, parent, branches[number][1])
+    return capture, nodes
+
+
+@given(trees)
+def test_in_a_tree_every_drawn_token_is_trained_in_exactly_one_segment(branches: list[tuple[int, Sampled]]) -> None:
+    capture, nodes = grow(branches, list(range(len(branches))))
+    layout = capture.layout()
+    check_trajectory(as_trajectory(layout.segments, capture.samplings))
+    laid = [rows(segment, capture.samplings) for segment in layout.segments]
+    assert sum(mask for segment in laid for _, mask, *_ in segment) == capture.sampled
+    for number, node in nodes.items():
+        part = branches[number][1]
+        if not part.token_ids:
+            continue
+        segment, start = layout.places[node]
+        drawn = zip(part.token_ids, part.logprobs, part.versions, strict=True)
+        expected = [(token, 1, logprob, version, part.sampling) for token, logprob, version in drawn]
+        assert laid[segment][start : start + len(expected)] == expected
+        # ... and what stands before it is what the engine saw.
+        before = [token for token, *_ in laid[segment][:start]]
+        assert before + part.token_ids == path(node)
+
+
+@given(trees, st.randoms(use_true_random=False))
+def test_the_order_in_which_branches_come_changes_nothing(
+    branches: list[tuple[int, Sampled]], chance: random.Random
+) -> None:
+    order = list(range(len(branches)))
+    first, _ = grow(branches, order)
+    chance.shuffle(order)
+    second, _ = grow(branches, order)
+    assert first.segments() == second.segments()
+
+
+@given(trees, st.data())
+def test_a_prompt_finds_the_longest_path_that_it_extends(
+    branches: list[tuple[int, Sampled]], data: st.DataObject
+) -> None:
+    capture, nodes = grow(branches, list(range(len(branches))))
+    paths = [path(node) for node in nodes.values()]
+    prompt = data.draw(st.sampled_from(paths)) + data.draw(st.lists(tokens, max_size=3))
+    prompt = prompt[: data.draw(st.integers(0, len(prompt)))]
+    fitting = [each for each in paths if prompt[: len(each)] == each]
+    found = capture.find(prompt)
+    assert (found is None) == (not fitting)
+    if found is not None:
+        assert path(found) == max(fitting, key=len)
+
+
+def test_neighbouring_spans_of_one_version_and_sampling_are_one_span() -> None:
+    capture = Capture()
+    capture.record(None, [5], [8, 9], [-0.5, -0.25], [VersionSpan(0, 1, 4), VersionSpan(1, 1, 4)], PLAIN)
+    capture.record(capture.tip, [], [10], [-1.0], [VersionSpan(0, 1, 4)], PLAIN)
+    capture.record(capture.tip, [], [11], [-1.0], [VersionSpan(0, 1, 4)], WARM)
+    (segment,) = capture.segments()
+    assert segment.version_spans == [VersionSpan(1, 3, 4, 0), VersionSpan(4, 1, 4, 1)]
 
 
 def test_a_commit_inside_an_answer_shows_as_two_spans_of_one_segment() -> None:
     capture = Capture()
-    capture.add_environment([5, 6, 7])
-    capture.add_sampled([8, 9, 10], [-0.5, -0.25, -1.0], [VersionSpan(0, 2, 4), VersionSpan(2, 1, 5)])
-    capture.add_environment([11])
-    capture.add_sampled([12], [-2.0], [VersionSpan(0, 1, 5)])
+    versions = [VersionSpan(0, 2, 4), VersionSpan(2, 1, 5)]
+    capture.record(None, [5, 6, 7], [8, 9, 10], [-0.5, -0.25, -1.0], versions, PLAIN)
+    capture.record(capture.tip, [11], [12], [-2.0], [VersionSpan(0, 1, 5)], PLAIN)
     (segment,) = capture.segments()
     assert segment.version_spans == [VersionSpan(3, 2, 4), VersionSpan(5, 1, 5), VersionSpan(7, 1, 5)]
-    assert segment.break_reason is None
+
+
+def test_what_broke_off_says_why_and_what_branched_trains_only_its_own() -> None:
+    capture = Capture()
+    first = capture.record(None, [5], [8], [-0.5], [VersionSpan(0, 1, 0)], PLAIN)
+    capture.record(first, [6], [9, 9], [-0.5] * 2, [VersionSpan(0, 2, 0)], PLAIN)
+    capture.record(first, [7], [10], [-0.5], [VersionSpan(0, 1, 0)], PLAIN)
+    capture.record(None, [5, 5], [11], [-0.5], [VersionSpan(0, 1, 0)], PLAIN, "compaction")
+    found = [
+        (unpack_tokens(segment.token_ids).tolist(), list(segment.loss_mask), segment.break_reason)
+        for segment in capture.segments()
+    ]
+    assert found == [
+        ([5, 8, 6, 9, 9], [0, 1, 0, 1, 1], None),
+        ([5, 8, 7, 10], [0, 0, 0, 1], "branch"),
+        ([5, 5, 11], [0, 0, 1], "compaction"),
+    ]
+
+
+def test_a_conversation_of_many_turns_needs_no_recursion() -> None:
+    capture = Capture()
+    for _ in range(3000):
+        capture.record(capture.tip, [5], [8], [-0.5], [VersionSpan(0, 1, 0)], PLAIN)
+    (segment,) = capture.segments()
+    assert list(itertools.islice(segment.loss_mask, 4)) == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -155,8 +238,8 @@ def test_an_answer_that_contradicts_itself_is_refused_whole(
     token_ids: list[int], logprobs: list[float], spans: list[VersionSpan], says: str
 ) -> None:
     capture = Capture()
-    capture.add_environment([3])
+    capture.record(None, [3], [4], [-1.0], [VersionSpan(0, 1, 0)], PLAIN)
     with pytest.raises(CaptureError, match=says):
-        capture.add_sampled(token_ids, logprobs, spans)
-    assert capture.context == [3]
-    check_trajectory(as_trajectory(capture.segments()))
+        capture.record(capture.tip, [3], token_ids, logprobs, spans, PLAIN)
+    assert capture.context == [3, 4]
+    check_trajectory(as_trajectory(capture.segments(), capture.samplings))

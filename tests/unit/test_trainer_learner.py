@@ -51,7 +51,7 @@ def reference_gradients(
             for segment in member.payload.segments:
                 ids = torch.frombuffer(bytearray(segment.token_ids), dtype=torch.int32).long()
                 behaviour = torch.frombuffer(bytearray(segment.logprobs), dtype=torch.float32).double()
-                logits = exact(input_ids=ids[None]).logits[0] / member.payload.sampling.temperature
+                logits = exact(input_ids=ids[None]).logits[0] / member.payload.samplings[0].temperature
                 for span in segment.version_spans:
                     if version - span.version > k:
                         continue

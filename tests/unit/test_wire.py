@@ -38,7 +38,7 @@ def a_trajectory(**changes: object) -> Trajectory:
         task="running-sums",
         segments=[segment],
         reward=1.0,
-        sampling=SamplingParams(max_tokens=4),
+        samplings=[SamplingParams(max_tokens=4)],
         server_id="s0",
         opened_at=1.0,
         finished_at=2.0,
