@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from clients.environment import Environment, Problem
 from clients.play import Played, play_group
-from clients.rollout import ServerUnreachableError
+from clients.repeating import ServerUnreachableError
 from clients.server_pool import ServerPool
 from services.wire.errors import NotFoundError, NotReadyError
 from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody

@@ -1,4 +1,4 @@
-"""The rollout client: open a group, take turns in it, finish it, over a rollout server's REST API.
+"""The rollout client: groups and sessions over a rollout server's REST API. `clients.rollout_sync` is its blocking twin.
 
     async with RolloutClient("http://127.0.0.1:8100") as client:
         sampling = SamplingBody(max_tokens=16)
@@ -8,30 +8,27 @@
         rewards = [SessionReward(session_id=r.session_id, reward=1.0, components={"success": 1.0}) for r in taken.results]
         await client.finish_group(group.group_id, FinishGroup(rewards=rewards))
 
-Error answers come back as the typed errors that the server raised. Repeated, with back-off, until `patience_s` is over:
-connections that could not be made, 429 (after its Retry-After) and 503. A connection that broke after the request was
-sent is repeated only where that is safe (`finish_group` and reads); elsewhere it raises ServerUnreachableError at once,
-because the first call may have been carried out.
+        session = await client.open_session(OpenSession(env="my-agent"))
+        ...  # an OpenAI client with base_url=session.base_url and api_key=session.api_key does its work
+        await client.finish_session(session.session_id, FinishSession(reward=1.0))
+
+Error answers come back as the typed errors that the server raised; `clients.repeating` says which calls are sent again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import TypeVar
 
 import aiohttp
-from pydantic import BaseModel, ValidationError
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay
 from yarl import URL
 
+from clients import calls
+from clients.calls import AnswerT, Call
+from clients.repeating import ServerUnreachableError, first_pause_s, pause, worth_repeating
 from services.wire.error_answer import typed_error
-from services.wire.errors import (
-    CapacityError,
-    NotReadyError,
-    RollmeshError,
-    WireError,
-)
+from services.wire.errors import RollmeshError
 from services.wire.rollout_api import (
     FinishGroup,
     GroupFinished,
@@ -41,40 +38,39 @@ from services.wire.rollout_api import (
     TakeTurns,
     TurnsTaken,
 )
+from services.wire.session_api import (
+    FinishSession,
+    GiveReward,
+    GroupState,
+    OpenSession,
+    SessionFinished,
+    SessionOpened,
+    SessionStatus,
+    TrajectoryMessages,
+    TrajectoryPage,
+    TrajectoryTokens,
+)
 
-TURN_TIMEOUT_S = 120.0
-"""Longest wait for one answer; above it the server is taken for lost."""
-CALL_TIMEOUT_S = 15.0
 # A server closes a connection that was idle for 5 s; ours must be given up before, or a call meets a closing one.
 _KEEP_ALIVE_S = 3.0
-_JSON = {"Content-Type": "application/json"}
-
-AnswerT = TypeVar("AnswerT", bound=BaseModel)
-
-
-class ServerUnreachableError(RollmeshError):
-    """No connection, or one that broke. `sent`: the request may have arrived and been carried out."""
-
-    status = 502
-    code = "unreachable"
-
-    def __init__(self, url: str, why: str, *, sent: bool) -> None:
-        super().__init__(f"{url} cannot be reached ({why})", "see whether the rollout server runs and is ready")
-        self.sent = sent
 
 
 class RolloutClient:
     """One server's rollout API. Use as an async context manager; any number of calls may be in flight."""
 
-    def __init__(self, url: str, *, patience_s: float = 30.0) -> None:
-        """`url` such as `http://127.0.0.1:8100`; `patience_s` bounds the time spent on repeating one call."""
+    def __init__(self, url: str, *, api_key: str | None = None, patience_s: float = 30.0) -> None:
+        """`url` such as `http://127.0.0.1:8100`; `api_key`: the agent key of a server that asks for one.
+
+        `patience_s` bounds the time spent on repeating one call.
+        """
         self.url = url.rstrip("/")
         self._patience_s = patience_s
+        self._headers = headers(api_key)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> RolloutClient:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector, headers=_JSON, auto_decompress=False)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=False)
         return self
 
     async def __aexit__(
@@ -88,68 +84,96 @@ class RolloutClient:
 
         Raises ConcludedError when the run is over, CapacityError when admission stayed closed throughout.
         """
-        return await self._call("POST", "/groups", body, GroupOpened, body.wait_s + CALL_TIMEOUT_S)
+        return await self._call(calls.open_group(body))
 
     async def take_turns(self, group_id: str, body: TakeTurns) -> TurnsTaken:
         """Extend sessions and let the policy speak in each. Never repeated once sent: a turn is taken once."""
-        return await self._call("POST", f"/groups/{group_id}/turns", body, TurnsTaken, TURN_TIMEOUT_S)
+        return await self._call(calls.take_turns(group_id, body))
 
     async def finish_group(self, group_id: str, body: FinishGroup) -> GroupFinished:
         """Hand in the rewards; the trajectories are published exactly once, however often this is repeated."""
-        path = f"/groups/{group_id}/finish"
-        return await self._call("POST", path, body, GroupFinished, CALL_TIMEOUT_S, repeatable=True)
+        return await self._call(calls.finish_group(group_id, body))
+
+    async def group_state(self, group_id: str) -> GroupState:
+        """Which siblings of a group have finished, and which are missing."""
+        return await self._call(calls.group_state(group_id))
 
     async def run_state(self, patience_s: float | None = None) -> RunState:
         """How far the run is. `patience_s` overrides the client's, for waiting until a server has started."""
-        return await self._call("GET", "/run", None, RunState, CALL_TIMEOUT_S, repeatable=True, patience_s=patience_s)
+        return await self._call(calls.run_state(), patience_s)
 
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        body: BaseModel | None,
-        answer: type[AnswerT],
-        timeout_s: float,
-        *,
-        repeatable: bool = False,
-        patience_s: float | None = None,
-    ) -> AnswerT:
-        payload = None if body is None else body.model_dump_json(exclude_none=True).encode()
+    async def open_session(self, body: OpenSession) -> SessionOpened:
+        """Open a session, held by the server up to `body.wait_s` for admission; repeated calls open it once.
+
+        Raises ConflictError for an id that is taken by another body, ConcludedError and CapacityError as `open_group`.
+        """
+        return await self._call(calls.open_session(body))
+
+    async def session_status(self, session_id: str) -> SessionStatus:
+        return await self._call(calls.session_status(session_id))
+
+    async def give_reward(self, session_id: str, body: GiveReward) -> SessionStatus:
+        """Reward the session, or one of its calls. Raises SessionConcludedError when it has ended."""
+        return await self._call(calls.give_reward(session_id, body))
+
+    async def finish_session(self, session_id: str, body: FinishSession) -> SessionFinished:
+        """End the session and write its trajectory, exactly once however often this is repeated."""
+        return await self._call(calls.finish_session(session_id, body))
+
+    async def abort_session(self, session_id: str) -> SessionStatus:
+        """End the session without a trajectory."""
+        return await self._call(calls.abort_session(session_id))
+
+    async def heartbeat(self, session_id: str) -> SessionStatus:
+        """Keep an idle session alive. Raises SessionExpiredError or SessionConcludedError when it is too late."""
+        return await self._call(calls.heartbeat(session_id))
+
+    async def delete_session(self, session_id: str) -> None:
+        """Forget the session: it is aborted if it is open."""
+        await self._call(calls.delete_session(session_id))
+
+    async def trajectory_tokens(self, session_id: str) -> TrajectoryTokens:
+        """What was captured so far, as tokens."""
+        return await self._call(calls.trajectory_tokens(session_id))
+
+    async def trajectory_messages(self, session_id: str) -> TrajectoryMessages:
+        """What was captured so far, as the agent saw it."""
+        return await self._call(calls.trajectory_messages(session_id))
+
+    async def trajectories(self, after: str = "", *, limit: int = 100, wait_s: float = 0.0) -> TrajectoryPage:
+        """Finished trajectories in the order of their completion; the server waits up to `wait_s` for the first."""
+        return await self._call(calls.trajectories(after, limit, wait_s))
+
+    async def _call(self, call: Call[AnswerT], patience_s: float | None = None) -> AnswerT:
         try:
             # Nearly always this is all: the retrying machinery would cost half as much again as the call.
-            content = await self._send(method, path, payload, timeout_s)
+            content = await self._send(call)
         except RollmeshError as error:
             patience_s = self._patience_s if patience_s is None else patience_s
-            pause_s = _first_pause_s(error)
-            if not _worth_repeating(error, repeatable) or pause_s > patience_s:
+            pause_s = first_pause_s(error)
+            if not worth_repeating(error, call.repeatable) or pause_s > patience_s:
                 raise
             await asyncio.sleep(pause_s)
-            content = await self._repeat(method, path, payload, timeout_s, repeatable, patience_s - pause_s)
-        try:
-            return answer.model_validate_json(content)
-        except ValidationError as error:
-            what = f"{method} {self.url}{path} answered no {answer.__name__} ({error.error_count()} errors)"
-            raise WireError(what, "run client and server of the same version") from error
+            content = await self._repeat(call, patience_s - pause_s)
+        return call.read(self.url, content)
 
-    async def _repeat(
-        self, method: str, path: str, payload: bytes | None, timeout_s: float, repeatable: bool, patience_s: float
-    ) -> bytes:
+    async def _repeat(self, call: Call[AnswerT], patience_s: float) -> bytes:
         retrying = AsyncRetrying(
-            retry=retry_if_exception(lambda error: _worth_repeating(error, repeatable)),
-            wait=_pause,
+            retry=retry_if_exception(lambda error: worth_repeating(error, call.repeatable)),
+            wait=pause,
             stop=stop_after_delay(patience_s),
             reraise=True,
         )
-        content: bytes = await retrying(self._send, method, path, payload, timeout_s)
+        content: bytes = await retrying(self._send, call)
         return content
 
-    async def _send(self, method: str, path: str, payload: bytes | None, timeout_s: float) -> bytes:
+    async def _send(self, call: Call[AnswerT]) -> bytes:
         if self._session is None:
             raise RuntimeError("use the client as an async context manager: async with RolloutClient(url) as client")
-        url = URL(f"{self.url}{path}", encoded=True)
+        url = URL(f"{self.url}{call.path}", encoded=True)
         try:
             async with self._session.request(
-                method, url, data=payload, timeout=aiohttp.ClientTimeout(total=timeout_s)
+                call.method, url, data=call.payload, timeout=aiohttp.ClientTimeout(total=call.timeout_s)
             ) as response:
                 content = await response.read()
         except aiohttp.ClientConnectorError as error:
@@ -157,29 +181,13 @@ class RolloutClient:
         except aiohttp.ClientError as error:
             raise ServerUnreachableError(self.url, str(error) or type(error).__name__, sent=True) from error
         except TimeoutError as error:
-            raise ServerUnreachableError(self.url, f"no answer in {timeout_s:g} s", sent=True) from error
+            raise ServerUnreachableError(self.url, f"no answer in {call.timeout_s:g} s", sent=True) from error
         if response.status < 400:
             return content
-        raise typed_error(f"{method} {url}", response.status, response.headers.get("Retry-After"), content)
+        raise typed_error(f"{call.method} {url}", response.status, response.headers.get("Retry-After"), content)
 
 
-def _worth_repeating(error: BaseException, repeatable: bool) -> bool:
-    match error:
-        case ServerUnreachableError():
-            return repeatable or not error.sent
-        case CapacityError() | NotReadyError():
-            return True
-        case _:
-            return False
-
-
-def _first_pause_s(error: RollmeshError) -> float:
-    return error.retry_after_s if isinstance(error, CapacityError) else 0.02
-
-
-_back_off = wait_random_exponential(multiplier=0.05, max=0.3)
-
-
-def _pause(state: RetryCallState) -> float:
-    error = state.outcome.exception() if state.outcome is not None else None
-    return error.retry_after_s if isinstance(error, CapacityError) else _back_off(state)
+def headers(api_key: str | None) -> dict[str, str]:
+    """What every request of a client says."""
+    kind = {"Content-Type": "application/json"}
+    return kind if api_key is None else kind | {"Authorization": f"Bearer {api_key}"}

@@ -21,7 +21,8 @@ import structlog
 from clients.environment import Environment
 from clients.evaluation import EvaluationRecord, Measured, evaluate
 from clients.play import Played, play_group
-from clients.rollout import RolloutClient, ServerUnreachableError
+from clients.repeating import ServerUnreachableError
+from clients.rollout import RolloutClient
 from clients.server_pool import ServerPool
 from services.wire.errors import (
     CapacityError,

@@ -10,21 +10,41 @@ from services.wire.errors import (
     CapacityError,
     ConcludedError,
     ConflictError,
+    ContextLengthError,
     DeadlineError,
+    ForbiddenError,
     NotFoundError,
     NotReadyError,
     RollmeshError,
+    SessionConcludedError,
+    SessionExpiredError,
+    UnauthenticatedError,
+    UnsupportedParameterError,
     UsageError,
     WireError,
 )
 from services.wire.rollout_api import ErrorBody
 
+
+class PromptTooLongError(ContextLengthError):
+    """A ContextLengthError as it comes back: the two lengths stand in the server's words only."""
+
+    def __init__(self, what: str) -> None:
+        RollmeshError.__init__(self, what)
+
+
 _KINDS: tuple[type[RollmeshError], ...] = (
     ConcludedError,
     ConflictError,
     DeadlineError,
+    ForbiddenError,
     NotFoundError,
     NotReadyError,
+    PromptTooLongError,
+    SessionConcludedError,
+    SessionExpiredError,
+    UnauthenticatedError,
+    UnsupportedParameterError,
     UsageError,
     WireError,
 )

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from clients.environments import make_environment
-from clients.rollout import RolloutClient, ServerUnreachableError
+from clients.repeating import ServerUnreachableError
+from clients.rollout import RolloutClient
 from clients.runner import RunnerPlan, run_environment
 from services.settings import RunSettings
 from services.wire.errors import CapacityError, ConcludedError, NotFoundError, UsageError

@@ -1,0 +1,152 @@
+"""Every call of a rollout server's API, described once: both clients, async and sync, send what stands here.
+
+    open_session(body) ──► Call(method, path, payload, answer, timeout_s, repeatable)
+                                 └── the transport sends `payload` ──► content ──► `read` ──► typed answer
+
+`repeatable`: sending it twice does what sending it once does, so a call whose answer was lost may be sent again. Opening a
+group and taking a turn are not: each of them done twice would be two.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+from urllib.parse import quote, urlencode
+
+from pydantic import BaseModel, ValidationError
+
+from services.wire.errors import WireError
+from services.wire.rollout_api import (
+    FinishGroup,
+    GroupFinished,
+    GroupOpened,
+    OpenGroup,
+    RunState,
+    TakeTurns,
+    TurnsTaken,
+)
+from services.wire.session_api import (
+    FinishSession,
+    GiveReward,
+    GroupState,
+    OpenSession,
+    SessionFinished,
+    SessionOpened,
+    SessionStatus,
+    TrajectoryMessages,
+    TrajectoryPage,
+    TrajectoryTokens,
+)
+
+TURN_TIMEOUT_S = 120.0
+"""Longest wait for one answer; above it the server is taken for lost."""
+CALL_TIMEOUT_S = 15.0
+
+AnswerT = TypeVar("AnswerT")
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[AnswerT]):
+    """`path` is encoded and starts with a slash; `payload` is JSON, None for a call without a body."""
+
+    method: str
+    path: str
+    payload: bytes | None
+    answer: Callable[[bytes], AnswerT]
+    timeout_s: float = CALL_TIMEOUT_S
+    repeatable: bool = False
+
+    def read(self, url: str, content: bytes) -> AnswerT:
+        """The answer of the server at `url`. Raises WireError when it is not what this version of the API says."""
+        try:
+            return self.answer(content)
+        except ValidationError as error:
+            what = f"{self.method} {url}{self.path} answered no {error.title} ({error.error_count()} errors)"
+            raise WireError(what, "run client and server of the same version") from error
+
+
+def open_group(body: OpenGroup) -> Call[GroupOpened]:
+    return Call("POST", "/groups", _json(body), GroupOpened.model_validate_json, body.wait_s + CALL_TIMEOUT_S)
+
+
+def take_turns(group_id: str, body: TakeTurns) -> Call[TurnsTaken]:
+    path = f"/groups/{quote(group_id)}/turns"
+    return Call("POST", path, _json(body), TurnsTaken.model_validate_json, TURN_TIMEOUT_S)
+
+
+def finish_group(group_id: str, body: FinishGroup) -> Call[GroupFinished]:
+    path = f"/groups/{quote(group_id)}/finish"
+    return Call("POST", path, _json(body), GroupFinished.model_validate_json, repeatable=True)
+
+
+def group_state(group_id: str) -> Call[GroupState]:
+    return _get(f"/groups/{quote(group_id)}", GroupState)
+
+
+def run_state() -> Call[RunState]:
+    return _get("/run", RunState)
+
+
+def open_session(body: OpenSession) -> Call[SessionOpened]:
+    """The id is chosen here where the body has none: the server then knows a repeated call for what it is."""
+    if body.session_id is None:
+        body = body.model_copy(update={"session_id": f"s-{secrets.token_hex(16)}"})
+    timeout_s = body.wait_s + CALL_TIMEOUT_S
+    return Call("POST", "/sessions", _json(body), SessionOpened.model_validate_json, timeout_s, repeatable=True)
+
+
+def session_status(session_id: str) -> Call[SessionStatus]:
+    return _get(_session(session_id), SessionStatus)
+
+
+def give_reward(session_id: str, body: GiveReward) -> Call[SessionStatus]:
+    return _session_call(session_id, "reward", _json(body), SessionStatus)
+
+
+def finish_session(session_id: str, body: FinishSession) -> Call[SessionFinished]:
+    return _session_call(session_id, "finish", _json(body), SessionFinished)
+
+
+def abort_session(session_id: str) -> Call[SessionStatus]:
+    return _session_call(session_id, "abort", None, SessionStatus)
+
+
+def heartbeat(session_id: str) -> Call[SessionStatus]:
+    return _session_call(session_id, "heartbeat", None, SessionStatus)
+
+
+def delete_session(session_id: str) -> Call[None]:
+    return Call("DELETE", _session(session_id), None, lambda _: None, repeatable=True)
+
+
+def trajectory_tokens(session_id: str) -> Call[TrajectoryTokens]:
+    return _get(f"{_session(session_id)}/trajectory?format=tokens", TrajectoryTokens)
+
+
+def trajectory_messages(session_id: str) -> Call[TrajectoryMessages]:
+    return _get(f"{_session(session_id)}/trajectory?format=messages", TrajectoryMessages)
+
+
+def trajectories(after: str, limit: int, wait_s: float) -> Call[TrajectoryPage]:
+    asked = {"after": after} if after else {}
+    query = urlencode(asked | {"limit": limit, "wait_s": wait_s})
+    return _get(f"/trajectories?{query}", TrajectoryPage, CALL_TIMEOUT_S + wait_s)
+
+
+def _get(path: str, answer: type[ModelT], timeout_s: float = CALL_TIMEOUT_S) -> Call[ModelT]:
+    return Call("GET", path, None, answer.model_validate_json, timeout_s, repeatable=True)
+
+
+def _session(session_id: str) -> str:
+    return f"/sessions/{quote(session_id)}"
+
+
+def _session_call(session_id: str, verb: str, payload: bytes | None, answer: type[ModelT]) -> Call[ModelT]:
+    return Call("POST", f"{_session(session_id)}/{verb}", payload, answer.model_validate_json, repeatable=True)
+
+
+def _json(body: BaseModel) -> bytes:
+    return body.model_dump_json(exclude_none=True).encode()
