@@ -25,7 +25,9 @@ PauseMode = Literal["abort", "wait", "keep"]
 class GenerationRequest:
     """Draw `n` continuations of `prompt_token_ids`.
 
-    `stream`: deltas as tokens are drawn; otherwise one delta a sample, when it has finished.
+    `stream`: deltas as tokens are drawn; otherwise one delta a sample, when it has finished. `top_logprobs`: how many of
+    the likeliest tokens to tell at every position, 0 … 20. `cache_salt`: only requests with the same one may share cached
+    prefixes; engines without such a cache ignore it.
     """
 
     request_id: str
@@ -33,6 +35,8 @@ class GenerationRequest:
     sampling: SamplingParams
     n: int = 1
     stream: bool = False
+    top_logprobs: int = 0
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class GenerationDelta:
     """Tokens drawn for sample `index` since its last delta.
 
     `token_ids`, `logprobs`: equal lengths. `versions` are spans over *this delta's* tokens (start 0 is its first token).
-    `finish_reason` is set on the last delta of a sample.
+    `finish_reason` is set on the last delta of a sample. `top_logprobs`: for each token the likeliest (id, logprob), best
+    first, of the distribution that `logprobs` are of; never one of probability 0; None unless asked for.
     """
 
     request_id: str
@@ -49,6 +54,7 @@ class GenerationDelta:
     logprobs: list[float]
     versions: list[VersionSpan]
     finish_reason: FinishReason | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,8 @@ class Engine(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
         """Yield deltas until each of the `n` samples has had one with a `finish_reason`.
 
-        Closing the iterator early aborts the request. Raises UsageError for a prompt that does not fit.
+        Closing the iterator early aborts the request. Raises ContextLengthError for a prompt that does not fit and
+        UsageError for ids or parameters that no engine can draw with (`request_check`).
         """
         ...
 
@@ -172,4 +179,11 @@ def _join(first: GenerationDelta, second: GenerationDelta) -> GenerationDelta:
         logprobs=first.logprobs + second.logprobs,
         versions=spans,
         finish_reason=second.finish_reason,
+        top_logprobs=_join_alternatives(first, second),
     )
+
+
+def _join_alternatives(first: GenerationDelta, second: GenerationDelta) -> list[list[tuple[int, float]]] | None:
+    if first.top_logprobs is None and second.top_logprobs is None:
+        return None
+    return [*(first.top_logprobs or []), *(second.top_logprobs or [])]

@@ -19,8 +19,10 @@ import torch
 from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest
 from rollout_server.engines.errors import NonFiniteLogitsError
 from rollout_server.engines.kv_slots import KvSlots
+from rollout_server.engines.logit_shaping import LogitShaping, ShapedRow
 from rollout_server.engines.policy_forward import PolicyForward
-from rollout_server.engines.sampler import RowParameters, Sampler, UniformSource, seeded_source
+from rollout_server.engines.request_check import drawable_stops
+from rollout_server.engines.sampler import Drawn, RowParameters, Sampler, UniformSource, seeded_source
 from services.wire.errors import RollmeshError
 from services.wire.trajectory import VersionSpan
 
@@ -58,6 +60,7 @@ class _Sample:
     marks: list[tuple[int, int]]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
     sent: int = 0
 
 
@@ -81,13 +84,14 @@ class RunningBatch:
         self._sampler = sampler
         self._max_running = max_running
         self._max_model_len = max_model_len
-        self._eos = frozenset(eos_token_ids)
+        self._eos = tuple(eos_token_ids)
         self._vocabulary = vocabulary
         self._device = device
         self._waiting: deque[_Ticket] = deque()
         self._samples: list[_Sample] = []
         self._newest: list[int] = []
         self._rows: RowParameters | None = None
+        self._shaping: LogitShaping | None = None
         self._seeded: list[tuple[int, UniformSource]] = []
         self.outbox: list[Outcome] = []
 
@@ -105,8 +109,7 @@ class RunningBatch:
         """Queue a request; first come, first served."""
         sampling = request.sampling
         limit = min(sampling.max_tokens, self._max_model_len - len(request.prompt_token_ids))
-        stops = frozenset(sampling.stop_token_ids)
-        self._waiting.append(_Ticket(request, limit, stops if sampling.ignore_eos else stops | self._eos))
+        self._waiting.append(_Ticket(request, limit, drawable_stops(sampling, self._vocabulary, self._eos)))
 
     def step(self, version: int, *, admit: bool) -> int:
         """Extend every running sample by one token, start newcomers if `admit`; returns how many tokens were drawn."""
@@ -119,19 +122,19 @@ class RunningBatch:
             parts.append(self._prefill(version))
         if not parts:
             return 0
-        if self._rows is None:
-            self._rows = RowParameters(
-                [sample.ticket.request.sampling for sample in self._samples], self._vocabulary, self._device
-            )
-            self._seeded = [(row, s.source) for row, s in enumerate(self._samples) if s.source is not None]
+        rows = self._rows or self._describe_rows()
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        tokens, logprobs = self._sampler.draw(logits, self._rows, self._seeded)
-        if not math.isfinite(sum(logprobs)):
+        if self._shaping is not None:
+            self._shaping.apply(logits)
+        drawn = self._sampler.draw(logits, rows, self._seeded)
+        if not math.isfinite(sum(drawn.logprobs)):
             self.fail_running(NonFiniteLogitsError(version))
             return 0
-        drawn = len(tokens)  # before `_record`, which drops finished rows from the list
-        self._record(tokens, logprobs)
-        return drawn
+        if self._shaping is not None:
+            self._shaping.drew(drawn.tokens)
+        count = len(drawn.tokens)  # before `_record`, which drops finished rows from the list
+        self._record(drawn)
+        return count
 
     def mark_version(self, version: int) -> None:
         """Tokens drawn from now on are `version`'s."""
@@ -154,7 +157,8 @@ class RunningBatch:
             if chosen is None or request.request_id in chosen:
                 touched.add(request.request_id)
                 for index in range(ticket.started, request.n):
-                    self.outbox.append(GenerationDelta(request.request_id, index, [], [], [], "abort"))
+                    likeliest: list[list[tuple[int, float]]] | None = [] if request.top_logprobs else None
+                    self.outbox.append(GenerationDelta(request.request_id, index, [], [], [], "abort", likeliest))
             else:
                 kept.append(ticket)
         self._waiting = kept
@@ -174,6 +178,24 @@ class RunningBatch:
         outcomes, self.outbox = self.outbox, []
         return outcomes
 
+    def _describe_rows(self) -> RowParameters:
+        """Tell the sampler of the rows there are now."""
+        requests = [sample.ticket.request for sample in self._samples]
+        self._rows = RowParameters(
+            [request.sampling for request in requests],
+            self._vocabulary,
+            self._device,
+            [request.top_logprobs for request in requests],
+        )
+        self._seeded = [(row, s.source) for row, s in enumerate(self._samples) if s.source is not None]
+        shaped = [
+            ShapedRow(row, request.sampling, request.prompt_token_ids, sample.tokens, sample.ticket.stops)
+            for row, (sample, request) in enumerate(zip(self._samples, requests, strict=True))
+            if request.sampling.shifts
+        ]
+        self._shaping = LogitShaping(shaped, self._vocabulary, self._device) if shaped else None
+        return self._rows
+
     def _prefill(self, version: int) -> torch.Tensor:
         """Start as many waiting siblings as fit; returns their logits `[new rows, vocabulary]`."""
         prompts: list[list[int]] = []
@@ -190,7 +212,7 @@ class RunningBatch:
             copies.append(count)
             seed = ticket.request.sampling.seed
             for index in range(ticket.started, ticket.started + count):
-                source = None if seed is None else seeded_source(seed, index)
+                source = None if seed is None or seed == -1 else seeded_source(seed, index)
                 self._samples.append(_Sample(ticket, index, source, [(0, version)]))
             free -= count
             ticket.started += count
@@ -207,10 +229,14 @@ class RunningBatch:
         pick = torch.from_numpy(np.repeat(np.arange(len(prompts)), copies)).to(self._device)
         return logits.index_select(0, pick)
 
-    def _record(self, tokens: list[int], logprobs: list[float]) -> None:
+    def _record(self, drawn: Drawn) -> None:
         finished: list[tuple[int, FinishReason]] = []
-        self._newest = tokens
-        for row, (sample, token, logprob) in enumerate(zip(self._samples, tokens, logprobs, strict=True)):
+        self._newest = drawn.tokens
+        if drawn.likeliest is not None:
+            for sample, told in zip(self._samples, drawn.likeliest, strict=True):
+                if sample.ticket.request.top_logprobs:
+                    sample.likeliest.append(told)
+        for row, (sample, token, logprob) in enumerate(zip(self._samples, drawn.tokens, drawn.logprobs, strict=True)):
             sample.tokens.append(token)
             sample.logprobs.append(logprob)
             ticket = sample.ticket
@@ -249,4 +275,6 @@ def _delta(sample: _Sample, reason: FinishReason | None) -> GenerationDelta:
     tokens, logprobs = (sample.tokens, sample.logprobs) if sent == 0 else (sample.tokens[sent:], sample.logprobs[sent:])
     if reason is None:
         tokens, logprobs = list(tokens), list(logprobs)
-    return GenerationDelta(sample.ticket.request.request_id, sample.index, tokens, logprobs, spans, reason)
+    request = sample.ticket.request
+    likeliest = sample.likeliest[sent:] if request.top_logprobs else None
+    return GenerationDelta(request.request_id, sample.index, tokens, logprobs, spans, reason, likeliest)

@@ -1,17 +1,19 @@
 """Drawing tokens for all rows at once, each row by its own parameters.
 
-    logits ─► ÷ temperature ─► top-k ─► top-p ─► cumulative distribution ─► first entry above a uniform number
+    logits ─► ÷ temperature ─► min-p, top-k, top-p ─► cumulative distribution ─► first entry above a uniform number
 
-One uniform number a token (inverse-transform sampling, in float64) makes a seeded request's draws its own: no neighbour
-can shift them. The work of top-k and top-p (a sort) is done only while a row asks for it.
+One uniform number a token (inverse-transform sampling, in float64, over the vocabulary in its own order) makes a seeded
+request's draws its own: no neighbour can shift them. The work of the cuts (a sort) is done only while a row asks for it.
 
 Logprobs are those of the distribution really drawn from, float32 from a float32 log-softmax; for greedy rows those of the
-plain softmax.
+plain softmax of the logits that come in (`logit_shaping` has changed them where a row asked for it).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -28,28 +30,47 @@ class UniformSource(Protocol):
     def random(self) -> float: ...
 
 
-class RowParameters:
-    """The parameters of the rows of one batch, as tensors. Made anew when rows come or go."""
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token and its logprob a row. `likeliest`: for each row the (id, logprob) asked for, best first."""
 
-    def __init__(self, rows: Sequence[SamplingParams], vocabulary: int, device: torch.device) -> None:
-        self.all_greedy = all(row.temperature == 0.0 for row in rows)
-        restricted = any(row.top_p < 1.0 or 0 < row.top_k < vocabulary for row in rows)
-        self.plain = not restricted and not any(row.temperature == 0.0 for row in rows)
+    tokens: list[int]
+    logprobs: list[float]
+    likeliest: list[list[tuple[int, float]]] | None = None
+
+
+class RowParameters:
+    """The parameters of the rows of one batch, as tensors. Made anew when rows come or go.
+
+    `likeliest`: how many alternatives each row wants told; none for any row, if left out.
+    """
+
+    def __init__(
+        self, rows: Sequence[SamplingParams], vocabulary: int, device: torch.device, likeliest: Sequence[int] = ()
+    ) -> None:
+        self.likeliest = [min(count, vocabulary) for count in likeliest] if any(likeliest) else []
+        greedy = [row.temperature == 0.0 for row in rows]
+        free = [no_draw or not row.cuts for row, no_draw in zip(rows, greedy, strict=True)]
+        self.all_greedy = all(greedy) and not self.likeliest
+        self.plain = all(free) and not any(greedy) and not self.likeliest
         self.temperature = _column([row.temperature or 1.0 for row in rows], np.float32, device)
         if self.plain or self.all_greedy:
             return
-        self.greedy = _column([row.temperature == 0.0 for row in rows], np.bool_, device)
-        whole = [row.temperature == 0.0 for row in rows]
+        pairs = list(zip(rows, free, strict=True))
+        self.greedy = _column(greedy, np.bool_, device)
+        self.floor = _column(
+            [-math.inf if whole or row.min_p <= 0.0 else math.log(row.min_p) for row, whole in pairs],
+            np.float32,
+            device,
+        )
         self.top_k = _column(
-            [vocabulary if all_of or row.top_k < 1 else row.top_k for row, all_of in zip(rows, whole, strict=True)],
+            [vocabulary if whole or row.top_k < 1 else min(row.top_k, vocabulary) for row, whole in pairs],
             np.int64,
             device,
         )
         # Above 1, so that rounding in the cumulative sum cannot cut the tail of a row that wants all of it.
         self.top_p = _column(
-            [2.0 if all_of or row.top_p >= 1.0 else row.top_p for row, all_of in zip(rows, whole, strict=True)],
-            np.float64,
-            device,
+            [2.0 if whole or row.top_p >= 1.0 else row.top_p for row, whole in pairs], np.float64, device
         )
 
 
@@ -62,15 +83,14 @@ class Sampler:
         logits = torch.zeros(3, vocabulary, device=device)
         uniforms = torch.full((3, 1), 0.5, dtype=torch.float64, device=device)
         ones = torch.ones(3, 1, device=device)
-        everything = (ones.bool(), ones.long(), ones.double())
+        everything = (ones.bool(), -ones, ones.long(), ones.double())
         self._greedy = record(draw_greedy, (logits,))
         self._plain = record(draw_plain, (logits, uniforms, ones))
         self._restricted = record(draw_restricted, (logits, uniforms, ones, *everything))
 
-    def draw(
-        self, logits: torch.Tensor, rows: RowParameters, seeded: Sequence[tuple[int, UniformSource]]
-    ) -> tuple[list[int], list[float]]:
-        """Token ids and logprobs, one a row, from float32 logits `[rows, vocabulary]`. `seeded`: (row, its source)."""
+    def draw(self, logits: torch.Tensor, rows: RowParameters, seeded: Sequence[tuple[int, UniformSource]]) -> Drawn:
+        """Tokens and logprobs from float32 logits `[rows, vocabulary]`. `seeded`: (row, its source)."""
+        likeliest = None
         if rows.all_greedy:
             drawn = self._greedy(logits)
         else:
@@ -81,9 +101,11 @@ class Sampler:
             if rows.plain:
                 drawn = self._plain(logits, column, rows.temperature)
             else:
-                drawn = self._restricted(logits, column, rows.temperature, rows.greedy, rows.top_k, rows.top_p)
+                columns = (rows.temperature, rows.greedy, rows.floor, rows.top_k, rows.top_p)
+                drawn = self._restricted(logits, column, *columns)
+                likeliest = _likeliest(logits, rows) if rows.likeliest else None
         both: npt.NDArray[np.float64] = drawn.cpu().numpy()
-        return both[0].astype(np.int64).tolist(), both[1].tolist()
+        return Drawn(both[0].astype(np.int64).tolist(), both[1].tolist(), likeliest)
 
 
 def seeded_source(seed: int, index: int) -> UniformSource:
@@ -109,22 +131,47 @@ def draw_restricted(
     uniforms: torch.Tensor,
     temperature: torch.Tensor,
     greedy: torch.Tensor,
+    floor: torch.Tensor,
     top_k: torch.Tensor,
     top_p: torch.Tensor,
 ) -> torch.Tensor:
-    """As `draw_plain`, from the `top_k` likeliest tokens and of these the fewest that hold `top_p` of their probability.
+    """As `draw_plain`, from what `restricted_logprobs` leaves. `greedy`: bool `[rows, 1]`, rows that take the likeliest."""
+    logprobs = restricted_logprobs(logits, temperature, floor, top_k, top_p)
+    tokens = torch.where(greedy, logits.argmax(dim=-1, keepdim=True), _invert(logprobs, uniforms))
+    return _pair(tokens, logprobs.gather(1, tokens))
 
-    `greedy`: bool `[rows, 1]`, rows that take the likeliest instead. All parameters are columns `[rows, 1]`.
+
+def restricted_logprobs(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    floor: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> torch.Tensor:
+    """Logprobs `[rows, vocabulary]` of the tokens less than −`floor` (a log) under the likeliest, of these the `top_k`
+    likeliest, of these the fewest that hold `top_p` of their probability; −inf for the others. Parameters are `[rows, 1]`.
+
+    A row that cuts nothing comes out as `draw_plain` has it, to the bit: a neighbour's cuts must not shift its draws.
     """
-    ordered, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    ordered = ordered.masked_fill(rank >= top_k, float("-inf"))
-    share = ordered.softmax(dim=-1, dtype=torch.float64)
+    scaled = logits / temperature
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    # Tokens as likely as the last one of the k stay with it, as in vLLM.
+    cut = (ordered - ordered[:, :1] < floor) | (ordered < ordered.gather(1, top_k - 1))
+    share = ordered.masked_fill(cut, float("-inf")).softmax(dim=-1, dtype=torch.float64)
     # A token stays while the likelier ones do not yet hold top_p, so the likeliest always stays.
-    ordered = ordered.masked_fill(share.cumsum(dim=-1) - share >= top_p, float("-inf"))
-    logprobs = ordered.log_softmax(dim=-1)
-    places = _invert(logprobs, uniforms).masked_fill(greedy, 0)
-    return _pair(order.gather(1, places), logprobs.gather(1, places))
+    cut = cut | (share.cumsum(dim=-1) - share >= top_p)
+    return scaled.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), float("-inf")).log_softmax(dim=-1)
+
+
+def _likeliest(logits: torch.Tensor, rows: RowParameters) -> list[list[tuple[int, float]]]:
+    """What each row wants told of the distribution it draws from; tokens without a chance are left out."""
+    logprobs = restricted_logprobs(logits, rows.temperature, rows.floor, rows.top_k, rows.top_p)
+    values, ids = logprobs.topk(max(rows.likeliest), dim=-1)
+    told = []
+    for count, row_ids, row_values in zip(rows.likeliest, ids.tolist(), values.tolist(), strict=True):
+        pairs = zip(row_ids[:count], row_values[:count], strict=True)
+        told.append([(token, logprob) for token, logprob in pairs if math.isfinite(logprob)])
+    return told
 
 
 def _invert(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ from rollout_server.engines.decode_loop import DecodeLoop
 from rollout_server.engines.delta_streams import DeltaStreams
 from rollout_server.engines.kv_slots import KvSlots
 from rollout_server.engines.policy_forward import PolicyForward
+from rollout_server.engines.request_check import check_request
 from rollout_server.engines.running_batch import RunningBatch
 from rollout_server.engines.sampler import Sampler
 from rollout_server.engines.torch_weights import ModelWeights
@@ -212,19 +213,7 @@ class TorchEngine:
         return self._receiver, self._running()
 
     def _check(self, request: GenerationRequest) -> None:
-        prompt = request.prompt_token_ids
-        if request.n < 1 or request.sampling.max_tokens < 1:
-            raise UsageError(f"n={request.n}, max_tokens={request.sampling.max_tokens}", "ask for at least one token")
-        if not 1 <= len(prompt) < self._max_model_len:
-            raise UsageError(
-                f"a prompt of {len(prompt)} tokens does not fit a model of {self._max_model_len}",
-                f"give 1 to {self._max_model_len - 1} tokens",
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-            raise UsageError(
-                f"the prompt has token ids from {min(prompt)} to {max(prompt)}",
-                f"the vocabulary ends at {self._vocabulary - 1}",
-            )
+        check_request(request, max_model_len=self._max_model_len, vocabulary=self._vocabulary, eos_token_ids=self._eos)
 
     def _load(self) -> tuple[RunningBatch, Receiver]:
         torch.set_num_threads(self._threads)

@@ -27,6 +27,7 @@ from rollout_server.engines.base import (
     StageReport,
     collect,
 )
+from rollout_server.engines.request_check import check_request, drawable_stops
 from rollout_server.engines.vllm_meter import StepMeter
 from rollout_server.engines.vllm_outputs import to_delta
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
@@ -132,14 +133,14 @@ class VllmEngine:
         collector, unfinished = None, request.n
         begins = [0] * request.n
         try:
-            prompt = tokens_input(list(request.prompt_token_ids))
+            prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
             collector = await llm.add_request(request.request_id, prompt, parameters)
             while unfinished:
                 output = collector.get_nowait() or await collector.get()
                 for completion in output.outputs:
                     index = completion.index
                     starts = self._version_starts(collector.request_id, request.n, completion)
-                    delta = to_delta(request.request_id, completion, starts, begins[index])
+                    delta = to_delta(request.request_id, completion, starts, begins[index], request.top_logprobs)
                     begins[index] += len(delta.token_ids)
                     unfinished -= delta.finish_reason is not None
                     yield delta
@@ -305,31 +306,29 @@ class VllmEngine:
         return starts
 
     def _parameters(self, request: GenerationRequest) -> Any:
-        """The request's vLLM parameters. Raises UsageError for what vLLM would choke on."""
+        """The request's vLLM parameters. Raises as `check_request` does."""
         from vllm.sampling_params import RequestOutputKind
         from vllm.sampling_params import SamplingParams as VllmSampling
 
-        prompt, sampling = request.prompt_token_ids, request.sampling
-        room = self._max_model_len - len(prompt)
-        if not prompt or room < 1:
-            raise UsageError(
-                f"a prompt of {len(prompt)} tokens does not fit",
-                f"1 … {self._max_model_len - 1} tokens leave room for one",
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-            raise UsageError(f"the prompt holds a token id outside 0 … {self._vocabulary - 1}")
-        if request.n < 1 or sampling.max_tokens < 1:
-            raise UsageError(f"n = {request.n} and max_tokens = {sampling.max_tokens} must be at least 1")
+        check_request(request, max_model_len=self._max_model_len, vocabulary=self._vocabulary, eos_token_ids=self._eos)
+        sampling = request.sampling
+        limit = min(sampling.max_tokens, self._max_model_len - len(request.prompt_token_ids))
         try:
             parameters = VllmSampling(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=max(sampling.top_k, 0),
+                min_p=sampling.min_p,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+                min_tokens=min(sampling.min_tokens, limit),
                 seed=sampling.seed,
-                max_tokens=min(sampling.max_tokens, room),
-                stop_token_ids=self._stop_ids(sampling),
+                max_tokens=limit,
+                # All of them: vLLM has no tokenizer here and does not know the end-of-sequence ids by itself.
+                stop_token_ids=sorted(drawable_stops(sampling, self._vocabulary, self._eos)),
                 ignore_eos=True,
-                logprobs=0,
+                logprobs=min(request.top_logprobs, self._vocabulary),
                 flat_logprobs=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
@@ -340,11 +339,6 @@ class VllmEngine:
         # Set afterwards: vLLM refuses several greedy samples when asked for them at once, and draws them all the same.
         parameters.n = request.n
         return parameters
-
-    def _stop_ids(self, sampling: SamplingParams) -> list[int]:
-        """Stop at these. vLLM has no tokenizer here and does not know the end-of-sequence ids by itself."""
-        eos = () if sampling.ignore_eos else self._eos
-        return [*sampling.stop_token_ids, *eos]
 
 
 def _closing() -> NotReadyError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, cast
@@ -42,7 +43,23 @@ def sampled_logprobs(logprobs: Any, count: int) -> list[float]:
     return [values[start] for start in logprobs.start_indices[:count]]
 
 
-def to_delta(request_id: str, output: Any, starts: Sequence[tuple[str, int]], begin: int) -> GenerationDelta:
+def likeliest(logprobs: Any, count: int, wanted: int) -> list[list[tuple[int, float]]]:
+    """For each of `count` positions the `wanted` likeliest (id, logprob), best first; those of probability 0 left out.
+
+    A position of the flat form holds the sampled token and after it the likeliest ones, best first, among which the
+    sampled one is named again only sometimes: not in an output that vLLM joined of several.
+    """
+    found = []
+    for start, end in zip(logprobs.start_indices[:count], logprobs.end_indices[:count], strict=True):
+        told = dict(zip(logprobs.token_ids[start:end], logprobs.logprobs[start:end], strict=True))
+        ordered = sorted(told.items(), key=lambda entry: -entry[1])[:wanted]
+        found.append([(token, logprob) for token, logprob in ordered if math.isfinite(logprob)])
+    return found
+
+
+def to_delta(
+    request_id: str, output: Any, starts: Sequence[tuple[str, int]], begin: int, top_logprobs: int = 0
+) -> GenerationDelta:
     """One CompletionOutput whose tokens begin at position `begin` of the sample."""
     tokens = list(output.token_ids)
     reason: FinishReason | None = None
@@ -55,6 +72,9 @@ def to_delta(request_id: str, output: Any, starts: Sequence[tuple[str, int]], be
     spans = spans_between(starts, begin, begin + len(tokens))
     if sum(span.length for span in spans) != len(tokens):
         raise RollmeshError(f"request {request_id}: vLLM named no version for some of {len(tokens)} tokens")
+    alternatives = None
+    if top_logprobs:
+        alternatives = likeliest(output.logprobs, len(tokens), top_logprobs) if tokens else []
     return GenerationDelta(
         request_id=request_id,
         index=output.index,
@@ -62,4 +82,5 @@ def to_delta(request_id: str, output: Any, starts: Sequence[tuple[str, int]], be
         logprobs=sampled_logprobs(output.logprobs, len(tokens)),
         versions=spans,
         finish_reason=reason,
+        top_logprobs=alternatives,
     )

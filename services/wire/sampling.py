@@ -6,16 +6,51 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Names and meanings are vLLM's. `temperature` 0 is greedy; `top_k` −1 and `top_p` 1 leave the distribution whole.
+    """Names, meanings and defaults are vLLM's; the defaults leave the distribution whole. `temperature` 0 is greedy.
 
-    Behaviour logprobs are those of the distribution really sampled from; for greedy decoding, of the plain softmax.
+    Order, vLLM's too: `min_tokens` and the penalties change the logits, then temperature divides them, then `min_p`,
+    `top_k` and `top_p` cut. Behaviour logprobs are those of the distribution really sampled from, after all of it. Greedy
+    decoding takes the likeliest token and ignores the cuts: its logprobs are of the softmax at temperature 1 after
+    `min_tokens` and the penalties.
     """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    """Below 1: no cut."""
+    min_p: float = 0.0
+    """Cut tokens less likely than this share of the likeliest one's probability."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that were drawn already."""
+    frequency_penalty: float = 0.0
+    """Taken off the logits of drawn tokens as often as they were drawn."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies other logits of tokens in the prompt or drawn already."""
+    min_tokens: int = 0
+    """No stop token is drawn before so many others."""
     seed: int | None = None
+    """None or −1: the engine's own random numbers."""
     stop_token_ids: tuple[int, ...] = ()
     """Besides the model's own end-of-sequence ids. The stop token itself is part of the output."""
     ignore_eos: bool = False
+
+    @property
+    def shifts(self) -> bool:
+        """Logits are changed by what the sequence holds so far (penalties) or by its length (`min_tokens`)."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+            or self.min_tokens > 0
+        )
+
+    @property
+    def cuts(self) -> bool:
+        """Some tokens are given no chance (by `top_p`, `top_k` or `min_p`)."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def whole(self) -> bool:
+        """Tokens come from the plain softmax at `temperature` > 0: what a trainer can reproduce from token ids alone."""
+        return self.temperature > 0.0 and not self.cuts and not self.shifts

@@ -23,6 +23,8 @@ from trainer.tiny_policy import build_model, save_policy
 
 VOCABULARY = 64
 END = 1
+MAX_RUNNING = 32
+LOGPROB_GAP = 1e-5
 _request_numbers = itertools.count()
 
 
@@ -52,6 +54,14 @@ def greedy_tokens(folder: Path, prompt: Sequence[int], max_tokens: int) -> list[
     return [int(token) for token in answer[0, len(prompt) :]]
 
 
+def next_logits(folder: Path, prompt: Sequence[int], tokens: Sequence[int] = ()) -> torch.Tensor:
+    """float64 logits `[len(tokens) + 1, vocabulary]` after `prompt` and after each of `tokens`, without a cache."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    with torch.no_grad():
+        logits: torch.Tensor = reference(folder)(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
+    return logits.double()
+
+
 def teacher_forced(
     folder: Path, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0
 ) -> torch.Tensor:
@@ -78,11 +88,30 @@ def request(
     temperature: float = 1.0,
     stream: bool = False,
     ignore_eos: bool = False,
+    top_logprobs: int = 0,
     **sampling: Any,
 ) -> GenerationRequest:
     """A request with an id of its own."""
     parameters = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos, **sampling)
-    return GenerationRequest(f"request-{next(_request_numbers)}", prompt, parameters, n, stream)
+    return GenerationRequest(
+        f"request-{next(_request_numbers)}", prompt, parameters, n, stream, top_logprobs=top_logprobs
+    )
+
+
+def sample_of(samples: list[GenerationDelta]) -> GenerationDelta:
+    """The only sample of an answer."""
+    assert len(samples) == 1
+    return samples[0]
+
+
+def check_spans(sample: GenerationDelta) -> None:
+    """Spans must cover the tokens exactly, in order."""
+    position = 0
+    for span in sample.versions:
+        assert span.start == position
+        assert span.length > 0
+        position += span.length
+    assert position == len(sample.token_ids) == len(sample.logprobs)
 
 
 @dataclass

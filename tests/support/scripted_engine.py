@@ -1,7 +1,9 @@
 """A small engine behind the Engine interface that draws tokens by a rule, so that tests know what must come out.
 
 Sample `index` of a prompt answers `2 + (sum(prompt) + index + i) % 9` for `i = 0, 1, …`, then the end token after
-`answer_length` tokens (or is cut by `max_tokens`); logprobs are `-(i + 1) / 8`. One decode step a turn of the event loop.
+`answer_length` tokens (or is cut by `max_tokens`); logprobs are `-(i + 1) / 8`. Alternatives, where asked for, are the
+drawn token and then ids from 20 on, each `0.125` less likely than the one before. A streamed request gets one delta a
+token. One decode step a turn of the event loop.
 """
 
 from __future__ import annotations
@@ -68,7 +70,6 @@ class ScriptedEngine:
         self.requests.append(request)
         self._active[request.request_id] = True
         self._idle.clear()
-        seed = sum(request.prompt_token_ids)
         length = min(self.answer_length + 1, request.sampling.max_tokens)
         versions: list[int] = []
         try:
@@ -81,21 +82,17 @@ class ScriptedEngine:
                     continue
                 versions.append(self._version)
                 self._tokens += request.n
+                if request.stream and len(versions) < length:
+                    for index in range(request.n):
+                        yield _delta(request, index, versions, len(versions) - 1, self.answer_length, None)
             for index in range(request.n):
-                tokens = [2 + (seed + index + i) % 9 for i in range(len(versions))]
                 reason: FinishReason = "length"
                 if len(versions) == self.answer_length + 1:
-                    tokens[-1], reason = END, "stop"
+                    reason = "stop"
                 elif len(versions) < length:
                     reason = "abort"
-                yield GenerationDelta(
-                    request_id=request.request_id,
-                    index=index,
-                    token_ids=tokens,
-                    logprobs=[-(i + 1) / 8 for i in range(len(tokens))],
-                    versions=_spans(versions),
-                    finish_reason=reason,
-                )
+                sent = min(len(versions), length - 1) if request.stream else 0
+                yield _delta(request, index, versions, sent, self.answer_length, reason)
         finally:
             if len(versions) < length and self._active[request.request_id]:
                 self.aborted_early += 1
@@ -153,6 +150,33 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         self.started = False
+
+
+def _delta(
+    request: GenerationRequest,
+    index: int,
+    versions: list[int],
+    sent: int,
+    answer_length: int,
+    reason: FinishReason | None,
+) -> GenerationDelta:
+    """Tokens from place `sent` on of those drawn so far, one for each of `versions`."""
+    seed = sum(request.prompt_token_ids)
+    places = range(sent, len(versions))
+    tokens = [END if i == answer_length else 2 + (seed + index + i) % 9 for i in places]
+    likeliest = [
+        [(token if k == 0 else 19 + k, -(i + 1 + k) / 8) for k in range(request.top_logprobs)]
+        for i, token in zip(places, tokens, strict=True)
+    ]
+    return GenerationDelta(
+        request_id=request.request_id,
+        index=index,
+        token_ids=tokens,
+        logprobs=[-(i + 1) / 8 for i in places],
+        versions=_spans(versions[sent:]),
+        finish_reason=reason,
+        top_logprobs=likeliest if request.top_logprobs else None,
+    )
 
 
 def _spans(versions: list[int]) -> list[VersionSpan]:

@@ -24,7 +24,8 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def draw(sampler: Sampler, values: torch.Tensor, rows: list[SamplingParams]) -> tuple[list[int], list[float]]:
-    return sampler.draw(values, RowParameters(rows, VOCABULARY, CPU), [])
+    drawn = sampler.draw(values, RowParameters(rows, VOCABULARY, CPU), [])
+    return drawn.tokens, drawn.logprobs
 
 
 @pytest.mark.parametrize(
@@ -34,9 +35,10 @@ def draw(sampler: Sampler, values: torch.Tensor, rows: list[SamplingParams]) -> 
         params(temperature=0.5),
         params(top_k=4),
         params(top_p=0.7),
-        params(top_k=6, top_p=0.8, temperature=2.0),
+        params(min_p=0.2),
+        params(top_k=6, top_p=0.8, min_p=0.01, temperature=2.0),
     ],
-    ids=["plain", "cold", "top-k", "top-p", "all"],
+    ids=["plain", "cold", "top-k", "top-p", "min-p", "all"],
 )
 def test_frequencies_are_the_reported_probabilities(wanted: SamplingParams) -> None:
     draws = 4000
@@ -110,7 +112,36 @@ def test_a_seeded_row_is_its_own_whatever_is_beside_it() -> None:
 
 def draw_seeded(sampler: Sampler, values: torch.Tensor, row: int, source: object) -> int:
     rows = RowParameters([params(seed=9)] * values.shape[0], VOCABULARY, CPU)
-    return sampler.draw(values, rows, [(row, source)])[0][row]  # type: ignore[list-item]
+    return sampler.draw(values, rows, [(row, source)]).tokens[row]  # type: ignore[list-item]
+
+
+def test_a_neighbours_cuts_and_alternatives_do_not_shift_a_seeded_row() -> None:
+    values = logits(3, seed=4)
+    alone, beside, told = [], [], []
+    for batch, found in (([params()] * 3, alone), ([params(), params(top_k=2), params(temperature=0.0)], beside)):
+        source, sampler = seeded_source(11, 0), Sampler(8, VOCABULARY, CPU)
+        for _ in range(200):
+            drawn = sampler.draw(values, RowParameters(batch, VOCABULARY, CPU), [(0, source)])
+            found.append((drawn.tokens[0], drawn.logprobs[0]))
+    source, sampler = seeded_source(11, 0), Sampler(8, VOCABULARY, CPU)
+    for _ in range(200):
+        drawn = sampler.draw(values, RowParameters([params()] * 3, VOCABULARY, CPU, [0, 4, 0]), [(0, source)])
+        told.append((drawn.tokens[0], drawn.logprobs[0]))
+    assert alone == beside == told
+
+
+def test_alternatives_are_the_likeliest_of_each_rows_own_distribution() -> None:
+    values = logits(1).expand(3, -1)
+    rows = [params(top_k=2, temperature=0.5), params(temperature=0.0), params()]
+    drawn = Sampler(9, VOCABULARY, CPU).draw(values, RowParameters(rows, VOCABULARY, CPU, [5, 3, 0]), [])
+    assert drawn.likeliest is not None
+    cut, greedy, none = drawn.likeliest
+    order = values[0].argsort(descending=True).tolist()
+    assert [token for token, _ in cut] == order[:2]
+    assert sum(math.exp(logprob) for _, logprob in cut) == pytest.approx(1.0, abs=1e-5)
+    assert [token for token, _ in greedy] == order[:3]
+    assert greedy[0] == (drawn.tokens[1], pytest.approx(drawn.logprobs[1], abs=1e-6))
+    assert none == []
 
 
 def test_the_engines_seed_decides_the_unseeded_draws() -> None:

@@ -143,7 +143,8 @@ async def test_several_end_tokens_are_known(tmp_path: Path) -> None:
     model_of(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     async with serving(tmp_path) as engine:
         assert engine.eos_token_ids == (3, 4)
-        samples = await collect(engine.generate(asked("a", [5, 6], 60, n=32, temperature=50.0)))
+        request = asked("a", [5, 6], 60, n=32, temperature=2.0, presence_penalty=2.0, frequency_penalty=2.0)
+        samples = await collect(engine.generate(request))
     ends = {sample.token_ids[-1] for sample in samples if sample.finish_reason == "stop"}
     assert ends == {3, 4}
     assert not any(token in (3, 4) for sample in samples for token in sample.token_ids[:-1])

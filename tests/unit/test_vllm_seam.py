@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import pytest
 
 from rollout_server.engines.vllm_launch import eos_token_ids
 from rollout_server.engines.vllm_meter import StepMeter
-from rollout_server.engines.vllm_outputs import sampled_logprobs, spans_between, to_delta, version_number
+from rollout_server.engines.vllm_outputs import likeliest, sampled_logprobs, spans_between, to_delta, version_number
 from services.wire.errors import ConflictError, RollmeshError, UsageError, WireError
 from services.wire.trajectory import VersionSpan
 from weight_bus.errors import StageError
@@ -77,6 +78,22 @@ def test_the_sampled_tokens_logprob_is_taken_also_where_more_were_asked_for() ->
 
     assert sampled_logprobs(Flat([-1.0, -2.0], [0, 1]), 2) == [-1.0, -2.0]
     assert sampled_logprobs(Flat([-1.0, -9.0, -2.0, -9.0], [0, 2]), 2) == [-1.0, -2.0]
+
+
+def test_alternatives_are_the_same_whether_vllm_names_the_sampled_token_twice_or_once() -> None:
+    @dataclass
+    class Flat:
+        token_ids: list[int]
+        logprobs: list[float]
+        start_indices: list[int]
+        end_indices: list[int]
+
+    twice = Flat([7, 4, 7], [-1.0, -0.5, -1.0], [0], [3])
+    once = Flat([7, 4], [-1.0, -0.5], [0], [2])
+    outside = Flat([9, 4, 7], [-3.0, -0.5, -1.0], [0], [3])
+    for flat in (twice, once, outside):
+        assert likeliest(flat, 1, 2) == [[(4, -0.5), (7, -1.0)]]
+    assert likeliest(Flat([4, 4, 8], [0.0, 0.0, -math.inf], [0], [3]), 1, 2) == [[(4, 0.0)]]
 
 
 def test_the_meter_puts_a_commit_between_the_steps_it_fell_between() -> None:

@@ -1,0 +1,69 @@
+"""What any engine refuses before it queues a request, so that one request's parameters never harm its neighbours. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollout_server.engines.base import GenerationRequest
+from services.wire.errors import ContextLengthError, UsageError
+from services.wire.sampling import SamplingParams
+
+MAX_TOP_LOGPROBS = 20
+# vLLM's bounds for every engine. Its core checks them again and stops listening for good when they do not hold.
+_TEMPERATURE = (0.01, 2.0)
+# A bound of ours: outside it, float32 logits may overflow, which would end the requests beside it too.
+_REPETITION = (0.01, 100.0)
+_PENALTY = (-2.0, 2.0)
+_SEEDS = (-(1 << 63), (1 << 63) - 1)
+
+
+def check_request(
+    request: GenerationRequest, *, max_model_len: int, vocabulary: int, eos_token_ids: Iterable[int]
+) -> None:
+    """Raise UsageError, or ContextLengthError for a prompt that leaves no room, unless an engine can draw for `request`."""
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    if request.n < 1 or sampling.max_tokens < 1:
+        raise UsageError(f"n={request.n}, max_tokens={sampling.max_tokens}", "ask for at least one token")
+    if not prompt:
+        raise UsageError("the prompt is empty", f"give 1 to {max_model_len - 1} tokens")
+    if len(prompt) >= max_model_len:
+        raise ContextLengthError(len(prompt), max_model_len)
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        raise UsageError(
+            f"the prompt has token ids from {min(prompt)} to {max(prompt)}", f"the vocabulary ends at {vocabulary - 1}"
+        )
+    _within("top_logprobs", request.top_logprobs, (0, MAX_TOP_LOGPROBS))
+    _check_sampling(sampling)
+    if sampling.min_tokens and len(drawable_stops(sampling, vocabulary, eos_token_ids)) >= vocabulary:
+        raise UsageError(
+            f"every token is a stop token and min_tokens is {sampling.min_tokens}", "leave a token that can be drawn"
+        )
+
+
+def drawable_stops(sampling: SamplingParams, vocabulary: int, eos_token_ids: Iterable[int]) -> frozenset[int]:
+    """The tokens that end a sample. Ids outside the vocabulary are left out: they are never drawn, and cannot be masked."""
+    stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
+    return frozenset(token for token in stops if 0 <= token < vocabulary)
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    if sampling.temperature != 0.0:
+        _within("temperature", sampling.temperature, _TEMPERATURE, "or 0 for greedy decoding")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise UsageError(f"top_p is {sampling.top_p}", "give a number above 0, at most 1")
+    if sampling.top_k < -1:
+        raise UsageError(f"top_k is {sampling.top_k}", "give at least 1, or -1 for no limit")
+    _within("min_p", sampling.min_p, (0.0, 1.0))
+    _within("presence_penalty", sampling.presence_penalty, _PENALTY)
+    _within("frequency_penalty", sampling.frequency_penalty, _PENALTY)
+    _within("repetition_penalty", sampling.repetition_penalty, _REPETITION)
+    _within("min_tokens", sampling.min_tokens, (0, sampling.max_tokens), "at most max_tokens")
+    if sampling.seed is not None:
+        _within("seed", sampling.seed, _SEEDS)
+
+
+def _within(name: str, value: float, bounds: tuple[float, float], more: str = "") -> None:
+    """Raise UsageError unless `value` is a number (not NaN) between the bounds."""
+    lowest, highest = bounds
+    if not lowest <= value <= highest:
+        raise UsageError(f"{name} is {value}", ", ".join(filter(None, (f"give {lowest} to {highest}", more))))

