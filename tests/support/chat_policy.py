@@ -26,7 +26,7 @@ _WORDS = (
     *("Ġthe", "Ġand", "Ġto", "Ġof", "Ġin", "Ġis", "Ġweather", "Ġanswer", "Ġcall", "Ġnumber", "user", "assistant"),
     *("system", "name", "arguments", "function", "tool", "city", '":', '",', "}}", "ing", "er", "ed", "ĠĠ", "ĊĊ"),
 )
-"""Words that are one token each, in the byte-level alphabet (Ġ is a space, Ċ a line break); so is each of their beginnings."""
+"""Words of one token each, in the byte-level alphabet (Ġ is a space, Ċ a line break); so is each of their beginnings."""
 
 CHAT_TEMPLATE = """\
 {%- set turns = messages %}
