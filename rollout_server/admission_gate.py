@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import structlog
 from redis.exceptions import RedisError
 
-from services.ledger import ADMISSION_CLOSED, RUN_CONCLUDED, Ledger
+from services.ledger import ADMISSION_CLOSED, HELD_ELSEWHERE, RUN_CONCLUDED, Ledger
 from services.waits import WaitBoard
-from services.wire.errors import CapacityError, ConcludedError, NotReadyError, RollmeshError
+from services.wire.errors import CapacityError, ConcludedError, ConflictError, NotReadyError, RollmeshError
 
 POLL_S = 0.25
 """How long a refused queue sleeps when nothing happens here."""
@@ -75,8 +75,9 @@ class AdmissionGate:
     async def open(self, group_id: str, wait_s: float) -> int:
         """Open `group_id`; returns its ordinal.
 
-        Raises CapacityError when admission stays closed for `wait_s` seconds, ConcludedError when the run has concluded,
-        NotReadyError when Redis fails or the server shuts down. A caller that is cancelled leaves no group open.
+        Raises ConflictError when another server holds that group open, CapacityError when admission stays closed for
+        `wait_s` seconds, ConcludedError when the run has concluded, NotReadyError when Redis fails or the server shuts
+        down. A caller that is cancelled leaves no group open.
         """
         if self._closed is not None:
             raise self._closed
@@ -151,10 +152,15 @@ class AdmissionGate:
             if ordinal == ADMISSION_CLOSED:
                 break
             self._queue.remove(waiter)
+            if waiter.group_id in self._orphans:  # one who asked for it before gave up; now somebody has it
+                self._orphans.remove(waiter.group_id)
             if waiter.ordinal.done():
                 self._orphans.append(waiter.group_id)
             elif ordinal == RUN_CONCLUDED:
                 waiter.ordinal.set_exception(ConcludedError("the run has concluded", "no more groups are opened"))
+            elif ordinal == HELD_ELSEWHERE:
+                what = f"another rollout server holds group {waiter.group_id}"
+                waiter.ordinal.set_exception(ConflictError(what, "open all siblings of a group on one server"))
             else:
                 waiter.ordinal.set_result(ordinal)
 

@@ -6,20 +6,28 @@ from importlib.metadata import version
 
 from fastapi import FastAPI, Request, Response
 
+from rollout_server.dialect.routes import dialect_routes
 from rollout_server.engine_routes import engine_routes
 from rollout_server.engines.base import Engine
 from rollout_server.engines.errors import EngineCrashedError
+from rollout_server.generate_routes import generate_routes
 from rollout_server.group_routes import group_routes
 from rollout_server.membership import Bus
+from rollout_server.model_routes import model_routes
 from rollout_server.server import RolloutServer, ServerPlan
+from rollout_server.session_routes import session_routes
+from rollout_server.trajectory_routes import trajectory_routes
 from rollout_server.weight_routes import weight_routes
+from rollout_server.weight_update_routes import weight_update_routes
 from services.app import Stop, error_answer, make_app
+from services.body_limit import BodyLimit
 
 
 def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: Stop) -> FastAPI:
     """The application around an engine that has not been started; without a bus it serves the weights it has."""
     server = RolloutServer(plan, engine, bus, stop)
     app = make_app("rollmesh rollout server", version("rollmesh"), server.lifespan, server.not_ready)
+    app.add_middleware(BodyLimit, limit_bytes=plan.settings.rollout.max_body_mib << 20)
 
     @app.exception_handler(EngineCrashedError)
     async def on_crash(_: Request, error: EngineCrashedError) -> Response:
@@ -27,6 +35,16 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         stop.fail(error)
         return error_answer(error)
 
-    for routes in (group_routes, engine_routes, weight_routes):
+    for routes in (
+        group_routes,
+        session_routes,
+        trajectory_routes,
+        dialect_routes,
+        generate_routes,
+        model_routes,
+        engine_routes,
+        weight_update_routes,
+        weight_routes,
+    ):
         app.include_router(routes(server))
     return app

@@ -68,7 +68,8 @@ class Capture:
     """The tokens of one session so far."""
 
     def __init__(self) -> None:
-        self._roots: list[Node] = []
+        self.roots: list[Node] = []
+        """Answers that extend no other."""
         self._index: PrefixIndex[Node] = PrefixIndex()
         self.samplings: list[SamplingParams] = []
         """How tokens were drawn; spans name them by their place here."""
@@ -117,7 +118,7 @@ class Capture:
             break_reason if parent is None else None,
             (0 if parent is None else parent.end) + len(prompt) + len(token_ids),
         )
-        (self._roots if parent is None else parent.children).append(node)
+        (self.roots if parent is None else parent.children).append(node)
         self._index.add(array("i", path(node)).tobytes(), node)
         self.tip = node
         self.sampled += len(token_ids)
@@ -130,7 +131,7 @@ class Capture:
 
     def layout(self) -> Layout:
         """Segments, and where in them each node's drawn tokens are trained."""
-        sizes, prints = _measure(self._roots)
+        sizes, prints = _measure(self.roots)
 
         def order(node: Node) -> tuple[bool, int, bytes]:
             # What began on its own comes before what broke off; then the longest way; then anything that is not chance.
@@ -138,7 +139,7 @@ class Capture:
 
         segments: list[Segment] = []
         places: dict[Node, tuple[int, int]] = {}
-        waiting = sorted(self._roots, key=order, reverse=True)
+        waiting = sorted(self.roots, key=order, reverse=True)
         while waiting:
             node = waiting.pop()
             if node.children:
@@ -155,6 +156,17 @@ class Capture:
                 return index
         self.samplings.append(sampling)
         return len(self.samplings) - 1
+
+
+def leaves(capture: Capture) -> list[list[Node]]:
+    """Every way through the tree, as its nodes from root to leaf, in the order of their recording."""
+    waiting, ways = list(reversed(capture.roots)), []
+    while waiting:
+        node = waiting.pop()
+        waiting += reversed(node.children)
+        if not node.children:
+            ways.append(_ancestry(node))
+    return ways
 
 
 def path(node: Node) -> list[int]:
@@ -235,7 +247,7 @@ def _lay(nodes: Sequence[Node], number: int, places: dict[Node, tuple[int, int]]
         logprobs.extend(node.logprobs)
     if not spans:
         return None
-    reason = "branch" if shared else nodes[0].break_reason
+    reason = "branch" if shared else nodes[0].break_reason or ("branch" if number else None)
     return Segment(pack_tokens(tokens), bytes(mask), pack_logprobs(logprobs), spans, reason)
 
 

@@ -1,43 +1,28 @@
-"""The start of vLLM's surface: pause, resume and abort, with its names and answers."""
+"""vLLM's routes for whoever operates an engine: pause, resume, abort, and how many processes hold it."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated
 
-from fastapi import APIRouter
-from pydantic import Field
+from fastapi import APIRouter, Body, Query
 
 from rollout_server.engines.base import PauseMode
+from rollout_server.route_errors import ERRORS
 from rollout_server.server import RolloutServer
-from services.wire.rollout_api import Body
-
-
-class PauseAnswer(Body):
-    status: Literal["paused", "resumed"]
-
-
-class IsPaused(Body):
-    is_paused: bool
-
-
-class AbortRequests(Body):
-    """No ids: every request in flight."""
-
-    request_ids: list[str] = Field(default_factory=list)
-
-
-class AbortAnswer(Body):
-    status: Literal["aborted"] = "aborted"
-    aborted: int
+from services.wire.engine_api import AbortAnswer, AbortRequests, IsPaused, PauseAnswer, WorldSize
 
 
 def engine_routes(server: RolloutServer) -> APIRouter:
-    """Routes that whoever operates the engine calls."""
-    router = APIRouter(tags=["engine"])
+    """Routes that whoever operates the engine calls; names and answers are vLLM's."""
+    router = APIRouter(tags=["engine"], responses=ERRORS)
 
     @router.post("/pause")
-    async def pause(mode: PauseMode = "abort") -> PauseAnswer:
+    async def pause(
+        mode: PauseMode = "abort",
+        clear_cache: Annotated[bool, Query(description="Ignored: no prefix outlives its request.")] = True,
+    ) -> PauseAnswer:
         """Stop decoding: `abort` ends requests with what they have, `wait` lets them end, `keep` freezes them."""
+        del clear_cache
         await server.parts().engine.pause(mode)
         return PauseAnswer(status="paused")
 
@@ -51,8 +36,20 @@ def engine_routes(server: RolloutServer) -> APIRouter:
         return IsPaused(is_paused=server.parts().engine.status().paused)
 
     @router.post("/abort_requests")
-    async def abort_requests(call: AbortRequests) -> AbortAnswer:
-        """End requests with what was drawn so far; their turns answer with finish reason `abort`."""
-        return AbortAnswer(aborted=await server.parts().engine.abort(call.request_ids or None))
+    async def abort_requests(call: Annotated[AbortRequests | None, Body()] = None) -> AbortAnswer:
+        """End requests with what was drawn so far, finish reason `abort`. No body or no ids: all of them.
+
+        `aborted`: how many were in flight.
+        """
+        request_ids = call.request_ids if call is not None else None
+        return AbortAnswer(aborted=await server.parts().engine.abort(request_ids or None))
+
+    @router.get("/get_world_size")
+    async def get_world_size(
+        include_dp: Annotated[bool, Query(description="Makes no difference: one process holds the model.")] = True,
+    ) -> WorldSize:
+        """How many ranks a trainer's transport would have to reach."""
+        del include_dp
+        return WorldSize(world_size=1)
 
     return router

@@ -1,42 +1,55 @@
-"""Ending a group: its trajectories into the stream exactly once, its place in the ledger given back."""
+"""Ending sessions and groups: trajectories into the stream exactly once, places in the ledger given back.
+
+finish (a whole group) ──► all trajectories in one append ──► group closed
+finish_session ──► one trajectory ──┐
+abandon (abort, idle, deadline) ────┴─ the last sibling ended? ──► group closed, as dropped unless all were finished
+"""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import structlog
 from redis.exceptions import RedisError
 
 from rollout_server.groups import DropCause, Group, GroupRegistry
 from rollout_server.publishing import Publisher
+from rollout_server.rewards import Reward
+from rollout_server.sessions import Session, SessionEnd
 from services.ledger import Ledger
 from services.wire.errors import ConcludedError, ConflictError, UsageError
 from services.wire.rollout_api import SessionReward
-from services.wire.trajectory import Trajectory
+from services.wire.session_api import SessionState
+from services.wire.trajectory import RewardSpan, Trajectory
 
 _log = structlog.get_logger()
 
 
-class Finisher:
-    """Finishes groups and drops those that nobody will finish."""
+@dataclass(frozen=True)
+class Origin:
+    """Where trajectories come from."""
 
-    def __init__(
-        self, registry: GroupRegistry, publisher: Publisher, ledger: Ledger, run_id: str, server_id: str
-    ) -> None:
+    run_id: str
+    server_id: str
+
+
+class Finisher:
+    """Finishes sessions and groups and gives up those that nobody will finish."""
+
+    def __init__(self, registry: GroupRegistry, publisher: Publisher, ledger: Ledger, origin: Origin) -> None:
         self._registry = registry
         self._publisher = publisher
         self._ledger = ledger
-        self._run_id = run_id
-        self._server_id = server_id
+        self._origin = origin
 
     async def finish(self, group_id: str, rewards: Sequence[SessionReward]) -> dict[str, str]:
         """Publish the group's trajectories; returns session id → stream id (empty for `evaluate`). Repeats answer the same.
 
-        Raises UsageError unless every session has exactly one reward, ConflictError while a turn is being taken or when a
-        session never took one, ConcludedError (and the group is dropped) when the run has concluded, NotReadyError (and the
-        group stays open) when Redis fails.
+        Raises UsageError unless every session has exactly one reward, ConflictError while a call is in flight, when a
+        session never took a turn, is yet to be opened or has ended by itself, ConcludedError (and the group is dropped)
+        when the run has concluded, NotReadyError (and the group stays open) when Redis fails.
         """
         ended = self._registry.find_ended(group_id)
         if ended is not None:
@@ -48,62 +61,86 @@ class Finisher:
                 return ended.answer(group_id)
             if group.taking_turns:
                 raise ConflictError(f"a session of group {group_id} is taking a turn", "wait for its answer")
-            by_session = _match(group, rewards)
-            stream_ids = await self._publish(group, by_session) if group.purpose == "train" else {}
+            _match(group, rewards)
+            for reward in rewards:
+                session = group.sessions[reward.session_id]
+                session.rewards.session = Reward(reward.reward, reward.components)
+            stream_ids = await self._publish(group) if group.purpose == "train" else {}
             self._registry.finish(group, stream_ids)
             return stream_ids
 
-    async def _publish(self, group: Group, rewards: dict[str, SessionReward]) -> dict[str, str]:
-        silent = [session.session_id for session in group.sessions.values() if session.turns == 0]
-        if silent:
-            raise ConflictError(f"session {silent[0]} took no turn", "let it take one, or let the group expire")
-        finished_at = time.time()
-        trajectories = [
-            Trajectory(
-                run_id=self._run_id,
-                trajectory_id=session.session_id,
-                group_id=group.group_id,
-                group_ordinal=group.ordinal,
-                group_size=len(group.sessions),
-                member=session.member,
-                task=group.task,
-                segments=session.capture.segments(),
-                reward=rewards[session.session_id].reward,
-                reward_components=rewards[session.session_id].components,
-                sampling=session.sampling or group.sampling,
-                server_id=self._server_id,
-                opened_at=group.opened_at,
-                finished_at=finished_at,
-                finish_reason=session.finish_reason,
-            )
-            for session in group.sessions.values()
-        ]
+    async def _publish(self, group: Group) -> dict[str, str]:
+        trajectories = [self._trajectory(group, session) for session in group.sessions.values()]
         try:
-            stream_ids = await self._publisher.publish(group.group_id, trajectories)
+            stream_ids = await self._publisher.publish(group.group_id, trajectories, closes=True)
         except ConcludedError:
             self._registry.drop(group, "run_concluded")
             raise
+        pairs = zip(group.sessions.values(), trajectories, stream_ids, strict=True)
+        for session, trajectory, stream_id in pairs:
+            session.conclude("finished", stream_id, len(trajectory.segments))
         return dict(zip(group.sessions, stream_ids, strict=True))
 
-    async def drop(self, group: Group, cause: DropCause) -> bool:
-        """Drop an open group, unless something is going on in it; returns whether it was dropped.
+    async def finish_session(self, session: Session) -> SessionEnd:
+        """Publish one session's trajectory and end it. Its rewards have been given.
 
-        When Redis fails the group stays as it is, to be dropped later.
+        Raises ConflictError while a call is in flight, when nothing was answered or no reward was given; ConcludedError
+        (and the session is dropped) when the run has concluded; NotReadyError (and it stays open) when Redis fails.
         """
-        if group.busy:
-            return False
+        group = self._registry.group_of(session)
+        with session.being_ended():
+            if not session.rewards.given:
+                raise ConflictError(f"session {session.session_id} has no reward", "give one, or abort the session")
+            stream_id, segments = None, 0
+            if session.terms.purpose == "train":
+                trajectory = self._trajectory(group, session)
+                segments = len(trajectory.segments)
+                try:
+                    (stream_id,) = await self._publisher.publish(group.group_id, [trajectory], closes=False)
+                except ConcludedError:
+                    await self._end(group, session, "dropped")
+                    raise
+            return await self._end(group, session, "finished", stream_id, segments)
+
+    async def abandon(self, session: Session, state: SessionState) -> SessionEnd:
+        """End a session without a trajectory, whatever goes on in it: its calls are ended by their watchers."""
+        group = self._registry.group_of(session)
+        _log.info("session given up", session=session.session_id, state=state, answers=session.capture.answers)
+        return await self._end(group, session, state)
+
+    async def _end(
+        self, group: Group, session: Session, state: SessionState, stream_id: str | None = None, segments: int = 0
+    ) -> SessionEnd:
+        end = session.conclude(state, stream_id, segments)
+        group.last_used = time.monotonic()
+        if group.complete:
+            await self.settle(group)
+        return end
+
+    async def settle(self, group: Group) -> bool:
+        """Close a group in which nothing is left to happen; returns whether it is closed.
+
+        When Redis fails it stays as it is, to be settled by the sweeper.
+        """
         async with group.closing:
             if self._registry.find_ended(group.group_id) is not None:
-                return False
+                return True
+            ends = [session.end for session in group.sessions.values() if session.end is not None]
+            finished = len(ends) == group.size and all(end.state == "finished" for end in ends)
             if group.purpose == "train":
                 try:
-                    await self._ledger.close_group(group.group_id, dropped=True)
+                    await self._ledger.close_group(group.group_id, dropped=not finished)
                 except RedisError as error:
-                    _log.warning("cannot drop a group yet", group=group.group_id, cause=cause, error=str(error))
+                    _log.warning("cannot close a group yet", group=group.group_id, error=str(error))
                     return False
-            self._registry.drop(group, cause)
-        _log.info("group dropped", group=group.group_id, ordinal=group.ordinal, cause=cause)
-        return True
+            if finished:
+                ids = {end.session_id: end.stream_id for end in ends if end.stream_id is not None}
+                self._registry.finish(group, ids)
+            else:
+                cause: DropCause = "aborted" if any(end.state == "aborted" for end in ends) else "idle"
+                self._registry.drop(group, cause)
+                _log.info("group dropped", group=group.group_id, ordinal=group.ordinal, cause=cause)
+            return True
 
     async def drop_all(self, cause: DropCause) -> None:
         """Drop every open group in one call to Redis, whatever goes on in them: the server is ending.
@@ -119,24 +156,48 @@ class Finisher:
         if groups:
             _log.info("groups dropped", groups=len(groups), cause=cause)
 
+    def _trajectory(self, group: Group, session: Session) -> Trajectory:
+        capture, terms = session.capture, session.terms
+        if capture.answers == 0:
+            raise ConflictError(f"session {session.session_id} took no turn", "let it take one, or give it up")
+        layout = capture.layout()
+        spans = [
+            RewardSpan(*layout.places[node], len(node.drawn), reward.value, reward.components)
+            for call_id, reward in session.rewards.calls.items()
+            for node in session.memory.calls.get(call_id, ())
+            if node.drawn
+        ]
+        return Trajectory(
+            run_id=self._origin.run_id,
+            trajectory_id=session.session_id,
+            group_id=group.group_id,
+            group_ordinal=group.ordinal,
+            group_size=group.size,
+            member=session.member,
+            task=terms.task,
+            task_id=terms.task_id,
+            segments=layout.segments,
+            reward=session.rewards.total,
+            reward_components=session.rewards.components,
+            reward_spans=spans,
+            samplings=capture.samplings,
+            server_id=self._origin.server_id,
+            opened_at=group.opened_at,
+            finished_at=time.time(),
+            finish_reason=session.finish_reason,
+            metadata=dict(terms.metadata),
+        )
 
-async def sweep(registry: GroupRegistry, finisher: Finisher, timeout_s: float) -> None:
-    """Drop groups that were idle for `timeout_s`, and forget old ends, until cancelled."""
-    while True:
-        await asyncio.sleep(min(1.0, timeout_s / 4))
-        now = time.monotonic()
-        for group in registry.idle_since(now - timeout_s):
-            await finisher.drop(group, "idle")
-        registry.forget_ended(now)
 
-
-def _match(group: Group, rewards: Sequence[SessionReward]) -> dict[str, SessionReward]:
+def _match(group: Group, rewards: Sequence[SessionReward]) -> None:
     by_session = {reward.session_id: reward for reward in rewards}
     if len(by_session) != len(rewards):
         raise UsageError(f"group {group.group_id}: a session has two rewards", "give each session exactly one")
+    if len(group.sessions) < group.size or len(group.live) < group.size:
+        what = "was not opened yet" if len(group.sessions) < group.size else "has ended by itself"
+        raise ConflictError(f"a session of group {group.group_id} {what}", "finish its sessions one by one")
     missing = group.sessions.keys() - by_session.keys()
     strange = by_session.keys() - group.sessions.keys()
     if missing or strange:
         which = f"{min(missing)} has none" if missing else f"{min(strange)!r} is no session of it"
         raise UsageError(f"group {group.group_id}: {which}", "give each session exactly one reward")
-    return by_session

@@ -6,22 +6,22 @@ from fastapi import APIRouter, Request, Response
 
 from rollout_server.disconnect import while_connected
 from rollout_server.groups import Group, new_group_id
+from rollout_server.route_errors import ERRORS
 from rollout_server.server import RolloutServer
+from rollout_server.sessions import Terms
 from rollout_server.turns import Progress, sampling_of
 from rollout_server.typed_route import TypedRoute, answer
 from services.wire.rollout_api import (
     EngineReport,
-    ErrorBody,
     FinishGroup,
     GroupFinished,
     GroupOpened,
     OpenGroup,
     RunState,
+    SamplingLimits,
     TakeTurns,
     TurnsTaken,
 )
-
-_ERRORS = {404: "No such group or session", 409: "The group ended, or is busy", 410: "The run has concluded"}
 
 
 def group_routes(server: RolloutServer) -> APIRouter:
@@ -30,23 +30,28 @@ def group_routes(server: RolloutServer) -> APIRouter:
     router = APIRouter(
         route_class=TypedRoute,
         tags=["rollout"],
-        responses={status: {"model": ErrorBody, "description": why} for status, why in _ERRORS.items()},
+        responses=ERRORS,
     )
 
-    @router.post("/groups", status_code=201, response_model=GroupOpened, responses={429: {"model": ErrorBody}})
+    @router.post("/groups", status_code=201, response_model=GroupOpened)
     async def open_group(call: OpenGroup, request: Request) -> Response:
         """Open a group. For `train`, waits up to `wait_s` for admission, then answers 429."""
         parts = server.parts()
+        parts.access.require_agent(request)
         group_id, ordinal = new_group_id(), -1
         if call.purpose == "train":
             ordinal = await while_connected(request, parts.gate.open(group_id, call.wait_s))
-        group = Group.open(group_id, ordinal, call.task, call.purpose, sampling_of(call.sampling), call.group_size)
+        sampling = sampling_of(call.sampling)
+        group = Group(group_id, ordinal, call.group_size, call.task, call.purpose, patience_s, sampling)
+        limits = SamplingLimits.model_validate(call.sampling.model_dump(exclude_unset=True))
+        group.fill(Terms(task=call.task, purpose=call.purpose, sampling=limits, idle_timeout_s=patience_s))
         parts.registry.add(group)
         return answer(
             GroupOpened(
                 group_id=group_id,
                 ordinal=ordinal,
                 session_ids=list(group.sessions),
+                api_keys=[parts.access.keys.issue(name) for name in group.sessions],
                 policy_version=parts.engine.policy_version,
             ),
             status_code=201,
@@ -56,6 +61,7 @@ def group_routes(server: RolloutServer) -> APIRouter:
     async def take_turns(group_id: str, call: TakeTurns, request: Request) -> Response:
         """Let the policy speak in one or more sessions of the group. The call takes effect whole or not at all."""
         parts = server.parts()
+        parts.access.require_agent(request)
         group = parts.registry.find_open(group_id)
         results = await while_connected(
             request, parts.turns.take(group, call), check=Progress(parts.engine).check, check_every_s=patience_s
@@ -63,8 +69,9 @@ def group_routes(server: RolloutServer) -> APIRouter:
         return answer(TurnsTaken(results=results))
 
     @router.post("/groups/{group_id}/finish", response_model=GroupFinished)
-    async def finish_group(group_id: str, call: FinishGroup) -> Response:
+    async def finish_group(group_id: str, call: FinishGroup, request: Request) -> Response:
         """Write the group's trajectories to the stream, exactly once however often this is called."""
+        server.parts().access.require_agent(request)
         stream_ids = await server.parts().finisher.finish(group_id, call.rewards)
         return answer(GroupFinished(stream_ids=stream_ids))
 

@@ -1,7 +1,7 @@
 """Groups and their registry: who is open, who has ended and with which answer.
 
-    (admitted) ──► open ──finish──────────────────────────► finished   stream ids kept, a repeated finish answers them
-                     └──idle | run concluded | shutdown──► dropped    tokens forgotten
+    (admitted) ──► open ──every sibling finished───────────────────────► finished   stream ids kept for repeated calls
+                     └──a sibling aborted, expired or never opened ...──► dropped    once all siblings have ended
 
 Only the fact of the end is kept, for a bounded time and number, so that late calls get a true answer.
 """
@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollout_server.sessions import Session
+from rollout_server.sessions import Session, SessionEnd, Terms
 from services.wire.errors import ConcludedError, ConflictError, NotFoundError, UsageError
+from services.wire.rollout_api import Purpose
 from services.wire.sampling import SamplingParams
+from services.wire.session_api import SessionState
 
-Purpose = Literal["train", "evaluate"]
-DropCause = Literal["idle", "run_concluded", "client_gone", "shutdown"]
+DropCause = Literal["idle", "aborted", "run_concluded", "shutdown"]
 
 
 def new_group_id() -> str:
@@ -31,48 +32,64 @@ def new_group_id() -> str:
 
 
 def session_id(group_id: str, member: int) -> str:
-    """The id of sibling `member`, and of its trajectory."""
+    """The id of sibling `member`, and of its trajectory, where the client did not choose one."""
     return f"{group_id}.{member}"
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Sessions that share a prompt. `opened_at` is in Unix seconds, `last_used` on the monotonic clock."""
+    """Sessions that share a prompt. `opened_at` is in Unix seconds, `last_used` on the monotonic clock.
+
+    `sampling`: of turns that name none; None in a group whose sessions were opened one by one.
+    """
 
     group_id: str
     ordinal: int
+    size: int
     task: str
     purpose: Purpose
-    sampling: SamplingParams
-    sessions: dict[str, Session]
-    opened_at: float
-    last_used: float
+    idle_timeout_s: float
+    sampling: SamplingParams | None = None
+    sessions: dict[str, Session] = field(default_factory=dict)
+    opened_at: float = field(default_factory=time.time)
+    last_used: float = field(default_factory=time.monotonic)
     closing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by whoever ends the group."""
-
-    @classmethod
-    def open(
-        cls, group_id: str, ordinal: int, task: str, purpose: Purpose, sampling: SamplingParams, group_size: int
-    ) -> Group:
-        siblings = [Session(session_id(group_id, member), member) for member in range(group_size)]
-        sessions = {session.session_id: session for session in siblings}
-        return cls(group_id, ordinal, task, purpose, sampling, sessions, time.time(), time.monotonic())
-
-    @property
-    def busy(self) -> bool:
-        """Whether a turn is being taken, or the group is being ended."""
-        return self.closing.locked() or self.taking_turns
 
     @property
     def taking_turns(self) -> bool:
         return any(session.busy for session in self.sessions.values())
 
+    @property
+    def live(self) -> list[Session]:
+        """Siblings that have not ended."""
+        return [session for session in self.sessions.values() if session.end is None]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sibling was opened and has ended."""
+        return len(self.sessions) == self.size and not self.live
+
+    def fill(self, terms: Terms) -> None:
+        """Open all siblings at once."""
+        for _ in range(self.size):
+            self.join(session_id(self.group_id, len(self.sessions)), terms, b"")
+
+    def join(self, name: str, terms: Terms, fingerprint: bytes) -> Session:
+        """Open the next sibling. Raises ConflictError when all are open already, or have been."""
+        if len(self.sessions) >= self.size:
+            raise ConflictError(f"group {self.group_id} has all its {self.size} sessions", "open another group")
+        session = Session(name, self.group_id, self.ordinal, len(self.sessions), terms, fingerprint)
+        self.sessions[name] = session
+        self.last_used = time.monotonic()
+        return session
+
     @contextmanager
     def reserved(self, session_ids: Sequence[str]) -> Iterator[list[Session]]:
-        """The named sessions, busy for the time of the block.
+        """The named sessions, each taking a turn for the time of the block.
 
         Raises NotFoundError for a session of another group, UsageError for one named twice, ConflictError for one that is
-        taking a turn already.
+        taking a turn already, SessionConcludedError or SessionExpiredError for one that has ended.
         """
         if self.closing.locked():
             raise ConflictError(f"group {self.group_id} is being ended", "open another one")
@@ -80,16 +97,23 @@ class Group:
             raise UsageError("a session is named twice", "one turn a session in a call")
         sessions = [self._session(name) for name in session_ids]
         for session in sessions:
+            session.check_open()
             if session.busy:
                 raise ConflictError(f"session {session.session_id} is taking a turn", "wait for its answer")
         for session in sessions:
-            session.busy = True
+            session.taking_turn = True
         try:
             yield sessions
         finally:
             for session in sessions:
-                session.busy = False
-            self.last_used = time.monotonic()
+                session.taking_turn = False
+            self.touch()
+
+    def touch(self) -> None:
+        """Siblings that are opened together wait for each other: what goes on in one keeps all alive."""
+        self.last_used = now = time.monotonic()
+        for session in self.sessions.values():
+            session.last_used = now
 
     def _session(self, name: str) -> Session:
         try:
@@ -103,6 +127,10 @@ class Ended:
     """How a group ended. `stream_ids`: session id → stream id, when it was finished."""
 
     ended_at: float
+    ordinal: int = -1
+    size: int = 0
+    purpose: Purpose = "train"
+    siblings: tuple[SessionEnd, ...] = ()
     stream_ids: Mapping[str, str] | None = None
     cause: DropCause | None = None
 
@@ -118,10 +146,11 @@ class Ended:
 
 
 class GroupRegistry:
-    """All groups of one server. Pure bookkeeping: the ledger and the stream are its callers' business."""
+    """All groups and sessions of one server. Pure bookkeeping: the ledger and the stream are its callers' business."""
 
     def __init__(self, *, keep_ended: int = 4096, keep_ended_s: float = 600.0) -> None:
         self._open: dict[str, Group] = {}
+        self._sessions: dict[str, Session | SessionEnd] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._keep_ended = keep_ended
         self._keep_ended_s = keep_ended_s
@@ -129,8 +158,18 @@ class GroupRegistry:
     def __len__(self) -> int:
         return len(self._open)
 
+    @property
+    def live_sessions(self) -> int:
+        return sum(len(group.live) for group in self._open.values())
+
     def add(self, group: Group) -> None:
         self._open[group.group_id] = group
+        for session in group.sessions.values():
+            self._sessions[session.session_id] = session
+
+    def add_session(self, session: Session) -> None:
+        """A session that joined a group that is open."""
+        self._sessions[session.session_id] = session
 
     def find_open(self, group_id: str) -> Group:
         """The open group. Raises NotFoundError, or ConflictError when it has ended."""
@@ -143,32 +182,69 @@ class GroupRegistry:
         ended.answer(group_id)
         raise ConflictError(f"group {group_id} is finished", "open another one")
 
+    def get_open(self, group_id: str) -> Group | None:
+        return self._open.get(group_id)
+
     def find_ended(self, group_id: str) -> Ended | None:
         return self._ended.get(group_id)
 
+    def get_session(self, name: str) -> Session | SessionEnd | None:
+        """The session, or what stays of it; None for one that is not known here."""
+        found = self._sessions.get(name)
+        return found.end if isinstance(found, Session) and found.end is not None else found
+
+    def find_session(self, name: str) -> Session:
+        """The open session. Raises NotFoundError, or what a call in one that has ended deserves."""
+        found = self.get_session(name)
+        if isinstance(found, Session):
+            return found
+        if found is None:
+            raise NotFoundError(f"no session {name!r} on this server", "it never was here, or ended long ago")
+        raise found.refuse()
+
+    def group_of(self, session: Session) -> Group:
+        return self._open[session.group_id]
+
     def finish(self, group: Group, stream_ids: Mapping[str, str]) -> None:
-        self._end(group, Ended(time.monotonic(), stream_ids=stream_ids))
+        """Every sibling was finished."""
+        for session in group.live:
+            session.conclude("finished", stream_ids.get(session.session_id))
+        self._end(group, stream_ids, None)
 
     def drop(self, group: Group, cause: DropCause) -> None:
-        self._end(group, Ended(time.monotonic(), cause=cause))
+        state: SessionState = "expired" if cause == "idle" else "dropped"
+        for session in group.live:
+            session.conclude(state)
+        self._end(group, None, cause)
 
-    def _end(self, group: Group, ended: Ended) -> None:
+    def _end(self, group: Group, stream_ids: Mapping[str, str] | None, cause: DropCause | None) -> None:
         del self._open[group.group_id]
-        self._ended[group.group_id] = ended
+        ends = tuple(session.end for session in group.sessions.values() if session.end is not None)
+        for end in ends:
+            self._sessions[end.session_id] = end
+        self._ended[group.group_id] = Ended(
+            time.monotonic(), group.ordinal, group.size, group.purpose, ends, stream_ids, cause
+        )
         if len(self._ended) > self._keep_ended:
-            self._ended.popitem(last=False)
+            self._forget_oldest()
+
+    def forget_session(self, name: str) -> None:
+        """Forget a session that has ended."""
+        self._sessions.pop(name, None)
+
+    def _forget_oldest(self) -> None:
+        _, ended = self._ended.popitem(last=False)
+        for end in ended.siblings:
+            if self._sessions.get(end.session_id) is end:
+                del self._sessions[end.session_id]
 
     def all_open(self) -> list[Group]:
         return list(self._open.values())
 
-    def idle_since(self, moment: float) -> list[Group]:
-        """Open groups last used before `moment` (monotonic) in which nothing is going on."""
-        return [group for group in self._open.values() if group.last_used < moment and not group.busy]
-
     def forget_ended(self, now: float) -> None:
         """Forget the ends that are older than is promised."""
         while self._ended:
-            group_id, ended = next(iter(self._ended.items()))
+            ended = next(iter(self._ended.values()))
             if ended.ended_at > now - self._keep_ended_s:
                 return
-            del self._ended[group_id]
+            self._forget_oldest()

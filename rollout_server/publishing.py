@@ -1,8 +1,8 @@
-"""Publishing finished groups: those that finish while a call to Redis is under way share the next one.
+"""Publishing what was finished: groups and sessions that finish while a call to Redis is under way share the next one.
 
-    publish(group) ──► queue ──► everything queued: one append, one closing of accounts ──► stream ids
+    publish ──► queue ──► everything queued: one append, one closing of accounts ──► stream ids
 
-A group's trajectories are appended all or none, and its account is closed after they are.
+What is handed in together is appended all or none; a group's account is closed after its trajectories are in the stream.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class _Finished:
     group_id: str
     trajectories: Sequence[Trajectory]
     tokens: int
+    closes: bool
     stream_ids: asyncio.Future[list[str]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -42,13 +43,14 @@ class Publisher:
         self._queue: list[_Finished] = []
         self._wake = asyncio.Event()
 
-    async def publish(self, group_id: str, trajectories: Sequence[Trajectory]) -> list[str]:
-        """Stream ids of the trajectories, in their order; the same when repeated.
+    async def publish(self, group_id: str, trajectories: Sequence[Trajectory], *, closes: bool = True) -> list[str]:
+        """Stream ids of the trajectories, in their order; the same when repeated. `closes`: the group ends with them.
 
-        Raises ConcludedError (and the group is closed as dropped), or NotReadyError when Redis fails: then try again.
+        Raises ConcludedError (and a group that was to be closed is, as dropped), or NotReadyError when Redis fails: then
+        try again.
         """
         tokens = sum(len(segment.loss_mask) for trajectory in trajectories for segment in trajectory.segments)
-        finished = _Finished(group_id, trajectories, tokens)
+        finished = _Finished(group_id, trajectories, tokens, closes)
         self._queue.append(finished)
         self._wake.set()
         return await finished.stream_ids
@@ -85,10 +87,13 @@ class Publisher:
                 for finished in batch:
                     await self._write([finished])
                 return
-            await self._ledger.close_groups([batch[0].group_id], dropped=True)
+            if batch[0].closes:
+                await self._ledger.close_groups([batch[0].group_id], dropped=True)
             _fail(batch, error)
             return
-        await self._ledger.close_groups([finished.group_id for finished in batch])
+        closing = [finished.group_id for finished in batch if finished.closes]
+        if closing:
+            await self._ledger.close_groups(closing)
         position = 0
         for finished in batch:
             end = position + len(finished.trajectories)

@@ -18,21 +18,26 @@ from fastapi import FastAPI
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from rollout_server.access import Access
 from rollout_server.admission_gate import AdmissionGate
+from rollout_server.dialect.caller import Caller
+from rollout_server.dialect.dialect import Dialect
 from rollout_server.engines.base import Engine
-from rollout_server.finishing import Finisher, sweep
-from rollout_server.groups import GroupRegistry, session_id
+from rollout_server.finishing import Finisher, Origin
+from rollout_server.groups import GroupRegistry
 from rollout_server.membership import Bus, Membership
 from rollout_server.publishing import Publisher
 from rollout_server.rendering import Renderer
+from rollout_server.session_opening import SessionOpener
+from rollout_server.sweeping import sweep
 from rollout_server.turns import TurnTaker
 from services.app import Stop
 from services.ledger import Ledger
 from services.model_folder import wait_for_model
 from services.redis_client import connect
-from services.run_keys import RunKeys
+from services.session_keys import SessionKeys
 from services.settings import RunSettings
-from services.stream import TrajectoryWriter
+from services.stream import TrajectoryLog, TrajectoryWriter
 from services.waits import WaitBoard
 from services.wire.errors import NotReadyError, RollmeshError
 
@@ -44,7 +49,10 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What a rollout server is told at its start. `url`: where the weight bus reaches it."""
+    """What a rollout server is told at its start. `url`: where agents and the weight bus reach it.
+
+    `agent_key`: what environments must show; None where whoever reaches it may speak (loopback).
+    """
 
     run_id: str
     server_id: str
@@ -52,6 +60,7 @@ class ServerPlan:
     redis_url: str
     model: Path
     settings: RunSettings
+    agent_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,9 +71,15 @@ class Parts:
     ledger: Ledger
     gate: AdmissionGate
     registry: GroupRegistry
+    access: Access
+    opener: SessionOpener
+    renderer: Renderer
     turns: TurnTaker
+    caller: Caller
+    dialect: Dialect
     publisher: Publisher
     finisher: Finisher
+    log: TrajectoryLog
 
 
 class RolloutServer:
@@ -123,6 +138,7 @@ class RolloutServer:
                 tasks.create_task(parts.gate.run(), name="admission")
                 tasks.create_task(parts.publisher.run(), name="publisher")
                 tasks.create_task(sweep(parts.registry, parts.finisher, timeout_s), name="sweeper")
+                tasks.create_task(parts.caller.watch(parts.registry, timeout_s), name="call watcher")
                 if self._membership is not None:
                     tasks.create_task(self._membership.run(), name="membership")
         except RollmeshError as error:
@@ -143,7 +159,8 @@ class RolloutServer:
         self._phase = "waiting for Redis"
         ledger, registry = Ledger(redis, plan.run_id), GroupRegistry()
         base_version = await ledger.begin(self._engine.policy_version)
-        await self._give_up_orphans(redis, ledger)
+        access = Access(SessionKeys(await ledger.session_secret()), plan.agent_key)
+        await self._give_up_orphans(ledger)
         publisher = Publisher(TrajectoryWriter(redis, plan.run_id), ledger)
         gate = AdmissionGate(
             ledger,
@@ -162,22 +179,26 @@ class RolloutServer:
             ledger=ledger,
             gate=gate,
             registry=registry,
+            access=access,
+            opener=SessionOpener(registry, gate, ledger, plan.settings.rollout.group_timeout_s),
+            renderer=renderer,
             turns=TurnTaker(self._engine, renderer),
+            caller=Caller(self._engine, self._stop.fail),
+            dialect=Dialect(self._engine, renderer, plan.model, plan.settings.rollout.renderer),
             publisher=publisher,
-            finisher=Finisher(registry, publisher, ledger, plan.run_id, plan.server_id),
+            finisher=Finisher(registry, publisher, ledger, Origin(plan.run_id, plan.server_id)),
+            log=TrajectoryLog(redis, plan.run_id),
         )
 
-    async def _give_up_orphans(self, redis: Redis, ledger: Ledger) -> None:
+    async def _give_up_orphans(self, ledger: Ledger) -> None:
         """Take groups off the account that this server holds there and does not know (an earlier life of it did).
 
-        One whose trajectories are in the stream was finished, whatever its account says; the others will never be.
+        Of one that is in the stream, in part or whole, the ledger knows: it does not count it as dropped.
         """
         for group_id, record in (await ledger.open_groups()).items():
-            if record.server_id != self.plan.server_id:
-                continue
-            published = await redis.hexists(RunKeys(self.plan.run_id).stream_ids, session_id(group_id, 0))
-            await ledger.close_group(group_id, dropped=not published)
-            _log.warning("group of an earlier life closed", group=group_id, ordinal=record.ordinal, published=published)
+            if record.server_id == self.plan.server_id:
+                await ledger.close_group(group_id, dropped=True)
+                _log.warning("group of an earlier life closed", group=group_id, ordinal=record.ordinal)
 
     def _drain(self) -> None:
         """The end has begun: answer who waits, end what is being drawn."""

@@ -1,36 +1,199 @@
-"""One session: a conversation between an environment and the policy, captured token for token."""
+"""One session: a conversation between an agent and the policy, captured token for token.
+
+    open ──finish──► finished      its trajectory is in the stream (`train`) or forgotten (`evaluate`)
+      ├──abort─────► aborted       the agent gave it up
+      ├──no call for idle_timeout_s | the deadline──► expired
+      └──the run concluded | shutdown──► dropped
+
+An answer is captured whole or not at all.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rollout_server.capture import Capture
+from rollout_server.capture import Capture, Node
+from rollout_server.dialect_memory import DialectMemory
 from rollout_server.engines.base import FinishReason, GenerationDelta
+from rollout_server.rewards import Rewards
+from services.wire.errors import (
+    ConflictError,
+    RollmeshError,
+    SessionConcludedError,
+    SessionExpiredError,
+)
+from services.wire.rollout_api import Purpose, SamplingLimits
 from services.wire.sampling import SamplingParams
+from services.wire.session_api import SessionState
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What sessions are opened on; siblings may share it. `sampling` wins over what calls say."""
+
+    task: str
+    purpose: Purpose
+    sampling: SamplingLimits
+    idle_timeout_s: float
+    task_id: str = ""
+    deadline_s: float | None = None
+    max_tokens: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """What stays of a session that has ended. `ended_at` on the monotonic clock."""
+
+    session_id: str
+    group_id: str
+    ordinal: int
+    member: int
+    state: SessionState
+    reward: float | None
+    stream_id: str | None
+    answers: int
+    sampled: int
+    segments: int
+    metadata: Mapping[str, str]
+    ended_at: float
+
+    def refuse(self) -> RollmeshError:
+        """What a call in it deserves."""
+        if self.state == "expired":
+            return SessionExpiredError(
+                f"session {self.session_id} has expired", "open another one; heartbeats keep one alive"
+            )
+        return SessionConcludedError(f"session {self.session_id} was {self.state}", "open another one")
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """Sibling `member` (from 0) of a group.
+    """Sibling `member` (from 0) of a group. `opened` and `last_used` are on the monotonic clock.
 
-        idle ──a turn is taken──► busy ──recorded | given up──► idle
-
-    A turn is recorded whole or not at all: while `busy`, the capture stays as it was.
+    `fingerprint`: of the body it was opened with, so that the same call again is known for one.
     """
 
     session_id: str
+    group_id: str
+    ordinal: int
     member: int
+    terms: Terms
+    fingerprint: bytes = b""
+    opened: float = field(default_factory=time.monotonic)
+    last_used: float = field(default_factory=time.monotonic)
     capture: Capture = field(default_factory=Capture)
-    busy: bool = False
-    turns: int = 0
+    rewards: Rewards = field(default_factory=Rewards)
+    memory: DialectMemory = field(default_factory=DialectMemory)
+    taking_turn: bool = False
+    calls_in_flight: int = 0
+    tokens_reserved: int = 0
+    """Tokens that calls in flight may still draw: what they leave of the budget is for others."""
     finish_reason: FinishReason = "stop"
-    sampling: SamplingParams | None = None
-    """Both of the last turn."""
+    end: SessionEnd | None = None
+    ending: bool = False
+    """Somebody is ending it, and nothing new may begin."""
 
-    def record(self, environment: list[int], drawn: GenerationDelta, sampling: SamplingParams) -> None:
-        """Add one turn: what the environment said, then what the policy drew. `drawn` has been checked."""
-        self.capture.add_environment(environment)
-        self.capture.add_sampled(drawn.token_ids, drawn.logprobs, drawn.versions)
-        self.turns += 1
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is being drawn, or the session is being ended."""
+        return self.taking_turn or self.calls_in_flight > 0 or self.ending
+
+    @property
+    def state(self) -> SessionState:
+        return "open" if self.end is None else self.end.state
+
+    def check_open(self) -> None:
+        """Raise SessionConcludedError or SessionExpiredError unless it takes calls."""
+        if self.end is not None:
+            raise self.end.refuse()
+        if self.ending:
+            raise SessionConcludedError(f"session {self.session_id} is being ended", "open another one")
+        if self.seconds_left() <= 0.0:
+            raise SessionExpiredError(f"the deadline of session {self.session_id} has passed", "open another one")
+
+    def seconds_left(self) -> float:
+        """Until its deadline; infinite without one."""
+        limit = self.terms.deadline_s
+        return float("inf") if limit is None else self.opened + limit - time.monotonic()
+
+    def expires_in_s(self) -> float:
+        """Until it expires, if nothing happens in it and nothing goes on."""
+        idle = float("inf") if self.busy else self.last_used + self.terms.idle_timeout_s - time.monotonic()
+        return max(0.0, min(idle, self.seconds_left()))
+
+    def tokens_left(self) -> int | None:
+        """Tokens that a further call may draw; None where there is no bound."""
+        spent = self.capture.sampled + self.tokens_reserved
+        return None if self.terms.max_tokens is None else max(0, self.terms.max_tokens - spent)
+
+    @contextmanager
+    def reserving(self, tokens: int) -> Iterator[None]:
+        """A call may draw so many tokens in the block."""
+        self.tokens_reserved += tokens
+        try:
+            yield
+        finally:
+            self.tokens_reserved -= tokens
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """A call of the agent goes on for the time of the block. Any number may at once: sub-agents branch."""
+        self.check_open()
+        self.calls_in_flight += 1
+        try:
+            yield
+        finally:
+            self.calls_in_flight -= 1
+            self.last_used = time.monotonic()
+
+    @contextmanager
+    def being_ended(self) -> Iterator[None]:
+        """Somebody ends it in the block; if that fails, the session goes on. Raises ConflictError while a call goes on."""
+        self.check_may_end()
+        self.ending = True
+        try:
+            yield
+        finally:
+            self.ending = False
+
+    def check_may_end(self) -> None:
+        if self.end is not None:
+            raise self.end.refuse()
+        if self.busy:
+            what = "is being ended" if self.ending else "has a call in flight"
+            raise ConflictError(f"session {self.session_id} {what}", "wait for its answer")
+
+    def record_turn(self, environment: list[int], drawn: GenerationDelta, sampling: SamplingParams) -> Node:
+        """Add one answer to the newest context: what the environment said, then what the policy drew."""
         self.finish_reason = drawn.finish_reason or "stop"
-        self.sampling = sampling
+        return self.capture.record(
+            self.capture.tip, environment, drawn.token_ids, drawn.logprobs, drawn.versions, sampling
+        )
+
+    def conclude(self, state: SessionState, stream_id: str | None = None, segments: int = 0) -> SessionEnd:
+        """The end. What was captured is forgotten here; its trajectory, of so many segments, may be in the stream."""
+        capture = self.capture
+        self.end = SessionEnd(
+            session_id=self.session_id,
+            group_id=self.group_id,
+            ordinal=self.ordinal,
+            member=self.member,
+            state=state,
+            reward=self.rewards.total if self.rewards.given else None,
+            stream_id=stream_id,
+            answers=capture.answers,
+            sampled=capture.sampled,
+            segments=segments,
+            metadata=self.terms.metadata,
+            ended_at=time.monotonic(),
+        )
+        self.memory.answers.cancel_all(self.end.refuse())
+        self.capture, self.memory, self.rewards = Capture(), DialectMemory(), Rewards()
+        return self.end
+
+    def touch(self) -> None:
+        self.last_used = time.monotonic()

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rollout_server.capture import CaptureError, check_sampled
+from rollout_server.dialect.sampling_choice import within
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest, collect
 from rollout_server.groups import Group
 from rollout_server.rendering import Renderer
 from rollout_server.sessions import Session
-from services.wire.errors import DeadlineError, UsageError
+from services.wire.errors import ContextLengthError, DeadlineError, UsageError
 from services.wire.rollout_api import SamplingBody, TakeTurns, Turn, TurnTaken
 from services.wire.sampling import SamplingParams
 
@@ -30,15 +31,7 @@ if TYPE_CHECKING:
 
 def sampling_of(body: SamplingBody) -> SamplingParams:
     """The wire struct of a request body."""
-    return SamplingParams(
-        max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        seed=body.seed,
-        stop_token_ids=tuple(body.stop_token_ids),
-        ignore_eos=body.ignore_eos,
-    )
+    return msgspec.convert(body, SamplingParams, from_attributes=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +57,8 @@ class TurnTaker:
         the engine that contradicts itself. Cancelling it records nothing.
         """
         sampling = group.sampling if call.sampling is None else sampling_of(call.sampling)
+        if sampling is None:
+            raise UsageError(f"group {group.group_id} was opened without sampling", "give `sampling` with the turns")
         with group.reserved([turn.session_id for turn in call.turns]) as sessions:
             additions = await self._encode(call.turns)
             plans = self._plan(group.group_id, sessions, additions, sampling)
@@ -72,7 +67,7 @@ class TurnTaker:
             for delta in ordered:
                 check_sampled(delta.token_ids, delta.logprobs, delta.versions)
             for session, addition, delta in zip(sessions, additions, ordered, strict=True):
-                session.record(addition, delta, sampling)
+                session.record_turn(addition, delta, sampling)
         return [self._answer(session, delta, call) for session, delta in zip(sessions, ordered, strict=True)]
 
     async def _encode(self, turns: Sequence[Turn]) -> list[list[int]]:
@@ -113,11 +108,8 @@ class TurnTaker:
             raise UsageError("a session has no tokens to continue", "say something in its first turn")
         room = self._engine.max_model_len - prompt_length
         if room < 1:
-            raise UsageError(
-                f"a context of {prompt_length} tokens leaves no room to answer",
-                f"the model takes {self._engine.max_model_len} tokens, prompt and answer together",
-            )
-        return sampling if sampling.max_tokens <= room else msgspec.structs.replace(sampling, max_tokens=room)
+            raise ContextLengthError(prompt_length, self._engine.max_model_len)
+        return within(sampling, room)
 
     async def _run_all(self, plans: list[Plan]) -> dict[int, GenerationDelta]:
         if len(plans) == 1:

@@ -48,7 +48,7 @@ def make_app(title: str, version: str, lifespan: Lifespan, not_ready: ReadyCheck
     async def on_invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return _error(422, "schema", f"{where}: {first['msg']}", None)
+        return _error(422, ErrorDetail(message=f"{where}: {first['msg']}", param=where, code="schema"), None)
 
     return app
 
@@ -56,11 +56,12 @@ def make_app(title: str, version: str, lifespan: Lifespan, not_ready: ReadyCheck
 def error_answer(error: RollmeshError) -> JSONResponse:
     """The answer that says `error`; `Retry-After` (whole seconds) where trying again makes sense."""
     headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, CapacityError) else None
-    return _error(error.status, error.code, str(error), headers)
+    detail = ErrorDetail(message=str(error), type=error.kind, code=error.code)
+    return _error(error.status, detail, headers)
 
 
-def _error(status: int, code: str, message: str, headers: dict[str, str] | None) -> JSONResponse:
-    body = ErrorBody(error=ErrorDetail(code=code, message=message))
+def _error(status: int, detail: ErrorDetail, headers: dict[str, str] | None) -> JSONResponse:
+    body = ErrorBody(error=detail)
     return JSONResponse(body.model_dump(), status_code=status, headers=headers)
 
 

@@ -102,7 +102,8 @@ def _explain(error: ValidationError) -> tuple[str, str]:
         near = get_close_matches(str(first["input"]), allowed, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return what, f"{hint}known: {', '.join(allowed)}"
-    return what, first["msg"]
+    # A check of our own speaks for itself; pydantic would put "Value error" before it.
+    return what, str(first.get("ctx", {}).get("error", first["msg"]))
 
 
 def _allowed(key: str) -> list[str]:

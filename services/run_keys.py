@@ -38,6 +38,16 @@ class RunKeys:
         return self._key("open-groups")
 
     @property
+    def published_groups(self) -> str:
+        """Hash: open group → how many of its trajectories are in the stream."""
+        return self._key("published-groups")
+
+    @property
+    def session_secret(self) -> str:
+        """What the run's session keys are made with."""
+        return self._key("session-secret")
+
+    @property
     def waits(self) -> str:
         """Hash: component → what it is waiting for, since when."""
         return self._key("waits")

@@ -7,13 +7,26 @@ tree is written to the run folder as `config.toml` and handed to every process o
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-TaskName = Literal["running-sums", "guess-number"]
+from services.wire.errors import UsageError
+from services.wire.task_name import parse_task
+
 EngineName = Literal["auto", "torch", "vllm"]
 TransportName = Literal["auto", "nixl", "shm"]
+
+
+def _known_task(name: str) -> str:
+    try:
+        parse_task(name)
+    except UsageError as error:
+        raise ValueError(error.remedy) from error
+    return name
+
+
+TaskText = Annotated[str, AfterValidator(_known_task)]
 
 
 class Section(BaseModel):
@@ -40,8 +53,14 @@ class RolloutSettings(Section):
     temperature: float = Field(default=1.0, gt=0.0)
     max_tokens: int = Field(default=24, ge=1, description="Longest answer, in tokens, a turn")
     group_timeout_s: float = Field(default=120.0, gt=0.0, description="A group idle for longer is dropped")
+    episode_timeout_s: float = Field(default=600.0, gt=0.0, description="Longest time an episode may take")
     threads: int = Field(default=1, ge=1, description="Torch threads of an engine on CPU")
     max_running: int = Field(default=256, ge=1, description="Requests an engine decodes at once")
+    renderer: str = Field(default="auto", description="Chat renderer, by its name in the `renderers` library")
+    retry_patience_s: float = Field(
+        default=5.0, ge=0.0, description="How long an answer goes on after its client hung up, for a retry to join it"
+    )
+    max_body_mib: int = Field(default=32, ge=1, description="Largest request body")
 
 
 class LossSettings(Section):
@@ -82,7 +101,7 @@ class EvaluationSettings(Section):
 
 class RunSettings(Section):
     seed: int = Field(default=1, ge=0)
-    task: TaskName = "running-sums"
+    task: TaskText = Field(default="running-sums", description="A name as `services.wire.task_name` describes it")
     engine: EngineName = "auto"
     servers: int = Field(default=1, ge=1, le=64)
     steps: int = Field(default=60, ge=1)

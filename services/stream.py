@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -22,17 +23,19 @@ from services.wire.trajectory import Trajectory, encode_trajectory
 
 GROUP = "trainer"
 
-# ARGV: pairs of trajectory id and payload. Append, index and account in one step; answer the first id on a repeat.
+# ARGV: trajectory id, group id and payload, again and again. Append, index and account in one step; answer the first id on
+# a repeat.
 _PUBLISH = """
 local concluded = redis.call('HGET', KEYS[3], 'concluded') == '1'
 local ids = {}
-for i = 1, #ARGV, 2 do
+for i = 1, #ARGV, 3 do
   local id = redis.call('HGET', KEYS[2], ARGV[i])
   if not id then
     if concluded then return redis.error_reply('CONCLUDED') end
-    id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 1])
+    id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 2])
     redis.call('HSET', KEYS[2], ARGV[i], id)
     redis.call('HINCRBY', KEYS[3], 'published', 1)
+    redis.call('HINCRBY', KEYS[4], ARGV[i + 1], 1)
   end
   ids[#ids + 1] = id
 end
@@ -64,7 +67,7 @@ class TrajectoryWriter:
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         keys = RunKeys(run_id)
-        self._keys = [keys.stream, keys.stream_ids, keys.accounts]
+        self._keys = [keys.stream, keys.stream_ids, keys.accounts, keys.published_groups]
         self._publish = redis.register_script(_PUBLISH)
 
     async def publish(self, trajectories: Sequence[Trajectory]) -> list[str]:
@@ -74,7 +77,7 @@ class TrajectoryWriter:
         """
         arguments: list[str | bytes] = []
         for trajectory in trajectories:
-            arguments += [trajectory.trajectory_id, encode_trajectory(trajectory)]
+            arguments += [trajectory.trajectory_id, trajectory.group_id, encode_trajectory(trajectory)]
         try:
             ids = await self._publish(keys=self._keys, args=arguments)
         except ResponseError as error:
@@ -82,6 +85,22 @@ class TrajectoryWriter:
                 raise ConcludedError("the run has concluded", "no more trajectories are taken") from error
             raise
         return [as_text(stream_id) for stream_id in ids]
+
+
+class TrajectoryLog:
+    """The stream as anybody may read it, without taking part in its consumption."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis = redis
+        self._key = RunKeys(run_id).stream
+
+    async def after(self, stream_id: str, count: int) -> list[StreamEntry]:
+        """Up to `count` entries that came after `stream_id`, oldest first. Those before the last trim are gone."""
+        return _entries(await self._redis.xrange(self._key, min=f"({stream_id}", count=count))
+
+    async def one(self, stream_id: str) -> StreamEntry | None:
+        """The entry of this id; None where it was trimmed."""
+        return next(iter(_entries(await self._redis.xrange(self._key, stream_id, stream_id))), None)
 
 
 class TrajectoryReader:
@@ -164,6 +183,12 @@ class TrajectoryReader:
     async def trim_before(self, stream_id: str) -> int:
         """Delete entries older than `stream_id`; call it when a checkpoint holds all of them."""
         return int(await self._redis.xtrim(self._keys.stream, minid=stream_id, approximate=False))
+
+
+def _entries(reply: object) -> list[StreamEntry]:
+    """XRANGE's reply."""
+    found = cast("list[tuple[bytes, dict[bytes, bytes]]]", reply or [])
+    return [StreamEntry(as_text(stream_id), fields[b"t"]) for stream_id, fields in found]
 
 
 def _pairs(reply: object) -> list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:

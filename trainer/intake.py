@@ -40,7 +40,8 @@ _log = structlog.get_logger()
 
 
 class Intake:
-    """`version`: the newest policy version that exists. `expire_after_s`: how long a group may wait for its siblings.
+    """`version`: the newest policy version that exists. `expire_after_s`: how long siblings may lag before their server is
+    asked for.
 
     `run` lives on the background loop; `take` is for the training thread.
     """
@@ -60,6 +61,8 @@ class Intake:
         self._assembler: GroupAssembler[Trajectory] = GroupAssembler()
         self._known: set[str] = set()
         self._changed = threading.Condition()
+        self._lost: set[str] = set()
+        """Incomplete groups that no server holds open: what was on its way is in the stream by now."""
         self._waiting_since: float | None = None
         self._trouble: str | None = None
         self._rejections = 0
@@ -162,9 +165,14 @@ class Intake:
             for item in judged:
                 self._known.add(item.entry)
                 _extend(verdict, self._assembler.add(item, now) if isinstance(item, Member) else self._reject(item))
-            _extend(verdict, self._assembler.expire(now - self._expire_after_s))
+            if len(entries) < _READ:
+                _extend(verdict, self._assembler.expire(self._lost))
+            overdue = self._assembler.overdue(now - self._expire_after_s)
             if judged:
                 self._changed.notify_all()
+        # Siblings end when their agents do. Only a group that its server has closed is waited for in vain; whether it
+        # has is asked before the next read, so that siblings written last are not overlooked.
+        self._lost = set(overdue) - await self._ledger.still_open(overdue)
         if settled_before:
             await self._reader.acknowledge_trained(settled_before)
         await self._drop(verdict)

@@ -144,10 +144,14 @@ class GroupAssembler(Generic[Payload]):
         self._settle(group, cause)
         return Verdict([Drop(member.entry, cause) for member in members], [group])
 
-    def expire(self, before: float) -> Verdict:
-        """Spoil the groups whose first sibling came before the time `before` and that are still incomplete."""
+    def overdue(self, before: float) -> list[str]:
+        """The incomplete groups whose first sibling came before the time `before`."""
+        return [group for group, gathering in self._partial.items() if gathering.since < before]
+
+    def expire(self, groups: Iterable[str]) -> Verdict:
+        """Spoil those of `groups` that are still incomplete: the caller knows that nothing more comes of them."""
         verdict = Verdict()
-        for group in [group for group, gathering in self._partial.items() if gathering.since < before]:
+        for group in [group for group in groups if group in self._partial]:
             expired = self.spoil(group, DropCause.INCOMPLETE_GROUP)
             verdict.drops += expired.drops
             verdict.spoiled += expired.spoiled

@@ -110,6 +110,7 @@ def _environment(settings: RunSettings, folder: RunFolder, run_id: str, ports: M
         "--group-size": settings.rollout.group_size,
         "--temperature": settings.rollout.temperature,
         "--max-tokens": settings.rollout.max_tokens,
+        "--episode-timeout": settings.rollout.episode_timeout_s,
         "--concurrency": (settings.k + 1) * settings.rollout.groups_per_step,
         "--evaluation-problems": settings.evaluation.problems,
         "--run-dir": folder.root,

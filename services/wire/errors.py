@@ -22,6 +22,20 @@ class RollmeshError(Exception):
         self.what = what
         self.remedy = remedy
 
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type` of an error answer."""
+        return _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+
 
 class UsageError(RollmeshError):
     """The user asked for something that cannot be (an unknown key, a port in use): exit code 2, HTTP 422."""
@@ -49,6 +63,16 @@ class UnsupportedParameterError(RollmeshError):
 
     status = 400
     code = "unsupported_parameter"
+
+
+class BodyTooLargeError(RollmeshError):
+    """A request's body is larger than the service takes: HTTP 413."""
+
+    status = 413
+    code = "request_too_large"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the body is larger than {limit_bytes >> 20} MiB", "send less, or raise the service's limit")
 
 
 class UnauthenticatedError(RollmeshError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Names, meanings and defaults are vLLM's; the defaults leave the distribution whole. `temperature` 0 is greedy.
 
     Order, vLLM's too: `min_tokens` and the penalties change the logits, then temperature divides them, then `min_p`,

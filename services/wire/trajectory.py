@@ -59,10 +59,11 @@ class Segment(msgspec.Struct, frozen=True):
     """Why this segment did not extend the one before it; None for the first."""
 
 
-class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The segments of one session with its reward: one entry of the stream."""
 
-    schema: int = TRAJECTORY_SCHEMA
+    schema: int = msgspec.field(default_factory=lambda: TRAJECTORY_SCHEMA)
+    """A factory, so that it is written although it is the default."""
     run_id: str
     trajectory_id: str
     group_id: str

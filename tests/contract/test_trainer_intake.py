@@ -122,15 +122,15 @@ async def test_what_cannot_be_trained_is_dropped_by_cause_and_admission_makes_up
             "future_version": {"segments": future},
             "unknown_token": {"segments": strange},
             "too_long": {"segments": long},
-            "sampling": {"sampling": SamplingParams(max_tokens=4, temperature=0.0)},
+            "sampling": {"samplings": [SamplingParams(max_tokens=4, temperature=0.0)]},
             "foreign_run": {"run_id": "another"},
         }.items()
     ):
         first, second = answers(bench, cause, number)
         await bench.writer.publish([msgspec.structs.replace(first, **changes), second])
     truncated = SamplingParams(max_tokens=4, top_p=0.9)
-    await bench.writer.publish(answers(bench, "both", 7, sampling=truncated))
-    garbled = encode_trajectory(answers(bench, "garbled", 8)[0]).replace(b"schema\x01", b"schema\x63")
+    await bench.writer.publish(answers(bench, "both", 7, samplings=[truncated]))
+    garbled = encode_trajectory(answers(bench, "garbled", 8)[0]).replace(b"schema\x02", b"schema\x63")
     await bench.redis.xadd(RunKeys(bench.run_id).stream, {"t": garbled})
     await bench.redis.xadd(RunKeys(bench.run_id).stream, {"t": b"no trajectory at all"})
     await bench.writer.publish(answers(bench, "sound", 9))

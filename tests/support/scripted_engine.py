@@ -20,8 +20,7 @@ from rollout_server.engines.base import (
     PauseMode,
     StageReport,
 )
-from rollout_server.engines.errors import EngineCrashedError
-from services.wire.errors import ConflictError, NotReadyError
+from services.wire.errors import ConflictError, NotReadyError, RollmeshError
 from services.wire.trajectory import VersionSpan
 from weight_bus.manifest import decode_manifest
 
@@ -36,7 +35,7 @@ class ScriptedEngine:
         self.requests: list[GenerationRequest] = []
         self.aborted_early = 0
         """Iterators that were closed before their end."""
-        self.crash: EngineCrashedError | None = None
+        self.crash: RollmeshError | None = None
         """Raised instead of the next token."""
         self._max_model_len = max_model_len
         self._step_s = step_s

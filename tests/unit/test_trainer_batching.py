@@ -68,8 +68,8 @@ def test_a_group_whose_siblings_never_come_expires_whole() -> None:
     assembler: GroupAssembler[str] = GroupAssembler()
     assembler.add(member("g", 0, size=3), now=5.0)
     assembler.add(member("g", 1, size=3), now=9.0)
-    assert assembler.expire(before=5.0).spoiled == []
-    verdict = assembler.expire(before=5.1)
+    assert assembler.expire(assembler.overdue(5.0)).spoiled == []
+    verdict = assembler.expire(assembler.overdue(5.1))
     assert (sorted(drop.entry for drop in verdict.drops), verdict.spoiled) == (["g/0", "g/1"], ["g"])
     assert {drop.cause for drop in verdict.drops} == {DropCause.INCOMPLETE_GROUP}
 
@@ -103,7 +103,7 @@ def test_under_any_schedule_each_entry_leaves_exactly_once(schedule: list[tuple[
         elif action == "spoil":
             verdict = assembler.spoil(group)
         elif action == "expire":
-            verdict = assembler.expire(before=float(number))
+            verdict = assembler.expire(assembler.overdue(float(number)))
         else:
             batch = assembler.take(number)
             assert batch is None or [one.ordinal for one in batch] == sorted(one.ordinal for one in batch)

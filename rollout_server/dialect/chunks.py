@@ -1,0 +1,111 @@
+"""Server-sent events of the OpenAI dialect. Structs, because a stream encodes one for every token."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.wire.errors import RollmeshError
+from services.wire.rollout_api import ErrorBody, ErrorDetail
+
+DONE = b"data: [DONE]\n\n"
+_encoder = msgspec.json.Encoder()
+
+
+class FunctionPart(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCallPart(msgspec.Struct):
+    index: int
+    id: str
+    function: FunctionPart
+    type: str = "function"
+
+
+class DeltaPart(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
+
+
+class TopPart(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class LogprobPart(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopPart]
+
+
+class LogprobsPart(msgspec.Struct):
+    content: list[LogprobPart]
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: DeltaPart
+    finish_reason: str | None = None
+    logprobs: LogprobsPart | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    policy_versions: list[tuple[int, int]] | msgspec.UnsetType = msgspec.UNSET
+
+
+class UsagePart(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: UsagePart | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class TextLogprobsPart(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class TextChunkChoice(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: TextLogprobsPart | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    policy_versions: list[tuple[int, int]] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class TextChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[TextChunkChoice]
+    object: str = "text_completion"
+    usage: UsagePart | msgspec.UnsetType | None = msgspec.UNSET
+
+
+def event(chunk: msgspec.Struct) -> bytes:
+    """One event of the stream."""
+    return b"data: " + _encoder.encode(chunk) + b"\n\n"
+
+
+def error_event(error: RollmeshError) -> bytes:
+    """The event that ends a stream which failed after it had begun."""
+    detail = ErrorDetail(message=str(error), type=error.kind, code=error.code)
+    return b"data: " + ErrorBody(error=detail).model_dump_json().encode() + b"\n\n"

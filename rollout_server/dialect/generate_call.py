@@ -1,0 +1,91 @@
+"""One call of vLLM's token route in a session: the client's tokens are the prompt, what is drawn is captured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rollout_server.answers import Answer
+from rollout_server.dialect.caller import Context, fit, record, why_no_prefix
+from rollout_server.dialect.drawing import Sample, draw
+from rollout_server.dialect.sampling_choice import choose_sampling
+from rollout_server.engines.base import Engine, GenerationDelta
+from rollout_server.generate_wire import StreamEncoder, Wanted, encode_answer, full_answer, to_request
+from rollout_server.sessions import Session
+from services.wire.engine_api import GenerateCall
+from services.wire.trajectory import VersionSpan
+
+
+class GenerateCalls:
+    """Answers token calls over one engine. `model`: the name that answers carry."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine = engine
+        self._model = model
+
+    async def produce(self, session: Session, call: GenerateCall, call_id: str, answer: Answer) -> None:
+        """Draw and capture the answer to `call`; chunks go to `answer`.
+
+        Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
+        """
+        longest = self._engine.max_model_len
+        asked = to_request(call, call_id, longest)
+        parent = session.capture.find(call.token_ids)
+        context = Context(
+            call.token_ids, parent, None if parent is not None else why_no_prefix(session, call.token_ids)
+        )
+        wished = call.sampling_params
+        sampling = choose_sampling(session.terms.sampling, wished, wished.max_tokens, (), longest)
+        request = replace(asked, sampling=fit(session, sampling, [context], asked.n, longest))
+        wanted = Wanted.of(call, self._model, self._engine.eos_token_ids)
+        encoder = StreamEncoder(request, wanted) if request.stream else None
+
+        def piece(sample: Sample[None], _: None, grown: int) -> None:
+            # The last chunk of a sample waits until the sample is captured: the next call may follow it at once.
+            if encoder is not None and sample.finish_reason is None:
+                answer.put(encoder.chunk(_delta(call_id, sample, len(sample.token_ids) - grown)))
+                sent[sample.index] = len(sample.token_ids)
+
+        sent = [0] * request.n
+        with session.reserving(request.n * request.sampling.max_tokens):
+            samples = await draw(self._engine, request, _Unread, piece)
+            # An answer that nobody hears is none: it is captured for whoever asks for it again.
+            await answer.heard()
+        record(session, call_id, context, samples, sampling)
+        if encoder is None:
+            whole = [_delta(call_id, sample, 0) for sample in samples]
+            answer.put(encode_answer(full_answer(request, whole, wanted, int(time.time()))))
+            return
+        for sample in samples:
+            answer.put(encoder.chunk(_delta(call_id, sample, sent[sample.index])))
+        answer.put(encoder.end())
+
+
+class _Unread:
+    """Tokens are answered as they are: no text is made of them, and none ends an answer."""
+
+    consumed = 0
+    stopped: str | None = None
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Nothing to read."""
+
+
+def _delta(call_id: str, sample: Sample[None], start: int) -> GenerationDelta:
+    """What a sample holds from token `start` on."""
+    return GenerationDelta(
+        request_id=call_id,
+        index=sample.index,
+        token_ids=sample.token_ids[start:],
+        logprobs=sample.logprobs[start:],
+        versions=[_after(span, start) for span in sample.versions if span.start + span.length > start],
+        finish_reason=sample.finish_reason,
+        top_logprobs=sample.top_logprobs[start:] or None,
+    )
+
+
+def _after(span: VersionSpan, start: int) -> VersionSpan:
+    """The part of a span from token `start` on, counted from there."""
+    begin = max(span.start, start)
+    return VersionSpan(begin - start, span.start + span.length - begin, span.version)

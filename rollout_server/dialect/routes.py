@@ -1,0 +1,138 @@
+"""The OpenAI dialect's routes: under `/sessions/{session_id}`, and at the root where key or header names the session."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from hashlib import blake2b
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from rollout_server.answers import Answer, Answers
+from rollout_server.dialect.caller import new_call_id
+from rollout_server.dialect.chunks import error_event
+from rollout_server.disconnect import while_connected
+from rollout_server.event_stream import EventStream
+from rollout_server.generate_routes import GENERATE_ANSWERS
+from rollout_server.model_routes import model_list
+from rollout_server.retries import Marks
+from rollout_server.route_errors import ERRORS
+from rollout_server.server import RolloutServer
+from rollout_server.sessions import Session
+from rollout_server.typed_route import TypedRoute, answer
+from services.wire.engine_api import GenerateCall, ModelList
+from services.wire.errors import RollmeshError, UnauthenticatedError, UsageError
+from services.wire.openai_api import ChatCall, ChatCompletion, Completion, CompletionCall
+
+_LONGEST_KEY = 255
+_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer; with `stream`, server-sent events and `data: [DONE]`", "content": _EVENTS},
+    **ERRORS,
+}
+
+
+def dialect_routes(server: RolloutServer) -> APIRouter:
+    """Chat and text completions, and the token route in a session."""
+    router = APIRouter(route_class=TypedRoute, tags=["openai"])
+    started = int(time.time())
+    patience_s = server.plan.settings.rollout.retry_patience_s
+
+    def find(request: Request, named: str | None) -> Session:
+        parts = server.parts()
+        name = parts.access.find_session(request, named)
+        if name is None:
+            raise UnauthenticatedError(
+                "this call names no session",
+                "use the base_url or the api_key that POST /sessions answered, or the header X-Session-ID",
+            )
+        return parts.registry.find_session(name)
+
+    async def respond(
+        request: Request,
+        session: Session,
+        kind: str,
+        stream: bool,
+        produce: Callable[[Answer], Awaitable[None]],
+    ) -> Response:
+        found = server.parts().caller.ask(session, await _marks(request, kind), produce)
+        answers = session.memory.answers
+        if not stream:
+            with answers.listening(found, patience_s):
+                body = await while_connected(request, found.whole())
+            return Response(body, media_type="application/json")
+        with answers.listening(found, patience_s):
+            # What is refused is refused with its status, not inside a stream.
+            await while_connected(request, found.begun())
+        return EventStream(_events(answers, found, patience_s))
+
+    async def chat(request: Request, named: str | None, call: ChatCall) -> Response:
+        session = find(request, named)
+        calls = await server.parts().dialect.chat()
+        call_id = new_call_id("chatcmpl")
+        produce = lambda found: calls.produce(session, call, call_id, found)  # noqa: E731
+        return await respond(request, session, "chat", bool(call.stream), produce)
+
+    async def complete(request: Request, named: str | None, call: CompletionCall) -> Response:
+        session = find(request, named)
+        calls = await server.parts().dialect.completions()
+        call_id = new_call_id("cmpl")
+        produce = lambda found: calls.produce(session, call, call_id, found)  # noqa: E731
+        return await respond(request, session, "text", bool(call.stream), produce)
+
+    @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=_STREAMED)
+    async def chat_by_key(call: ChatCall, request: Request) -> Response:
+        """A chat completion in the session that the key or `X-Session-ID` names."""
+        return await chat(request, None, call)
+
+    @router.post("/sessions/{session_id}/v1/chat/completions", response_model=ChatCompletion, responses=_STREAMED)
+    async def chat_in_session(session_id: str, call: ChatCall, request: Request) -> Response:
+        """A chat completion. Every drawn token is captured; token fields are answered only when asked for."""
+        return await chat(request, session_id, call)
+
+    @router.post("/v1/completions", response_model=Completion, responses=_STREAMED)
+    async def complete_by_key(call: CompletionCall, request: Request) -> Response:
+        """A text completion in the session that the key or `X-Session-ID` names."""
+        return await complete(request, None, call)
+
+    @router.post("/sessions/{session_id}/v1/completions", response_model=Completion, responses=_STREAMED)
+    async def complete_in_session(session_id: str, call: CompletionCall, request: Request) -> Response:
+        """A text completion. Every drawn token is captured; token fields are answered only when asked for."""
+        return await complete(request, session_id, call)
+
+    @router.post("/sessions/{session_id}/inference/v1/generate", response_class=Response, responses=GENERATE_ANSWERS)
+    async def generate_in_session(session_id: str, call: GenerateCall, request: Request) -> Response:
+        """vLLM's token route, captured: the tokens given are the prompt, those drawn are trained."""
+        session = find(request, session_id)
+        calls = server.parts().dialect.tokens
+        call_id = call.request_id or new_call_id("gen")
+        produce = lambda found: calls.produce(session, call, call_id, found)  # noqa: E731
+        return await respond(request, session, "tokens", bool(call.stream), produce)
+
+    @router.get("/sessions/{session_id}/v1/models", response_model=ModelList, responses=ERRORS)
+    async def models_in_session(session_id: str, request: Request) -> Response:
+        """The model that answers."""
+        find(request, session_id)
+        return answer(model_list(server, started))
+
+    return router
+
+
+async def _events(answers: Answers, found: Answer, patience_s: float) -> AsyncGenerator[bytes, None]:
+    with answers.listening(found, patience_s):
+        try:
+            async for chunk in found.stream():
+                yield chunk
+        except RollmeshError as error:
+            yield error_event(error)
+
+
+async def _marks(request: Request, kind: str) -> Marks:
+    """How the call is marked as one that may be, or is, a repetition."""
+    body = blake2b(kind.encode() + b"\0" + await request.body(), digest_size=16).digest()
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= _LONGEST_KEY:
+        raise UsageError(f"an Idempotency-Key of {len(key)} characters", f"give 1 to {_LONGEST_KEY}")
+    counted = request.headers.get("x-stainless-retry-count", "0")
+    return Marks(body, key, int(counted) if counted.isdecimal() and len(counted) < 4 else 0)

@@ -1,0 +1,24 @@
+"""What a session remembers of the calls that agents made in it, beside the captured tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rollout_server.answers import Answers
+from rollout_server.capture import Node
+from rollout_server.chat.conversations import Conversations
+from rollout_server.prefix_index import PrefixIndex
+
+
+@dataclass(slots=True)
+class DialectMemory:
+    """`texts`: captured nodes by the whole text that a completions client saw. `calls`: an answer's id → its nodes.
+
+    `messages`: what a chat call added and was answered, as a JSON list, for each of its nodes.
+    """
+
+    conversations: Conversations[Node] = field(default_factory=Conversations)
+    texts: PrefixIndex[Node] = field(default_factory=PrefixIndex)
+    messages: dict[Node, bytes] = field(default_factory=dict)
+    calls: dict[str, list[Node]] = field(default_factory=dict)
+    answers: Answers = field(default_factory=Answers)

@@ -1,0 +1,50 @@
+"""A streamed answer that ends what it streams when the client hangs up, also while there is nothing to send.
+
+Starlette's own notices only at the next chunk (there may be none for minutes: the engine is paused), and leaves the
+iterator to the garbage collector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+
+class EventStream(Response):
+    """Server-sent events from `events`, which is closed in any case, before this returns."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        pump = asyncio.ensure_future(self._pump(send))
+        watch = asyncio.ensure_future(_hung_up(receive))
+        try:
+            await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            pump.cancel()
+            await asyncio.wait({pump})
+            await self._events.aclose()
+        if not pump.cancelled():
+            pump.result()
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self._events:
+            if chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,30 @@
+"""Sweeping: sessions past their deadline or idle time expire, groups that nobody completes are dropped, ends forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from rollout_server.finishing import Finisher
+from rollout_server.groups import Group, GroupRegistry
+
+_LONGEST_PAUSE_S = 1.0
+
+
+async def sweep(registry: GroupRegistry, finisher: Finisher, idle_timeout_s: float) -> None:
+    """Sweep until cancelled, often enough for the shortest idle time, `idle_timeout_s`, of this server's own."""
+    while True:
+        await asyncio.sleep(min(_LONGEST_PAUSE_S, idle_timeout_s / 4))
+        for group in registry.all_open():
+            await _sweep_group(group, finisher)
+        registry.forget_ended(time.monotonic())
+
+
+async def _sweep_group(group: Group, finisher: Finisher) -> None:
+    for session in group.live:
+        # A call that goes on notices the deadline itself; somebody who ends the session will be done in a moment.
+        if session.end is None and not session.busy and session.expires_in_s() <= 0.0:
+            await finisher.abandon(session, "expired")
+    unused_s = time.monotonic() - group.last_used
+    if not group.live and (group.complete or unused_s > group.idle_timeout_s):
+        await finisher.settle(group)

@@ -1,0 +1,226 @@
+"""HTTP bodies of the OpenAI dialect: what existing agents send, and what their clients read.
+
+Names and meanings are OpenAI's; the extra sampling fields, `return_token_ids` and `return_tokens_as_token_ids` are vLLM's.
+Unknown fields are ignored, as OpenAI's clients expect. Fields that would change what is drawn and that are not supported
+are named in `unsupported`, so that they can be refused instead of ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.wire.rollout_api import Seed, TokenId
+
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Lenient(BaseModel):
+    """Unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class FunctionDefinition(Lenient):
+    name: str = Field(min_length=1, max_length=200)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(Lenient):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionCall(Lenient):
+    name: str
+    arguments: str
+
+
+class ToolCall(Lenient):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ContentPart(BaseModel):
+    """`text` parts are read; a conversation with any other kind is refused with 400."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(Lenient):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class StreamOptions(Lenient):
+    include_usage: bool | None = None
+
+
+class Sampled(Lenient):
+    """What chat and text completions have in common."""
+
+    model: str | None = None
+    """Any name: the session's policy answers."""
+    n: int | None = Field(default=None, ge=1, le=128)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0.0, le=100.0)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(default=None, gt=0.0, le=100.0)
+    min_tokens: int | None = Field(default=None, ge=0)
+    seed: Seed | None = None
+    stop: StopText | list[StopText] | None = Field(default=None)
+    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256)
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def unsupported(self) -> list[str]:
+        """Fields that ask for a draw that no engine here makes."""
+        return ["logit_bias"] if self.logit_bias else []
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+class ChatCall(Sampled):
+    """`POST …/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[ToolDefinition] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    """`auto` and `none`; a forced call cannot be drawn."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    functions: list[Any] | None = None
+    modalities: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def unsupported(self) -> list[str]:
+        found = super().unsupported()
+        if self.tool_choice not in (None, "auto", "none"):
+            found.append("tool_choice")
+        if self.response_format is not None and self.response_format.type != "text":
+            found.append("response_format")
+        if self.modalities not in (None, [], ["text"]):
+            found.append("modalities")
+        return found + [name for name in ("functions", "chat_template_kwargs") if getattr(self, name)]
+
+
+class CompletionCall(Sampled):
+    """`POST …/v1/completions`."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def unsupported(self) -> list[str]:
+        found = super().unsupported() + [name for name in ("echo", "suffix") if getattr(self, name)]
+        return found if self.best_of in (None, self.n or 1) else [*found, "best_of"]
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob] = Field(default_factory=list)
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class TokenFields(BaseModel):
+    """Only when `return_token_ids` was asked for."""
+
+    token_ids: list[int] | None = None
+    policy_versions: list[tuple[int, int]] | None = None
+    """(policy version, offset of the first drawn token that it drew)."""
+
+
+class ChatChoice(TokenFields):
+    index: int
+    message: AnswerMessage
+    finish_reason: str
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended the answer, where it was not the model's own end."""
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None = None
+    text_offset: list[int]
+
+
+class CompletionChoice(TokenFields):
+    index: int
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: CompletionLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage

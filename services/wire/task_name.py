@@ -1,0 +1,109 @@
+"""Names of tasks: what `rollmesh up --task` takes, checked without importing anything that could play them.
+
+    running-sums · guess-number                      built in, with demonstrations for a warm start
+    reasoning-gym:chain_sum?max_terms=4              a data set of the library, options as its configuration names them
+    textarena:GuessTheNumber-v0?max_turns=5          a one-player game of the library
+    verifiers:my-environment?split=easy              an environment of the library
+    python:my_package.tasks:make  python:./agent.py:make   an object of yours, or what makes one
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from services.wire.errors import UsageError
+
+BUILT_IN = ("running-sums", "guess-number")
+"""Tasks of our own; they alone have demonstrations."""
+
+EXTRA = "rollmesh[environments]"
+
+
+@dataclass(frozen=True)
+class Library:
+    """Where the tasks of a kind come from. `module` is None for code of the user's; `example` is a whole task name."""
+
+    module: str | None
+    extra: str
+    example: str
+
+
+LIBRARIES: Mapping[str, Library] = {
+    "reasoning-gym": Library("reasoning_gym", f"pip install '{EXTRA}'", "reasoning-gym:chain_sum"),
+    "textarena": Library("textarena", f"pip install '{EXTRA}'", "textarena:GuessTheNumber-v0"),
+    "verifiers": Library("verifiers", "pip install verifiers, in an environment of its own", "verifiers:my-environment"),
+    "python": Library(None, "", "python:./agent.py:make"),
+}
+
+_REST = re.compile(r"[^\x00-\x1f?]+")
+_PYTHON = re.compile(r"(?P<where>[^:]+):(?P<attribute>[A-Za-z_][A-Za-z0-9_.]*)")
+
+
+@dataclass(frozen=True)
+class TaskName:
+    """`kind:rest?option=value&…`; for a built-in task `kind` is its whole name and `rest` is empty."""
+
+    kind: str
+    rest: str = ""
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def built_in(self) -> bool:
+        return self.kind in BUILT_IN
+
+    @property
+    def python(self) -> tuple[str, str]:
+        """Module or file, and attribute, of a `python:` task."""
+        found = _PYTHON.fullmatch(self.rest)
+        if found is None:
+            raise UsageError(f"{self.rest!r} names no object", "write python:package.module:name or python:./file.py:name")
+        return found["where"], found["attribute"]
+
+    @property
+    def label(self) -> str:
+        """A short name for folders and keys: lower-case letters, digits and dashes."""
+        words = f"{self.kind}-{self.rest}"
+        if self.kind == "python":
+            where, attribute = self.python
+            words = f"{Path(where).stem if where.endswith('.py') else where}-{attribute}"
+        return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")[:48].rstrip("-") or self.kind
+
+    def __str__(self) -> str:
+        options = "&".join(f"{key}={value}" for key, value in self.options)
+        return self.kind + (f":{self.rest}" if self.rest else "") + (f"?{options}" if options else "")
+
+
+def parse_task(text: str) -> TaskName:
+    """Raises UsageError, with the nearest known name, for what cannot be the name of a task."""
+    head, _, query = text.partition("?")
+    kind, separator, rest = head.partition(":")
+    if kind in BUILT_IN:
+        if separator or query:
+            raise UsageError(f"task {text!r} takes neither a part after {kind!r} nor options", f"write {kind}")
+        return TaskName(kind)
+    if kind not in LIBRARIES:
+        raise UsageError(f"no task {text!r}", _nearest(kind))
+    if not _REST.fullmatch(rest):
+        raise UsageError(f"task {text!r} names nothing of {kind}", f"write it as {LIBRARIES[kind].example}")
+    try:
+        options = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+    except ValueError as error:
+        raise UsageError(f"the options of task {text!r} cannot be read", "write ?key=value&key=value") from error
+    if len(dict(options)) != len(options):
+        raise UsageError(f"task {text!r} gives an option twice", "give each once")
+    name = TaskName(kind, rest, tuple(options))
+    if kind == "python":
+        _ = name.python
+    return name
+
+
+def _nearest(kind: str) -> str:
+    known = [*BUILT_IN, *(f"{kind}:…" for kind in LIBRARIES)]
+    near = get_close_matches(kind, [*BUILT_IN, *LIBRARIES], n=1, cutoff=0.4)
+    found = next((name for name in known if near and name.startswith(near[0])), None)
+    return (f"did you mean {found!r}? " if found else "") + f"known: {', '.join(known)}"
