@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -186,20 +187,16 @@ class ChatRenderer:
 def _create(tokenizer: PreTrainedTokenizerFast, config: RendererConfig, keep_reasoning: bool) -> FamilyRenderer:
     from renderers import create_renderer
 
-    kept = config.model_copy(update={"thinking_retention": "all"}) if keep_reasoning else config
-    configs = [config] if config.name == "default" else [kept, config]
-    failure: Exception | None = None
-    for candidate in configs:
-        try:
-            return create_renderer(tokenizer, candidate)
-        except (ValueError, NotImplementedError) as error:  # a family without reasoning takes no word about it
-            failure = error
-        except (AssertionError, LookupError, TypeError, AttributeError) as error:
-            failure = error
-            break
-    raise UsageError(
-        f"the renderer {config.name!r} does not fit this tokenizer ({failure})", "use the renderer `auto`"
-    ) from failure
+    if keep_reasoning and config.name != "default":
+        # A family that knows no reasoning takes no word about it; whatever else is wrong the second try says.
+        with suppress(ValueError, NotImplementedError, AssertionError):
+            return create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
+    try:
+        return create_renderer(tokenizer, config)
+    except Exception as error:
+        raise UsageError(
+            f"the renderer {config.name!r} does not fit this tokenizer ({error})", "use the renderer `auto`"
+        ) from error
 
 
 def _tools(tools: Tools) -> Any:
