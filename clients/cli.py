@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
@@ -20,7 +21,7 @@ app = typer.Typer(add_completion=False)
 )
 def run_environment(
     run_id: Annotated[str, typer.Option(help="The run that is played for (named in the log)")],
-    task: Annotated[str, typer.Option(help="running-sums or guess-number")],
+    task: Annotated[str, typer.Option(help="A task's name, such as running-sums or python:./agent.py:make")],
     rollout_url: Annotated[list[str], typer.Option(help="A rollout server; repeat it for each")],
     run_dir: Annotated[Path, typer.Option(help="evaluation.json is written here")],
     seed: Annotated[int, typer.Option(min=0, help="Problems are generated from it")] = 1,
@@ -31,13 +32,26 @@ def run_environment(
         int, typer.Option(min=1, help="Groups in play at once; (K + 1) · batch keeps all busy")
     ] = 48,
     evaluation_problems: Annotated[int, typer.Option(min=1, help="Held-out problems, before and after")] = 256,
+    episode_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that an episode may take")] = 600.0,
+    retries: Annotated[int, typer.Option(min=0, help="How often a problem is played again whose group was lost")] = 2,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only see whether the task can be made; no server needed")
+    ] = False,
 ) -> None:
-    """Evaluate, play training groups until the run has concluded, evaluate again."""
-    from clients.environments import make_environment
+    """Evaluate, play training groups until the run has concluded, evaluate again.
+
+    The agent key, where the servers ask for one, is read from ROLLMESH_AGENT_KEY.
+    """
+    from clients.environments import make_task
     from clients.runner import RunnerPlan, run_environment
 
+    made = make_task(task)
+    if check:
+        made.environment.problem("train", 0, seed)
+        return
     plan = RunnerPlan(
-        environment=make_environment(task),
+        environment=made.environment,
+        dialect=made.dialect,
         seed=seed,
         group_size=group_size,
         temperature=temperature,
@@ -45,6 +59,9 @@ def run_environment(
         concurrency=concurrency,
         evaluation_problems=evaluation_problems,
         run_dir=run_dir,
+        episode_timeout_s=episode_timeout,
+        retries=retries,
+        api_key=os.environ.get("ROLLMESH_AGENT_KEY") or None,
     )
 
     async def until_terminated() -> None:

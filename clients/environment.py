@@ -1,5 +1,7 @@
 """The environment protocol: what an author writes so that a policy can be trained on a task.
 
+An existing agent that calls the policy itself is the other kind: `clients.agent.AgentEnvironment`.
+
     environment.problem("train", 17, seed) ──► Problem            pure: the same arguments, the same problem
     environment.start(problem) ──► Episode                         one for each sibling of a group
       episode.first_turn ──► text for the policy                   appended to an empty session
@@ -13,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
 
 Split = Literal["train", "held_out"]
 
@@ -23,12 +26,16 @@ _HELD_OUT_ONE_IN = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """One task instance. `prompt` opens the conversation; `solution` is the environment's own and never shown."""
+    """One task instance. `prompt` opens the conversation; the rest is the environment's own and never shown.
+
+    `details`: whatever else the environment needs to play and judge it; nobody else looks at it.
+    """
 
     split: Split
     index: int
     prompt: str
-    solution: str
+    solution: str = ""
+    details: object = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,11 @@ class NextTurn:
 
 @dataclass(frozen=True)
 class Ended:
-    """The episode is over. `success` goes into the reward components beside the reward that is trained on."""
+    """The episode is over. `success` and `components` are recorded beside the reward, which alone is trained on."""
 
     reward: float
     success: bool
+    components: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 class Episode(Protocol):
@@ -66,6 +74,7 @@ class Episode(Protocol):
     def respond(self, answer: Answer) -> NextTurn | Ended: ...
 
 
+@runtime_checkable
 class Environment(Protocol):
     """A task. Both methods are fast and do no I/O: the runner calls them on its event loop."""
 

@@ -8,12 +8,16 @@ from pathlib import Path
 import structlog
 from pydantic import BaseModel
 
-from clients.environment import Environment, Problem
-from clients.play import Played, play_group
+from clients.agent_play import EpisodeLimits, Lost
+from clients.environment import Ended, Problem
+from clients.group_play import AnyEnvironment, play_to_end
+from clients.losses import GroupLostError
+from clients.play import Played
 from clients.repeating import ServerUnreachableError
+from clients.rollout import RolloutClient
 from clients.server_pool import ServerPool
-from services.wire.errors import NotFoundError, NotReadyError
-from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody
+from services.wire.errors import CapacityError, NotReadyError
+from services.wire.rollout_api import OpenGroup, SamplingBody
 
 _log = structlog.get_logger()
 GROUP_SIZE = 32
@@ -38,37 +42,75 @@ class EvaluationReport(BaseModel):
 
 
 async def evaluate(
-    pool: ServerPool, environment: Environment, *, seed: int, problems: int, max_tokens: int
+    pool: ServerPool,
+    environment: AnyEnvironment,
+    *,
+    seed: int,
+    problems: int,
+    max_tokens: int,
+    limits: EpisodeLimits,
+    groups_at_once: int = 64,
 ) -> Measured:
-    """Answer held-out problems 0 … `problems` − 1 greedily, all at once."""
+    """Answer held-out problems 0 … `problems` − 1 greedily. An agent's episode that is lost counts as not solved."""
     held_out = [environment.problem("held_out", index, seed) for index in range(problems)]
     groups = [held_out[first : first + GROUP_SIZE] for first in range(0, problems, GROUP_SIZE)]
-    played = await asyncio.gather(*(_play(pool, environment, group, max_tokens) for group in groups))
-    episodes = [episode for group in played for episode in group]
+    sampling = SamplingBody(max_tokens=max_tokens, temperature=0.0)
+    room = asyncio.Semaphore(groups_at_once)
+
+    async def play(group: list[Problem]) -> list[Played]:
+        async with room:
+            return await _play(pool, environment, group, sampling, limits)
+
+    async with asyncio.TaskGroup() as playing:
+        tasks = [playing.create_task(play(group)) for group in groups]
+    episodes = [episode for task in tasks for episode in task.result()]
     return Measured(
         success=sum(episode.ended.success for episode in episodes) / problems,
         mean_length=sum(episode.tokens for episode in episodes) / problems,
     )
 
 
-async def _play(pool: ServerPool, environment: Environment, problems: list[Problem], max_tokens: int) -> list[Played]:
-    sampling = SamplingBody(max_tokens=max_tokens, temperature=0.0)
+async def _play(
+    pool: ServerPool,
+    environment: AnyEnvironment,
+    problems: list[Problem],
+    sampling: SamplingBody,
+    limits: EpisodeLimits,
+) -> list[Played]:
+    """An evaluation group is never published, so it can be played again from its beginning when its server is lost."""
     opening = OpenGroup(
         task=environment.name, group_size=len(problems), sampling=sampling, purpose="evaluate", wait_s=20.0
     )
     for attempt in range(ATTEMPTS):
         client = await pool.choose()
         try:
-            group = await client.open_group(opening)
-            played = await play_group(client, environment, group, problems, count_tokens=True)
-            await client.finish_group(group.group_id, FinishGroup(rewards=[episode.as_reward() for episode in played]))
-            return played
-        except (ServerUnreachableError, NotReadyError, NotFoundError) as error:
-            # An evaluation group is never published, so it can be played again from its beginning.
-            pool.set_aside(client, str(error))
-            if attempt + 1 == ATTEMPTS:
+            played = await _play_once(client, environment, problems, opening, limits)
+        except (ServerUnreachableError, NotReadyError, CapacityError, GroupLostError) as error:
+            if attempt + 1 == ATTEMPTS or (isinstance(error, GroupLostError) and error.cause == "environment"):
                 raise
+            pool.set_aside(client, str(error))
+            continue
+        if attempt + 1 < ATTEMPTS and any(isinstance(one, Lost) and one.cause == "server" for one in played):
+            pool.set_aside(client, "it was lost in an evaluation")
+            continue
+        return [_unsolved(one) if isinstance(one, Lost) else one for one in played]
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+async def _play_once(
+    client: RolloutClient,
+    environment: AnyEnvironment,
+    problems: list[Problem],
+    opening: OpenGroup,
+    limits: EpisodeLimits,
+) -> list[Played | Lost]:
+    group = await client.open_group(opening)
+    return await play_to_end(client, environment, group, problems, opening.sampling, limits, count_tokens=True)
+
+
+def _unsolved(lost: Lost) -> Played:
+    _log.warning("episode lost in an evaluation, counted as not solved", cause=lost.cause, why=lost.why)
+    return Played(lost.session_id, Ended(reward=0.0, success=False), 0)
 
 
 class EvaluationRecord:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clients.environment import Answer, Ended, Environment, Problem
+from clients.environment import Answer, Ended, Environment, Episode, NextTurn, Problem
+from clients.losses import EnvironmentFailedError, describe
 from clients.rollout import RolloutClient
 from services.wire.errors import WireError
 from services.wire.rollout_api import GroupOpened, SessionReward, TakeTurns, Turn
@@ -20,8 +21,12 @@ class Played:
     tokens: int
 
     def as_reward(self) -> SessionReward:
-        components = {"success": float(self.ended.success)}
-        return SessionReward(session_id=self.session_id, reward=self.ended.reward, components=components)
+        return SessionReward(session_id=self.session_id, reward=self.ended.reward, components=components(self.ended))
+
+
+def components(ended: Ended) -> dict[str, float]:
+    """The named parts that are recorded beside the reward."""
+    return {"success": float(ended.success), **ended.components}
 
 
 async def play_group(
@@ -32,11 +37,15 @@ async def play_group(
     *,
     count_tokens: bool = False,
 ) -> list[Played]:
-    """Play `problems[i]` in session `i` until all episodes have ended; the caller finishes the group."""
-    episodes = {
-        session: environment.start(problem) for session, problem in zip(group.session_ids, problems, strict=True)
-    }
-    turns = [Turn(session_id=session, text=episode.first_turn) for session, episode in episodes.items()]
+    """Play `problems[i]` in session `i` until all episodes have ended; the caller finishes the group.
+
+    Raises EnvironmentFailedError when the environment's code raises.
+    """
+    episodes: dict[str, Episode] = {}
+    turns: list[Turn] = []
+    for session, problem in zip(group.session_ids, problems, strict=True):
+        episodes[session], text = _start(environment, problem)
+        turns.append(Turn(session_id=session, text=text))
     tokens = dict.fromkeys(episodes, 0)
     played: list[Played] = []
     while turns:
@@ -47,9 +56,24 @@ async def play_group(
         for result in taken.results:
             session = result.session_id
             tokens[session] += len(result.token_ids or ())
-            reply = episodes[session].respond(Answer(text=result.text, complete=result.finish_reason == "stop"))
+            reply = _respond(episodes[session], Answer(text=result.text, complete=result.finish_reason == "stop"))
             if isinstance(reply, Ended):
                 played.append(Played(session, reply, tokens[session]))
             else:
                 turns.append(Turn(session_id=session, text=reply.text))
     return played
+
+
+def _start(environment: Environment, problem: Problem) -> tuple[Episode, str]:
+    try:
+        episode = environment.start(problem)
+        return episode, episode.first_turn
+    except Exception as error:
+        raise EnvironmentFailedError(f"{environment.name} could not start an episode: {describe(error)}") from error
+
+
+def _respond(episode: Episode, answer: Answer) -> NextTurn | Ended:
+    try:
+        return episode.respond(answer)
+    except Exception as error:
+        raise EnvironmentFailedError(f"an episode failed on the answer {answer.text!r}: {describe(error)}") from error

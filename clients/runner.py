@@ -1,10 +1,12 @@
 """The environment runner: keeps groups of one task in play until the run has concluded.
 
     evaluate ──► open ──► play ──► finish ──┐ × concurrency ──► (run concluded) ──► final weights served ──► evaluate
-                  ▲─────────────────────────┘
+                  ▲──────────┬──────────────┘
+                  └── lost ──┘  counted by cause; its problem is played again, a bounded number of times
 
 It knows the mesh by the rollout API alone. A group whose server dies is given up (the server's ledger makes up for it),
-the server is set aside, and the next group goes elsewhere.
+the server is set aside, and the problem goes elsewhere. Environments and agent environments are played alike; which kind
+it is, only `clients.group_play` asks.
 """
 
 from __future__ import annotations
@@ -18,36 +20,39 @@ from pathlib import Path
 
 import structlog
 
-from clients.environment import Environment
-from clients.evaluation import EvaluationRecord, Measured, evaluate
-from clients.play import Played, play_group
+from clients.agent import AgentEnvironment
+from clients.agent_play import EpisodeLimits, Lost
+from clients.dialect import Dialect, in_dialect
+from clients.evaluation import GROUP_SIZE, EvaluationRecord, Measured, evaluate
+from clients.group_play import AnyEnvironment, play_to_end
+from clients.losses import GroupLostError, Losses
+from clients.play import Played
+from clients.progress import Progress
 from clients.repeating import ServerUnreachableError
 from clients.rollout import RolloutClient
 from clients.server_pool import ServerPool
-from services.wire.errors import (
-    CapacityError,
-    ConcludedError,
-    ConflictError,
-    DeadlineError,
-    NotFoundError,
-    NotReadyError,
-)
-from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody
+from services.wire.errors import CapacityError, ConcludedError, DeadlineError, NotReadyError, RollmeshError
+from services.wire.rollout_api import GroupOpened, OpenGroup, SamplingBody
 
 _log = structlog.get_logger()
 ADMISSION_WAIT_S = 20.0
-PROGRESS_EVERY_S = 5.0
 FINAL_WEIGHTS_S = 60.0
 _POLL_S = 0.05
+_CONCLUDED_POLL_S = 1.0
+_PAUSE_AFTER_LOSS_S = 0.1
 # With other servers at hand, one that is down is left at once; the pool waits out long outages.
 _PATIENCE_S = 0.2
 
 
 @dataclass(frozen=True)
 class RunnerPlan:
-    """What to play. `concurrency`: groups in play at once, over all servers. `start_deadline_s`: for the servers' start."""
+    """What to play. `concurrency`: groups in play at once, over all servers. `start_deadline_s`: for the servers' start.
 
-    environment: Environment
+    `episode_timeout_s`: longest time from an episode's first call to its reward. `retries`: how often a problem whose group
+    was lost is played again. `api_key`: the agent key of servers that ask for one.
+    """
+
+    environment: AnyEnvironment
     seed: int
     group_size: int
     temperature: float
@@ -55,89 +60,164 @@ class RunnerPlan:
     concurrency: int
     evaluation_problems: int
     run_dir: Path
+    dialect: Dialect = "text"
+    episode_timeout_s: float = 600.0
+    heartbeat_s: float = 10.0
+    retries: int = 2
+    api_key: str | None = None
     start_deadline_s: float = 300.0
 
-
-class Progress:
-    """Counts what was played and says so every few seconds."""
-
-    def __init__(self) -> None:
-        self._episodes = self._successes = self._groups = 0
-        self._said_at = time.monotonic()
-
-    def count(self, played: Sequence[Played]) -> None:
-        self._groups += 1
-        self._episodes += len(played)
-        self._successes += sum(episode.ended.success for episode in played)
-        now = time.monotonic()
-        if now - self._said_at >= PROGRESS_EVERY_S:
-            success = round(self._successes / self._episodes, 3)
-            _log.info("groups played", groups=self._groups, success=success, seconds=round(now - self._said_at, 1))
-            self._episodes = self._successes = self._groups = 0
-            self._said_at = now
+    @property
+    def limits(self) -> EpisodeLimits:
+        return EpisodeLimits(self.episode_timeout_s, self.heartbeat_s)
 
 
 async def run_environment(urls: Sequence[str], plan: RunnerPlan) -> None:
     """Evaluate, play until the run has concluded, evaluate again, write `evaluation.json`.
 
-    Raises DeadlineError when no server starts, or when all stay out of reach. Cancelling it leaves nothing running.
+    Raises DeadlineError when no server starts, or when all stay out of reach, TooManyLostError for an environment that
+    only ever fails. Cancelling it leaves no task and no session behind.
     """
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(RolloutClient(url, patience_s=_PATIENCE_S)) for url in urls]
+        clients = [
+            await stack.enter_async_context(RolloutClient(url, api_key=plan.api_key, patience_s=_PATIENCE_S))
+            for url in urls
+        ]
         pool = ServerPool(clients)
         _log.info("waiting", waiting_for="rollout servers to start", urls=list(urls))
         await asyncio.gather(*(client.run_state(patience_s=plan.start_deadline_s) for client in clients))
+        environment = await in_dialect(clients[0], plan.environment, plan.dialect)
         record = EvaluationRecord(plan.run_dir)
         before = record.read_before()
         if before is None:
-            before = await _evaluate(pool, plan)
+            before = await _evaluate(pool, environment, plan)
             record.write_before(before)
         _log.info("evaluated", when="before", success=before.success, mean_length=before.mean_length)
-        await _play_until_concluded(pool, plan)
+        await _Players(pool, environment, plan).play_until_concluded()
         await _wait_for_final_weights(clients)
-        after = await _evaluate(pool, plan)
+        after = await _evaluate(pool, environment, plan)
         record.write_report(before, after, plan.evaluation_problems)
         _log.info("evaluated", when="after", success=after.success, mean_length=after.mean_length)
 
 
-async def _evaluate(pool: ServerPool, plan: RunnerPlan) -> Measured:
-    return await evaluate(
-        pool, plan.environment, seed=plan.seed, problems=plan.evaluation_problems, max_tokens=plan.max_tokens
-    )
-
-
-async def _play_until_concluded(pool: ServerPool, plan: RunnerPlan) -> None:
-    progress = Progress()
+async def _evaluate(pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan) -> Measured:
     try:
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(plan.concurrency):
-                workers.create_task(_keep_playing(pool, plan, progress))
+        return await evaluate(
+            pool,
+            environment,
+            seed=plan.seed,
+            problems=plan.evaluation_problems,
+            max_tokens=plan.max_tokens,
+            limits=plan.limits,
+            groups_at_once=max(1, plan.concurrency * plan.group_size // GROUP_SIZE),
+        )
     except BaseExceptionGroup as failed:
-        # The first error ended the others; it alone is what happened.
         raise failed.exceptions[0] from failed
 
 
-async def _keep_playing(pool: ServerPool, plan: RunnerPlan, progress: Progress) -> None:
-    sampling = SamplingBody(max_tokens=plan.max_tokens, temperature=plan.temperature)
-    opening = OpenGroup(
-        task=plan.environment.name, group_size=plan.group_size, sampling=sampling, wait_s=ADMISSION_WAIT_S
-    )
-    while True:
-        client = await pool.choose()
+@dataclass(frozen=True)
+class _Owed:
+    """A problem whose group was lost, to be played again."""
+
+    index: int
+    attempt: int
+
+
+class _Players:
+    """`concurrency` players, each with one group in play at a time."""
+
+    def __init__(self, pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan) -> None:
+        self._pool, self._environment, self._plan = pool, environment, plan
+        self._losses = Losses(plan.retries)
+        self._progress = Progress(self._losses)
+        sampling = SamplingBody(max_tokens=plan.max_tokens, temperature=plan.temperature)
+        self._opening = OpenGroup(
+            task=environment.name, group_size=plan.group_size, sampling=sampling, wait_s=ADMISSION_WAIT_S
+        )
+
+    async def play_until_concluded(self) -> None:
         try:
-            group = await client.open_group(opening)
-            problem = plan.environment.problem("train", group.ordinal, plan.seed)
-            played = await play_group(client, plan.environment, group, [problem] * plan.group_size)
-            await client.finish_group(group.group_id, FinishGroup(rewards=[episode.as_reward() for episode in played]))
-            progress.count(played)
-        except ConcludedError:
-            return
-        except CapacityError:
-            _log.info("waiting", waiting_for="admission", url=client.url)
-        except (ServerUnreachableError, NotReadyError) as error:
-            pool.set_aside(client, str(error))
-        except (NotFoundError, ConflictError) as error:
-            _log.warning("group given up", url=client.url, why=str(error))
+            async with asyncio.TaskGroup() as tasks:
+                players = [tasks.create_task(self._keep_playing()) for _ in range(self._plan.concurrency)]
+                telling = tasks.create_task(self._progress.run())
+                if isinstance(self._environment, AgentEnvironment):
+                    # An agent may think for minutes, for nothing: no trajectory is taken any more.
+                    watching = tasks.create_task(self._until_concluded())
+                    await asyncio.wait([watching, *players], return_when=asyncio.FIRST_COMPLETED)
+                    players.append(watching)
+                else:
+                    await asyncio.wait(players)
+                for task in (*players, telling):
+                    task.cancel()
+        except BaseExceptionGroup as failed:
+            # The first error ended the others; it alone is what happened.
+            raise failed.exceptions[0] from failed
+
+    async def _until_concluded(self) -> None:
+        while True:
+            await asyncio.sleep(_CONCLUDED_POLL_S)
+            client = await self._pool.choose()
+            if await self._concluded(client):
+                return
+
+    async def _concluded(self, client: RolloutClient) -> bool:
+        """Whether the run has concluded, as far as this server knows and can be asked."""
+        try:
+            return (await client.run_state()).concluded
+        except RollmeshError:
+            return False
+
+    async def _keep_playing(self) -> None:
+        owed: _Owed | None = None
+        while True:
+            client = await self._pool.choose()
+            try:
+                group = await client.open_group(self._opening)
+            except ConcludedError:
+                return
+            except CapacityError:
+                _log.info("waiting", waiting_for="admission", url=client.url)
+                continue
+            except (ServerUnreachableError, NotReadyError) as error:
+                self._pool.set_aside(client, str(error))
+                continue
+            playing = owed or _Owed(group.ordinal, 0)
+            try:
+                self._progress.count(await self._play(client, group, playing.index))
+                owed = None
+            except ConcludedError:
+                return
+            except GroupLostError as lost:
+                if await self._concluded(client):
+                    return
+                owed = await self._lost(client, lost, playing)
+
+    async def _play(self, client: RolloutClient, group: GroupOpened, index: int) -> list[Played]:
+        """Raises GroupLostError unless every sibling was played to its end."""
+        plan = self._plan
+        problem = self._environment.problem("train", index, plan.seed)
+        self._progress.in_play += 1
+        try:
+            siblings = await play_to_end(
+                client, self._environment, group, [problem] * plan.group_size, self._opening.sampling, plan.limits
+            )
+        finally:
+            self._progress.in_play -= 1
+        lost = [one for one in siblings if isinstance(one, Lost)]
+        if lost:
+            raise GroupLostError(lost[0].cause, lost[0].why)
+        return [one for one in siblings if isinstance(one, Played)]
+
+    async def _lost(self, client: RolloutClient, lost: GroupLostError, playing: _Owed) -> _Owed | None:
+        again = self._losses.lost(lost.cause, lost.what, playing.attempt)
+        _log.warning(
+            "group lost", cause=lost.cause, why=lost.what, problem=playing.index, attempt=playing.attempt, again=again
+        )
+        if lost.cause == "server":
+            self._pool.set_aside(client, lost.what)
+        else:
+            await asyncio.sleep(_PAUSE_AFTER_LOSS_S)
+        return _Owed(playing.index, playing.attempt + 1) if again else None
 
 
 async def _wait_for_final_weights(clients: Sequence[RolloutClient]) -> None:

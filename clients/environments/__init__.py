@@ -1,25 +1,87 @@
-"""Built-in environments, found by the name of their task."""
+"""Environments by the name of their task (`services.wire.task_name`); a library is imported when its task is asked for."""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
+from dataclasses import dataclass
+from typing import get_args
 
+from clients.dialect import Dialect
 from clients.environment import Environment
 from clients.environments.guess_number import GuessNumber
 from clients.environments.running_sums import RunningSums
+from clients.group_play import AnyEnvironment
 from services.wire.errors import UsageError
+from services.wire.task_name import BUILT_IN as TASKS
+from services.wire.task_name import LIBRARIES, TaskName, parse_task
 
-TASKS = (RunningSums.name, GuessNumber.name)
+__all__ = ["TASKS", "Task", "make_environment", "make_task"]
 
 
-def make_environment(task: str) -> Environment:
-    """The environment of `task`. Raises UsageError, with the nearest known name, for one that does not exist."""
-    match task:
+@dataclass(frozen=True)
+class Task:
+    """What to play, and in which dialect where the environment leaves that open."""
+
+    environment: AnyEnvironment
+    dialect: Dialect
+
+
+def make_task(text: str) -> Task:
+    """The task of this name.
+
+    Raises UsageError: with the nearest known name for one that does not exist, with what to install for a library that is
+    missing, with what the library says of options it does not take.
+    """
+    name = parse_task(text)
+    if name.built_in:
+        return Task(make_environment(name.kind), "text")
+    options = dict(name.options)
+    dialect = _dialect(name, options.pop("dialect", None))
+    try:
+        return Task(_make(name, options), dialect)
+    except ModuleNotFoundError as error:
+        library = LIBRARIES[name.kind]
+        if library.module is None or error.name is None or error.name.partition(".")[0] != library.module:
+            raise UsageError(f"task {text!r} needs {error.name}, which is not installed", "install it") from error
+        raise UsageError(f"task {text!r} needs {library.module}, which is not installed", library.extra) from error
+
+
+def make_environment(name: str) -> Environment:
+    """An environment of our own. Raises UsageError, with the nearest known name, for any other."""
+    match name:
         case RunningSums.name:
             return RunningSums()
         case GuessNumber.name:
             return GuessNumber()
         case _:
-            near = get_close_matches(task, TASKS, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UsageError(f"no task {task!r}", f"{hint}known: {', '.join(TASKS)}")
+            parse_task(name)
+            raise UsageError(f"task {name!r} is not built in", f"built in: {', '.join(TASKS)}")
+
+
+def _make(name: TaskName, options: dict[str, str]) -> AnyEnvironment:
+    match name.kind:
+        case "reasoning-gym":
+            from clients.environments.reasoning_gym import ReasoningGym
+
+            return ReasoningGym(name.rest, options)
+        case "textarena":
+            from clients.environments.textarena import textarena_environment
+
+            return textarena_environment(name.rest, options)
+        case "verifiers":
+            from clients.environments.verifiers import VerifiersEnvironment
+
+            return VerifiersEnvironment.make(name.rest, options)
+        case _:
+            from clients.environments.python import load_environment
+
+            return load_environment(name, options)
+
+
+def _dialect(name: TaskName, wanted: str | None) -> Dialect:
+    """An Environment of the user's own speaks text unless told otherwise: it was written so."""
+    for dialect in get_args(Dialect):
+        if wanted == dialect:
+            return dialect  # type: ignore[no-any-return]
+    if wanted is not None:
+        raise UsageError(f"no dialect {wanted!r}", f"known: {', '.join(get_args(Dialect))}")
+    return "text" if name.kind == "python" else "auto"

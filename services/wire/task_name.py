@@ -1,10 +1,10 @@
 """Names of tasks: what `rollmesh up --task` takes, checked without importing anything that could play them.
 
-    running-sums · guess-number                      built in, with demonstrations for a warm start
-    reasoning-gym:chain_sum?max_terms=4              a data set of the library, options as its configuration names them
-    textarena:GuessTheNumber-v0?max_turns=5          a one-player game of the library
-    verifiers:my-environment?split=easy              an environment of the library
-    python:my_package.tasks:make  python:./agent.py:make   an object of yours, or what makes one
+running-sums · guess-number                      built in, with demonstrations for a warm start
+reasoning-gym:chain_sum?max_terms=4              a data set of the library, options as its configuration names them
+textarena:GuessTheNumber-v0?max_turns=5          a one-player game of the library
+verifiers:my-environment?split=easy              an environment of the library
+python:my_package.tasks:make  python:./agent.py:make   an object of yours, or what makes one
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Library:
 LIBRARIES: Mapping[str, Library] = {
     "reasoning-gym": Library("reasoning_gym", f"pip install '{EXTRA}'", "reasoning-gym:chain_sum"),
     "textarena": Library("textarena", f"pip install '{EXTRA}'", "textarena:GuessTheNumber-v0"),
-    "verifiers": Library("verifiers", "pip install verifiers, in an environment of its own", "verifiers:my-environment"),
+    "verifiers": Library(
+        "verifiers", "pip install verifiers, in an environment of its own", "verifiers:my-environment"
+    ),
     "python": Library(None, "", "python:./agent.py:make"),
 }
 
@@ -61,7 +63,9 @@ class TaskName:
         """Module or file, and attribute, of a `python:` task."""
         found = _PYTHON.fullmatch(self.rest)
         if found is None:
-            raise UsageError(f"{self.rest!r} names no object", "write python:package.module:name or python:./file.py:name")
+            raise UsageError(
+                f"{self.rest!r} names no object", "write python:package.module:name or python:./file.py:name"
+            )
         return found["where"], found["attribute"]
 
     @property

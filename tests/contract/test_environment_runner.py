@@ -16,7 +16,7 @@ from clients.repeating import ServerUnreachableError
 from clients.rollout import RolloutClient
 from clients.runner import RunnerPlan, run_environment
 from services.settings import RunSettings
-from services.wire.errors import CapacityError, ConcludedError, NotFoundError, UsageError
+from services.wire.errors import CapacityError, ConcludedError, ContextLengthError, NotFoundError
 from services.wire.packed import unpack_mask, unpack_tokens
 from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody, TakeTurns, Turn
 from tests.conftest import free_port
@@ -154,7 +154,7 @@ async def test_errors_of_the_server_come_back_as_their_own_kind(redis_url: str, 
                 await client.open_group(opening)
             assert closed.value.retry_after_s >= 1.0
             turn = Turn(session_id=group.session_ids[0], text="1" * 500)
-            with pytest.raises(UsageError, match="256"):
+            with pytest.raises(ContextLengthError, match="256"):
                 await client.take_turns(group.group_id, TakeTurns(turns=[turn]))
             with pytest.raises(NotFoundError):
                 await client.finish_group("g-none", FinishGroup(rewards=[]))
