@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import importlib.util
 import secrets
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from services.redis_client import check_reachable
 from services.run_folder import RunFolder, make_run_folder
 from services.settings import RunSettings
-from services.wire.errors import UsageError
+from services.supervisor.processes import OURS
+from services.wire.errors import RollmeshError, UsageError
+from services.wire.task_name import parse_task
+
+_TASK_CHECK_S = 120.0
 
 
 async def preflight(settings: RunSettings) -> tuple[RunSettings, RunFolder, str]:
@@ -24,18 +30,59 @@ async def preflight(settings: RunSettings) -> tuple[RunSettings, RunFolder, str]
     engine = choose_engine(settings.engine)
     if settings.model.path is not None and not (settings.model.path / "config.json").is_file():
         raise UsageError(f"{settings.model.path} is no Hugging Face model folder", "it must hold a config.json")
+    task = find_task(settings.task)
+    if settings.model.path is None and not parse_task(task).built_in:
+        raise UsageError(f"task {task} has no demonstrations to warm-start a model with", "name one: model.path=FOLDER")
+    await check_task(task)
     if settings.redis_url is not None:
         await check_reachable(settings.redis_url)
-    run_id = new_run_id(settings.task)
+    run_id = new_run_id(parse_task(task).label)
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
     folder = make_run_folder(root)
-    return settings.model_copy(update={"engine": engine, "run_dir": root}), folder, run_id
+    return settings.model_copy(update={"engine": engine, "run_dir": root, "task": task}), folder, run_id
 
 
-def new_run_id(task: str) -> str:
+def new_run_id(task_label: str) -> str:
     """`running-sums-20260131-120000-1a2b`: sorts by time, unique, safe in file names and Redis keys."""
     now = datetime.datetime.now(tz=datetime.UTC)
-    return f"{task}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return f"{task_label}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def find_task(task: str) -> str:
+    """The task's name with a file in it as an absolute path, so that it means the same wherever it is read again."""
+    name = parse_task(task)
+    if name.kind == "python" and name.python[0].endswith(".py"):
+        file, attribute = name.python
+        return str(replace(name, rest=f"{Path(file).expanduser().absolute()}:{attribute}"))
+    return task
+
+
+async def check_task(task: str) -> None:
+    """See whether the task can be made, in a process of its own: neither libraries nor the user's code are imported here.
+
+    Raises UsageError with what that process says of a name, an option or a library; RollmeshError when it hangs.
+    """
+    if parse_task(task).built_in:
+        return
+    flags = ("--task", task, "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
+    process = await asyncio.create_subprocess_exec(
+        *OURS, "run-environment", *flags, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(_TASK_CHECK_S):
+            _, said = await process.communicate()
+    except TimeoutError as error:
+        raise RollmeshError(
+            f"task {task} was not made in {_TASK_CHECK_S:g} s", "see what its code waits for"
+        ) from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+        last = lines[-1] if lines else f"exit code {process.returncode}"
+        raise UsageError(last.removeprefix("rollmesh: "))
 
 
 def choose_engine(wanted: str) -> Literal["torch", "vllm"]:
