@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from services.wire.errors import CapacityError, RollmeshError, UsageError
+from services.wire.errors import CapacityError, RollmeshError, SessionConcludedError, UsageError
 from services.wire.rollout_api import ErrorBody, ErrorDetail
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -55,7 +55,12 @@ def make_app(title: str, version: str, lifespan: Lifespan, not_ready: ReadyCheck
 
 def error_answer(error: RollmeshError) -> JSONResponse:
     """The answer that says `error`; `Retry-After` (whole seconds) where trying again makes sense."""
-    headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, CapacityError) else None
+    headers = None
+    if isinstance(error, CapacityError):
+        headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+    elif isinstance(error, SessionConcludedError):
+        # OpenAI's clients send a conflict again, with pauses, unless they are told that it is for good.
+        headers = {"x-should-retry": "false"}
     detail = ErrorDetail(message=str(error), type=error.kind, code=error.code)
     return _error(error.status, detail, headers)
 
