@@ -86,7 +86,9 @@ def open_port(host: str, port: int) -> socket.socket:
     Raises UsageError for an address that is not loopback or that is taken.
     """
     require_loopback(host)
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Named, because asyncio sets TCP_NODELAY only where it is: without it a kept connection loses 40 ms a call.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

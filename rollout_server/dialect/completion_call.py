@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 from rollout_server.answers import Answer
 from rollout_server.capture import BreakReason, path
@@ -31,6 +32,7 @@ from services.wire.errors import UnsupportedParameterError, UsageError
 from services.wire.openai_api import Completion, CompletionCall, CompletionChoice, CompletionLogprobs, Usage
 
 _MOST_ANSWERS = 256
+_TOKEN_FIELDS: Any = {"choices": {"__all__": {"token_ids", "policy_versions", "prompt_token_ids"}}}
 
 
 class CompletionCalls:
@@ -94,7 +96,9 @@ class CompletionCalls:
             chunks.close(drawn, finished, contexts, prompt_tokens)
         else:
             texts = [[text for _, text in each] for each in finished]
-            answer.put(self._whole(call, call_id, drawn, texts, contexts, prompt_tokens).model_dump_json().encode())
+            whole = self._whole(call, call_id, drawn, texts, contexts, prompt_tokens)
+            unasked = None if call.return_token_ids else _TOKEN_FIELDS
+            answer.put(whole.model_dump_json(exclude=unasked).encode())
 
     async def _place(self, session: Session, prompt: str | list[int]) -> Context:
         if isinstance(prompt, list):

@@ -70,9 +70,10 @@ _PLAIN = (
 def choose_sampling(
     limits: SamplingLimits, asked: Asked, max_tokens: int | None, stop_token_ids: Iterable[int], longest: int
 ) -> SamplingParams:
-    """The sampling of one call. `max_tokens`: the call's own; `stop_token_ids`: the chat template's, always in force.
+    """The sampling of one call. `max_tokens`: the call's own; `stop_token_ids`: the chat template's own ends.
 
-    `longest`: tokens a model's sequence may have, which bounds a call that names no limit.
+    `ignore_eos` leaves these ends out too, as in vLLM. `longest`: tokens a model's sequence may have, which bounds a call
+    that names no limit.
     """
     chosen = {}
     for name in _PLAIN:
@@ -81,10 +82,9 @@ def choose_sampling(
         if value is not None:
             chosen[name] = value
     stops = limits.stop_token_ids if limits.stop_token_ids is not None else asked.stop_token_ids or []
+    ends = () if chosen.get("ignore_eos") else stop_token_ids
     bounds = [bound for bound in (limits.max_tokens, max_tokens, longest) if bound is not None]
-    return SamplingParams(
-        max_tokens=min(bounds), stop_token_ids=tuple(dict.fromkeys([*stops, *stop_token_ids])), **chosen
-    )
+    return SamplingParams(max_tokens=min(bounds), stop_token_ids=tuple(dict.fromkeys([*stops, *ends])), **chosen)
 
 
 def within(sampling: SamplingParams, max_tokens: int) -> SamplingParams:

@@ -28,13 +28,13 @@ class SamplingBody(Body):
     """`services.wire.sampling.SamplingParams` as a body."""
 
     max_tokens: int = Field(ge=1, le=1 << 20)
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
+    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=-1, ge=-1, lt=1 << 31)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=100.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
     min_tokens: int = Field(default=0, ge=0, le=1 << 20)
     seed: Seed | None = None
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=256)
@@ -45,13 +45,13 @@ class SamplingLimits(Body):
     """The sampling of a session where its opener decides it: what is None is left to the calls."""
 
     max_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
-    temperature: float | None = Field(default=None, ge=0.0, le=100.0)
+    temperature: float | None = Field(default=None, ge=0.0, le=2.0)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
     top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
-    repetition_penalty: float | None = Field(default=None, gt=0.0, le=100.0)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100.0)
     min_tokens: int | None = Field(default=None, ge=0, le=1 << 20)
     seed: Seed | None = None
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256)

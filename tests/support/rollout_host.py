@@ -83,6 +83,7 @@ async def hosting(
     bus: Bus | None = None,
     server_id: str = "s0",
     port: int = 0,
+    agent_key: str | None = None,
 ) -> AsyncIterator[Host]:
     """Serve `engine` until the block ends; the block starts when the server says that it is ready."""
     listener = open_port("127.0.0.1", port)
@@ -94,6 +95,7 @@ async def hosting(
         redis_url=redis_url,
         model=model,
         settings=settings or RunSettings(),
+        agent_key=agent_key,
     )
     stop = Stop()
     server = make_server(make_rollout_app(plan, engine, bus, stop), stop)
