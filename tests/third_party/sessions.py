@@ -42,7 +42,8 @@ class Opened:
         """
         segments = await self.segments()
         check_segments(segments, drawn)
-        assert [segment["break_reason"] for segment in segments] == list(break_reasons)
+        reasons = [segment["break_reason"] for segment in segments]
+        assert reasons == list(break_reasons), f"segments broke for {reasons}"
         trajectory = await self.finish()
         published = [segment.model_dump() for segment in as_tokens(self.session_id, trajectory.segments).segments]
         assert [
