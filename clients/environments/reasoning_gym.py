@@ -24,6 +24,7 @@ from services.wire.errors import UsageError
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FULL_SCORE = 1.0 - 1e-6
 _TRIES = 1000
+_NUMBERS = 1 << 31
 
 
 class ReasoningGym:
@@ -48,7 +49,7 @@ class ReasoningGym:
     def _beyond_its_size(self) -> bool:
         """Most data sets make an entry from any number; a few only have as many as their `size`."""
         try:
-            self._dataset[len(self._dataset) + 1]
+            self._dataset[_NUMBERS - 1]
         except Exception:  # noqa: BLE001 - data sets say it in many ways
             return False
         return True
@@ -57,7 +58,7 @@ class ReasoningGym:
         """Raises UsageError for a data set with so few questions that none was found for the split."""
         numbers = draws(self.name, split, index, seed)
         for _ in range(_TRIES):
-            number = numbers.randrange(1 << 31)
+            number = numbers.randrange(_NUMBERS)
             entry = self._dataset[number if self._endless else number % len(self._dataset)]
             if split_of(entry["question"]) == split:
                 return Problem(split, index, entry["question"], str(entry["answer"]), details=entry)

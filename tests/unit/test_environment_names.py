@@ -1,0 +1,168 @@
+"""Tasks by name: what is understood, what is refused and with which mend, what a user's own code may be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clients.agent import AgentEndpoint, AgentEnvironment
+from clients.environment import Answer, Ended, Environment, Problem
+from clients.environments import make_task
+from services.config_file import dump_settings, load_settings
+from services.supervisor.preflight import find_task, new_run_id
+from services.wire.errors import UsageError
+from services.wire.task_name import BUILT_IN, LIBRARIES, parse_task
+
+OWN = '''
+from dataclasses import dataclass
+from clients.environment import Answer, Ended, Problem
+import helper_beside_it
+
+@dataclass
+class Doubling:
+    """Double the number."""
+    name: str = "doubling"
+    factor: int = 2
+
+    def problem(self, split, index, seed):
+        return Problem(split, index, prompt=f"{index}*{self.factor}=", solution=str(index * self.factor))
+
+    def start(self, problem):
+        return Episode(problem)
+
+@dataclass
+class Episode:
+    problem: Problem
+
+    @property
+    def first_turn(self):
+        return self.problem.prompt
+
+    def respond(self, answer):
+        right = answer.complete and answer.text == self.problem.solution
+        return Ended(reward=float(right), success=right)
+
+class Agent:
+    name = "agent"
+
+    def problem(self, split, index, seed):
+        return Problem(split, index, prompt="?")
+
+    async def play(self, problem, endpoint):
+        return Ended(1.0, True)
+
+doubling = Doubling()
+def make_agent(): return Agent()
+def broken(): return 1 / 0
+def number(): return 7
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "helper_beside_it.py").write_text("")
+    file = tmp_path / "json.py"
+    file.write_text(OWN)
+    return file
+
+
+@pytest.mark.parametrize("text", [*BUILT_IN, *(library.example for library in LIBRARIES.values())])
+def test_a_name_reads_back_the_same_and_has_a_label_for_folders(text: str) -> None:
+    name = parse_task(text)
+    assert str(name) == text
+    assert set(name.label) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+    assert new_run_id(name.label).startswith(name.label)
+    assert load_settings(None, [f'task="{text}"']).task == text
+
+
+def test_options_survive_the_configuration_file(tmp_path: Path) -> None:
+    task = "reasoning-gym:chain_sum?max_terms=3&dialect=text"
+    file = tmp_path / "config.toml"
+    file.write_text(dump_settings(load_settings(None, [f"task={task}"])))
+    assert load_settings(file, []).task == task
+    assert dict(parse_task(task).options) == {"max_terms": "3", "dialect": "text"}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("guess-numbr", "did you mean 'guess-number'?"),
+        ("reasoning_gym:chain_sum", "did you mean 'reasoning-gym:…'?"),
+        ("reasoning-gym", "write it as reasoning-gym:chain_sum"),
+        ("textarena:", "write it as textarena:GuessTheNumber-v0"),
+        ("running-sums?digits=3", "takes neither"),
+        ("python:module", "python:package.module:name"),
+        ("textarena:X?a=1&a=2", "gives an option twice"),
+        ("textarena:X?a", "write ?key=value"),
+    ],
+)
+def test_what_is_no_task_is_refused_with_its_mend(text: str, complaint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        make_task(text)
+    assert complaint in str(refused.value)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(UsageError):
+        load_settings(None, [f'task="{text}"'])
+
+
+def test_code_of_ones_own_is_found_by_file_whatever_the_files_name(own: Path) -> None:
+    task = make_task(f"python:{own}:doubling")
+    assert task.dialect == "text"
+    environment = task.environment
+    assert isinstance(environment, Environment) and not isinstance(environment, AgentEnvironment)
+    problem = environment.problem("train", 21, 0)
+    assert environment.start(problem).respond(Answer("42", True)) == Ended(1.0, True)
+    import json
+
+    assert json.loads("1") == 1, "a file called json.py does not stand in for the library's module"
+
+
+def test_a_factory_is_called_with_the_options(own: Path) -> None:
+    environment = make_task(f"python:{own}:Doubling?factor=3&name=tripling&dialect=chat")
+    assert environment.dialect == "chat"
+    assert environment.environment.name == "tripling"
+    assert environment.environment.problem("train", 5, 0) == Problem("train", 5, "5*3=", "15")
+    assert isinstance(make_task(f"python:{own}:make_agent").environment, AgentEnvironment)
+
+
+def test_modules_are_looked_for_where_the_command_is_run(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own.rename(own.with_name("my_tasks_of_today.py"))
+    monkeypatch.chdir(own.parent)
+    assert make_task("python:my_tasks_of_today:doubling").environment.name == "doubling"
+
+
+@pytest.mark.parametrize(
+    ("rest", "complaint"),
+    [
+        ("json.py:doublin", "did you mean 'doubling'?"),
+        ("json.py:number", "is int, no environment"),
+        ("json.py:broken", "ZeroDivisionError: division by zero (json.py:"),
+        ("json.py:doubling?factor=3", "takes no options"),
+        ("json.py:Doubling?factr=3", "unexpected keyword argument 'factr'"),
+        ("json.py:doubling?dialect=morse", "known: auto, text, chat"),
+        ("nothing.py:x", "nothing.py"),
+    ],
+)
+def test_code_that_makes_no_environment_is_refused_with_its_mend(own: Path, rest: str, complaint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        make_task(f"python:{own.parent}/{rest}")
+    assert complaint in str(refused.value)
+
+
+def test_a_file_means_the_same_from_another_folder(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(own.parent)
+    found = find_task("python:./json.py:Doubling?factor=3")
+    assert found == f"python:{own}:Doubling?factor=3"
+    assert find_task("reasoning-gym:chain_sum") == "reasoning-gym:chain_sum"
+
+
+def test_a_missing_library_says_what_to_install(own: Path) -> None:
+    own.write_text("import a_library_that_nobody_has\n")
+    with pytest.raises(UsageError, match="a_library_that_nobody_has, which is not installed"):
+        make_task(f"python:{own}:x")
+
+
+def test_an_endpoint_is_all_that_an_openai_client_asks_for() -> None:
+    endpoint = AgentEndpoint("http://127.0.0.1:1/sessions/s/v1", "rs-key", "s", 8, 1.0)
+    assert endpoint.base_url.endswith("/v1")
