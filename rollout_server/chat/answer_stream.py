@@ -149,7 +149,8 @@ class AnswerStream:
                 continue
             elif token_id in markers:
                 self._ids.append(token_id)
-                self._text(decoder.flush())
+                # Half a character may yet become a whole one, if the grammar takes the marker out: it will tell.
+                decoder.flush()
                 self._leave_channel()
             else:
                 self._ids.append(token_id)
@@ -161,7 +162,6 @@ class AnswerStream:
     def finish(self) -> tuple[AnswerDelta, ParsedAnswer]:
         """What has been held back, and the whole answer: the sum of all deltas."""
         content, reasoning = self._content, self._reasoning
-        self._text(self._decoder.flush())
         content.release()
         reasoning.release()
         read = self._grammar.read(self._prompt_ids, self._ids, self._tools)

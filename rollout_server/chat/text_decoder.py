@@ -77,9 +77,7 @@ class TextDecoder:
     def flush(self) -> str:
         """What was held back: the sequence ends here, or something that is no text follows."""
         if self._table.bytewise:
-            text = self._utf8.decode(b"", True)
-            self._utf8.reset()
-            return text
+            return self._utf8.decode(b"", True)
         text = self._show(self._table.decode(self._window, skip_special=False))
         self._window, self._shown = [], 0
         return text

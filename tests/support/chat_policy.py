@@ -24,7 +24,24 @@ MAX_MODEL_LEN = 2048
 
 _WORDS = (
     *("Ġthe", "Ġand", "Ġto", "Ġof", "Ġin", "Ġis", "Ġweather", "Ġanswer", "Ġcall", "Ġnumber", "user", "assistant"),
-    *("system", "name", "arguments", "function", "tool", "city", '":', '",', "}}", "ing", "er", "ed", "ĠĠ", "ĊĊ"),
+    *(
+        "system",
+        "name",
+        "arguments",
+        "function",
+        "tool",
+        "city",
+        '":',
+        '",',
+        "}}",
+        "ing",
+        "er",
+        "ed",
+        "ĠĠ",
+        "ĊĊ",
+        ".Ċ",
+        "}Ċ",
+    ),
 )
 """Words of one token each, in the byte-level alphabet (Ġ is a space, Ċ a line break); so is each of their beginnings."""
 

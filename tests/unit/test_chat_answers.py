@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_server.chat.answer_stream import AnswerDelta, AnswerStream
@@ -125,12 +125,13 @@ def test_arguments_are_always_a_json_object_that_utf8_can_carry(family: str) -> 
 
 
 plain_text = st.lists(
-    st.sampled_from(["the weather", " and", "é", "€", "\n\n", " ", "{", "<thi", "0"]), max_size=6
+    st.sampled_from(["the weather", " and", "é", ".\n", "}\n", "€", "\n\n", " ", "{", "<thi", "0"]), max_size=6
 ).map("".join)
 arguments = st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=4) | st.none(), max_size=3)
 
 
 @families
+@settings(deadline=None)
 @given(plain_text, plain_text, st.lists(arguments, max_size=3), st.data())
 def test_what_was_said_is_read_back_however_it_was_tokenised(
     family: str, reasoning: str, content: str, calls: list[dict[str, Any]], data: st.DataObject
@@ -156,26 +157,18 @@ def _split(text: str, markers: Sequence[str]) -> list[str]:
     return [piece for piece in pieces if piece]
 
 
+PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "<|im_start|>"]
+PIECES += ["\n", " ", "\n\n", "a", "{", "é", "the weather", '{"name": "f", "arguments": {}}']
+SPACE_AFTER_TEXT = [[TOKENIZER.convert_tokens_to_ids(token)] for token in (".Ċ", "}Ċ")]
 drawn = st.lists(
-    st.sampled_from(
-        [
-            *(
-                encode(text)
-                for text in ("<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "\n\n", "a", "{")
-            ),
-            *(
-                encode(text)
-                for text in ("the weather", "é", "<|im_start|>", "<tool_response>", '{"name": "f", "arguments": {}}')
-            ),
-            spelled("the weather é"),
-        ]
-    )
+    st.sampled_from([*map(encode, PIECES), spelled("the weather é"), *SPACE_AFTER_TEXT])
     | st.lists(st.integers(0, len(TOKENIZER) + 2), max_size=3),
     max_size=12,
 ).map(lambda pieces: [token for piece in pieces for token in piece])
 
 
 @families
+@settings(deadline=None)
 @given(
     drawn,
     st.sampled_from([OPENING, THINKING]),
@@ -211,6 +204,7 @@ def called(answer: ParsedAnswer) -> list[tuple[str, str]]:
 
 
 @families
+@settings(deadline=None)
 @given(drawn, st.sampled_from([OPENING, THINKING]))
 def test_a_streamed_answer_is_what_the_familys_own_parser_reads(family: str, ids: list[int], prompt: str) -> None:
     tested = RENDERERS[family]
@@ -253,6 +247,7 @@ def test_text_is_passed_on_while_it_is_drawn(family: str) -> None:
 
 
 @families
+@settings(deadline=None)
 @given(drawn, st.lists(st.sampled_from(["the", "e a", "\n", "a\n", "é", "weather", "<"]), max_size=2))
 def test_stop_strings_end_the_content_and_nothing_else(family: str, ids: list[int], stops: list[str]) -> None:
     tested = RENDERERS[family]
@@ -271,6 +266,7 @@ def test_stop_strings_end_the_content_and_nothing_else(family: str, ids: list[in
     again.feed(ids[: stream.consumed - 1])
     assert again.stopped is None
     again.feed(ids[stream.consumed - 1 :])
+    again.finish()
     assert again.stopped == stream.stopped
     assert again.consumed == stream.consumed
 

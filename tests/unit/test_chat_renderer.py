@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -137,6 +137,7 @@ ordinary = st.lists(st.integers(0, len(TOKENIZER) - 1).filter(lambda token: toke
 
 
 @families
+@settings(deadline=None)
 @given(ordinary, st.sampled_from([[], [END], [OTHER_END]]), new_messages, st.sampled_from([None, TOOLS]))
 def test_an_extended_prompt_begins_with_what_was_drawn_and_adds_what_the_template_adds(
     family: str, drawn: list[int], stop: list[int], new: list[dict[str, Any]], tools: Any
@@ -155,7 +156,8 @@ def test_an_extended_prompt_begins_with_what_was_drawn_and_adds_what_the_templat
 
 
 @families
-@given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=20), new_messages)
+@settings(deadline=None)
+@given(st.lists(st.integers(0, len(TOKENIZER) - 1) | st.sampled_from([END, OTHER_END]), max_size=20), new_messages)
 def test_a_prompt_extends_whatever_was_drawn_even_past_stop_tokens(
     family: str, drawn: list[int], new: list[Any]
 ) -> None:
@@ -174,6 +176,9 @@ CLOSES_IN_TEXT = """\
     {%- if (message.role == "user") != (loop.index0 % 2 == 0) %}{{ raise_exception("roles must alternate") }}{% endif %}
     {{- "[" + message.content + "] " if message.role == "user" else message.content + " <|endoftext|>" }}
 {%- endfor %}"""
+CLOSES_BY_THE_NEXT = """\
+{%- for message in messages %}{{ "<|im_start|>" + message.role + "\n" + message.content }}{% endfor %}
+{{- "<|im_start|>assistant\n" if add_generation_prompt else "" }}"""
 ASKS_FOR_CALLS = """\
 {%- for message in messages %}
     {%- if message.role == "tool" and not messages[loop.index0 - 1].tool_calls and loop.previtem.role != "tool" %}
@@ -204,6 +209,18 @@ def test_a_template_that_closes_a_turn_after_a_space_is_extended() -> None:
         assert extended is not None
         assert decode(extended) == decode([*prompt, *drawn]) + added
     assert tested.extend(prompt, encode("fine"), [{"role": "system", "content": "and?"}]) is None
+
+
+def test_a_template_that_closes_a_turn_with_the_next_role_s_marker_is_extended(tmp_path: Path) -> None:
+    tokenizer = build_chat_tokenizer()
+    start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokenizer.chat_template = CLOSES_BY_THE_NEXT
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {start}}}')
+    tested = ChatRenderer(tokenizer, tmp_path, "auto", keep_reasoning=True)
+    for drawn in (encode("fine"), [*encode("fine"), start]):
+        extended = tested.extend(encode("a"), drawn, [QUESTION])
+        assert extended is not None
+        assert decode(extended) == "afine<|im_start|>user\nthe weather?<|im_start|>assistant\n"
 
 
 def test_a_template_that_takes_tools_answers_only_after_calls_is_extended() -> None:
