@@ -25,6 +25,7 @@ BENCHES = Dispatcher(
     example="rollmesh bench loop --json",
     commands={
         "loop": Command("services.supervisor.bench_loop:app", "The whole loop beside TRL's GRPOTrainer"),
+        "rollout": Command("rollout_server.bench.rollout:app", "The rollout server beside its engine and vllm serve"),
     },
 )
 

@@ -63,6 +63,10 @@ class PolicyForward:
 
     def _record(self) -> None:
         plain = self._step
+        # An embedding with a padding index looks at a value when it is called. The index matters to gradients alone.
+        embedding = self._model.get_input_embeddings()
+        if isinstance(embedding, torch.nn.Embedding):
+            embedding.padding_idx = None
         expected = [logits for _, logits in _rehearse(self, self._model, self.shape)]
         window = _slots(self.shape, self._model).scratch([3, 2, 3])
         ids = torch.zeros(3, 2, dtype=torch.int64, device=self._model.device)

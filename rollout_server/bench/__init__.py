@@ -1,0 +1,1 @@
+"""Benchmarks of the rollout server; reached by `rollmesh bench NAME`."""

