@@ -111,13 +111,14 @@ class AdmissionGate:
             await self._sleep()
             self._wake.clear()
             self._forget_cancelled()
+            tried = list(self._queue)[:_AT_ONCE]
             try:
-                await self._attempt(list(self._queue)[:_AT_ONCE])
+                await self._attempt(tried)
                 await self._close_orphans()
             except RedisError as error:
                 _log.warning("admission failed", error=str(error))
                 self._fail_all(NotReadyError(f"admission needs Redis, which failed ({error})", "try again"))
-            self._refuse_late()
+            self._refuse_late(tried)
             await self._post()
 
     async def _sleep(self) -> None:
@@ -174,9 +175,10 @@ class AdmissionGate:
         if any(waiter.ordinal.done() for waiter in self._queue):
             self._queue = deque(waiter for waiter in self._queue if not waiter.ordinal.done())
 
-    def _refuse_late(self) -> None:
+    def _refuse_late(self, tried: list[_Waiter]) -> None:
+        """Refuse those whose time is up. Who came while the ledger was asked for others has yet to be tried."""
         now = time.monotonic()
-        for waiter in self._queue:
+        for waiter in tried:
             if waiter.ends <= now and not waiter.ordinal.done():
                 version = self._engine_version()
                 waiter.ordinal.set_exception(

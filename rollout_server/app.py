@@ -10,7 +10,6 @@ from rollout_server.dialect.routes import dialect_routes
 from rollout_server.engine_routes import engine_routes
 from rollout_server.engines.base import Engine
 from rollout_server.engines.errors import EngineCrashedError
-from rollout_server.generate_routes import generate_routes
 from rollout_server.group_routes import group_routes
 from rollout_server.membership import Bus
 from rollout_server.model_routes import model_routes
@@ -32,7 +31,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     @app.exception_handler(EngineCrashedError)
     async def on_crash(_: Request, error: EngineCrashedError) -> Response:
         """An engine that crashed serves nothing more: the process ends, and whoever watches it starts another."""
-        stop.fail(error)
+        server.fail(error)
         return error_answer(error)
 
     for routes in (
@@ -40,7 +39,6 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         session_routes,
         trajectory_routes,
         dialect_routes,
-        generate_routes,
         model_routes,
         engine_routes,
         weight_update_routes,

@@ -104,6 +104,10 @@ class RolloutServer:
             raise NotReadyError(f"rollout server {self.plan.server_id} is {self._phase}", "try again")
         return self._parts
 
+    def fail(self, error: RollmeshError) -> None:
+        """End the process: a part has failed for good."""
+        self._stop.fail(error)
+
     def http_cpu_s(self) -> float:
         """CPU seconds of the event loop's thread since the server was ready. For the event loop."""
         return time.thread_time() - self._cpu_when_ready
@@ -183,7 +187,7 @@ class RolloutServer:
             opener=SessionOpener(registry, gate, ledger, plan.settings.rollout.group_timeout_s),
             renderer=renderer,
             turns=TurnTaker(self._engine, renderer),
-            caller=Caller(self._engine, self._stop.fail),
+            caller=Caller(self._engine, self.fail),
             dialect=Dialect(self._engine, renderer, plan.model, plan.settings.rollout.renderer),
             publisher=publisher,
             finisher=Finisher(registry, publisher, ledger, Origin(plan.run_id, plan.server_id)),

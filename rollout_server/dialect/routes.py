@@ -14,13 +14,13 @@ from rollout_server.dialect.caller import new_call_id
 from rollout_server.dialect.chunks import error_event
 from rollout_server.disconnect import while_connected
 from rollout_server.event_stream import EventStream
-from rollout_server.generate_routes import GENERATE_ANSWERS
 from rollout_server.model_routes import model_list
 from rollout_server.retries import Marks
 from rollout_server.route_errors import ERRORS
 from rollout_server.server import RolloutServer
 from rollout_server.sessions import Session
 from rollout_server.typed_route import TypedRoute, answer
+from rollout_server.uncaptured import GENERATE_ANSWERS, generate_uncaptured
 from services.wire.engine_api import GenerateCall, ModelList
 from services.wire.errors import RollmeshError, UnauthenticatedError, UsageError
 from services.wire.openai_api import ChatCall, ChatCompletion, Completion, CompletionCall
@@ -101,14 +101,26 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
         """A text completion. Every drawn token is captured; token fields are answered only when asked for."""
         return await complete(request, session_id, call)
 
-    @router.post("/sessions/{session_id}/inference/v1/generate", response_class=Response, responses=GENERATE_ANSWERS)
-    async def generate_in_session(session_id: str, call: GenerateCall, request: Request) -> Response:
-        """vLLM's token route, captured: the tokens given are the prompt, those drawn are trained."""
-        session = find(request, session_id)
+    async def generate(request: Request, session: Session, call: GenerateCall) -> Response:
         calls = server.parts().dialect.tokens
         call_id = call.request_id or new_call_id("gen")
         produce = lambda found: calls.produce(session, call, call_id, found)  # noqa: E731
         return await respond(request, session, "tokens", bool(call.stream), produce)
+
+    @router.post("/inference/v1/generate", response_class=Response, responses=GENERATE_ANSWERS)
+    async def generate_by_key(call: GenerateCall, request: Request) -> Response:
+        """vLLM's token route. Where the key or `X-Session-ID` names a session here it is captured, elsewhere it is not."""
+        parts = server.parts()
+        name = parts.access.find_session(request, None)
+        # Trainers' clients send session ids of their own making: they name nothing here.
+        if name is None or parts.registry.get_session(name) is None:
+            return await generate_uncaptured(server, call, request)
+        return await generate(request, parts.registry.find_session(name), call)
+
+    @router.post("/sessions/{session_id}/inference/v1/generate", response_class=Response, responses=GENERATE_ANSWERS)
+    async def generate_in_session(session_id: str, call: GenerateCall, request: Request) -> Response:
+        """vLLM's token route, captured: the tokens given are the prompt, those drawn are trained."""
+        return await generate(request, find(request, session_id), call)
 
     @router.get("/sessions/{session_id}/v1/models", response_model=ModelList, responses=ERRORS)
     async def models_in_session(session_id: str, request: Request) -> Response:

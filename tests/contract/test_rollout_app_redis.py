@@ -81,6 +81,19 @@ async def test_many_who_wait_cost_one_call_and_come_in_order(redis: Redis, run_i
             await gate.open("late", 0.0)
 
 
+async def test_nobody_is_refused_untried_although_he_does_not_wait(redis: Redis, run_id: str) -> None:
+    serving = Serving()
+    serving.version = 9
+    async with gate_of(redis, run_id, serving) as gate, asyncio.timeout(10):
+
+        async def come(number: int) -> int:
+            for _ in range(number):  # each at another moment of the calls for those before him
+                await asyncio.sleep(0)
+            return await gate.open(f"g{number}", 0.0)
+
+        assert sorted(await asyncio.gather(*(come(number) for number in range(20)))) == list(range(20))
+
+
 async def test_a_late_joiner_admits_nobody_until_it_serves_the_runs_first_version(redis: Redis, run_id: str) -> None:
     serving = Serving()
     async with gate_of(redis, run_id, serving, base_version=5) as gate, asyncio.timeout(5):
