@@ -5,7 +5,8 @@
       └── the agent's own calls ──► endpoint.base_url, endpoint.api_key    every token is captured; nothing else to do
 
 The agent is any code: a loop with tools, a framework, a program of its own. It may raise: its session is then aborted and
-its group is lost, with its cause in the log. `agent_environment` makes one from plain functions.
+its group is lost, with its cause in the log. `agent_environment` makes one from plain functions. An environment of either
+kind that is also an async context manager is entered before its first episode and left after the last.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +86,8 @@ async def run_environment(urls: Sequence[str], plan: RunnerPlan) -> None:
         pool = ServerPool(clients)
         _log.info("waiting", waiting_for="rollout servers to start", urls=list(urls))
         await asyncio.gather(*(client.run_state(patience_s=plan.start_deadline_s) for client in clients))
+        if isinstance(plan.environment, AbstractAsyncContextManager):
+            await stack.enter_async_context(plan.environment)
         environment = await in_dialect(clients[0], plan.environment, plan.dialect)
         record = EvaluationRecord(plan.run_dir)
         before = record.read_before()
