@@ -1,0 +1,90 @@
+"""The docs' examples of environments do what they say, with the real `openai` package, on a real rollout server."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from clients.agent_play import EpisodeLimits
+from clients.environment import Answer, Ended, NextTurn
+from clients.environments import make_task
+from clients.group_play import play_to_end
+from clients.play import Played
+from clients.rollout import RolloutClient
+from services.config_file import load_settings
+from services.wire.packed import unpack_mask
+from services.wire.rollout_api import OpenGroup, SamplingBody
+from tests.support.rollout_host import Host
+from tests.support.telling_engine import TellingEngine, spell
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+DOCUMENT = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+SAMPLING = SamplingBody(max_tokens=100, temperature=0.5)
+
+
+async def test_an_openai_agent_is_trained_by_changing_its_base_url_and_key(host: Host, engine: TellingEngine) -> None:
+    pytest.importorskip("openai")
+    environment = make_task(f"python:{EXAMPLES}/calculator_agent.py:calculator").environment
+    problem = environment.problem("train", 0, 1)
+    a, b = re.findall(r"\d+", problem.prompt)
+    call = f'<tool_call>\n{{"name":  "multiply", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
+    engine.tell(spell(call), spell(f"It is {problem.solution}."))
+    async with RolloutClient(host.url) as client:
+        group = await client.open_group(OpenGroup(task=environment.name, group_size=1, sampling=SAMPLING))
+        (played,) = await play_to_end(client, environment, group, [problem], SAMPLING, EpisodeLimits(30.0))
+    assert isinstance(played, Played)
+    assert played.ended.success
+    assert f"\n{problem.solution}\n</tool_response>" in "".join(
+        host_text(request.prompt_token_ids) for request in engine.requests
+    )
+    (trajectory,) = await host.published()
+    assert trajectory.reward == 1.0
+    assert trajectory.reward_components["letters"] == float(len(f"It is {problem.solution}."))
+    (segment,) = trajectory.segments
+    mask = unpack_mask(segment.loss_mask).tolist()
+    assert sum(mask) == sum(len(sample.token_ids) for sample in engine.drawn)
+    assert sum(1 for before, now in zip([0, *mask], mask, strict=False) if now > before) == 2
+
+
+def host_text(token_ids: list[int]) -> str:
+    from tests.support.telling_engine import chat_tokenizer
+
+    return str(chat_tokenizer().decode(token_ids))
+
+
+def test_products_of_the_splits_never_meet() -> None:
+    environment = make_task(f"python:{EXAMPLES}/calculator_agent.py:calculator").environment
+    train = {environment.problem("train", index, seed).solution for index in range(300) for seed in (1, 2)}
+    held_out = {environment.problem("held_out", index, seed).solution for index in range(300) for seed in (1, 2)}
+    assert not train & held_out
+
+
+def test_the_environment_of_twenty_lines_gives_a_second_chance() -> None:
+    environment = make_task(f"python:{EXAMPLES}/letters.py:Letters?longest=6").environment
+    problem = environment.problem("train", 5, 1)
+    episode = environment.start(problem)  # type: ignore[union-attr]
+    assert episode.respond(Answer("zz", True)) == NextTurn("again:")
+    assert episode.respond(Answer(problem.solution, True)) == Ended(0.5, True)
+    first = environment.start(problem).respond(Answer(problem.solution, True))  # type: ignore[union-attr]
+    assert first == Ended(1.0, True)
+
+
+@pytest.mark.parametrize("example", ["calculator_agent.py", "letters.py"])
+def test_the_document_shows_the_examples_as_they_are(example: str) -> None:
+    code = (EXAMPLES / example).read_text(encoding="utf-8")
+    shown = DOCUMENT.partition(f"({'examples/' + example})")[2].partition("```python\n")[2].partition("```")[0]
+    assert shown.strip()
+    assert shown in code
+
+
+def test_the_documents_command_lines_are_understood() -> None:
+    lines = re.findall(r"^\$ rollmesh up(.*)$", DOCUMENT, flags=re.MULTILINE)
+    assert len(lines) >= 3
+    for line in lines:
+        flag, task, *rest = shlex.split(line)
+        assert flag == "--task"
+        assert load_settings(None, [f'task="{task}"', *rest]).task == task
