@@ -19,21 +19,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal
 
 from rollout_server.prefix_index import PrefixIndex
 from services.wire.errors import RollmeshError
 from services.wire.packed import pack_logprobs, pack_tokens
 from services.wire.sampling import SamplingParams
-from services.wire.trajectory import Segment, VersionSpan
-
-BreakReason = Literal["template", "compaction", "retokenization", "tools_changed", "truncated", "branch"]
-"""Why a context does not extend what was captured before it.
-
-`template`: the chat template cannot be extended here. `compaction`: the client rewrote the history. `retokenization`:
-the same text in other tokens. `tools_changed`: other tools than those rendered. `truncated`: the client left the oldest
-messages out. `branch`: a conversation of its own, or another way on from one that was captured.
-"""
+from services.wire.trajectory import BreakReason, Segment, VersionSpan
 
 
 class CaptureError(RollmeshError):

@@ -28,6 +28,9 @@ def rollout_server(
     host: Annotated[str, typer.Option(help="Address to listen on (loopback)")] = "127.0.0.1",
     bus_url: Annotated[str | None, typer.Option(help="Weight bus to register with; none: serve fixed weights")] = None,
     config: Annotated[Path | None, typer.Option(help="Configuration of the run (TOML)")] = None,
+    agent_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key that environments must show; none: loopback may speak")
+    ] = None,
 ) -> None:
     import asyncio
     import zlib
@@ -35,6 +38,7 @@ def rollout_server(
     from services.app import Stop, open_port, serve
     from services.config_file import load_settings
     from services.imports import heavy_imports
+    from services.key_files import read_key
     from services.redis_client import check_reachable
 
     if engine not in ENGINES:
@@ -63,6 +67,7 @@ def rollout_server(
         redis_url=redis_url,
         model=model,
         settings=settings,
+        agent_key=None if agent_key_file is None else read_key(agent_key_file),
     )
     # A heartbeat that fails is repeated by its owner, so one try may be short.
     bus = None if bus_url is None else BusClient(bus_url, run_id, deadline_s=2.0)

@@ -104,6 +104,11 @@ class RolloutServer:
             raise NotReadyError(f"rollout server {self.plan.server_id} is {self._phase}", "try again")
         return self._parts
 
+    def check_taking_calls(self) -> None:
+        """Raise NotReadyError once the end has begun: what is drawn now would be lost. Finishing still works."""
+        if self._phase == "draining":
+            raise NotReadyError(f"rollout server {self.plan.server_id} is shutting down", "use another server")
+
     def fail(self, error: RollmeshError) -> None:
         """End the process: a part has failed for good."""
         self._stop.fail(error)

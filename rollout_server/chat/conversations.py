@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 from rollout_server.chat.messages import (
     DIGEST_BYTES,
@@ -25,9 +25,9 @@ from rollout_server.chat.messages import (
     role_of,
     tools_digest,
 )
+from services.wire.trajectory import BreakReason
 
 Node = TypeVar("Node")
-BreakReason = Literal["template", "compaction", "retokenization", "tools_changed", "truncated", "branch"]
 _START = bytes(DIGEST_BYTES)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from rollout_server.answers import Answer
-from rollout_server.capture import BreakReason, Node
+from rollout_server.capture import Node
 from rollout_server.dialect.drawing import Piece, Sample
 from rollout_server.dialect.sampling_choice import BudgetSpentError, within
 from rollout_server.engines.base import Engine
@@ -24,6 +24,7 @@ from rollout_server.sessions import Session
 from rollout_server.turns import Progress
 from services.wire.errors import ContextLengthError, DeadlineError, RollmeshError, UsageError
 from services.wire.sampling import SamplingParams
+from services.wire.trajectory import BreakReason
 
 
 @dataclass(frozen=True, slots=True)

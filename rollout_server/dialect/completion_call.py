@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from rollout_server.answers import Answer
-from rollout_server.capture import BreakReason, path
+from rollout_server.capture import path
 from rollout_server.chat.chat_renderer import ChatRenderer
 from rollout_server.dialect.caller import Context, fit, record, why_no_prefix
 from rollout_server.dialect.chat_call import stop_reason
@@ -30,6 +30,7 @@ from rollout_server.rendering import Renderer
 from rollout_server.sessions import Session
 from services.wire.errors import UnsupportedParameterError, UsageError
 from services.wire.openai_api import Completion, CompletionCall, CompletionChoice, CompletionLogprobs, Usage
+from services.wire.trajectory import BreakReason
 
 _MOST_ANSWERS = 256
 _TOKEN_FIELDS: Any = {"choices": {"__all__": {"token_ids", "policy_versions", "prompt_token_ids"}}}
@@ -80,8 +81,12 @@ class CompletionCalls:
             if len(contexts) == 1:
                 drawn = [await draw_one(0)]
             else:
-                async with asyncio.TaskGroup() as tasks:
-                    drawing = [tasks.create_task(draw_one(number)) for number in range(len(contexts))]
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        drawing = [tasks.create_task(draw_one(number)) for number in range(len(contexts))]
+                except ExceptionGroup as failed:
+                    # The first that failed ended the others: the call failed as it did.
+                    raise failed.exceptions[0] from failed
                 drawn = [task.result() for task in drawing]
             # An answer that nobody hears is none: it is captured for whoever asks for it again.
             await answer.heard()

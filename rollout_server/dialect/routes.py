@@ -41,6 +41,7 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
 
     def find(request: Request, named: str | None) -> Session:
         parts = server.parts()
+        server.check_taking_calls()
         name = parts.access.find_session(request, named)
         if name is None:
             raise UnauthenticatedError(

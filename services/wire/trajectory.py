@@ -15,6 +15,7 @@ exactly one span and no other position lies in any; spans are in order and name 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -24,6 +25,14 @@ from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.sampling import SamplingParams
 
 TRAJECTORY_SCHEMA = 2
+
+BreakReason = Literal["template", "compaction", "retokenization", "tools_changed", "truncated", "branch"]
+"""Why a context does not extend what was captured before it.
+
+`template`: the chat template cannot be extended here. `compaction`: the client rewrote the history. `retokenization`:
+the same text in other tokens. `tools_changed`: other tools than those rendered. `truncated`: the client left the oldest
+messages out. `branch`: a conversation of its own, or another way on from one that was captured.
+"""
 
 
 class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
@@ -55,7 +64,7 @@ class Segment(msgspec.Struct, frozen=True):
     loss_mask: bytes
     logprobs: bytes
     version_spans: list[VersionSpan]
-    break_reason: str | None = None
+    break_reason: BreakReason | None = None
     """Why this segment did not extend the one before it; None for the first."""
 
 
