@@ -320,6 +320,36 @@ async def test_a_run_that_concludes_does_not_wait_for_agents_that_think(
     assert (tmp_path / "evaluation.json").exists()
 
 
+async def test_an_environment_with_resources_is_entered_and_left(
+    redis_url: str, run_id: str, chat_policy: Path, tmp_path: Path
+) -> None:
+    class Serving:
+        name = "serving"
+
+        def __init__(self) -> None:
+            self.said: list[str] = []
+
+        async def __aenter__(self) -> Serving:
+            self.said.append("entered")
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            self.said.append("left")
+
+        def problem(self, split: Split, index: int, seed: int) -> Problem:
+            return numbered(split, index, seed)
+
+        async def play(self, problem: Problem, endpoint: AgentEndpoint) -> Ended:
+            assert self.said == ["entered"]
+            return await one_call(problem, endpoint)
+
+    environment = Serving()
+    async with playing(redis_url, run_id, chat_policy) as (host, _):
+        await host.ledger.conclude(0)
+        await asyncio.wait_for(run_environment([host.url], plan_for(environment, tmp_path)), 20.0)
+    assert environment.said == ["entered", "left"]
+
+
 async def test_a_lost_problem_is_played_again_and_then_given_up(
     redis_url: str, run_id: str, chat_policy: Path, tmp_path: Path
 ) -> None:

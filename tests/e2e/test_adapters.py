@@ -92,6 +92,17 @@ def test_a_textarena_game_of_several_turns_is_trained_on(pupil: Path, tmp_path: 
     assert max(turns) > 1
 
 
+def test_an_agent_with_a_tool_runs_as_it_is(pupil: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    agent = Path(__file__).parents[2] / "docs" / "examples" / "calculator_agent.py"
+    summary, metrics, samples = train(f"python:{agent}:calculator", pupil, tmp_path / "agent", "steps=1")
+    assert summary["trajectories_trained"] == GROUPS * SIBLINGS
+    assert summary["run_id"].startswith("calculator-agent-calculator-")
+    assert metrics[0]["tokens"] > 0
+    assert "multiply" in samples[0]["segments"][0]["text"]
+    assert "lost" not in (tmp_path / "agent" / "logs" / "environment.log").read_text(encoding="utf-8")
+
+
 def test_a_model_without_a_chat_template_plays_in_plain_text(tiny_policy: Path, tmp_path: Path) -> None:
     summary, _, samples = train(SUMS, tiny_policy, tmp_path / "text", "steps=1")
     assert summary["final_version"] == 1
