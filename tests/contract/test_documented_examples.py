@@ -13,15 +13,15 @@ from rollout_server.engines.factory import make_engine
 from tests.support.chat_policy import save_chat_policy
 from tests.support.rollout_host import hosting, small_batch
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 ADDRESS = "http://127.0.0.1:8100"
 
 
-@pytest.mark.parametrize("document", ["rollout-api.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/rollout-api.md"])
 async def test_the_examples_of_a_document_run_one_after_the_other(
     document: str, redis_url: str, run_id: str, tmp_path: Path
 ) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / document).read_text(), flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
     assert blocks
     save_chat_policy(tmp_path / "chat")
     settings = small_batch(batch=16)
