@@ -57,6 +57,11 @@ class Group:
     """Held by whoever ends the group."""
 
     @property
+    def opened_whole(self) -> bool:
+        """Whether all siblings were opened in one call, to be finished in one."""
+        return self.sampling is not None
+
+    @property
     def taking_turns(self) -> bool:
         return any(session.busy for session in self.sessions.values())
 
@@ -107,13 +112,7 @@ class Group:
         finally:
             for session in sessions:
                 session.taking_turn = False
-            self.touch()
-
-    def touch(self) -> None:
-        """Siblings that are opened together wait for each other: what goes on in one keeps all alive."""
-        self.last_used = now = time.monotonic()
-        for session in self.sessions.values():
-            session.last_used = now
+                session.touch()
 
     def _session(self, name: str) -> Session:
         try:

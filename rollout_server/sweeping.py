@@ -7,6 +7,7 @@ import time
 
 from rollout_server.finishing import Finisher
 from rollout_server.groups import Group, GroupRegistry
+from rollout_server.sessions import Session
 
 _LONGEST_PAUSE_S = 1.0
 
@@ -23,8 +24,16 @@ async def sweep(registry: GroupRegistry, finisher: Finisher, idle_timeout_s: flo
 async def _sweep_group(group: Group, finisher: Finisher) -> None:
     for session in group.live:
         # A call that goes on notices the deadline itself; somebody who ends the session will be done in a moment.
-        if session.end is None and not session.busy and session.expires_in_s() <= 0.0:
+        if session.end is None and not session.busy and (session.seconds_left() <= 0.0 or _is_idle(group, session)):
             await finisher.abandon(session, "expired")
     unused_s = time.monotonic() - group.last_used
     if not group.live and (group.complete or unused_s > group.idle_timeout_s):
         await finisher.settle(group)
+
+
+def _is_idle(group: Group, session: Session) -> bool:
+    """Siblings that were opened together are finished together: while one is used, those that wait for it are not idle."""
+    together = group.live if group.opened_whole else [session]
+    last_used = max(sibling.last_used for sibling in together)
+    in_use = any(sibling.busy for sibling in together)
+    return not in_use and time.monotonic() - last_used > session.terms.idle_timeout_s

@@ -60,11 +60,14 @@ class Caller:
 
     async def _make(self, session: Session, answer: Answer, produce: Callable[[Answer], Awaitable[None]]) -> None:
         left = session.seconds_left()
+        limit = asyncio.timeout(left if left < float("inf") else None)
         try:
             with session.calling():
-                async with asyncio.timeout(left if left < float("inf") else None):
+                async with limit:
                     await produce(answer)
         except TimeoutError as error:
+            if not limit.expired():
+                raise
             what = f"the deadline of session {session.session_id} passed after {session.terms.deadline_s:g} s"
             raise DeadlineError(what, "open sessions with a longer deadline_s") from error
         except EngineCrashedError as error:

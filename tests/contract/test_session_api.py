@@ -391,3 +391,17 @@ async def test_sessions_of_a_group_that_was_opened_whole_speak_the_dialect_too(h
     assert (await host.finish(group, 1.0, 0.0)).status_code == 200
     trajectories: list[Trajectory] = await host.published()
     assert [trajectory.reward for trajectory in trajectories] == [1.0, 0.0]
+
+
+async def test_siblings_that_were_opened_together_wait_for_each_other(serve: Serve) -> None:
+    async with serve(ScriptedEngine(), small_batch(timeout_s=0.5)) as host:
+        group = await host.open(group_size=2)
+        early, late = (
+            {"session_id": name, "api_key": key, "base_url": f"{host.url}/sessions/{name}/v1"}
+            for name, key in zip(group["session_ids"], group["api_keys"], strict=True)
+        )
+        await say(host, early, "hello")
+        for _ in range(8):  # one agent works on, far beyond the idle time of its sibling
+            await asyncio.sleep(0.15)
+            assert (await say(host, late, "hello")).status_code == 200
+        assert (await host.finish(group, 1.0, 0.0)).status_code == 200
