@@ -5,6 +5,7 @@ from __future__ import annotations
 import structlog
 from fastapi import APIRouter, Request
 
+from rollout_server.route_errors import ERRORS
 from rollout_server.server import RolloutServer
 from weight_bus.bus_api import CommitAnswer, CommitCall, DigestAnswer, StageAnswer
 
@@ -14,7 +15,7 @@ _MANIFEST_BODY = {"requestBody": {"required": True, "content": {"application/msg
 
 def weight_routes(server: RolloutServer) -> APIRouter:
     """Errors keep the old version serving: 400 for bytes that are no manifest, 409 for a version that cannot be staged."""
-    router = APIRouter(prefix="/weights", tags=["weights"])
+    router = APIRouter(prefix="/weights", tags=["weights"], responses=ERRORS)
 
     @router.post("/stage", openapi_extra=_MANIFEST_BODY)
     async def stage(request: Request) -> StageAnswer:

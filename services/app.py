@@ -7,11 +7,13 @@ import math
 import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from http import HTTPStatus
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from services.wire.errors import CapacityError, RollmeshError, SessionConcludedError, UsageError
 from services.wire.rollout_api import ErrorBody, ErrorDetail
@@ -30,7 +32,7 @@ def make_app(title: str, version: str, lifespan: Lifespan, not_ready: ReadyCheck
     async def livez() -> dict[str, str]:
         return {"status": "alive"}
 
-    @app.get("/readyz")
+    @app.get("/readyz", responses={503: {"model": dict[str, list[str]], "description": "Not ready: the body says why"}})
     async def readyz(response: Response) -> dict[str, list[str]]:
         reasons = not_ready()
         response.status_code = 503 if reasons else 200
@@ -43,6 +45,14 @@ def make_app(title: str, version: str, lifespan: Lifespan, not_ready: ReadyCheck
     @app.exception_handler(RollmeshError)
     async def on_typed_error(_: Request, error: RollmeshError) -> JSONResponse:
         return error_answer(error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(_: Request, error: HTTPException) -> JSONResponse:
+        """What the framework refuses by itself: unknown paths, methods, bodies that are no JSON text."""
+        kind = "not_found_error" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_request_error"
+        code = HTTPStatus(error.status_code).name.lower()
+        detail = ErrorDetail(message=str(error.detail), type=kind, code=code)
+        return _error(error.status_code, detail, dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -119,47 +119,38 @@ async def test_sessions_that_are_not_here_are_not_found(host: Host) -> None:
     assert (await host.http.delete(f"/sessions/{session.session_id}")).status_code == 204
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"temperature": -1.0},
-        {"max_tokens": 0},
-        {"n": 0},
-        {"top_p": 0.0},
-        {"logprobs": True, "top_logprobs": 21},
-        {"messages": []},
-        {"messages": [{"role": "wizard", "content": "x"}]},
-        {"messages": [{"role": "user", "content": {"text": "x"}}]},
-        {"tools": [{"type": "function"}]},
-        {"stop": [""]},
-    ],
-)
-async def test_what_fits_no_schema_is_unprocessable(host: Host, engine: TellingEngine, wrong: dict[str, Any]) -> None:
-    session = await opened(host)
-    async with sdk(session) as client:
-        with pytest.raises(UnprocessableEntityError) as refused:
-            await ask(client, **wrong)
-        assert (refused.value.code, refused.value.param is not None) == ("schema", True)
-        await ask(client)
-    await session.ends_with(engine.drawn)
+MISFITS: list[dict[str, Any]] = [
+    {"temperature": -1.0},
+    {"max_tokens": 0},
+    {"n": 0},
+    {"top_p": 0.0},
+    {"logprobs": True, "top_logprobs": 21},
+    {"messages": []},
+    {"messages": [{"role": "wizard", "content": "x"}]},
+    {"messages": [{"role": "user", "content": {"text": "x"}}]},
+    {"tools": [{"type": "function"}]},
+    {"stop": [""]},
+]
+WISHES: list[dict[str, Any]] = [
+    {"logit_bias": {"5": 1.0}},
+    {"tool_choice": "required"},
+    {"response_format": {"type": "json_object"}},
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+]
+"""What would change the draw, or could not be seen by the model."""
 
 
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {"logit_bias": {"5": 1.0}},
-        {"tool_choice": "required"},
-        {"response_format": {"type": "json_object"}},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-    ],
-)
-async def test_what_would_change_the_draw_and_cannot_be_had_is_refused(
-    host: Host, engine: TellingEngine, wish: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_cannot_be_is_named_and_changes_nothing(host: Host, engine: TellingEngine, stream: bool) -> None:
     session = await opened(host)
     async with sdk(session) as client:
-        with pytest.raises(BadRequestError):
-            await ask(client, **wish)
+        for misfit in MISFITS:
+            with pytest.raises(UnprocessableEntityError) as unfit:
+                await ask(client, stream=stream, **misfit)
+            assert (unfit.value.code, unfit.value.param is not None) == ("schema", True)
+        for wish in WISHES:
+            with pytest.raises(BadRequestError):
+                await ask(client, stream=stream, **wish)
         await ask(client)
     await session.ends_with(engine.drawn)
 
