@@ -1,10 +1,12 @@
 """Playing one group of an agent environment: every sibling's agent at once, each in its own session.
 
-agent plays ─────────────► Ended ──► finish the session (its trajectory is written)  ──► Played
-  │  heartbeats meanwhile ──► the session is gone  ─┐
-  ├── raises ───────────────────────────────────────┼──► abort the session ──► Lost(cause, why); its siblings go on
-  └── its time is over ─────────────────────────────┘
-cancelled ──► every agent cancelled, every open session aborted
+    together (training)   all agents end ──► the group is finished in one call, its trajectories are written
+                          one raises, runs out of time, or its session is gone ──► all are cancelled, all sessions aborted
+    apart (evaluation)    each session is finished when its agent ends, or aborted, whatever its siblings do
+    cancelled             every agent cancelled, every open session aborted
+
+A group is not trained without one of its siblings, and a part of one in the stream would keep the trainer waiting for the
+rest: so in training siblings stand and fall together. Sessions are kept alive by heartbeats while agents work elsewhere.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import structlog
 
 from clients.agent import AgentEndpoint, AgentEnvironment
 from clients.environment import Ended, Problem
-from clients.losses import Cause, EnvironmentFailedError, describe
+from clients.losses import Cause, EnvironmentFailedError, cause_of, describe
 from clients.play import Played, components
 from clients.repeating import ServerUnreachableError
 from clients.rollout import RolloutClient
-from services.wire.errors import NotReadyError, RollmeshError
-from services.wire.rollout_api import GroupOpened, SamplingBody
+from services.wire.errors import NotFoundError, NotReadyError, RollmeshError
+from services.wire.rollout_api import FinishGroup, GroupOpened, SamplingBody
 from services.wire.session_api import FinishSession
 
 _log = structlog.get_logger()
@@ -48,8 +50,47 @@ class EpisodeLimits:
     timeout_s: float
     heartbeat_s: float = 10.0
 
+    def describe(self, error: Exception) -> str:
+        """Why an episode was lost."""
+        return f"no end after {self.timeout_s:g} s" if isinstance(error, TimeoutError) else str(error)
 
-async def play_agents(
+
+async def play_together(
+    client: RolloutClient,
+    environment: AgentEnvironment,
+    group: GroupOpened,
+    problem: Problem,
+    sampling: SamplingBody,
+    limits: EpisodeLimits,
+) -> list[Played]:
+    """Every sibling plays `problem`, then the group is finished. The caller aborts its sessions when this raises.
+
+    Raises TimeoutError, EnvironmentFailedError, ValueError for a reward that is no finite number, or what the server says.
+    """
+    endpoints = _endpoints(client, group, sampling)
+    agents = [asyncio.create_task(_guarded(environment, problem, endpoint)) for endpoint in endpoints]
+    beats = [asyncio.create_task(_beat(client, one.session_id, limits.heartbeat_s)) for one in endpoints]
+    try:
+        async with asyncio.timeout(limits.timeout_s):
+            await _all_ended(agents, beats)
+        played = [Played(one.session_id, agent.result(), 0) for one, agent in zip(endpoints, agents, strict=True)]
+        await client.finish_group(group.group_id, FinishGroup(rewards=[episode.as_reward() for episode in played]))
+        return played
+    finally:
+        await _end(*agents, *beats)
+
+
+async def _all_ended(agents: Sequence[asyncio.Task[Ended]], beats: Sequence[asyncio.Task[None]]) -> None:
+    """Until every agent has ended, or one of them, or of the sessions, has failed: then it raises why."""
+    going = set(agents)
+    while going:
+        done, _ = await asyncio.wait({*going, *beats}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        going -= done
+
+
+async def play_apart(
     client: RolloutClient,
     environment: AgentEnvironment,
     group: GroupOpened,
@@ -60,15 +101,17 @@ async def play_agents(
     """Play `problems[i]` in session `i`; no session is open any more when this returns or is cancelled."""
     async with asyncio.TaskGroup() as siblings:
         playing = [
-            siblings.create_task(_play(client, environment, problem, _endpoint(client, session, key, sampling), limits))
-            for session, key, problem in zip(group.session_ids, group.api_keys, problems, strict=True)
+            siblings.create_task(_play(client, environment, problem, endpoint, limits))
+            for endpoint, problem in zip(_endpoints(client, group, sampling), problems, strict=True)
         ]
     return [task.result() for task in playing]
 
 
-def _endpoint(client: RolloutClient, session_id: str, api_key: str, sampling: SamplingBody) -> AgentEndpoint:
-    url = f"{client.url}/sessions/{session_id}/v1"
-    return AgentEndpoint(url, api_key, session_id, sampling.max_tokens, sampling.temperature)
+def _endpoints(client: RolloutClient, group: GroupOpened, sampling: SamplingBody) -> list[AgentEndpoint]:
+    return [
+        AgentEndpoint(f"{client.url}/sessions/{name}/v1", key, name, sampling.max_tokens, sampling.temperature)
+        for name, key in zip(group.session_ids, group.api_keys, strict=True)
+    ]
 
 
 async def _play(
@@ -79,46 +122,21 @@ async def _play(
     limits: EpisodeLimits,
 ) -> Played | Lost:
     session_id = endpoint.session_id
+    agent = asyncio.create_task(_guarded(environment, problem, endpoint))
+    beats = asyncio.create_task(_beat(client, session_id, limits.heartbeat_s))
     try:
-        ended = await _until_ended(client, environment, problem, endpoint, limits)
+        async with asyncio.timeout(limits.timeout_s):
+            await _all_ended([agent], [beats])
+        ended = agent.result()
         body = FinishSession(reward=ended.reward, components=components(ended))
         finished = await client.finish_session(session_id, body)
         return Played(session_id, ended, finished.sampled_tokens)
-    except TimeoutError:
-        lost = Lost(session_id, "timeout", f"no end after {limits.timeout_s:g} s")
-    except EnvironmentFailedError as error:
-        lost = Lost(session_id, "environment", str(error))
-    except (ServerUnreachableError, NotReadyError) as error:
-        lost = Lost(session_id, "server", str(error))
-    except (RollmeshError, ValueError) as error:
-        # A ValueError: the reward or a component is no finite number.
-        lost = Lost(session_id, "session" if isinstance(error, RollmeshError) else "environment", str(error))
     except asyncio.CancelledError:
         await abort(client, [session_id])
         raise
-    if not await abort(client, [session_id]):
-        # What the agent met with is what we meet with: nobody is to be blamed but the server.
-        return Lost(session_id, "server", lost.why)
-    return lost
-
-
-async def _until_ended(
-    client: RolloutClient,
-    environment: AgentEnvironment,
-    problem: Problem,
-    endpoint: AgentEndpoint,
-    limits: EpisodeLimits,
-) -> Ended:
-    """Raises TimeoutError, EnvironmentFailedError, or what the server says of a session that is gone."""
-    agent = asyncio.create_task(_guarded(environment, problem, endpoint))
-    beats = asyncio.create_task(_beat(client, endpoint.session_id, limits.heartbeat_s))
-    try:
-        await asyncio.wait({agent, beats}, timeout=limits.timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if agent.done():
-            return agent.result()
-        if beats.done():
-            beats.result()
-        raise TimeoutError
+    except (RollmeshError, TimeoutError, ValueError) as error:
+        reached = await abort(client, [session_id])
+        return Lost(session_id, cause_of(error) if reached else "server", limits.describe(error))
     finally:
         await _end(agent, beats)
 
@@ -167,12 +185,15 @@ async def _end(*tasks: asyncio.Task[object]) -> None:
 
 
 async def abort(client: RolloutClient, session_ids: Sequence[str]) -> bool:
-    """Abort sessions, all at once; False when the server cannot be reached. Those that ended already stay as they are."""
+    """Abort sessions, all at once; those that ended already stay as they are.
+
+    False when the server cannot be reached or does not know one of them: then it was started anew meanwhile.
+    """
 
     async def one(session_id: str) -> bool:
         try:
             await client.abort_session(session_id)
-        except (ServerUnreachableError, NotReadyError):
+        except (ServerUnreachableError, NotReadyError, NotFoundError):
             return False
         except RollmeshError:
             return True

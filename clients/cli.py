@@ -7,10 +7,15 @@ import os
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import structlog
 import typer
+
+from services.wire.errors import UsageError
+
+if TYPE_CHECKING:
+    from clients.group_play import AnyEnvironment
 
 app = typer.Typer(add_completion=False)
 
@@ -47,7 +52,7 @@ def run_environment(
 
     made = make_task(task)
     if check:
-        made.environment.problem("train", 0, seed)
+        _see_a_problem(made.environment, seed)
         return
     plan = RunnerPlan(
         environment=made.environment,
@@ -74,6 +79,18 @@ def run_environment(
         _run(until_terminated())
     except asyncio.CancelledError:
         raise SystemExit(128 + signal.SIGTERM) from None
+
+
+def _see_a_problem(environment: AnyEnvironment, seed: int) -> None:
+    """Raises UsageError when the environment cannot even pose one."""
+    from clients.losses import describe
+
+    try:
+        environment.problem("train", 0, seed)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{environment.name} cannot pose a problem ({describe(error)})", "mend its code") from error
 
 
 def _run(main: Coroutine[None, None, None]) -> None:

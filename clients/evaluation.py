@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from clients.agent_play import EpisodeLimits, Lost
 from clients.environment import Ended, Problem
-from clients.group_play import AnyEnvironment, play_to_end
+from clients.group_play import AnyEnvironment, evaluate_group
 from clients.losses import GroupLostError
 from clients.play import Played
 from clients.repeating import ServerUnreachableError
@@ -105,7 +105,7 @@ async def _play_once(
     limits: EpisodeLimits,
 ) -> list[Played | Lost]:
     group = await client.open_group(opening)
-    return await play_to_end(client, environment, group, problems, opening.sampling, limits, count_tokens=True)
+    return await evaluate_group(client, environment, group, problems, opening.sampling, limits)
 
 
 def _unsolved(lost: Lost) -> Played:

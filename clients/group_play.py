@@ -6,20 +6,12 @@ import asyncio
 from collections.abc import Sequence
 
 from clients.agent import AgentEnvironment
-from clients.agent_play import EpisodeLimits, Lost, abort, play_agents
+from clients.agent_play import EpisodeLimits, Lost, abort, play_apart, play_together
 from clients.environment import Environment, Problem
-from clients.losses import EnvironmentFailedError, GroupLostError
+from clients.losses import GroupLostError, cause_of
 from clients.play import Played, play_group
-from clients.repeating import ServerUnreachableError
 from clients.rollout import RolloutClient
-from services.wire.errors import (
-    ConflictError,
-    ContextLengthError,
-    NotFoundError,
-    NotReadyError,
-    SessionConcludedError,
-    SessionExpiredError,
-)
+from services.wire.errors import ConcludedError, RollmeshError
 from services.wire.rollout_api import FinishGroup, GroupOpened, SamplingBody
 
 AnyEnvironment = Environment | AgentEnvironment
@@ -29,35 +21,65 @@ async def play_to_end(
     client: RolloutClient,
     environment: AnyEnvironment,
     group: GroupOpened,
-    problems: Sequence[Problem],
+    problem: Problem,
     sampling: SamplingBody,
     limits: EpisodeLimits,
-    *,
-    count_tokens: bool = False,
-) -> list[Played | Lost]:
-    """Play `problems[i]` in session `i`; no session is open any more when this returns, raises or is cancelled.
+) -> list[Played]:
+    """Every sibling plays `problem`; no session is open any more when this returns, raises or is cancelled.
 
-    Episodes of an agent environment may be lost one by one. An Environment's siblings take their turns together and are
-    lost together: then it raises GroupLostError. Raises ConcludedError when the run has concluded.
+    Raises GroupLostError with its cause, or ConcludedError when the run has concluded.
     """
-    if isinstance(environment, AgentEnvironment):
-        return await play_agents(client, environment, group, problems, sampling, limits)
     try:
-        async with asyncio.timeout(limits.timeout_s):
-            played = await play_group(client, environment, group, problems, count_tokens=count_tokens)
-            await client.finish_group(group.group_id, FinishGroup(rewards=[episode.as_reward() for episode in played]))
-        return list(played)
-    except (ServerUnreachableError, NotReadyError) as error:
-        raise GroupLostError("server", str(error)) from error
-    except (ConflictError, NotFoundError, SessionConcludedError, SessionExpiredError) as error:
-        raise GroupLostError("session", str(error)) from error
-    except TimeoutError as error:
-        await abort(client, group.session_ids)
-        raise GroupLostError("timeout", f"no end after {limits.timeout_s:g} s") from error
-    except (EnvironmentFailedError, ContextLengthError, ValueError) as error:
-        # A ValueError: a reward that is no finite number.
-        await abort(client, group.session_ids)
-        raise GroupLostError("environment", str(error)) from error
+        if isinstance(environment, AgentEnvironment):
+            return await play_together(client, environment, group, problem, sampling, limits)
+        return await _play_texts(client, environment, group, [problem] * len(group.session_ids), limits)
     except asyncio.CancelledError:
         await abort(client, group.session_ids)
         raise
+    except ConcludedError:
+        raise
+    except (RollmeshError, TimeoutError, ValueError) as error:
+        raise await _lost(client, group, error, limits) from error
+
+
+async def evaluate_group(
+    client: RolloutClient,
+    environment: AnyEnvironment,
+    group: GroupOpened,
+    problems: Sequence[Problem],
+    sampling: SamplingBody,
+    limits: EpisodeLimits,
+) -> list[Played | Lost]:
+    """Play `problems[i]` in session `i`, and count tokens. As `play_to_end`, but agents are lost one by one."""
+    if isinstance(environment, AgentEnvironment):
+        return await play_apart(client, environment, group, problems, sampling, limits)
+    try:
+        return [*await _play_texts(client, environment, group, problems, limits, count_tokens=True)]
+    except asyncio.CancelledError:
+        await abort(client, group.session_ids)
+        raise
+    except (RollmeshError, TimeoutError, ValueError) as error:
+        raise await _lost(client, group, error, limits) from error
+
+
+async def _play_texts(
+    client: RolloutClient,
+    environment: Environment,
+    group: GroupOpened,
+    problems: Sequence[Problem],
+    limits: EpisodeLimits,
+    *,
+    count_tokens: bool = False,
+) -> list[Played]:
+    async with asyncio.timeout(limits.timeout_s):
+        played = await play_group(client, environment, group, problems, count_tokens=count_tokens)
+        await client.finish_group(group.group_id, FinishGroup(rewards=[episode.as_reward() for episode in played]))
+    return played
+
+
+async def _lost(client: RolloutClient, group: GroupOpened, error: Exception, limits: EpisodeLimits) -> GroupLostError:
+    """Abort what is open; who cannot be reached for it is to blame, whatever was met with before."""
+    cause = cause_of(error)
+    if cause != "server" and not await abort(client, group.session_ids):
+        cause = "server"
+    return GroupLostError(cause, limits.describe(error))

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from services.wire.errors import RollmeshError
+from clients.repeating import ServerUnreachableError
+from services.wire.errors import ContextLengthError, NotReadyError, RollmeshError
 
 Cause = Literal["environment", "timeout", "session", "server"]
 """`environment`: its code or its agent raised. `session`: the server ended it. `server`: out of reach, or not ready."""
 
-MOST_LOST_IN_A_ROW = 64
+LEAST_LOST_IN_A_ROW = 64
+"""So many groups lost with none played end a run; more where more are in play at once, which one accident may take all."""
 
 
 class GroupLostError(RollmeshError):
@@ -47,9 +49,10 @@ class EnvironmentFailedError(RollmeshError):
 
 @dataclass
 class Losses:
-    """The runner's account of what was lost. `retries`: how often one problem is played again."""
+    """The runner's account. `retries`: how often one problem is played again. `in_play`: groups at once."""
 
     retries: int
+    in_play: int = 1
     by_cause: Counter[Cause] = field(default_factory=Counter)
     retried: int = 0
     given_up: int = 0
@@ -67,7 +70,7 @@ class Losses:
         self.by_cause[cause] += 1
         if cause != "server":
             self._in_a_row += 1
-        if self._in_a_row >= MOST_LOST_IN_A_ROW:
+        if self._in_a_row >= max(LEAST_LOST_IN_A_ROW, 2 * self.in_play):
             what = f"the last {self._in_a_row} groups were lost and none was played"
             raise TooManyLostError(what, f"mend the environment: the last one said {why}")
         again = attempt < self.retries
@@ -76,6 +79,20 @@ class Losses:
         else:
             self.given_up += 1
         return again
+
+
+def cause_of(error: Exception) -> Cause:
+    """Which of the four an error is that ended an episode or a group."""
+    match error:
+        case TimeoutError():
+            return "timeout"
+        case EnvironmentFailedError() | ContextLengthError() | ValueError():
+            # A ValueError: a reward or a component is no finite number.
+            return "environment"
+        case ServerUnreachableError() | NotReadyError():
+            return "server"
+        case _:
+            return "session"
 
 
 def describe(error: BaseException) -> str:

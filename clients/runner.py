@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 
 from clients.agent import AgentEnvironment
-from clients.agent_play import EpisodeLimits, Lost
+from clients.agent_play import EpisodeLimits
 from clients.dialect import Dialect, in_dialect
 from clients.evaluation import GROUP_SIZE, EvaluationRecord, Measured, evaluate
 from clients.group_play import AnyEnvironment, play_to_end
@@ -130,7 +130,7 @@ class _Players:
 
     def __init__(self, pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan) -> None:
         self._pool, self._environment, self._plan = pool, environment, plan
-        self._losses = Losses(plan.retries)
+        self._losses = Losses(plan.retries, plan.concurrency)
         self._progress = Progress(self._losses)
         sampling = SamplingBody(max_tokens=plan.max_tokens, temperature=plan.temperature)
         self._opening = OpenGroup(
@@ -195,20 +195,14 @@ class _Players:
                 owed = await self._lost(client, lost, playing)
 
     async def _play(self, client: RolloutClient, group: GroupOpened, index: int) -> list[Played]:
-        """Raises GroupLostError unless every sibling was played to its end."""
-        plan = self._plan
-        problem = self._environment.problem("train", index, plan.seed)
+        problem = self._environment.problem("train", index, self._plan.seed)
         self._progress.in_play += 1
         try:
-            siblings = await play_to_end(
-                client, self._environment, group, [problem] * plan.group_size, self._opening.sampling, plan.limits
+            return await play_to_end(
+                client, self._environment, group, problem, self._opening.sampling, self._plan.limits
             )
         finally:
             self._progress.in_play -= 1
-        lost = [one for one in siblings if isinstance(one, Lost)]
-        if lost:
-            raise GroupLostError(lost[0].cause, lost[0].why)
-        return [one for one in siblings if isinstance(one, Played)]
 
     async def _lost(self, client: RolloutClient, lost: GroupLostError, playing: _Owed) -> _Owed | None:
         again = self._losses.lost(lost.cause, lost.what, playing.attempt)

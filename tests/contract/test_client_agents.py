@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -16,13 +16,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from clients.agent import AgentEndpoint, AgentEnvironment, agent_environment
-from clients.agent_play import EpisodeLimits
+from clients.agent_play import EpisodeLimits, Lost
 from clients.chat import ChatEnvironment, chat
 from clients.dialect import in_dialect
 from clients.environment import Ended, Problem, Split
 from clients.environments import make_environment
 from clients.evaluation import evaluate
-from clients.group_play import AnyEnvironment, play_to_end
+from clients.group_play import AnyEnvironment, evaluate_group, play_to_end
 from clients.losses import GroupLostError, TooManyLostError
 from clients.play import Played
 from clients.rollout import RolloutClient
@@ -30,13 +30,12 @@ from clients.runner import RunnerPlan, run_environment
 from clients.server_pool import ServerPool
 from services.wire.errors import RollmeshError
 from services.wire.packed import unpack_mask
-from services.wire.rollout_api import GroupOpened, OpenGroup, SamplingBody
+from services.wire.rollout_api import GroupOpened, OpenGroup, Purpose, SamplingBody
 from tests.support.chat_policy import save_chat_policy
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
 
 SAMPLING = SamplingBody(max_tokens=8, temperature=1.0)
-Play = Callable[[Problem, AgentEndpoint], Awaitable[Ended]]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +47,9 @@ def chat_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def numbered(split: Split, index: int, seed: int) -> Problem:
     return Problem(split, index, prompt=f"{split} {index} {seed}")
+
+
+A_PROBLEM = numbered("train", 0, 1)
 
 
 async def say(endpoint: AgentEndpoint, text: str) -> str:
@@ -88,8 +90,8 @@ async def playing(
             yield host, client
 
 
-async def open_group(client: RolloutClient, size: int) -> GroupOpened:
-    return await client.open_group(OpenGroup(task="agents", group_size=size, sampling=SAMPLING))
+async def open_group(client: RolloutClient, size: int, purpose: Purpose = "train") -> GroupOpened:
+    return await client.open_group(OpenGroup(task="agents", group_size=size, sampling=SAMPLING, purpose=purpose))
 
 
 async def states(client: RolloutClient, group: GroupOpened) -> list[str]:
@@ -142,43 +144,68 @@ async def test_blocking_agents_play_side_by_side_in_threads(redis_url: str, run_
     async with playing(redis_url, run_id, chat_policy) as (host, client):
         group = await open_group(client, 8)
         began = time.monotonic()
-        problems = [numbered("train", 0, 1)] * 8
-        played = await play_to_end(client, environment, group, problems, SAMPLING, EpisodeLimits(10.0))
-        assert all(isinstance(one, Played) for one in played)
+        played = await play_to_end(client, environment, group, A_PROBLEM, SAMPLING, EpisodeLimits(10.0))
+        assert len(played) == 8
         assert time.monotonic() - began < 1.5
         assert len(await host.published()) == 8
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-async def test_an_agent_that_raises_loses_its_own_episode_and_says_where(
+async def test_in_an_evaluation_an_agent_that_raises_loses_its_own_episode_and_says_where(
     redis_url: str, run_id: str, chat_policy: Path, blocking: bool
 ) -> None:
-    first = iter([True, False, False])
-
     async def fragile(problem: Problem, endpoint: AgentEndpoint) -> Ended:
-        fails = next(first)
         await say(endpoint, problem.prompt)
-        if fails:
+        if problem.index == 0:
             raise LookupError("no such tool")
         return Ended(reward=1.0, success=True)
 
     def exits(problem: Problem, endpoint: AgentEndpoint) -> Ended:
-        if next(first):
+        if problem.index == 0:
             raise SystemExit("the agent's own command line said so")
         return asyncio.run(one_call(problem, endpoint))
 
     environment = agent_environment("fragile", numbered, exits if blocking else fragile)
     async with playing(redis_url, run_id, chat_policy) as (_, client):
-        group = await open_group(client, 3)
-        problems = [numbered("train", 0, 1)] * 3
-        siblings = await play_to_end(client, environment, group, problems, SAMPLING, EpisodeLimits(10.0))
-        lost = siblings[0]
-        assert not isinstance(lost, Played)
+        group = await open_group(client, 3, "evaluate")
+        problems = [numbered("held_out", index, 1) for index in range(3)]
+        lost, *others = await evaluate_group(client, environment, group, problems, SAMPLING, EpisodeLimits(10.0))
+        assert isinstance(lost, Lost)
         assert lost.cause == "environment"
         why = "SystemExit" if blocking else "LookupError: no such tool (test_client_agents.py:"
         assert why in lost.why
-        assert [isinstance(one, Played) for one in siblings] == [False, True, True]
+        assert all(isinstance(one, Played) and one.tokens == 4 for one in others)
         assert (await states(client, group)) == ["aborted", "finished", "finished"]
+
+
+async def test_in_training_siblings_stand_and_fall_together(redis_url: str, run_id: str, chat_policy: Path) -> None:
+    """Half a group would not be trained, and would keep the trainer waiting for the other half."""
+    first = iter([True, False, False])
+    cancelled: list[str] = []
+
+    async def fragile(problem: Problem, endpoint: AgentEndpoint) -> Ended:
+        fails = next(first)
+        await say(endpoint, problem.prompt)
+        if fails:
+            await asyncio.sleep(0.1)
+            raise LookupError("no such tool")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(endpoint.session_id)
+            raise
+        return Ended(reward=1.0, success=True)
+
+    environment = agent_environment("fragile", numbered, fragile)
+    async with playing(redis_url, run_id, chat_policy) as (host, client):
+        group = await open_group(client, 3)
+        with pytest.raises(GroupLostError, match="LookupError: no such tool") as lost:
+            await play_to_end(client, environment, group, A_PROBLEM, SAMPLING, EpisodeLimits(10.0))
+        assert lost.value.cause == "environment"
+        assert len(cancelled) == 2
+        assert (await states(client, group)) == ["aborted"] * 3
+        assert await host.published() == []
+        assert (await host.ledger.accounts()).closed_groups == 1
 
 
 async def test_an_agent_that_runs_out_of_time_is_cancelled_and_its_session_aborted(
@@ -202,12 +229,10 @@ async def test_an_agent_that_runs_out_of_time_is_cancelled_and_its_session_abort
             group = await open_group(client, 1)
             environment: AgentEnvironment = agent_environment("slow", numbered, play)  # type: ignore[arg-type]
             began = time.monotonic()
-            (lost,) = await play_to_end(
-                client, environment, group, [numbered("train", 0, 1)], SAMPLING, EpisodeLimits(0.2)
-            )
+            with pytest.raises(GroupLostError, match=r"no end after 0\.2 s") as lost:
+                await play_to_end(client, environment, group, A_PROBLEM, SAMPLING, EpisodeLimits(0.2))
             assert time.monotonic() - began < 1.0
-            assert not isinstance(lost, Played)
-            assert (lost.cause, lost.why) == ("timeout", "no end after 0.2 s")
+            assert lost.value.cause == "timeout"
             assert await states(client, group) == ["aborted"]
     assert cancelled.is_set()
 
@@ -219,36 +244,38 @@ async def test_what_is_no_reward_is_the_agents_fault(redis_url: str, run_id: str
 
     environment = agent_environment("forgetful", numbered, forgetful)
     async with playing(redis_url, run_id, chat_policy) as (_, client):
-        group = await open_group(client, 2)
-        problems = [numbered("train", index, 1) for index in range(2)]
-        nothing, infinite = await play_to_end(client, environment, group, problems, SAMPLING, EpisodeLimits(10.0))
-        assert not isinstance(nothing, Played) and not isinstance(infinite, Played)
-        assert (nothing.cause, infinite.cause) == ("environment", "environment")
-        assert "play returned None" in nothing.why
-        assert "finite" in infinite.why
-        assert await states(client, group) == ["aborted", "aborted"]
+        for index, complaint in enumerate(["play returned None", "finite number"]):
+            group = await open_group(client, 1)
+            with pytest.raises(GroupLostError, match=complaint) as lost:
+                problem = numbered("train", index, 1)
+                await play_to_end(client, environment, group, problem, SAMPLING, EpisodeLimits(10.0))
+            assert lost.value.cause == "environment"
+            assert await states(client, group) == ["aborted"]
 
 
 async def test_a_heartbeat_keeps_the_session_of_a_long_agent_alive(
     redis_url: str, run_id: str, chat_policy: Path
 ) -> None:
+    first = iter([True, False] * 2)
+
     async def ponders(problem: Problem, endpoint: AgentEndpoint) -> Ended:
         await say(endpoint, "x")
-        await asyncio.sleep(2.0)
-        await say(endpoint, "y")
+        if next(first):
+            await asyncio.sleep(2.0)
+            await say(endpoint, "y")
         return Ended(1.0, True)
 
     environment = agent_environment("ponders", numbered, ponders)
-    problems = [numbered("train", 0, 1)]
     async with playing(redis_url, run_id, chat_policy, timeout_s=0.6) as (_, client):
-        group = await open_group(client, 1)
-        (played,) = await play_to_end(client, environment, group, problems, SAMPLING, EpisodeLimits(30.0, 0.1))
-        assert isinstance(played, Played)
-        # Without it the session expires; then the next heartbeat, or call, says so, and the agent is not waited for.
-        group = await open_group(client, 1)
-        (lost,) = await play_to_end(client, environment, group, problems, SAMPLING, EpisodeLimits(30.0, 1.4))
-        assert not isinstance(lost, Played)
-        assert lost.cause == "session"
+        # The sibling that has ended is kept alive too, until the group is whole.
+        group = await open_group(client, 2)
+        await play_to_end(client, environment, group, A_PROBLEM, SAMPLING, EpisodeLimits(30.0, 0.1))
+        assert await states(client, group) == ["finished", "finished"]
+        # Without it the session expires; then the next heartbeat says so, and the agent is not waited for.
+        group = await open_group(client, 2)
+        with pytest.raises(GroupLostError) as lost:
+            await play_to_end(client, environment, group, A_PROBLEM, SAMPLING, EpisodeLimits(30.0, 1.4))
+        assert lost.value.cause == "session"
 
 
 async def test_cancelling_the_runner_ends_at_once_and_leaves_no_session_open(
@@ -290,7 +317,7 @@ async def test_a_cancelled_group_is_aborted_whatever_its_kind(
         environment = ChatEnvironment(environment)  # type: ignore[arg-type]
     async with playing(redis_url, run_id, chat_policy, step_s=0.5) as (_, client):
         group = await open_group(client, 2)
-        play = play_to_end(client, environment, group, [problem] * 2, SAMPLING, EpisodeLimits(10.0))
+        play = play_to_end(client, environment, group, problem, SAMPLING, EpisodeLimits(10.0))
         task = asyncio.create_task(play)
         await asyncio.sleep(0.3)
         task.cancel()
@@ -415,9 +442,8 @@ async def test_a_broken_environment_of_texts_is_lost_as_a_group(redis_url: str, 
 
     async with playing(redis_url, run_id, tiny_policy) as (_, client):
         group = await open_group(client, 2)
-        problems = [numbered("train", 0, 1)] * 2
         with pytest.raises(GroupLostError, match="ZeroDivisionError: a bug") as lost:
-            await play_to_end(client, Broken(), group, problems, SAMPLING, EpisodeLimits(10.0))
+            await play_to_end(client, Broken(), group, A_PROBLEM, SAMPLING, EpisodeLimits(10.0))
         assert lost.value.cause == "environment"
         assert await states(client, group) == ["aborted", "aborted"]
 
@@ -492,7 +518,7 @@ async def test_an_environment_of_texts_plays_through_chat_in_one_segment(
         environment = await in_dialect(client, Echo(), "auto")  # type: ignore[arg-type]
         assert isinstance(environment, ChatEnvironment)
         group = await open_group(client, 1)
-        await play_to_end(client, environment, group, [numbered("train", 0, 1)], SAMPLING, EpisodeLimits(10.0))
+        await play_to_end(client, environment, group, A_PROBLEM, SAMPLING, EpisodeLimits(10.0))
         (trajectory,) = await host.published()
     assert len(trajectory.segments) == 1
     mask = unpack_mask(trajectory.segments[0].loss_mask).tolist()

@@ -12,7 +12,6 @@ from clients.agent_play import EpisodeLimits
 from clients.environment import Answer, Ended, NextTurn
 from clients.environments import make_task
 from clients.group_play import play_to_end
-from clients.play import Played
 from clients.rollout import RolloutClient
 from services.config_file import load_settings
 from services.wire.packed import unpack_mask
@@ -35,8 +34,7 @@ async def test_an_openai_agent_is_trained_by_changing_its_base_url_and_key(host:
     engine.tell(spell(call), spell(f"It is {problem.solution}."))
     async with RolloutClient(host.url) as client:
         group = await client.open_group(OpenGroup(task=environment.name, group_size=1, sampling=SAMPLING))
-        (played,) = await play_to_end(client, environment, group, [problem], SAMPLING, EpisodeLimits(30.0))
-    assert isinstance(played, Played)
+        (played,) = await play_to_end(client, environment, group, problem, SAMPLING, EpisodeLimits(30.0))
     assert played.ended.success
     assert f"\n{problem.solution}\n</tool_response>" in "".join(
         host_text(request.prompt_token_ids) for request in engine.requests

@@ -17,7 +17,6 @@ from clients.agent_play import EpisodeLimits
 from clients.environments import make_task
 from clients.environments.verifiers import VerifiersEnvironment
 from clients.group_play import play_to_end
-from clients.play import Played
 from clients.rollout import RolloutClient
 from services.wire.errors import UsageError
 from services.wire.rollout_api import OpenGroup, SamplingBody
@@ -39,16 +38,11 @@ async def main(url: str) -> None:
     sampling = SamplingBody(max_tokens=12, temperature=0.7)
     async with environment, RolloutClient(url) as client:
         group = await client.open_group(OpenGroup(task=environment.name, group_size=2, sampling=sampling))
-        siblings = await play_to_end(client, environment, group, [problem] * 2, sampling, EpisodeLimits(60.0))
+        siblings = await play_to_end(client, environment, group, problem, sampling, EpisodeLimits(60.0))
     told = {
         "prompt": problem.prompt,
         "prompts": [len(splits[0]), len(splits[1]), len(splits[0] & splits[1])],
-        "siblings": [
-            {"reward": one.ended.reward, "components": dict(one.ended.components), "tokens": one.tokens}
-            if isinstance(one, Played)
-            else {"lost": one.why}
-            for one in siblings
-        ],
+        "siblings": [{"reward": one.ended.reward, "components": dict(one.ended.components)} for one in siblings],
         "refused": [refused(f"verifiers:{name}") for name in ("two-questions?cont=3", "no-such-taskset")],
         "heavy": sorted({"torch", "vllm"} & set(sys.modules)),
     }

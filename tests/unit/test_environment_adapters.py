@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from clients.environment import Answer, Ended, NextTurn, Split, split_of
 from clients.environments import make_task
 from clients.environments.game import GameEnvironment, Step
-from clients.losses import MOST_LOST_IN_A_ROW, Losses, TooManyLostError
+from clients.losses import LEAST_LOST_IN_A_ROW, Losses, TooManyLostError
 from services.wire.errors import UsageError
 
 
@@ -168,12 +168,15 @@ def test_losses_give_a_problem_up_after_its_retries_and_stop_when_nothing_works(
     assert [losses.lost("environment", "x", attempt) for attempt in range(3)] == [True, True, False]
     assert (losses.retried, losses.given_up, losses.by_cause["environment"]) == (2, 1, 3)
     losses.played()
-    for _ in range(MOST_LOST_IN_A_ROW - 1):
+    for _ in range(LEAST_LOST_IN_A_ROW - 1):
         losses.lost("timeout", "x", 2)
     for _ in range(100):
         losses.lost("server", "gone", 2)
     with pytest.raises(TooManyLostError, match="the last one said nothing moves"):
         losses.lost("timeout", "nothing moves", 2)
+    many = Losses(retries=0, in_play=500)
+    for _ in range(500):
+        many.lost("session", "one accident takes all that are in play", 0)
 
 
 def test_clients_and_all_their_modules_import_neither_torch_nor_vllm_nor_a_library_of_environments() -> None:

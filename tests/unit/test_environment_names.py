@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,25 @@ def test_a_missing_library_says_what_to_install(own: Path) -> None:
     own.write_text("import a_library_that_nobody_has\n")
     with pytest.raises(UsageError, match="a_library_that_nobody_has, which is not installed"):
         make_task(f"python:{own}:x")
+
+
+@pytest.mark.parametrize(
+    ("task", "module", "mend"),
+    [
+        ("reasoning-gym:chain_sum", "reasoning_gym", "pip install 'rollmesh[environments]'"),
+        ("textarena:GuessTheNumber-v0", "textarena", "pip install 'rollmesh[environments]'"),
+        ("verifiers:my-taskset", "verifiers", "in an environment of its own"),
+    ],
+)
+def test_a_missing_library_of_environments_names_its_extra(
+    monkeypatch: pytest.MonkeyPatch, task: str, module: str, mend: str
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UsageError, match=f"needs {module}, which is not installed") as refused:
+        make_task(task)
+    assert mend in str(refused.value)
 
 
 def test_an_endpoint_is_all_that_an_openai_client_asks_for() -> None:
