@@ -115,6 +115,8 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
         name = parts.access.find_session(request, None)
         # Trainers' clients send session ids of their own making: they name nothing here.
         if name is None or parts.registry.get_session(name) is None:
+            # A session's key opens that session and nothing else, also when it is forgotten.
+            parts.access.require_agent(request)
             return await generate_uncaptured(server, call, request)
         return await generate(request, parts.registry.find_session(name), call)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, PermissionDeniedError
 from renderers import Qwen3RendererConfig, create_renderer
 from renderers.base import load_tokenizer
 from renderers.client import OverlongPromptError, generate
@@ -93,3 +93,14 @@ async def test_the_client_finds_out_how_long_a_prompt_may_be(host: Host, rendere
                     messages=[{"role": "user", "content": "x" * 3000}],
                     model="chat-policy",
                 )
+
+
+async def test_the_key_of_a_session_that_was_deleted_opens_nothing(
+    host: Host, engine: TellingEngine, renderer: Any
+) -> None:
+    session = await opened(host)
+    assert (await host.http.delete(f"/sessions/{session.session_id}")).status_code == 204
+    async with AsyncOpenAI(base_url=f"{host.url}/v1", api_key=session.api_key) as client:
+        with pytest.raises(PermissionDeniedError):
+            await two_turns(client, renderer)
+    assert engine.drawn == []

@@ -21,10 +21,10 @@ ANSWERS = 'let me see\n<tool_call>\n{"name":  "weather", "arguments": {}}\n</too
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason=".venv-verifiers is missing: ./dev test makes it")
 
 
-async def run(base_url: str, key: str, model: Path) -> dict[str, Any]:
+async def run(base_url: str, key: str, model: Path, *trace_id: str) -> dict[str, Any]:
     """What the client read, told by its process."""
     process = await asyncio.create_subprocess_exec(
-        *(PYTHON, "-P", PROGRAM, base_url, str(model)),
+        *(PYTHON, "-P", PROGRAM, base_url, str(model), *trace_id),
         env=os.environ | {"ROLLOUT_KEY": key, "HF_HUB_OFFLINE": "1"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -59,12 +59,18 @@ async def test_outside_sessions_the_client_reads_what_was_drawn(
     check(await run(f"{host.url}/v1", "anything", chat_policy), engine)
 
 
+@pytest.mark.parametrize("named", ["url", "trace"])
 async def test_in_a_session_its_bridged_turns_are_one_segment_and_its_trace_is_ours(
-    host: Host, engine: TellingEngine, chat_policy: Path
+    host: Host, engine: TellingEngine, chat_policy: Path, named: str
 ) -> None:
-    session = await opened(host)
+    # verifiers names each rollout in a header: a session of that name takes its calls.
+    session = await opened(host, session_id="trace-1")
     engine.tell(*map(spell, ANSWERS))
-    read = await run(session.base_url, session.api_key, chat_policy)
+    read = (
+        await run(session.base_url, session.api_key, chat_policy)
+        if named == "url"
+        else await run(f"{host.url}/v1", "anything", chat_policy, "trace-1")
+    )
     check(read, engine)
     (segment,) = await session.segments()
     assert read["trace"] == {"token_ids": segment["token_ids"], "mask": segment["loss_mask"]}

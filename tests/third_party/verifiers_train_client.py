@@ -1,6 +1,6 @@
 """Two turns with verifiers' train client, run by the Python of its own environment (`.venv-verifiers`).
 
-    python verifiers_train_client.py BASE_URL MODEL_FOLDER      key in $ROLLOUT_KEY, JSON on standard output
+    python verifiers_train_client.py BASE_URL MODEL_FOLDER [TRACE_ID]      key in $ROLLOUT_KEY, JSON on standard output
 
 What it writes: for each turn what the client read, and the tokens and mask of the trace that verifiers made of it.
 """
@@ -25,7 +25,7 @@ from verifiers.v1.types import Message, SamplingConfig, Tool, ToolMessage, UserM
 TOOL = Tool(name="weather", description="The weather of a city", parameters={"type": "object", "properties": {}})
 
 
-async def main(base_url: str, model_folder: str) -> None:
+async def main(base_url: str, model_folder: str, trace_id: str | None) -> None:
     """Ask, make the tool call that comes back, answer it, and ask once more."""
     client = TrainClient(
         TrainClientConfig(
@@ -48,7 +48,7 @@ async def main(base_url: str, model_folder: str) -> None:
                 ChatDialect(),
                 {"model": "chat-policy"},
                 SamplingConfig(max_tokens=100, temperature=0.5, seed=3),
-                session_id=trace.id,
+                session_id=trace_id or trace.id,
                 turn=turn,
             )
             turn.commit(response)
@@ -75,4 +75,4 @@ async def main(base_url: str, model_folder: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2]))
+    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None))
