@@ -73,17 +73,17 @@ def open_group(body: OpenGroup) -> Call[GroupOpened]:
 
 
 def take_turns(group_id: str, body: TakeTurns) -> Call[TurnsTaken]:
-    path = f"/groups/{quote(group_id)}/turns"
+    path = f"{_group(group_id)}/turns"
     return Call("POST", path, _json(body), TurnsTaken.model_validate_json, TURN_TIMEOUT_S)
 
 
 def finish_group(group_id: str, body: FinishGroup) -> Call[GroupFinished]:
-    path = f"/groups/{quote(group_id)}/finish"
+    path = f"{_group(group_id)}/finish"
     return Call("POST", path, _json(body), GroupFinished.model_validate_json, repeatable=True)
 
 
 def group_state(group_id: str) -> Call[GroupState]:
-    return _get(f"/groups/{quote(group_id)}", GroupState)
+    return _get(_group(group_id), GroupState)
 
 
 def run_state() -> Call[RunState]:
@@ -140,8 +140,12 @@ def _get(path: str, answer: type[ModelT], timeout_s: float = CALL_TIMEOUT_S) -> 
     return Call("GET", path, None, answer.model_validate_json, timeout_s, repeatable=True)
 
 
+def _group(group_id: str) -> str:
+    return f"/groups/{quote(group_id, safe='')}"
+
+
 def _session(session_id: str) -> str:
-    return f"/sessions/{quote(session_id)}"
+    return f"/sessions/{quote(session_id, safe='')}"
 
 
 def _session_call(session_id: str, verb: str, payload: bytes | None, answer: type[ModelT]) -> Call[ModelT]:
