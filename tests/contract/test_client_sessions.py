@@ -20,7 +20,6 @@ from services.wire.errors import (
     RollmeshError,
     SessionConcludedError,
     UnauthenticatedError,
-    WireError,
 )
 from services.wire.rollout_api import SamplingLimits
 from services.wire.session_api import FinishSession, GiveReward, OpenSession
