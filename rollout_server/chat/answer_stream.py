@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from rollout_server.chat.answers import AnswerGrammar, ParsedAnswer, ParsedCall
+from rollout_server.chat.answers import NOTHING, AnswerGrammar, ParsedAnswer, ParsedCall
 from rollout_server.chat.messages import Tools
 from rollout_server.chat.stop_strings import StopStrings
 from rollout_server.chat.text_decoder import TextDecoder
@@ -227,7 +227,7 @@ class AnswerStream:
         self._read_tokens += start + len(ids)
         self._content.release()
         self._reasoning.release()
-        before = self._grammar.read(self._prompt_ids, ids[:start], self._tools)
+        before = self._grammar.read(self._prompt_ids, ids[:start], self._tools) if start else NOTHING
         now = self._grammar.read(self._prompt_ids, ids, self._tools)
         since = "".join(self._since_marker)
         spaces = since[len(since.rstrip()) :]

@@ -50,6 +50,10 @@ class Reading:
     broken: list[str]
 
 
+NOTHING = Reading("", "", [], [])
+"""What any grammar makes of no tokens."""
+
+
 class AnswerGrammar:
     """Reads answers with one of the kept library's renderers. Holds no state: safe to use from several threads."""
 

@@ -21,6 +21,7 @@ from rollout_server.chat.answer_stream import AnswerStream
 from rollout_server.chat.answers import AnswerGrammar, ParsedAnswer
 from rollout_server.chat.errors import NoChatTemplateError, TemplateError
 from rollout_server.chat.messages import Message, Tools, no_unicode, role_of
+from rollout_server.chat.quick_tokenizer import QuickTokenizer
 from rollout_server.chat.renderer_choice import AUTO, choose_config
 from rollout_server.chat.template import ChatTemplate, Tail
 from rollout_server.chat.text_decoder import TokenTable
@@ -187,12 +188,13 @@ class ChatRenderer:
 def _create(tokenizer: PreTrainedTokenizerFast, config: RendererConfig, keep_reasoning: bool) -> FamilyRenderer:
     from renderers import create_renderer
 
+    quick: Any = QuickTokenizer(tokenizer)
     if keep_reasoning and config.name != "default":
         # A family that knows no reasoning takes no word about it; whatever else is wrong the second try says.
         with suppress(ValueError, NotImplementedError, AssertionError):
-            return create_renderer(tokenizer, config.model_copy(update={"thinking_retention": "all"}))
+            return create_renderer(quick, config.model_copy(update={"thinking_retention": "all"}))
     try:
-        return create_renderer(tokenizer, config)
+        return create_renderer(quick, config)
     except Exception as error:
         raise UsageError(
             f"the renderer {config.name!r} does not fit this tokenizer ({error})", "use the renderer `auto`"
