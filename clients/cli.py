@@ -82,11 +82,12 @@ def run_environment(
 
 
 def _see_a_problem(environment: AnyEnvironment, seed: int) -> None:
-    """Raises UsageError when the environment cannot even pose one."""
+    """Raises UsageError when the environment cannot even pose one of each split."""
     from clients.losses import describe
 
     try:
         environment.problem("train", 0, seed)
+        environment.problem("held_out", 0, seed)
     except UsageError:
         raise
     except Exception as error:

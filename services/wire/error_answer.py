@@ -63,6 +63,14 @@ def typed_error(
     except ValidationError:
         return RollmeshError(f"{call} answered {status} with {content[:200]!r}, which is no error of ours")
     if detail.code == CapacityError.code:
-        return CapacityError(f"{call}: {detail.message}", float(retry_after or 1.0))
+        return CapacityError(f"{call}: {detail.message}", _seconds(retry_after))
     kinds = _BY_CODE | {kind.code: kind for kind in more}
     return kinds.get(detail.code, RollmeshError)(f"{call} answered {status} ({detail.message})")
+
+
+def _seconds(retry_after: str | None) -> float:
+    """The header in seconds; a second for one that is missing, or a date, which only somebody in between would send."""
+    try:
+        return max(0.0, float(retry_after or 1.0))
+    except ValueError:
+        return 1.0

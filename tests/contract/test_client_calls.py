@@ -247,6 +247,11 @@ async def test_capacity_is_waited_for_as_long_as_the_server_says_and_no_longer_t
                 await ask("open_session", OpenSession())
             assert closed.value.retry_after_s == 60.0
             assert len(server.said) == 1
+        server.retry_after = "Wed, 21 Oct 2026 07:28:00 GMT"
+        async with asking(kind, server.url, patience_s=0.5) as ask:
+            with pytest.raises(CapacityError) as closed:
+                await ask("open_session", OpenSession())
+            assert closed.value.retry_after_s == 1.0
 
 
 @both
