@@ -37,6 +37,8 @@ from weight_bus.transports.select import make_exporter
 
 BASE_VERSION = 0
 CALL_DEADLINE_S = 30.0
+SIBLINGS_LAG_S = 1.0
+"""After so long the ledger is asked whether more of an incomplete group may come. It knows: a wrong guess costs a call."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Assembly:
     def loop(self, identity: Identity, learner: Learner, log: StepLog, interrupt: Interrupt) -> TrainingLoop:
         settings, config = self.arguments.settings, learner.model.config
         screen = Screen(self.arguments.run_id, int(config.vocab_size), int(config.max_position_embeddings))
-        intake = Intake(self._open_reader, self.ledger, screen, lambda: learner.version, _sibling_patience(settings))
+        intake = Intake(self._open_reader, self.ledger, screen, lambda: learner.version, SIBLINGS_LAG_S)
         padding = config.pad_token_id
         return TrainingLoop(
             identity=identity,
@@ -136,9 +138,3 @@ def load_policy(folder: Path) -> PreTrainedModel:
             f"{folder} holds no causal language model ({reason})", "give --model a Hugging Face folder"
         ) from error
     return model.to(device)
-
-
-def _sibling_patience(settings: RunSettings) -> float:
-    """Servers write all siblings of a group at once, so a group that waits for some has lost them. The wait must end well
-    before the trainer's own, or a spoiled group would end a synchronous run."""
-    return min(settings.rollout.group_timeout_s, settings.trainer.batch_timeout_s / 4)

@@ -35,6 +35,7 @@ _SLICE_S = 0.1
 _POST_AFTER_S = 0.2
 _REPOST_S = 1.0
 _SWEEP_AFTER_S = 5.0
+_ASK_EVERY_S = 0.25
 
 _log = structlog.get_logger()
 
@@ -63,6 +64,7 @@ class Intake:
         self._changed = threading.Condition()
         self._lost: set[str] = set()
         """Incomplete groups that no server holds open: what was on its way is in the stream by now."""
+        self._asked_at = 0.0
         self._waiting_since: float | None = None
         self._trouble: str | None = None
         self._rejections = 0
@@ -172,7 +174,9 @@ class Intake:
                 self._changed.notify_all()
         # Siblings end when their agents do. Only a group that its server has closed is waited for in vain; whether it
         # has is asked before the next read, so that siblings written last are not overlooked.
-        self._lost = set(overdue) - await self._ledger.still_open(overdue)
+        if now - self._asked_at >= _ASK_EVERY_S or not overdue:
+            self._asked_at = now
+            self._lost = set(overdue) - await self._ledger.still_open(overdue)
         if settled_before:
             await self._reader.acknowledge_trained(settled_before)
         await self._drop(verdict)

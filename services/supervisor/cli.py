@@ -28,7 +28,10 @@ Examples:
 @app.command(help=_HELP, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def up(
     context: typer.Context,
-    task: Annotated[str | None, typer.Option(metavar="NAME", help="running-sums (default) or guess-number")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="running-sums (default), guess-number, or another of docs/environments.md"),
+    ] = None,
     seed: Annotated[str | None, typer.Option(metavar="N", help="Problems, weights and sampling follow from it")] = None,
     engine: Annotated[str | None, typer.Option(metavar="NAME", help="auto (default), torch or vllm")] = None,
     servers: Annotated[str | None, typer.Option(metavar="N", help="Rollout servers (default 1)")] = None,

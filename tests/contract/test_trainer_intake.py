@@ -158,6 +158,33 @@ async def test_a_group_that_never_completes_expires(make_bench: Callable[..., Be
     assert (await bench.ledger.accounts()).dropped_groups == 1
 
 
+async def test_siblings_that_are_still_being_played_are_waited_for(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(expire_after_s=0.05)
+    rules = {"engine_version": 0, "base_version": 0, "k": 9, "batch": 9}
+    await bench.ledger.open_group("slow", "s0", **rules)
+    first, second = answers(bench, "slow", 0)
+    await bench.writer.publish([first])
+    with pytest.raises(DeadlineError):
+        await bench.take(1, deadline_s=1.0)
+    await bench.writer.publish([second])
+    await bench.ledger.close_group("slow")
+    batch = await bench.take(1)
+    assert batch is not None and batch[0].group == "slow"
+
+
+async def test_a_group_that_its_server_closed_without_a_sibling_is_dropped_at_once(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(expire_after_s=0.05)
+    rules = {"engine_version": 0, "base_version": 0, "k": 9, "batch": 9}
+    await bench.ledger.open_group("half", "s0", **rules)
+    await bench.writer.publish(answers(bench, "half", 0)[:1])
+    await bench.ledger.close_group("half", dropped=True)
+    await bench.dropped({"incomplete_group": 1})
+    # The server and the trainer both know of the drop; it is counted once.
+    assert (await bench.ledger.accounts()).dropped_groups == 1
+
+
 async def test_a_wait_says_what_is_missing_and_ends_at_its_deadline(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     await bench.writer.publish(answers(bench, "whole", 4) + answers(bench, "half", 5)[:1])
