@@ -35,10 +35,11 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         return error_answer(error)
 
     for routes in (
+        # First what is called most: a call looks at each route before its own.
+        dialect_routes,
         group_routes,
         session_routes,
         trajectory_routes,
-        dialect_routes,
         model_routes,
         engine_routes,
         weight_update_routes,

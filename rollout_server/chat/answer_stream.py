@@ -20,6 +20,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 
 from rollout_server.chat.answers import NOTHING, AnswerGrammar, ParsedAnswer, ParsedCall
 from rollout_server.chat.messages import Tools
@@ -138,16 +139,25 @@ class AnswerStream:
     def feed(self, token_ids: Sequence[int]) -> AnswerDelta:
         """What these tokens add to what the client sees."""
         grammar, decoder = self._grammar, self._decoder
-        markers, unseen, stops = grammar.table.markers, grammar.unseen, grammar.stop_token_ids
-        for token_id in token_ids:
-            if self._ended:
-                break
+        unseen, stops, breaks = grammar.unseen, grammar.stop_token_ids, grammar.breaks
+        at, freely = 0, len(token_ids) > 1 and not self._stops
+        while at < len(token_ids) and not self._ended:
+            token_id = token_ids[at]
+            if freely and token_id not in breaks and self._channel is not _Channel.UNKNOWN:
+                # Nothing but text, and nothing in it to look for: as far as that goes, at once.
+                run = list(takewhile(lambda each: each not in breaks, token_ids[at:]))
+                at += len(run)
+                self.consumed += len(run)
+                self._ids += run
+                self._text(decoder.feed_all(run))
+                continue
+            at += 1
             self.consumed += 1
             if token_id in stops:
                 self._ended = True
             elif token_id in unseen:
                 continue
-            elif token_id in markers:
+            elif token_id in breaks:
                 self._ids.append(token_id)
                 # Half a character may yet become a whole one, if the grammar takes the marker out: it will tell.
                 decoder.flush()

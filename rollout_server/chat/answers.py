@@ -65,6 +65,8 @@ class AnswerGrammar:
         grammar = {token_id for token_id, text in table.markers.items() if text in GRAMMAR}
         self.unseen = table.special - grammar if self.incremental else frozenset[int]()
         """Tokens without a meaning in an answer: as good as not sampled."""
+        self.breaks = stop_token_ids | self.unseen | table.markers.keys()
+        """Tokens that are anything but text."""
         atomic = {table.markers[token_id] for token_id in grammar}
         self.spelled = tuple(marker for marker in GRAMMAR[:2] if marker not in atomic)
         """Markers of reasoning that this vocabulary writes in ordinary tokens."""

@@ -22,6 +22,10 @@ class StopStrings:
         self.stopped: str | None = None
         """The stop string that was met."""
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to watch for."""
+        return bool(self._stops)
+
     def feed(self, text: str) -> str:
         """What may be shown now. Nothing after a stop string. Costs O(len(text)) for usual stop strings."""
         if not self._stops:

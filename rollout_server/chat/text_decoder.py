@@ -74,6 +74,12 @@ class TextDecoder:
             return ""
         return self._show(text)
 
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        """The same for several tokens."""
+        if self._table.bytewise:
+            return self._utf8.decode(b"".join(map(self._table.bytes_of, token_ids)))
+        return "".join(map(self.feed, token_ids))
+
     def flush(self) -> str:
         """What was held back: the sequence ends here, or something that is no text follows."""
         if self._table.bytewise:
