@@ -143,6 +143,17 @@ async def test_token_ids_that_are_none_are_refused(talk: Talk, ids: list[Any]) -
     await talk.goes_on()
 
 
+async def test_one_prompt_that_cannot_be_refuses_the_whole_call(talk: Talk) -> None:
+    prompts: list[Any] = [[[1, 2], [400]], [[1, 2], []], ["x", ""], ["x", "y" * 5000]]
+    for prompt in prompts:
+        refused(await talk.post("v1/completions", json={"prompt": prompt}), 400, 422)
+        # A stream may have begun with what the other prompt drew: then it ends with the error, and counts for nothing.
+        streamed = await talk.post("v1/completions", json={"prompt": prompt, "stream": True})
+        assert '"error"' in streamed.text and "[DONE]" not in streamed.text
+    del talk.engine.drawn[1:]
+    await talk.goes_on()
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 async def test_rewards_that_are_no_finite_numbers_are_refused(talk: Talk, number: str) -> None:
     for body in ('{"reward": %s}', '{"reward": 1.0, "components": {"a": %s}}'):

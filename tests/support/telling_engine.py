@@ -1,7 +1,8 @@
 """An engine that says what it was told to, token for token, and remembers what it drew.
 
 The samples of requests take the told answers in order; when none is left, they repeat the last. A token's logprob tells
-its place and itself: `-(1 + place) / 8 - token / 4096`, exact in float32. A streamed request gets one delta a token.
+its place and itself: `-(1 + place) / 8 - token / 4096`, exact in float32. A streamed request gets a delta for every
+`stride` tokens.
 Requests are refused as real engines refuse them. With `hold_after`, samples stand still after so many tokens until it is
 taken back.
 """
@@ -83,6 +84,7 @@ class TellingEngine(ScriptedEngine):
         self.drawn: list[Drawn] = []
         """Every sample, in the order of their beginning."""
         self.hold_after: int | None = None
+        self.stride = 1
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -105,6 +107,7 @@ class TellingEngine(ScriptedEngine):
             for index, (answer, sample) in enumerate(zip(told, drawn, strict=True)):
                 ends = () if request.sampling.ignore_eos else self._ends
                 planned, reason = _cut(answer, (*ends, *request.sampling.stop_token_ids), request.sampling.max_tokens)
+                sent = 0
                 for token in planned:
                     await self._may_draw(request, len(sample.token_ids))
                     if not self._active[request.request_id]:
@@ -112,9 +115,10 @@ class TellingEngine(ScriptedEngine):
                         break
                     sample.token_ids.append(token)
                     self._tokens += 1
-                    if request.stream and len(sample.token_ids) < len(planned):
-                        yield self._delta(request, index, sample, len(sample.token_ids) - 1, None)
-                sent = max(0, min(len(sample.token_ids), len(planned) - 1)) if request.stream else 0
+                    now = len(sample.token_ids)
+                    if request.stream and now - sent == self.stride and now < len(planned):
+                        yield self._delta(request, index, sample, sent, None)
+                        sent = now
                 yield self._delta(request, index, sample, sent, reason)
             whole = True
         finally:
