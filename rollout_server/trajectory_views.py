@@ -40,9 +40,9 @@ def as_messages(session: Session, renderer: Renderer) -> TrajectoryMessages:
 
 
 def _said(session: Session, node: Node, renderer: Renderer) -> list[dict[str, object]]:
-    kept = session.memory.messages.get(node)
+    kept = session.memory.said.get(node)
     if kept is not None:
-        return msgspec.json.decode(kept, type=list[dict[str, object]])
+        return msgspec.json.decode(kept.new, type=list[dict[str, object]])
     return [
         {"role": "user", "content": renderer.decode(node.prompt)},
         {"role": "assistant", "content": renderer.decode(node.drawn)},

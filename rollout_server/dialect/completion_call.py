@@ -11,17 +11,13 @@ An agent that keeps its transcript as text thereby goes on from the very tokens 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 from rollout_server.answers import Answer
 from rollout_server.capture import path
 from rollout_server.chat.chat_renderer import ChatRenderer
 from rollout_server.dialect.caller import Context, fit, record, why_no_prefix
-from rollout_server.dialect.chat_call import stop_reason
-from rollout_server.dialect.chunks import DONE, TextChunk, TextChunkChoice, TextLogprobsPart, UsagePart, event
+from rollout_server.dialect.completion_answers import TextChunks, whole_text
 from rollout_server.dialect.drawing import Sample, draw
 from rollout_server.dialect.sampling_choice import choose_sampling
 from rollout_server.dialect.token_texts import TokenTexts
@@ -29,7 +25,7 @@ from rollout_server.engines.base import Engine, GenerationRequest
 from rollout_server.rendering import Renderer
 from rollout_server.sessions import Session
 from services.wire.errors import UnsupportedParameterError, UsageError
-from services.wire.openai_api import Completion, CompletionCall, CompletionChoice, CompletionLogprobs, Usage
+from services.wire.openai_api import CompletionCall
 from services.wire.trajectory import BreakReason
 
 _MOST_ANSWERS = 256
@@ -63,7 +59,7 @@ class CompletionCalls:
         limit = 16 if call.max_tokens is None else call.max_tokens  # OpenAI's default for this route
         sampling = choose_sampling(session.terms.sampling, call, limit, (), longest)
         fitted = fit(session, sampling, contexts, n, longest)
-        chunks = _Chunks(call, call_id, self._model, self._texts, answer) if call.stream else None
+        chunks = TextChunks(call, call_id, self._model, self._texts, answer) if call.stream else None
 
         async def draw_one(number: int) -> list[Sample[str]]:
             request = GenerationRequest(
@@ -100,10 +96,8 @@ class CompletionCalls:
         if chunks is not None:
             chunks.close(drawn, finished, contexts, prompt_tokens)
         else:
-            texts = [[text for _, text in each] for each in finished]
-            whole = self._whole(call, call_id, drawn, texts, contexts, prompt_tokens)
-            unasked = None if call.return_token_ids else _TOKEN_FIELDS
-            answer.put(whole.model_dump_json(exclude=unasked).encode())
+            said = [[text for _, text in each] for each in finished]
+            answer.put(whole_text(self._texts, self._model, call, call_id, drawn, said, contexts, prompt_tokens))
 
     async def _place(self, session: Session, prompt: str | list[int]) -> Context:
         if isinstance(prompt, list):
@@ -128,115 +122,6 @@ class CompletionCalls:
             return "retokenization"
         return why_no_prefix(session, prompt)
 
-    def _whole(
-        self,
-        call: CompletionCall,
-        call_id: str,
-        drawn: Sequence[Sequence[Sample[str]]],
-        texts: Sequence[Sequence[str]],
-        contexts: Sequence[Context],
-        prompt_tokens: int,
-    ) -> Completion:
-        choices: list[CompletionChoice] = []
-        for samples, said, context in zip(drawn, texts, contexts, strict=True):
-            for sample, text in zip(samples, said, strict=True):
-                choice = CompletionChoice(
-                    index=len(choices),
-                    text=text,
-                    finish_reason=sample.finish_reason or "stop",
-                    stop_reason=stop_reason(sample, call.stop_token_ids),
-                )
-                if call.logprobs is not None:
-                    entries = text_logprobs(self._texts, call, sample, 0, 0)
-                    choice.logprobs = CompletionLogprobs.model_validate(entries, from_attributes=True)
-                if call.return_token_ids:
-                    choice.token_ids, choice.policy_versions = sample.token_ids, sample.policy_versions
-                    choice.prompt_token_ids = context.token_ids
-                choices.append(choice)
-        count = _count(drawn)
-        return Completion(
-            id=call_id,
-            created=int(time.time()),
-            model=self._model,
-            choices=choices,
-            usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=count, total_tokens=prompt_tokens + count),
-        )
-
-
-class _Chunks:
-    """The events of one streamed text completion."""
-
-    def __init__(self, call: CompletionCall, call_id: str, model: str, texts: TokenTexts, answer: Answer) -> None:
-        self._call = call
-        self._id, self._model, self._created = call_id, model, int(time.time())
-        self._texts = texts
-        self._answer = answer
-        self._said: dict[int, int] = {}
-
-    def pieces_of(self, first: int) -> Callable[[Sample[str], str, int], None]:
-        """Told of the growth of samples of one prompt, whose choices are numbered from `first`."""
-
-        def piece(sample: Sample[str], text: str, grown: int) -> None:
-            if text or self._call.logprobs is not None or self._call.return_token_ids:
-                self._send(first + sample.index, sample, text, grown)
-
-        return piece
-
-    def close(
-        self,
-        drawn: Sequence[Sequence[Sample[str]]],
-        finished: Sequence[Sequence[tuple[str, str]]],
-        contexts: Sequence[Context],
-        prompt_tokens: int,
-    ) -> None:
-        """The last chunks: what was held back, why each sample ended, and the usage if it was asked for."""
-        number = 0
-        for samples, texts, context in zip(drawn, finished, contexts, strict=True):
-            for sample, (rest, _) in zip(samples, texts, strict=True):
-                self._send(number, sample, rest, 0, context)
-                number += 1
-        if self._call.stream_options is not None and self._call.stream_options.include_usage:
-            count = _count(drawn)
-            usage = TextChunk(self._id, self._created, self._model, [])
-            usage.usage = UsagePart(prompt_tokens, count, prompt_tokens + count)
-            self._answer.put(event(usage))
-        self._answer.put(DONE)
-
-    def _send(self, number: int, sample: Sample[str], text: str, grown: int, ended: Context | None = None) -> None:
-        call = self._call
-        choice = TextChunkChoice(number, text)
-        offset = self._said.get(number, 0)
-        self._said[number] = offset + len(text)
-        start = len(sample.token_ids) - grown
-        if call.logprobs is not None and grown:
-            choice.logprobs = text_logprobs(self._texts, call, sample, start, offset)
-        if call.return_token_ids:
-            choice.token_ids = sample.token_ids[start:]
-        if ended is not None:
-            choice.finish_reason = sample.finish_reason or "stop"
-            choice.stop_reason = stop_reason(sample, call.stop_token_ids)
-            if call.return_token_ids:
-                choice.policy_versions, choice.prompt_token_ids = sample.policy_versions, ended.token_ids
-        self._answer.put(event(TextChunk(self._id, self._created, self._model, [choice])))
-
-
-def text_logprobs(
-    texts: TokenTexts, call: CompletionCall, sample: Sample[str], start: int, offset: int
-) -> TextLogprobsPart:
-    """Of the tokens from `start` on; `offset`: characters of text before them."""
-    as_ids = bool(call.return_tokens_as_token_ids)
-    tokens = [texts.text(token, as_ids=as_ids) for token in sample.token_ids[start:]]
-    lengths = [len(texts.text(token)) for token in sample.token_ids[start:]]
-    top = [
-        {texts.text(other, as_ids=as_ids): value for other, value in each} for each in sample.top_logprobs[start:]
-    ] or None
-    return TextLogprobsPart(
-        tokens=tokens,
-        token_logprobs=sample.logprobs[start:],
-        top_logprobs=top,
-        text_offset=[offset + before for before in accumulate([0, *lengths[:-1]])] if lengths else [],
-    )
-
 
 def _prompts(call: CompletionCall) -> list[str | list[int]]:
     prompt = call.prompt
@@ -245,7 +130,3 @@ def _prompts(call: CompletionCall) -> list[str | list[int]]:
     if not prompt or isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]
     return list(prompt)
-
-
-def _count(drawn: Sequence[Sequence[Sample[str]]]) -> int:
-    return sum(len(sample.token_ids) for samples in drawn for sample in samples)

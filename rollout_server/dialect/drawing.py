@@ -63,6 +63,13 @@ class Sample(Generic[Piece]):
             self.top_logprobs += delta.top_logprobs[:keep]
         return piece, keep
 
+    def stop_reason(self, stop_token_ids: Sequence[int] | None) -> int | str | None:
+        """The stop string, or the call's own stop token, that ended the answer; None for any other end."""
+        if self.reader.stopped is not None:
+            return self.reader.stopped
+        last = self.token_ids[-1] if self.token_ids else None
+        return last if self.finish_reason == "stop" and last in (stop_token_ids or ()) else None
+
     @property
     def policy_versions(self) -> list[tuple[int, int]]:
         """(version, offset of its first token), neighbours of one version as one."""

@@ -104,7 +104,7 @@ class Episode:
         self._paths: list[list[int]] = []
         self._repeatable: list[tuple[Marks, bytes]] = []
         self._number = 0
-        self._decode = renderer.decode
+        self._renderer = chat
 
     async def live(self, steps: int) -> None:
         for _ in range(steps):
@@ -134,8 +134,9 @@ class Episode:
         raw = await self._ask(lambda answer: self._chat.produce(self.session, call, call_id, answer))
         if raw is None:
             return
+        tools = body["tools"] if body.get("tools") else None
         for choice in _choices(raw, bool(call.stream)):
-            self._hear(call_id, choice)
+            self._hear(call_id, choice, lambda prompt: self._renderer.answer_stream(prompt, tools, call.stops))
             said = {key: value for key, value in choice["message"].items() if value is not None}
             self._conversations.append([*messages, {"role": "assistant", "content": None} | said])
 
@@ -188,7 +189,7 @@ class Episode:
         raw = await self._ask(lambda answer: self._texts.produce(self.session, call, call_id, answer))
         if raw is not None:
             for choice in _choices(raw, bool(call.stream)):
-                self._hear(f"{call_id}-0", choice)
+                self._hear(f"{call_id}-0", choice, lambda _: self._renderer.text_stream(call.stops))
                 self._transcripts.append(prompt + choice["text"])
 
     async def _token_call(self) -> None:
@@ -204,7 +205,7 @@ class Episode:
         raw = await self._ask(lambda answer: self._tokens.produce(self.session, call, call_id, answer))
         if raw is not None:
             for choice in _choices(raw, bool(call.stream)):
-                self._hear(call_id, choice)
+                self._hear(call_id, choice, lambda _: self._renderer.text_stream())
                 self._paths.append([*prompt, *choice["token_ids"]])
 
     async def _ask(self, produce: Callable[[Answer], Awaitable[None]]) -> bytes | None:
@@ -244,15 +245,18 @@ class Episode:
         if not marks.key:
             self._repeatable.remove((marks, before))
 
-    def _hear(self, request_id: str, choice: Message) -> None:
+    def _hear(self, request_id: str, choice: Message, reader: Callable[[list[int]], Any]) -> None:
+        """The agent was answered this. `reader`: reads an answer to a prompt as the call asked for."""
         drawn = self.engine.drawn[request_id, choice["index"]]
         tokens = choice["token_ids"]
         assert drawn.tokens[: len(tokens)] == tokens
         stop = choice.get("stop_reason")
         assert len(tokens) == len(drawn.tokens) or isinstance(stop, str)
         if isinstance(stop, str):  # the last token completes the stop string, and none before it does
-            assert stop in self._decode(tokens)
-            assert stop not in self._decode(tokens[:-1]) or choice.get("message", {}).get("reasoning_content")
+            early, late = reader(drawn.prompt), reader(drawn.prompt)
+            early.feed(tokens[:-1])
+            late.feed(tokens)
+            assert (early.stopped, late.stopped) == (None, stop)
         self.heard[request_id, choice["index"]] = len(tokens)
 
 
