@@ -67,7 +67,9 @@ async def measure(shape: Shape, folder: Path, say: Say) -> RolloutBench:
     model = folder / "policy"
     parameters = save_random_policy(model, hidden_size=shape.hidden_size, layers=shape.layers, seed=_SEED)
     exchanges = make_workload(model, count=shape.requests, max_tokens=shape.max_tokens, seed=_SEED)
-    say(f"a random policy of {parameters:,} parameters; {shape.requests} requests of {shape.max_tokens} tokens a run")
+    say(
+        f"a random policy of {parameters:,} parameters; {shape.requests} requests of about {shape.max_tokens} tokens a run"
+    )
     async with running_redis(folder) as redis_url:
         bench = _Bench(shape, folder, model, redis_url, exchanges, say)
         await bench.beside_the_engine()
@@ -191,7 +193,7 @@ class _Bench:
     async def _rounds(self, arms: Arms) -> None:
         for run in arms.values():
             await run()
-        self.figures.http_cpu_s.clear()
+        self.figures.http_cpu_s |= dict.fromkeys(self.figures.http_cpu_s.keys() & arms.keys(), 0.0)
         for number in range(self._shape.rounds):
             order = list(arms)
             self._rng.shuffle(order)

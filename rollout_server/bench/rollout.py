@@ -41,7 +41,7 @@ def rollout(
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each arm, interleaved")] = 5,
     requests: Annotated[int, typer.Option(min=1, help="Requests a run")] = 256,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Tokens of each answer")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Tokens of an answer, on average")] = 64,
     pairs: Annotated[int, typer.Option(min=2, help="Single requests for the added latency")] = 200,
     sessions: Annotated[int, typer.Option(min=1, help="Idle sessions")] = 1000,
     hidden_size: Annotated[int, typer.Option(min=32, help="Width of the random policy, a multiple of 32")] = 256,

@@ -58,13 +58,18 @@ class Exchange(msgspec.Struct, frozen=True):
 
 
 def make_workload(model: Path, *, count: int, max_tokens: int, seed: int) -> list[Exchange]:
-    """`count` different questions of 10 to 30 words (about 100 to 220 tokens as prompts). The same seed gives the same."""
+    """`count` different questions of 10 to 30 words (about 100 to 240 tokens as prompts). The same seed gives the same.
+
+    Answers have half to one and a half times `max_tokens`. With equal lengths all requests of an arm would end in one
+    decode step and begin in the next: one arm's prefills would be huge, another's not, and that would be measured.
+    """
     chat, rng = ChatRenderer.from_folder(model), random.Random(seed)
     exchanges = []
     for number in range(count):
         question = " ".join([f"Question {number}:", *rng.choices(_WORDS, k=rng.randint(10, 30))])
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]
-        exchanges.append(Exchange(messages, chat.render(messages), max_tokens))
+        length = rng.randint(max(1, max_tokens // 2), max_tokens + max_tokens // 2)
+        exchanges.append(Exchange(messages, chat.render(messages), length))
     return exchanges
 
 
