@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from services.cli import COMMANDS
+from services.cli import BENCHES, COMMANDS
 
 
 def rollmesh(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -16,9 +16,9 @@ def rollmesh(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_an_example(name: str) -> None:
-    answer = rollmesh(name, "--help")
+@pytest.mark.parametrize("command", [(name,) for name in COMMANDS] + [("bench", name) for name in BENCHES.commands])
+def test_every_command_has_help_with_an_example(command: tuple[str, ...]) -> None:
+    answer = rollmesh(*command, "--help")
     assert answer.returncode == 0, answer.stderr
     assert "xample" in answer.stdout
 
@@ -26,8 +26,9 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
 def test_help_and_clients_import_neither_torch_nor_vllm() -> None:
     program = (
         "import importlib, sys\n"
-        "from services.cli import COMMANDS\n"
-        "for command in COMMANDS.values(): importlib.import_module(command.target.partition(':')[0])\n"
+        "from services.cli import BENCHES, COMMANDS\n"
+        "for command in [*COMMANDS.values(), *BENCHES.commands.values()]:\n"
+        "    importlib.import_module(command.target.partition(':')[0])\n"
         "import clients.rollout, clients.runner\n"
         "heavy = {'torch', 'vllm', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
