@@ -36,9 +36,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(seed: int, *, hidden_size: int = 64, layers: int = 2) -> Qwen3ForCausalLM:
-    """A freshly initialised Qwen3-type model in float32; the same seed gives the same bytes."""
-    tokenizer = build_tokenizer()
+def build_model(
+    seed: int, *, hidden_size: int = 64, layers: int = 2, tokenizer: PreTrainedTokenizerFast | None = None
+) -> Qwen3ForCausalLM:
+    """A freshly initialised Qwen3-type model in float32 for `tokenizer` (`build_tokenizer`'s, unless given) and its longest
+    sequence; the same seed gives the same bytes."""
+    tokenizer = build_tokenizer() if tokenizer is None else tokenizer
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -48,7 +51,7 @@ def build_model(seed: int, *, hidden_size: int = 64, layers: int = 2) -> Qwen3Fo
         head_dim=32,
         intermediate_size=3 * hidden_size,
         tie_word_embeddings=False,
-        max_position_embeddings=MAX_MODEL_LEN,
+        max_position_embeddings=tokenizer.model_max_length,
         initializer_range=_INITIALIZER_RANGE,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

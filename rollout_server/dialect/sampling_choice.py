@@ -7,12 +7,12 @@ must not be able to undo that. Of two limits on tokens the smaller holds.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import msgspec
 
+from services.wire.engine_api import SamplingCall
 from services.wire.errors import RollmeshError
-from services.wire.rollout_api import SamplingLimits
+from services.wire.rollout_api import SamplingFields, SamplingLimits
 from services.wire.sampling import SamplingParams
 
 
@@ -24,33 +24,6 @@ class BudgetSpentError(RollmeshError):
 
     def __init__(self, budget: int) -> None:
         super().__init__(f"the session's {budget} tokens are used up", "open sessions with more max_tokens")
-
-
-class Asked(Protocol):
-    """The sampling fields of a call; None where it leaves them open."""
-
-    @property
-    def temperature(self) -> float | None: ...
-    @property
-    def top_p(self) -> float | None: ...
-    @property
-    def top_k(self) -> int | None: ...
-    @property
-    def min_p(self) -> float | None: ...
-    @property
-    def presence_penalty(self) -> float | None: ...
-    @property
-    def frequency_penalty(self) -> float | None: ...
-    @property
-    def repetition_penalty(self) -> float | None: ...
-    @property
-    def min_tokens(self) -> int | None: ...
-    @property
-    def seed(self) -> int | None: ...
-    @property
-    def stop_token_ids(self) -> list[int] | None: ...
-    @property
-    def ignore_eos(self) -> bool | None: ...
 
 
 _PLAIN = (
@@ -68,7 +41,11 @@ _PLAIN = (
 
 
 def choose_sampling(
-    limits: SamplingLimits, asked: Asked, max_tokens: int | None, stop_token_ids: Iterable[int], longest: int
+    limits: SamplingLimits,
+    asked: SamplingFields | SamplingCall,
+    max_tokens: int | None,
+    stop_token_ids: Iterable[int],
+    longest: int,
 ) -> SamplingParams:
     """The sampling of one call. `max_tokens`: the call's own; `stop_token_ids`: the chat template's own ends.
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.wire.rollout_api import Seed, TokenId
+from services.wire.rollout_api import SamplingFields, TokenId
 
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -67,25 +67,14 @@ class StreamOptions(Lenient):
     include_usage: bool | None = None
 
 
-class Sampled(Lenient):
+class Sampled(SamplingFields, Lenient):
     """What chat and text completions have in common."""
 
     model: str | None = None
     """Any name: the session's policy answers."""
     n: int | None = Field(default=None, ge=1, le=128)
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0.0, le=2.0)
-    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
-    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
-    presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
-    frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100.0)
-    min_tokens: int | None = Field(default=None, ge=0)
-    seed: Seed | None = None
     stop: StopText | list[StopText] | None = Field(default=None)
-    stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256)
-    ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None

@@ -41,10 +41,9 @@ class SamplingBody(Body):
     ignore_eos: bool = False
 
 
-class SamplingLimits(Body):
-    """The sampling of a session where its opener decides it: what is None is left to the calls."""
+class SamplingFields(BaseModel):
+    """How tokens are drawn, as far as somebody decides it: None leaves it to others. Names and meanings are vLLM's."""
 
-    max_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
     temperature: float | None = Field(default=None, ge=0.0, le=2.0)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
     top_k: int | None = Field(default=None, ge=-1, lt=1 << 31)
@@ -56,6 +55,12 @@ class SamplingLimits(Body):
     seed: Seed | None = None
     stop_token_ids: list[TokenId] | None = Field(default=None, max_length=256)
     ignore_eos: bool | None = None
+
+
+class SamplingLimits(SamplingFields, Body):
+    """The sampling of a session where its opener decides it: what is None is left to the calls."""
+
+    max_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
 
 
 class OpenGroup(Body):

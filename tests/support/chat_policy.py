@@ -126,29 +126,9 @@ def _tokenizer_json() -> str:
 
 def build_chat_model(seed: int, *, hidden_size: int = 64, layers: int = 2) -> Qwen3ForCausalLM:
     """A freshly initialised Qwen3-type model in float32 for the tokenizer; the same seed gives the same bytes."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from trainer.tiny_policy import build_model
 
-    tokenizer = build_chat_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden_size // 32,
-        num_key_value_heads=hidden_size // 32,
-        head_dim=32,
-        intermediate_size=3 * hidden_size,
-        tie_word_embeddings=False,
-        max_position_embeddings=MAX_MODEL_LEN,
-        initializer_range=0.1,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config)
+    return build_model(seed, hidden_size=hidden_size, layers=layers, tokenizer=build_chat_tokenizer())
 
 
 def save_chat_policy(folder: Path, seed: int = 0) -> None:
