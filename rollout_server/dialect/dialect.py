@@ -12,6 +12,7 @@ from rollout_server.dialect.generate_call import GenerateCalls
 from rollout_server.dialect.token_texts import TokenTexts
 from rollout_server.engines.base import Engine
 from rollout_server.rendering import Renderer
+from services.imports import heavy_imports
 
 
 class Dialect:
@@ -37,8 +38,11 @@ class Dialect:
 
     async def _load(self) -> ChatRenderer:
         if self._loading is None or (self._loading.done() and self._loading.exception() is not None):
-            self._loading = asyncio.create_task(
-                asyncio.to_thread(ChatRenderer.from_folder, self._model, self._renderer_name)
-            )
+            self._loading = asyncio.create_task(asyncio.to_thread(self._read))
         # A caller that goes away must not take the renderer from those who wait for it too.
         return await asyncio.shield(self._loading)
+
+    def _read(self) -> ChatRenderer:
+        # What it imports would be walked by every later full collection: a tenth of a second, on the event loop.
+        with heavy_imports():
+            return ChatRenderer.from_folder(self._model, self._renderer_name)
