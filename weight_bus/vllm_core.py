@@ -44,8 +44,8 @@ def install() -> None:
 def keep_linears_live() -> None:
     """Make vLLM take its own fallback, a plain product with `layer.weight`, instead of packing each weight away.
 
-    A packed copy is closed over by a lambda and would go on being served after a flip. Costs 4–10 % of the speed of a
-    model of 3 M parameters, up to 30 % at 100 M.
+    A packed copy is closed over by a lambda and would go on being served after a flip. `vllm_packing` packs copies that
+    are not.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils

