@@ -28,10 +28,11 @@ Arms = Mapping[str, Callable[[], Awaitable[Rate]]]
 _SEED = 1
 _LATENCY_TOKENS = 8
 _WAYS: tuple[Way, ...] = ("plain", "streamed", "tokens")
-# Sessions that are opened and kept before the first is counted: what the first calls load is not theirs. Few calls at a
-# time: with the widest prefills, the engine's own memory moves by more than all sessions take.
+# Sessions that are opened and kept before the first is counted: what the first calls load is not theirs. A tiny policy
+# and few calls at a time: the buffers of a larger engine move by more than all sessions take.
 _SESSIONS_BEFORE = 256
 _FILLING_AT_ONCE = 8
+_SMALL_HIDDEN_SIZE = 32
 _BATCHES = 2
 _SETTLE_S = 2.0
 
@@ -137,9 +138,11 @@ class _Bench:
 
     async def idle_sessions(self) -> None:
         """A fresh server, so that no memory that others left hides what sessions take."""
+        small = self._folder / "small-policy"
+        save_random_policy(small, hidden_size=_SMALL_HIDDEN_SIZE, layers=1, seed=_SEED)
         async with AsyncExitStack() as stack:
             self._say(f"starting a server for {self._shape.sessions} idle sessions")
-            ours, child = await self._start_ours(stack, self._shape.engine, "idle")
+            ours, child = await self._start_ours(stack, self._shape.engine, "idle", small)
             await self._fill(ours, _SESSIONS_BEFORE)
             for _ in range(_BATCHES):
                 before = await self._settled(child)
@@ -170,9 +173,11 @@ class _Bench:
                 }
             )
 
-    async def _start_ours(self, stack: AsyncExitStack, engine: str, name: str) -> tuple[HttpArm, Child]:
-        http = await stack.enter_async_context(client())
-        started = running_ours(engine, self._model, self._redis_url, self._shape.concurrency, self._folder, http, name)
+    async def _start_ours(
+        self, stack: AsyncExitStack, engine: str, name: str, model: Path | None = None
+    ) -> tuple[HttpArm, Child]:
+        http, most = await stack.enter_async_context(client()), self._shape.concurrency
+        started = running_ours(engine, model or self._model, self._redis_url, most, self._folder, http, name)
         return await stack.enter_async_context(started)
 
     async def _check_prompts(self, arm: HttpArm) -> None:
