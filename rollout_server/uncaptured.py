@@ -26,7 +26,7 @@ GENERATE_ANSWERS: dict[int | str, dict[str, Any]] = {
         "description": "The answer; with `stream`, events that each hold a chunk of it, and `data: [DONE]`",
         "content": {
             "application/json": {"schema": schema_of(GenerateAnswer)},
-            "text/event-stream": {"schema": {"type": "string"}},
+            "text/event-stream": {},
         },
     },
     **ERRORS,

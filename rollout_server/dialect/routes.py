@@ -26,7 +26,7 @@ from services.wire.errors import RollmeshError, UnauthenticatedError, UsageError
 from services.wire.openai_api import ChatCall, ChatCompletion, Completion, CompletionCall
 
 _LONGEST_KEY = 255
-_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+_EVENTS: dict[str, Any] = {"text/event-stream": {}}
 _STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer; with `stream`, server-sent events and `data: [DONE]`", "content": _EVENTS},
     **ERRORS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -141,13 +142,15 @@ def test_the_random_policys_decode_step_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_small_benchmark_says_all_its_figures_and_leaves_no_process() -> None:
+def test_a_small_benchmark_says_all_its_figures_and_leaves_no_process(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     sizes = {"rounds": 1, "requests": 4, "concurrency": 2, "max-tokens": 4, "pairs": 2, "sessions": 4}
     sizes |= {"hidden-size": 32, "layers": 1}
     options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, "-P", "-m", "services", "bench", "rollout", "--json", "--no-vllm-serve", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=180, check=False, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert figures["server_vs_engine"] > 0.0
@@ -155,7 +158,8 @@ def test_a_small_benchmark_says_all_its_figures_and_leaves_no_process() -> None:
     assert figures["vs_vllm_serve"] is None
     assert "not asked for" in figures["notes"][0]
     commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
-    assert not [line for line in commands if "/rollmesh-bench-" in line]
+    assert not [line for line in commands if str(tmp_path) in line]
+    assert list(tmp_path.iterdir()) == []
 
 
 def _alive(pid: int) -> bool:

@@ -17,6 +17,7 @@ from rollout_server.engines.base import GenerationRequest, collect
 from rollout_server.engines.errors import EngineCrashedError, NonFiniteLogitsError
 from rollout_server.engines.factory import make_engine
 from rollout_server.engines.policy_forward import PolicyForward
+from rollout_server.engines.recording import RecordingError, record
 from rollout_server.engines.torch_engine import TorchEngine
 from services.settings import RunSettings
 from services.wire.errors import NotReadyError, UsageError
@@ -106,11 +107,29 @@ def test_a_model_without_a_plain_cache_is_refused() -> None:
         PolicyForward(transformers.AutoModelForCausalLM.from_config(config).eval())
 
 
-def test_a_model_that_cannot_be_recorded_decodes_as_it_is() -> None:
+def test_a_model_that_cannot_be_recorded_decodes_as_it_is(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RecordingError("it looks at values")
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_policy).eval()
+    monkeypatch.setattr("rollout_server.engines.policy_forward.record", refuse)
+    # Made, it has decoded and been compared with the plain model.
+    assert not PolicyForward(model).recorded
+
+
+def test_code_that_looks_at_values_is_not_recorded() -> None:
+    def double_if_positive(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if bool(x.sum() > 0) else x
+
+    with pytest.raises(RecordingError, match="depends on a value"):
+        record(double_if_positive, (torch.ones(3),))
+
+
+def test_a_model_whose_embedding_has_a_padding_row_is_recorded() -> None:
     config = transformers.OPTConfig(
         vocab_size=80, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, word_embed_proj_dim=32
     )
-    assert not PolicyForward(transformers.AutoModelForCausalLM.from_config(config).eval()).recorded
+    assert PolicyForward(transformers.AutoModelForCausalLM.from_config(config).eval()).recorded
 
 
 def test_the_main_model_is_recorded(tiny_policy: Path) -> None:
