@@ -14,6 +14,7 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.routing import request_response
 
 
 def answer(body: BaseModel, status_code: int = 200) -> Response:
@@ -23,6 +24,11 @@ def answer(body: BaseModel, status_code: int = 200) -> Response:
 
 class TypedRoute(APIRoute):
     """See the module's docstring. Raises RequestValidationError as FastAPI's route does."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # FastAPI's own wraps each call in two exit stacks, for dependencies; there are none.
+        self.app = request_response(self.get_route_handler())
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         endpoint, request_name = self.dependant.call, self.dependant.request_param_name

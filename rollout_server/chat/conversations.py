@@ -82,14 +82,14 @@ class Conversations(Generic[Node]):
         turn = _Turn(node, parent, start, b"".join(messages[start:]), chains[-1], tools, reasoning)
         self._turns[turn.chain] = (*self._turns.get(turn.chain, ()), turn)
 
-    def match(self, messages: Sequence[Message], tools: Tools) -> Match[Node]:
-        """What `messages` continue. Raises UsageError for messages that cannot be digested.
+    def match(self, messages: Sequence[Message], tools: Tools, digests: Sequence[bytes] | None = None) -> Match[Node]:
+        """What `messages`, with their `digests` if these are known, continue. Raises UsageError for what is no message.
 
         Of calls that said the same the first remembered is continued, unless the client sends the reasoning of another;
         reasoning that nobody gave it is a rewritten history. Costs O(messages), and O(remembered calls) more to say why
         nothing matches.
         """
-        digests = [message_digest(message) for message in messages]
+        digests = [message_digest(message) for message in messages] if digests is None else digests
         wanted_tools = tools_digest(tools)
         if not self._turns:
             return Match(None, 0, None)

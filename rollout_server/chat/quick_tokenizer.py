@@ -27,6 +27,7 @@ class QuickTokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._tidies = bool(tokenizer.clean_up_tokenization_spaces)
         self._remembered = lru_cache(_REMEMBERED)(self._encode)
+        self._id_of = lru_cache(_REMEMBERED)(self._find_id)
         for name in _KNOWN:
             setattr(self, name, getattr(tokenizer, name, None))
 
@@ -55,7 +56,10 @@ class QuickTokenizer:
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         if not isinstance(tokens, str):
             return self._tokenizer.convert_tokens_to_ids(tokens)
-        token_id = self._backend.token_to_id(tokens)
+        return self._id_of(tokens)
+
+    def _find_id(self, token: str) -> int | None:
+        token_id: int | None = self._backend.token_to_id(token)
         return self._tokenizer.unk_token_id if token_id is None else token_id
 
     def _encode(self, text: str) -> tuple[int, ...]:

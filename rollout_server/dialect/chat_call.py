@@ -53,9 +53,9 @@ class ChatCalls:
         offered = call.tools if call.tool_choice != "none" else None
         tools = [tool.model_dump(exclude_none=True) for tool in offered] if offered else None
         if sum(len(str(message.get("content", ""))) for message in messages) > LONG_TEXT:
-            context = await asyncio.to_thread(self._place, session, messages, tools)
+            context, digests = await asyncio.to_thread(self._place, session, messages, tools)
         else:
-            context = self._place(session, messages, tools)
+            context, digests = self._place(session, messages, tools)
         n, longest = call.n or 1, self._engine.max_model_len
         limit = call.max_completion_tokens if call.max_completion_tokens is not None else call.max_tokens
         sampling = choose_sampling(session.terms.sampling, call, limit, self._chat.stop_token_ids, longest)
@@ -79,7 +79,7 @@ class ChatCalls:
             await answer.heard()
         finished = [sample.reader.finish() for sample in samples]  # type: ignore[attr-defined]
         nodes = record(session, call_id, context, samples, sampling)
-        self._remember(session, messages, tools, nodes, [parsed for _, parsed in finished])
+        self._remember(session, messages, digests, tools, nodes, [parsed for _, parsed in finished])
         prompt = context.token_ids
         if chunks is not None:
             chunks.close(samples, finished, prompt)
@@ -87,31 +87,32 @@ class ChatCalls:
             parsed = [whole for _, whole in finished]
             answer.put(whole_chat(self._texts, self._model, call, call_id, samples, parsed, prompt))
 
-    def _place(self, session: Session, messages: list[Message], tools: Tools) -> Context:
-        """The prompt of a call. CPU work: about 0.2 ms for a short conversation."""
-        match = session.memory.conversations.match(messages, tools)
+    def _place(self, session: Session, messages: list[Message], tools: Tools) -> tuple[Context, list[bytes]]:
+        """The prompt of a call, and its messages' digests. CPU work: about 0.2 ms for a short conversation."""
+        digests = [message_digest(message) for message in messages]
+        match = session.memory.conversations.match(messages, tools, digests)
         reason = match.reason
         if match.node is not None:
             node = match.node
             before = path(node)[: node.end - len(node.drawn)]
             extended = self._chat.extend(before, list(node.drawn), messages[match.new_from :], tools)
             if extended is not None:
-                return Context(extended, node, None)
+                return Context(extended, node, None), digests
             reason = "template"
         rendered = self._chat.render(messages, tools)
         # A template may be so regular that a whole rendering extends what was captured, token for token.
-        return Context(rendered, session.capture.find(rendered), reason)
+        return Context(rendered, session.capture.find(rendered), reason), digests
 
     def _remember(
         self,
         session: Session,
         messages: Sequence[Message],
+        digests: Sequence[bytes],
         tools: Tools,
         nodes: Sequence[Node],
         answers: Sequence[ParsedAnswer],
     ) -> None:
         memory = session.memory
-        digests = [message_digest(message) for message in messages]
         offered = tools_digest(tools)
         for node, parsed in zip(nodes, answers, strict=True):
             said = assistant_message(parsed).model_dump(exclude_none=True)
