@@ -7,8 +7,8 @@ messages ──match──► the captured call they continue ──extend──
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,6 +31,7 @@ from services.wire.openai_api import ChatCall
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
+Rendered = TypeVar("Rendered")
 
 
 class ChatCalls:
@@ -52,10 +53,7 @@ class ChatCalls:
         messages = [message.model_dump(exclude_none=True) for message in call.messages]
         offered = call.tools if call.tool_choice != "none" else None
         tools = [tool.model_dump(exclude_none=True) for tool in offered] if offered else None
-        if sum(len(str(message.get("content", ""))) for message in messages) > LONG_TEXT:
-            context, digests = await asyncio.to_thread(self._place, session, messages, tools)
-        else:
-            context, digests = self._place(session, messages, tools)
+        context, digests = await self._place(session, messages, tools)
         n, longest = call.n or 1, self._engine.max_model_len
         limit = call.max_completion_tokens if call.max_completion_tokens is not None else call.max_tokens
         sampling = choose_sampling(session.terms.sampling, call, limit, self._chat.stop_token_ids, longest)
@@ -87,7 +85,7 @@ class ChatCalls:
             parsed = [whole for _, whole in finished]
             answer.put(whole_chat(self._texts, self._model, call, call_id, samples, parsed, prompt))
 
-    def _place(self, session: Session, messages: list[Message], tools: Tools) -> tuple[Context, list[bytes]]:
+    async def _place(self, session: Session, messages: list[Message], tools: Tools) -> tuple[Context, list[bytes]]:
         """The prompt of a call, and its messages' digests. CPU work: about 0.2 ms for a short conversation."""
         digests = [message_digest(message) for message in messages]
         match = session.memory.conversations.match(messages, tools, digests)
@@ -95,11 +93,12 @@ class ChatCalls:
         if match.node is not None:
             node = match.node
             before = path(node)[: node.end - len(node.drawn)]
-            extended = self._chat.extend(before, list(node.drawn), messages[match.new_from :], tools)
+            new = messages[match.new_from :]
+            extended = await _aside(new, lambda: self._chat.extend(before, list(node.drawn), new, tools))
             if extended is not None:
                 return Context(extended, node, None), digests
             reason = "template"
-        rendered = self._chat.render(messages, tools)
+        rendered = await _aside(messages, lambda: self._chat.render(messages, tools))
         # A template may be so regular that a whole rendering extends what was captured, token for token.
         return Context(rendered, session.capture.find(rendered), reason), digests
 
@@ -122,3 +121,10 @@ class ChatCalls:
             before = None if node.parent is None else memory.said.get(node.parent)
             known = 0 if before is None else before.total
             memory.said[node] = Said(len(messages) + 1, msgspec.json.encode([*messages[known:], said]))
+
+
+async def _aside(messages: Sequence[Message], work: Callable[[], Rendered]) -> Rendered:
+    """Render long messages on a thread. What a session has captured is only looked at on the event loop."""
+    if sum(len(str(message.get("content", ""))) for message in messages) > LONG_TEXT:
+        return await asyncio.to_thread(work)
+    return work()
