@@ -40,7 +40,7 @@ ENGINES = ("torch", "vllm")
 def rollout(
     engine: Annotated[str, typer.Option(help="torch or vllm: behind the server, and bare")] = "torch",
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each arm, interleaved")] = 5,
-    requests: Annotated[int, typer.Option(min=1, help="Requests a run")] = 128,
+    requests: Annotated[int, typer.Option(min=1, help="Requests a run")] = 192,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight")] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Tokens of an answer, on average")] = 64,
     pairs: Annotated[int, typer.Option(min=2, help="Single requests for the added latency")] = 200,
