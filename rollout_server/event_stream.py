@@ -12,6 +12,17 @@ from collections.abc import AsyncGenerator
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from services.app import error_answer
+from services.wire.errors import RollmeshError
+
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream, OpenAI's and vLLM's alike."""
+
+
+def error_event(error: RollmeshError) -> bytes:
+    """The event that tells of a failure after the stream had begun."""
+    return b"data: " + bytes(error_answer(error).body) + b"\n\n"
+
 
 class EventStream(Response):
     """Server-sent events from `events`, which is closed in any case, before this returns."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rollout_server.engines.base import GenerationDelta, GenerationRequest
-from services.app import error_answer
+from rollout_server.event_stream import DONE, error_event
 from services.wire.engine_api import (
     Choice,
     DrawnLogprob,
@@ -28,7 +28,6 @@ from services.wire.errors import ContextLengthError, RollmeshError, UnsupportedP
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import VersionSpan
 
-DONE = b"data: [DONE]\n\n"
 _UNSUPPORTED_SAMPLING = (
     "stop",
     "structured_outputs",
@@ -151,7 +150,7 @@ class StreamEncoder:
 
     def failure(self, error: RollmeshError) -> bytes:
         """What went wrong after the stream began, and its end."""
-        return _event(bytes(error_answer(error).body)) + DONE
+        return error_event(error) + DONE
 
 
 def _refuse_unsupported(call: GenerateCall) -> None:

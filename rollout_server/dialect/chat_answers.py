@@ -12,7 +12,6 @@ from rollout_server.answers import Answer
 from rollout_server.chat.answer_stream import AnswerDelta
 from rollout_server.chat.answers import ParsedAnswer
 from rollout_server.dialect.chunks import (
-    DONE,
     ChatChunk,
     ChatChunkChoice,
     DeltaPart,
@@ -24,6 +23,7 @@ from rollout_server.dialect.chunks import (
 )
 from rollout_server.dialect.drawing import Sample
 from rollout_server.dialect.token_texts import TokenTexts
+from rollout_server.event_stream import DONE
 from services.wire.openai_api import AnswerMessage, ChatCall, ChatChoice, ChatCompletion, ChatLogprobs, Usage
 
 _UNSET = msgspec.UNSET

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from services.wire.errors import RollmeshError
-from services.wire.rollout_api import ErrorBody, ErrorDetail
-
-DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
 
 
@@ -103,9 +99,3 @@ class TextChunk(msgspec.Struct):
 def event(chunk: msgspec.Struct) -> bytes:
     """One event of the stream."""
     return b"data: " + _encoder.encode(chunk) + b"\n\n"
-
-
-def error_event(error: RollmeshError) -> bytes:
-    """The event that ends a stream which failed after it had begun."""
-    detail = ErrorDetail(message=str(error), type=error.kind, code=error.code)
-    return b"data: " + ErrorBody(error=detail).model_dump_json().encode() + b"\n\n"

@@ -11,9 +11,8 @@ from fastapi import APIRouter, Request, Response
 
 from rollout_server.answers import Answer, Answers
 from rollout_server.dialect.caller import new_call_id
-from rollout_server.dialect.chunks import error_event
 from rollout_server.disconnect import while_connected
-from rollout_server.event_stream import EventStream
+from rollout_server.event_stream import EventStream, error_event
 from rollout_server.model_routes import model_list
 from rollout_server.retries import Marks
 from rollout_server.route_errors import ERRORS

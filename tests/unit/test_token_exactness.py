@@ -7,16 +7,18 @@ from collections import Counter
 from pathlib import Path
 from zlib import crc32
 
+import msgspec
 import numpy as np
 import pytest
 
 from rollout_server.chat.chat_renderer import ChatRenderer
 from rollout_server.rendering import Renderer
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
-from services.wire.trajectory import Segment, Trajectory, check_trajectory
+from services.wire.trajectory import Segment, check_trajectory
 from tests.support.any_tokens_engine import checksum, logprob_of
 from tests.support.chat_policy import build_chat_tokenizer
 from tests.support.random_episodes import Episode
+from tests.support.trajectories import a_rollout
 
 EPISODES = 10_000
 PARTS = 20
@@ -74,7 +76,7 @@ async def test_every_answered_token_is_trained_exactly_once_in_the_context_it_wa
         await episode.live(chance.randint(1, 7))
         capture = episode.session.capture
         segments = capture.segments()
-        check_trajectory(as_trajectory(segments, capture.samplings))
+        check_trajectory(msgspec.structs.replace(a_rollout(segments, 0.0), samplings=capture.samplings))
         facts = [fact for segment in segments for fact in trained(segment)]
         assert Counter(facts) == Counter(answered(episode)), f"episode {number}"
         assert capture.sampled == len(facts)
@@ -83,21 +85,3 @@ async def test_every_answered_token_is_trained_exactly_once_in_the_context_it_wa
     # The episodes do what they are for.
     assert tokens > 1000
     assert {None, "branch", "compaction", "tools_changed", "truncated"} <= set(seen)
-
-
-def as_trajectory(segments: list[Segment], samplings: list[object]) -> Trajectory:
-    return Trajectory(
-        run_id="r",
-        trajectory_id="t",
-        group_id="g",
-        group_ordinal=0,
-        group_size=1,
-        member=0,
-        task="any",
-        segments=segments,
-        reward=0.0,
-        samplings=samplings,  # type: ignore[arg-type]
-        server_id="s0",
-        opened_at=0.0,
-        finished_at=0.0,
-    )
