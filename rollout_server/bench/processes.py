@@ -63,9 +63,17 @@ class Child:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_WITHIN_S):
                     await self.process.wait()
+                    await self._group_gone()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         await self.process.wait()
+
+    async def _group_gone(self) -> None:
+        """Its children may outlive it a little: they still give back memory that they share."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while True:
+                os.killpg(self.process.pid, 0)
+                await asyncio.sleep(_POLL_S)
 
 
 @asynccontextmanager

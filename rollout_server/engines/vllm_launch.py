@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollout_server.engines.vllm_norms import norm_priority
 from services.wire.errors import RollmeshError, UsageError
 from weight_bus.vllm_protocol import LIVE_WEIGHTS, SCRATCH, WORKER_EXTENSION
 
@@ -165,6 +166,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
     }
     if on_cpu():
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _cache_bytes(plan)}
+        arguments["ir_op_priority"] = norm_priority()
     return arguments
 
 
