@@ -15,7 +15,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from services.wire.errors import CapacityError, RollmeshError, SessionConcludedError, UsageError
+from services.wire.errors import CapacityError, HeldElsewhereError, RollmeshError, SessionConcludedError, UsageError
+from services.wire.mesh_headers import OWNER_URL_HEADER
 from services.wire.rollout_api import ErrorBody, ErrorDetail
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -71,6 +72,8 @@ def error_answer(error: RollmeshError) -> JSONResponse:
     elif isinstance(error, SessionConcludedError):
         # OpenAI's clients send a conflict again, with pauses, unless they are told that it is for good.
         headers = {"x-should-retry": "false"}
+    elif isinstance(error, HeldElsewhereError):
+        headers = {OWNER_URL_HEADER: error.owner_url}
     detail = ErrorDetail(message=str(error), type=error.kind, code=error.code)
     return _error(error.status, detail, headers)
 

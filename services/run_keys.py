@@ -51,3 +51,33 @@ class RunKeys:
     def waits(self) -> str:
         """Hash: component → what it is waiting for, since when."""
         return self._key("waits")
+
+    @property
+    def servers(self) -> str:
+        """Set: ids of rollout servers that have announced themselves, alive or not."""
+        return self._key("servers")
+
+    def server(self, server_id: str) -> str:
+        """A rollout server's record, for as long as its lease."""
+        return self._key(f"server:{server_id}")
+
+    @property
+    def owners(self) -> str:
+        """Hash: open group → the incarnation of the server that holds it; empty where one has let go of it."""
+        return self._key("owners")
+
+    def group_of(self, session_id: str) -> str:
+        """The group of a session."""
+        return self._key(f"group-of:{session_id}")
+
+    def journal(self, group_id: str) -> str:
+        """List: what happened in a group, to be read by whoever adopts it."""
+        return self._key(f"journal:{group_id}")
+
+    def draft(self, session_id: str, call: str) -> str:
+        """List: what was drawn so far for an answer that is not whole."""
+        return self._key(f"draft:{session_id}:{call}")
+
+    def answer(self, group_id: str, call: str) -> str:
+        """An answer's bytes, for as long as it may be asked for again."""
+        return self._key(f"answer:{group_id}:{call}")

@@ -149,6 +149,23 @@ class NotReadyError(RollmeshError):
     code = "not_ready"
 
 
+class DrainingError(NotReadyError):
+    """The server is on its way out and lets go of its sessions: another one takes them."""
+
+    code = "draining"
+
+
+class HeldElsewhereError(RollmeshError):
+    """Another server, alive at `owner_url`, holds the session or group: HTTP 421, with that address in a header."""
+
+    status = 421
+    code = "held_elsewhere"
+
+    def __init__(self, what: str, owner_url: str) -> None:
+        super().__init__(what, f"send the call to {owner_url}, or to the gateway")
+        self.owner_url = owner_url
+
+
 class WireError(RollmeshError):
     """Bytes from another process are not what the schema says."""
 
