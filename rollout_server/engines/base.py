@@ -27,7 +27,14 @@ class GenerationRequest:
 
     `stream`: deltas as tokens are drawn; otherwise one delta a sample, when it has finished. `top_logprobs`: how many of
     the likeliest tokens to tell at every position, 0 … 20. `cache_salt`: only requests with the same one may share cached
-    prefixes; engines without such a cache ignore it.
+    prefixes; engines without such a cache ignore it. `delta_every`: with `stream`, a delta of a sample comes after at
+    least so many new tokens; its last delta always comes.
+
+    `resumed`: the last so many of `prompt_token_ids` were drawn by an earlier try of this request. They count as output,
+    not as prompt: for the penalties, for `min_tokens`, and a seed goes on where that try had come to. `max_tokens` counts
+    from here on. The torch engine's continuation is that of an unbroken try. vLLM cannot go on so exactly: there the
+    presence and frequency penalties leave resumed tokens out, and a seed begins anew. `first_index`: the samples draw by
+    the seed as numbers `first_index`, `first_index + 1` … of an unbroken request would; deltas count from 0 all the same.
     """
 
     request_id: str
@@ -37,6 +44,9 @@ class GenerationRequest:
     stream: bool = False
     top_logprobs: int = 0
     cache_salt: str | None = None
+    delta_every: int = 1
+    resumed: int = 0
+    first_index: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,11 +170,12 @@ async def collect(deltas: AsyncIterator[GenerationDelta]) -> list[GenerationDelt
     samples: dict[int, GenerationDelta] = {}
     async for delta in deltas:
         before = samples.get(delta.index)
-        samples[delta.index] = delta if before is None else _join(before, delta)
+        samples[delta.index] = delta if before is None else join(before, delta)
     return [samples[index] for index in sorted(samples)]
 
 
-def _join(first: GenerationDelta, second: GenerationDelta) -> GenerationDelta:
+def join(first: GenerationDelta, second: GenerationDelta) -> GenerationDelta:
+    """Two deltas of a sample, one right after the other, as one."""
     spans = list(first.versions)
     for span in second.versions:
         shifted = VersionSpan(span.start + len(first.token_ids), span.length, span.version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from rollout_server.engines.base import GenerationRequest
@@ -33,7 +34,11 @@ def check_request(
             f"the prompt has token ids from {min(prompt)} to {max(prompt)}", f"the vocabulary ends at {vocabulary - 1}"
         )
     _within("top_logprobs", request.top_logprobs, (0, MAX_TOP_LOGPROBS))
+    _within("delta_every", request.delta_every, (1, math.inf))
+    _within("first_index", request.first_index, (0, math.inf))
+    _within("resumed", request.resumed, (0, len(prompt) - 1), "the first prompt token was never drawn")
     _check_sampling(sampling)
+    _within("min_tokens", sampling.min_tokens, (0, sampling.max_tokens + request.resumed), "at most max_tokens")
     if sampling.min_tokens and len(drawable_stops(sampling, vocabulary, eos_token_ids)) >= vocabulary:
         raise UsageError(
             f"every token is a stop token and min_tokens is {sampling.min_tokens}", "leave a token that can be drawn"
@@ -57,7 +62,6 @@ def _check_sampling(sampling: SamplingParams) -> None:
     _within("presence_penalty", sampling.presence_penalty, _PENALTY)
     _within("frequency_penalty", sampling.frequency_penalty, _PENALTY)
     _within("repetition_penalty", sampling.repetition_penalty, _REPETITION)
-    _within("min_tokens", sampling.min_tokens, (0, sampling.max_tokens), "at most max_tokens")
     if sampling.seed is not None:
         _within("seed", sampling.seed, _SEEDS)
 

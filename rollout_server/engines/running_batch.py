@@ -189,9 +189,9 @@ class RunningBatch:
         )
         self._seeded = [(row, s.source) for row, s in enumerate(self._samples) if s.source is not None]
         shaped = [
-            ShapedRow(row, request.sampling, request.prompt_token_ids, sample.tokens, sample.ticket.stops)
-            for row, (sample, request) in enumerate(zip(self._samples, requests, strict=True))
-            if request.sampling.shifts
+            _shaped_row(row, sample)
+            for row, sample in enumerate(self._samples)
+            if sample.ticket.request.sampling.shifts
         ]
         self._shaping = LogitShaping(shaped, self._vocabulary, self._device) if shaped else None
         return self._rows
@@ -210,10 +210,8 @@ class RunningBatch:
             count = min(free, ticket.request.n - ticket.started)
             prompts.append(ticket.request.prompt_token_ids)
             copies.append(count)
-            seed = ticket.request.sampling.seed
             for index in range(ticket.started, ticket.started + count):
-                source = None if seed is None or seed == -1 else seeded_source(seed, index)
-                self._samples.append(_Sample(ticket, index, source, [(0, version)]))
+                self._samples.append(_Sample(ticket, index, _source(ticket.request, index), [(0, version)]))
             free -= count
             ticket.started += count
             if ticket.started == ticket.request.n:
@@ -244,7 +242,7 @@ class RunningBatch:
                 finished.append((row, "stop"))
             elif len(sample.tokens) >= ticket.limit:
                 finished.append((row, "length"))
-            elif ticket.request.stream:
+            elif ticket.request.stream and len(sample.tokens) - sample.sent >= ticket.request.delta_every:
                 self.outbox.append(_delta(sample, None))
         self._finish(finished)
 
@@ -260,6 +258,21 @@ class RunningBatch:
         del self._samples[self._slots.rows :]
         del self._newest[self._slots.rows :]
         self._rows = None
+
+
+def _source(request: GenerationRequest, index: int) -> UniformSource | None:
+    seed = request.sampling.seed
+    if seed is None or seed == -1:
+        return None
+    return seeded_source(seed, request.first_index + index, request.resumed)
+
+
+def _shaped_row(row: int, sample: _Sample) -> ShapedRow:
+    """What an earlier try of the request drew stands in the prompt; the logits are shifted by it as by output."""
+    request = sample.ticket.request
+    split = len(request.prompt_token_ids) - request.resumed
+    prompt, resumed = request.prompt_token_ids[:split], request.prompt_token_ids[split:]
+    return ShapedRow(row, request.sampling, prompt, resumed + sample.tokens, sample.ticket.stops)
 
 
 def _delta(sample: _Sample, reason: FinishReason | None) -> GenerationDelta:

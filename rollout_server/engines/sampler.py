@@ -108,9 +108,11 @@ class Sampler:
         return Drawn(both[0].astype(np.int64).tolist(), both[1].tolist(), likeliest)
 
 
-def seeded_source(seed: int, index: int) -> UniformSource:
-    """The uniform numbers of sample `index` of a request with this seed."""
-    return np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), index], dtype=np.uint64)))
+def seeded_source(seed: int, index: int, drawn: int = 0) -> UniformSource:
+    """The uniform numbers of sample `index` of a request with this seed, after the first `drawn` of them."""
+    source = np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), index], dtype=np.uint64)))
+    source.random(drawn)
+    return source
 
 
 def draw_greedy(logits: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from rollout_server.engines.base import (
     PauseMode,
     StageReport,
     collect,
+    join,
 )
 from rollout_server.engines.request_check import check_request, drawable_stops
 from rollout_server.engines.vllm_meter import StepMeter
@@ -132,6 +133,7 @@ class VllmEngine:
         self._live[request.request_id] = request.n
         collector, unfinished = None, request.n
         begins = [0] * request.n
+        held: dict[int, GenerationDelta] = {}
         try:
             prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
             collector = await llm.add_request(request.request_id, prompt, parameters)
@@ -143,7 +145,13 @@ class VllmEngine:
                     delta = to_delta(request.request_id, completion, starts, begins[index], request.top_logprobs)
                     begins[index] += len(delta.token_ids)
                     unfinished -= delta.finish_reason is not None
-                    yield delta
+                    if index in held:
+                        delta = join(held.pop(index), delta)
+                    # vLLM's own interval lets a sample's first token through at once.
+                    if delta.finish_reason is None and len(delta.token_ids) < request.delta_every:
+                        held[index] = delta
+                    else:
+                        yield delta
         except (EngineDeadError, EngineGenerateError) as error:
             raise _dead() from error
         finally:
@@ -322,7 +330,7 @@ class VllmEngine:
                 presence_penalty=sampling.presence_penalty,
                 frequency_penalty=sampling.frequency_penalty,
                 repetition_penalty=sampling.repetition_penalty,
-                min_tokens=min(sampling.min_tokens, limit),
+                min_tokens=min(max(sampling.min_tokens - request.resumed, 0), limit),
                 seed=sampling.seed,
                 max_tokens=limit,
                 # All of them: vLLM has no tokenizer here and does not know the end-of-sequence ids by itself.
@@ -332,6 +340,7 @@ class VllmEngine:
                 flat_logprobs=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+                stream_interval=request.delta_every,
                 skip_clone=True,
             )
         except ValueError as error:
