@@ -19,6 +19,8 @@ from services.wire.errors import CapacityError, HeldElsewhereError, RollmeshErro
 from services.wire.mesh_headers import OWNER_URL_HEADER
 from services.wire.rollout_api import ErrorBody, ErrorDetail
 
+SHUTDOWN_S = 5
+"""How long calls in flight may go on once a service was told to end."""
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ReadyCheck = Callable[[], list[str]]
 """Answers the reasons why the service is not ready; none means ready."""
@@ -148,13 +150,13 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def make_server(app: FastAPI, stop: Stop) -> uvicorn.Server:
-    """The server of `app`, to be run on a socket from `open_port`."""
+def make_server(app: FastAPI, stop: Stop, *, shutdown_s: int = SHUTDOWN_S) -> uvicorn.Server:
+    """The server of `app`, to be run on a socket from `open_port`; at its end, calls in flight have `shutdown_s` left."""
     config = uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=shutdown_s,
         # Longer than clients keep idle connections: whoever closes first must be the one who would reuse it.
         timeout_keep_alive=75,
         ws="none",
@@ -165,14 +167,21 @@ def make_server(app: FastAPI, stop: Stop) -> uvicorn.Server:
 
 
 def serve(
-    app: FastAPI, host: str, port: int, *, listener: socket.socket | None = None, stop: Stop | None = None
+    app: FastAPI,
+    host: str,
+    port: int,
+    *,
+    listener: socket.socket | None = None,
+    stop: Stop | None = None,
+    shutdown_s: int = SHUTDOWN_S,
 ) -> None:
     """Run `app` until SIGTERM, Ctrl-C or `stop.fail`, whose failure is raised then.
 
-    `listener`: a socket from `open_port`, bound already. Raises UsageError for an address that is not loopback or is taken.
+    `listener`: a socket from `open_port`, bound already; `shutdown_s`: see `make_server`.
+    Raises UsageError for an address that is not loopback or that is taken.
     """
     listener = listener or open_port(host, port)
     stop = stop or Stop()
-    make_server(app, stop).run(sockets=[listener])
+    make_server(app, stop, shutdown_s=shutdown_s).run(sockets=[listener])
     if stop.failure is not None:
         raise stop.failure

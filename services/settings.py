@@ -63,6 +63,25 @@ class RolloutSettings(Section):
     max_body_mib: int = Field(default=32, ge=1, description="Largest request body")
 
 
+class GatewaySettings(Section):
+    """The one address in front of the rollout servers (`rollmesh gateway`)."""
+
+    enabled: Literal["auto", "always", "never"] = Field(
+        default="auto", description="Whether `rollmesh up` starts one; auto: in front of more than one server"
+    )
+    poll_s: float = Field(default=0.25, gt=0.0, le=5.0, description="How often it looks which servers are alive")
+    failover_timeout_s: float = Field(
+        default=60.0, gt=0.0, description="How long a call that no server takes is sent again before it fails"
+    )
+    prefix_slack: int = Field(
+        default=8, ge=0, description="Calls above its share that a server may hold and still get those of its prefixes"
+    )
+    remembered: int = Field(
+        default=200_000, ge=1, description="Sessions, groups and prefixes of which it remembers the server"
+    )
+    shutdown_s: int = Field(default=30, ge=0, description="How long it answers what is in flight once told to end")
+
+
 class LossSettings(Section):
     """Each part explicit; the formula in force is printed when the trainer starts."""
 
@@ -111,6 +130,7 @@ class RunSettings(Section):
     model: ModelSettings = ModelSettings()
     warm_start: WarmStartSettings = WarmStartSettings()
     rollout: RolloutSettings = RolloutSettings()
+    gateway: GatewaySettings = GatewaySettings()
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightSettings = WeightSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 MISUSE = 2
 
 
+def growing_delay(time: int, first_s: float, longest_s: float) -> float:
+    """How long to wait for the `time`-th time (from 1): twice as long each time, at most `longest_s`."""
+    return min(first_s * 2.0 ** min(time - 1, 64), longest_s)
+
+
 @dataclass(frozen=True)
 class Restart:
     delay_s: float
@@ -37,5 +42,4 @@ class RestartPolicy:
         restart = 1 if lived_s >= self.healthy_after_s else in_a_row + 1
         if restart > self.max_restarts:
             return GiveUp(f"it died {restart} times in a row" if restart > 1 else "it is not started again")
-        delay = min(self.first_delay_s * 2.0 ** (restart - 1), self.longest_delay_s)
-        return Restart(delay_s=delay, in_a_row=restart)
+        return Restart(growing_delay(restart, self.first_delay_s, self.longest_delay_s), in_a_row=restart)

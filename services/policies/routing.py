@@ -1,0 +1,73 @@
+"""Routing: which rollout server a call goes to, when nothing holds it to one.
+
+    load(server)  =  (busy + 1) / capacity                          as if it had the call already
+    place         =  a server that has computed the prefix, while it is busier than its share by at most `slack` calls,
+                     else the least loaded one; ties go by rendezvous hashing of the call's key
+    rendezvous    =  the name with the highest hash of (key, name): when a server leaves, only its own keys move
+
+A server's share is what it would hold at the load of the least loaded one. So of servers with one capacity, none is ever
+sent a call while it holds more than `slack` calls above the idlest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A live server. `busy`: calls (for a new group: and open sessions) that it holds; `capacity`: samples at once."""
+
+    name: str
+    busy: int
+    capacity: int
+
+
+def load(candidate: Candidate) -> float:
+    """How full the server would be with one more call; a capacity that it does not tell counts as 1."""
+    return (candidate.busy + 1) / max(candidate.capacity, 1)
+
+
+def rendezvous(key: str, names: Iterable[str]) -> str:
+    """The one of `names` that `key` belongs to, whatever their order. Raises ValueError without any."""
+    return max(names, key=lambda name: (_weight(key, name), name))
+
+
+def least_loaded(candidates: Sequence[Candidate], key: str) -> Candidate:
+    """The least loaded server; of equal ones, the one that `key` belongs to. Raises ValueError without any."""
+    lightest = min(load(each) for each in candidates)
+    tied = {each.name: each for each in candidates if load(each) == lightest}
+    return tied[rendezvous(key, tied)] if len(tied) > 1 else next(iter(tied.values()))
+
+
+def place(candidates: Sequence[Candidate], key: str, homes: Collection[str], slack: int) -> Candidate:
+    """Where a call goes whose prefix the servers named `homes` have computed before.
+
+    `slack` ≥ 0: how many calls above its share a home may hold and still get it. Raises ValueError without candidates.
+    """
+    lightest = least_loaded(candidates, key)
+    if lightest.name in homes:
+        return lightest
+    known = [each for each in candidates if each.name in homes]
+    if not known:
+        return lightest
+    home = least_loaded(known, key)
+    share = load(lightest) * max(home.capacity, 1) - 1
+    return home if home.busy <= share + slack else lightest
+
+
+def block_keys(token_ids: Sequence[int], block: int, most: int) -> list[bytes]:
+    """Keys of the prompt's prefixes of 1, 2, … whole blocks of `block` ids, at most `most`; each stands for all before it."""
+    keys: list[bytes] = []
+    key = b""
+    for start in range(0, min(len(token_ids) // block, most) * block, block):
+        ids = ",".join(map(str, token_ids[start : start + block]))
+        key = blake2b(key + ids.encode(), digest_size=16).digest()
+        keys.append(key)
+    return keys
+
+
+def _weight(key: str, name: str) -> bytes:
+    return blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()
