@@ -59,7 +59,7 @@ def place(candidates: Sequence[Candidate], key: str, homes: Collection[str], sla
 
 
 def block_keys(token_ids: Sequence[int], block: int, most: int) -> list[bytes]:
-    """Keys of the prompt's prefixes of 1, 2, … whole blocks of `block` ids, at most `most`; each stands for all before it."""
+    """Keys of the prompt's prefixes of 1, 2, … whole blocks of `block` ids, at most `most`; each covers all before it."""
     keys: list[bytes] = []
     key = b""
     for start in range(0, min(len(token_ids) // block, most) * block, block):
