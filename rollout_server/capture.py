@@ -99,7 +99,7 @@ class Capture:
         index = self._sampling_index(sampling)
         spans: list[VersionSpan] = []
         for span in versions:
-            _append_merged(spans, VersionSpan(span.start, span.length, span.version, index))
+            _append_merged(spans, VersionSpan(span.start, span.length, span.version, index, span.kv))
         node = Node(
             parent,
             array("i", prompt),
@@ -233,7 +233,7 @@ def _lay(nodes: Sequence[Node], number: int, places: dict[Node, tuple[int, int]]
             continue
         places[node] = number, len(mask)
         for span in node.spans:
-            _append_merged(spans, VersionSpan(len(mask) + span.start, span.length, span.version, span.sampling))
+            _append_merged(spans, span.over(len(mask) + span.start, span.length))
         mask += b"\x01" * drawn
         logprobs.extend(node.logprobs)
     if not spans:
@@ -243,9 +243,7 @@ def _lay(nodes: Sequence[Node], number: int, places: dict[Node, tuple[int, int]]
 
 
 def _append_merged(spans: list[VersionSpan], span: VersionSpan) -> None:
-    if spans:
-        last = spans[-1]
-        if (last.version, last.sampling) == (span.version, span.sampling) and last.start + last.length == span.start:
-            spans[-1] = VersionSpan(last.start, last.length + span.length, span.version, span.sampling)
-            return
-    spans.append(span)
+    if spans and spans[-1].goes_on_as(span):
+        spans[-1] = span.over(spans[-1].start, spans[-1].length + span.length)
+    else:
+        spans.append(span)

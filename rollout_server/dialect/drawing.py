@@ -58,7 +58,7 @@ class Sample(Generic[Piece]):
         for span in delta.versions:
             length = min(span.length, keep - span.start)
             if length > 0:
-                self.versions.append(VersionSpan(offset + span.start, length, span.version))
+                self.versions.append(span.over(offset + span.start, length))
         if delta.top_logprobs is not None:
             self.top_logprobs += delta.top_logprobs[:keep]
         return piece, keep

@@ -88,4 +88,4 @@ def _delta(call_id: str, sample: Sample[None], start: int) -> GenerationDelta:
 def _after(span: VersionSpan, start: int) -> VersionSpan:
     """The part of a span from token `start` on, counted from there."""
     begin = max(span.start, start)
-    return VersionSpan(begin - start, span.start + span.length - begin, span.version)
+    return span.over(begin - start, span.start + span.length - begin)

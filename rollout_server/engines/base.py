@@ -4,8 +4,8 @@
     stage(manifest)   ──► shadow memory                      while requests run
     commit(version)   ──► flip between two decode steps      requests in flight go on under the new version
 
-An engine serves all of one version or all of another, never a mixture. Requests in flight at a commit keep their KV
-cache (`keep`) and carry two version spans.
+An engine serves all of one version or all of another, never a mixture. Requests in flight at a commit carry two version
+spans; what becomes of their keys and values is the engine's KV policy, stamped on each span.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class EngineStatus:
     """A moment's view of an engine, for readiness, metrics and the live view.
 
     `stalls_ms`: for each commit of which enough decode steps around it were seen: the longest gap between tokens around
-    it less the median undisturbed gap (`cadence`).
+    it less the median undisturbed gap (`cadence`). `prefill_tokens`: for how many tokens keys and values were computed
+    that were not being drawn: of prompts, and of running requests computed anew; those found in a prefix cache not counted.
     """
 
     name: str
@@ -104,6 +105,7 @@ class EngineStatus:
     stalls_ms: list[float] = field(default_factory=list)
     failure: str | None = None
     """Why the engine serves nothing any more; None while it does."""
+    prefill_tokens: int = 0
 
 
 @runtime_checkable
@@ -178,9 +180,9 @@ def join(first: GenerationDelta, second: GenerationDelta) -> GenerationDelta:
     """Two deltas of a sample, one right after the other, as one."""
     spans = list(first.versions)
     for span in second.versions:
-        shifted = VersionSpan(span.start + len(first.token_ids), span.length, span.version)
-        if spans and spans[-1].version == shifted.version and spans[-1].start + spans[-1].length == shifted.start:
-            spans[-1] = VersionSpan(spans[-1].start, spans[-1].length + shifted.length, shifted.version)
+        shifted = span.over(span.start + len(first.token_ids), span.length)
+        if spans and spans[-1].goes_on_as(shifted):
+            spans[-1] = shifted.over(spans[-1].start, spans[-1].length + shifted.length)
         else:
             spans.append(shifted)
     return GenerationDelta(

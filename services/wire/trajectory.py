@@ -3,7 +3,7 @@
     trajectory ── segment ── token_ids  t0 t1 t2 t3 t4 t5 t6 t7
                              loss_mask   0  0  0  1  1  0  1  1     1 = sampled by the policy
                              logprobs    0  0  0  l  l  0  l  l     behaviour logprobs, 0 where not sampled
-                             version_spans        (3,2,v4) (6,2,v5)  position, length, policy version
+                             version_spans        (3,2,v4) (6,2,v5)  position, length, policy version, …
 
 A session whose calls branched has a segment for each way through its tree of prefixes. What two ways share was drawn once
 and is trained once: in one of them its mask is 1, in the others it is context.
@@ -24,7 +24,15 @@ from services.wire.errors import WireError
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.sampling import SamplingParams
 
-TRAJECTORY_SCHEMA = 2
+TRAJECTORY_SCHEMA = 3
+
+KvPolicy = Literal["keep", "recompute", "salt"]
+"""What a new version does to the keys and values that an engine holds. No policy lets a request read those that another
+version computed for another request.
+
+`keep`: running requests go on with theirs; nothing is shared. `salt`: running requests go on with theirs; prefixes are
+shared within a version. `recompute`: running requests have theirs computed anew; prefixes are shared within a version.
+"""
 
 BreakReason = Literal["template", "compaction", "retokenization", "tools_changed", "truncated", "branch"]
 """Why a context does not extend what was captured before it.
@@ -39,12 +47,27 @@ class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
     """Sampled tokens `start … start + length − 1` (positions in the segment) were drawn by policy `version`.
 
     `sampling`: by which of the trajectory's `samplings` (its index); always 0 in what an engine answers.
+
+    `kv`: what stood before these tokens when they were drawn. With `recompute`, keys and values that `version` itself
+    computed for all of it. Else those of tokens in the same answer are the ones of the versions that drew them, and all
+    before the answer is of the version that its first token has. An engine under `keep` or `salt` stamps `recompute`
+    where it had to give a request's memory up for a while.
     """
 
     start: int
     length: int
     version: int
     sampling: int = 0
+    kv: KvPolicy = "keep"
+
+    def over(self, start: int, length: int) -> VersionSpan:
+        """The same for other positions."""
+        return VersionSpan(start, length, self.version, self.sampling, self.kv)
+
+    def goes_on_as(self, later: VersionSpan) -> bool:
+        """`later` begins where this ends and says nothing else."""
+        mine, theirs = (self.version, self.sampling, self.kv), (later.version, later.sampling, later.kv)
+        return mine == theirs and self.start + self.length == later.start
 
 
 class RewardSpan(msgspec.Struct, array_like=True, frozen=True):
