@@ -12,16 +12,8 @@ from collections.abc import AsyncGenerator
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from services.app import error_answer
-from services.wire.errors import RollmeshError
-
-DONE = b"data: [DONE]\n\n"
-"""The event that ends a stream, OpenAI's and vLLM's alike."""
-
-
-def error_event(error: RollmeshError) -> bytes:
-    """The event that tells of a failure after the stream had begun."""
-    return b"data: " + bytes(error_answer(error).body) + b"\n\n"
+from services.event_stream import DONE as DONE
+from services.event_stream import error_event as error_event
 
 
 class EventStream(Response):

@@ -13,6 +13,7 @@ COMMANDS = {
     "sft": Command("trainer.sft_cli:app", "Warm-start a tiny policy by a short supervised run"),
     "train": Command("trainer.cli:app", "Run the trainer"),
     "rollout-server": Command("rollout_server.cli:app", "Run a rollout server"),
+    "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers"),
     "weight-bus": Command("weight_bus.cli:app", "Run the weight bus"),
     "run-environment": Command("clients.cli:app", "Run an environment against rollout servers"),
     "demonstrations": Command("clients.demonstrations_cli:app", "Write demonstrations of a task for `sft`"),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from services.redis_client import connect
 from services.settings import RunSettings
 from services.stream import TrajectoryReader
 from services.wire.trajectory import Trajectory, decode_trajectory
+from tests.support.until import until as until
 
 SAMPLING = {"max_tokens": 24}
 
@@ -122,16 +122,6 @@ async def until_ready(http: httpx.AsyncClient, serving: asyncio.Task[None], dead
             except httpx.TransportError:
                 pass
             await asyncio.sleep(0.01)
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]], deadline_s: float = 5.0) -> None:
-    """Wait for something to become true that a server does in its own time."""
-    async with asyncio.timeout(deadline_s):
-        for _ in count():
-            holds = condition()
-            if holds if isinstance(holds, bool) else await holds:
-                return
-            await asyncio.sleep(0.002)
 
 
 def small_batch(*, k: int = 0, batch: int = 4, timeout_s: float = 120.0) -> RunSettings:

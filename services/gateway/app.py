@@ -1,0 +1,22 @@
+"""The gateway's HTTP application: its own few routes, and in front of them the proxied paths."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import FastAPI
+
+from services.app import Stop, make_app
+from services.body_limit import BodyLimit
+from services.gateway.admin_routes import admin_routes
+from services.gateway.gateway import Gateway, GatewayPlan
+from services.gateway.proxy import ProxyPaths
+
+
+def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> FastAPI:
+    """The application; bodies may be as large as the servers take them."""
+    gateway = Gateway(plan, stop)
+    app = make_app("rollmesh gateway", version("rollmesh"), gateway.lifespan, gateway.not_ready)
+    app.include_router(admin_routes(gateway))
+    app.add_middleware(ProxyPaths, proxy=BodyLimit(gateway, max_body_mib << 20))
+    return app

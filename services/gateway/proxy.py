@@ -1,0 +1,115 @@
+"""The proxied paths, as one ASGI application: read the call, send it on, pass the answer on as it comes.
+
+No route, no model, no parsing of what is passed through: a call costs the two HTTP parsers and little more.
+"""
+
+from __future__ import annotations
+
+from aiohttp import ClientResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.gateway.agent_side import AgentSide
+from services.gateway.failover import Failover
+from services.gateway.hang_up import AgentGoneError, until_hung_up
+from services.gateway.placing import Placer
+from services.gateway.proxied_call import ProxiedCall, is_proxied, read_call
+from services.gateway.servers import Server
+from services.wire.errors import RollmeshError
+
+_WHOLE_BYTES = 1 << 20
+"""Answers of a known length up to this are passed on in one piece: a try that breaks off then leaves no trace."""
+
+
+class Proxy:
+    """Passes one agent's call on and its answer back."""
+
+    def __init__(self, failover: Failover, placer: Placer) -> None:
+        self._failover = failover
+        self._placer = placer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        agent = AgentSide(send)
+        try:
+            call = read_call(scope, await _read_body(receive))
+            async with until_hung_up(receive):
+                await self._pass(call, agent)
+        except AgentGoneError:
+            return
+        except RollmeshError as error:
+            # An answer that can no longer say so is cut: our server closes the connection of one that does not end.
+            await agent.fail(error)
+
+    async def _pass(self, call: ProxiedCall, agent: AgentSide) -> None:
+        async def hand_on(server: Server, response: ClientResponse) -> None:
+            length = response.content_length
+            if call.opens or (length is not None and length <= _WHOLE_BYTES):
+                body = await response.read()
+                if call.opens and response.status < 300:
+                    self._placer.opened(server, body)
+                await _finish(response, body, agent)
+            else:
+                await _stream(response, agent)
+
+        await self._failover.deliver(call, hand_on, lambda: agent.passed_on)
+
+
+class ProxyPaths:
+    """ASGI middleware: proxied paths go to the proxy, all others to the application."""
+
+    def __init__(self, app: ASGIApp, proxy: ASGIApp) -> None:
+        self._app = app
+        self._proxy = proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        proxied = scope["type"] == "http" and is_proxied(scope["path"])
+        await (self._proxy if proxied else self._app)(scope, receive, send)
+
+
+async def _finish(response: ClientResponse, body: bytes, agent: AgentSide) -> None:
+    if agent.begun:
+        await _check_goes_on(response)
+        await agent.end(body[agent.passed_on :])
+        return
+    await agent.begin(response.status, response.raw_headers)
+    await agent.end(body)
+
+
+async def _stream(response: ClientResponse, agent: AgentSide) -> None:
+    """Pass chunks on as they come, less what an earlier try has brought."""
+    if agent.begun:
+        await _check_goes_on(response)
+    skip = agent.passed_on
+    async for chunk in response.content.iter_any():
+        if skip:
+            left_out = min(skip, len(chunk))
+            skip -= left_out
+            chunk = chunk[left_out:]
+        if chunk:
+            # Only now: an answer that breaks off before its first byte may yet become another one.
+            await agent.begin(response.status, response.raw_headers)
+            await agent.pass_on(chunk)
+    if skip:
+        raise RollmeshError(f"the answer came out {skip} bytes shorter when it was made again", "send the call again")
+    await agent.begin(response.status, response.raw_headers)
+    await agent.end()
+
+
+async def _check_goes_on(response: ClientResponse) -> None:
+    """Raise RollmeshError where a later try is refused after the agent has a part of the answer."""
+    if response.status >= 300:
+        said = (await response.read())[:500].decode(errors="replace")
+        raise RollmeshError(
+            f"the rest of the answer was refused with {response.status} ({said})", "send the call again"
+        )
+
+
+async def _read_body(receive: Receive) -> bytes:
+    """The whole body. Raises what bounds it, and AgentGoneError where it breaks off."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise AgentGoneError
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,0 +1,180 @@
+"""The servers that a gateway knows: as they announce themselves, and as it finds them.
+
+registry ──every poll_s──► records ──► serving | draining          new work goes to those that serve
+                             └── the lease ran out ──► gone         what is in flight there is sent elsewhere at once
+
+While Redis fails the last view stands: servers that are gone show by their connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
+
+from services.gateway.proxied_call import ProxiedCall
+from services.registry import Registry, ServerRecord
+from services.waits import WaitBoard
+
+_LOOK_WITHIN_S = 2.0
+AVOIDED_S = 1.0
+"""How long a server that refuses connections gets no work while others do."""
+
+_log = structlog.get_logger()
+
+
+class Server:
+    """One server. `in_flight`: calls that draw and that this gateway has sent it."""
+
+    def __init__(self, record: ServerRecord) -> None:
+        self.record = record
+        self.in_flight = 0
+        self._in_flight_then = 0
+        self._opened = self._opening = 0
+        self._avoided_until = 0.0
+        self._tries: set[asyncio.Timeout] = set()
+
+    @property
+    def name(self) -> str:
+        return self.record.server_id
+
+    @property
+    def busy(self) -> int:
+        """Calls that it draws for or holds back: as announced, and what this gateway has added or taken since."""
+        announced = self.record.running + self.record.waiting
+        return max(self.in_flight, announced + self.in_flight - self._in_flight_then)
+
+    @property
+    def sessions(self) -> int:
+        """Open sessions: as announced, opened through this gateway since, and about to be."""
+        return self.record.open_sessions + self._opened + self._opening
+
+    def renew(self, record: ServerRecord) -> None:
+        """Take its latest announcement."""
+        if record != self.record:
+            self.record, self._in_flight_then, self._opened = record, self.in_flight, 0
+
+    def opened(self, sessions: int) -> None:
+        self._opened += sessions
+
+    def avoid(self) -> None:
+        """It refused a connection."""
+        self._avoided_until = time.monotonic() + AVOIDED_S
+
+    def is_avoided(self, now: float) -> bool:
+        return now < self._avoided_until
+
+    @contextmanager
+    def trying(self, limit: asyncio.Timeout, call: ProxiedCall) -> Iterator[None]:
+        """The call is on its way there; `limit` passes at once when the server is gone."""
+        draws, opens = call.draws, call.opens
+        self.in_flight += draws
+        self._opening += opens
+        self._tries.add(limit)
+        try:
+            yield
+        finally:
+            self._tries.discard(limit)
+            self.in_flight -= draws
+            self._opening -= opens
+
+    def gone(self) -> None:
+        """Its lease ran out, or another has taken its place: nobody waits for it any longer."""
+        now = asyncio.get_running_loop().time()
+        for limit in self._tries:
+            limit.reschedule(now)
+
+
+class Servers:
+    """Keeps the view. `run` looks, until cancelled."""
+
+    def __init__(self, registry: Registry, board: WaitBoard, poll_s: float) -> None:
+        self._registry = registry
+        self._board = board
+        self._poll_s = poll_s
+        self._known: dict[str, Server] = {}
+        self._failing_since: float | None = None
+        self._looked = False
+
+    def all(self) -> list[Server]:
+        """All that are alive, by name."""
+        return [self._known[name] for name in sorted(self._known)]
+
+    def serving(self) -> list[Server]:
+        """Those that take work, by name; those that refuse connections only where there is no other."""
+        now = time.monotonic()
+        serving = [server for server in self.all() if server.record.state == "serving"]
+        return [server for server in serving if not server.is_avoided(now)] or serving
+
+    def named(self, server_id: str) -> Server | None:
+        return self._known.get(server_id)
+
+    def at(self, url: str) -> Server | None:
+        """The server at an address; None for an address that nobody announces."""
+        return next((server for server in self._known.values() if server.record.url == url), None)
+
+    def not_ready(self) -> list[str]:
+        """Why the gateway cannot do its work; nothing when it can."""
+        reasons = []
+        if self._failing_since is not None:
+            since = time.monotonic() - self._failing_since
+            reasons.append(f"the registry cannot be read for {since:.1f} s: servers may have come or gone")
+        if not any(server.record.state == "serving" for server in self._known.values()):
+            reasons.append("no rollout server is serving" if self._looked else "looking for rollout servers")
+        return reasons
+
+    async def run(self) -> None:
+        """Look again and again, and say on the wait board when there is nobody to send calls to."""
+        waiting = False
+        while True:
+            await self.look()
+            lacking = not self.serving()
+            if lacking != waiting and self._failing_since is None:
+                waiting = await self._say(lacking)
+            await asyncio.sleep(self._poll_s)
+
+    async def look(self) -> None:
+        """Read the registry once; a failure leaves the last view standing."""
+        try:
+            async with asyncio.timeout(_LOOK_WITHIN_S):
+                records = await self._registry.servers()
+        except (RedisError, OSError, TimeoutError, msgspec.MsgspecError) as error:
+            if self._failing_since is None:
+                self._failing_since = time.monotonic()
+                _log.warning("the registry cannot be read: the last view of the servers stands", error=repr(error))
+            return
+        if self._failing_since is not None:
+            _log.info("the registry can be read again", after_s=round(time.monotonic() - self._failing_since, 1))
+        self._failing_since, self._looked = None, True
+        self._take(records)
+
+    def _take(self, records: list[ServerRecord]) -> None:
+        seen = {record.server_id: record for record in records}
+        for name, server in list(self._known.items()):
+            record = seen.get(name)
+            if record is not None and record.incarnation == server.record.incarnation:
+                if record.state != server.record.state:
+                    _log.info("rollout server changed", server=name, state=record.state)
+                server.renew(record)
+                continue
+            del self._known[name]
+            server.gone()
+            _log.warning("rollout server gone", server=name, url=server.record.url)
+        for name, record in seen.items():
+            if name not in self._known:
+                self._known[name] = Server(record)
+                _log.info("rollout server found", server=name, url=record.url, state=record.state)
+
+    async def _say(self, lacking: bool) -> bool:
+        """Post or clear the wait; returns whether it stands on the board."""
+        try:
+            async with asyncio.timeout(_LOOK_WITHIN_S):
+                await (self._board.post("a rollout server that takes calls") if lacking else self._board.clear())
+        except (RedisError, OSError, TimeoutError):
+            return not lacking
+        return lacking

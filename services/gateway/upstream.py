@@ -1,0 +1,126 @@
+"""One try of a call at one server: sent as it is, and either answered, or failed in a way that another try can mend."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from services.gateway.proxied_call import ProxiedCall
+from services.gateway.servers import Server
+from services.wire.error_answer import typed_error
+from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError
+from services.wire.mesh_headers import OWNER_URL_HEADER
+
+_CONNECT_WITHIN_S = 2.0
+# Shorter than servers keep idle connections: whoever closes first must be the one who would reuse it.
+_KEEP_ALIVE_S = 30.0
+_ASK_WITHIN = aiohttp.ClientTimeout(total=10.0)
+_PASSING = (NotReadyError.code, DrainingError.code)
+
+
+class TryFailedError(RollmeshError):
+    """A try came to nothing and the same call may be sent again. `owner_url`: the server that it should be sent to."""
+
+    status = 502
+
+    def __init__(self, why: str, owner_url: str | None = None) -> None:
+        super().__init__(why)
+        self.owner_url = owner_url
+
+
+class _Detail(msgspec.Struct):
+    code: str = ""
+    message: str = ""
+
+
+class _Error(msgspec.Struct):
+    error: _Detail
+
+
+_error = msgspec.json.Decoder(_Error)
+
+
+class Upstream:
+    """Sends calls to servers over kept connections. An async context manager."""
+
+    async def __aenter__(self) -> Upstream:
+        # aiohttp's client costs a tenth of httpx's CPU a call; what it would add or change by itself is turned off.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_WITHIN_S),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    @asynccontextmanager
+    async def sending(self, server: Server, call: ProxiedCall) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The server's answer, its head read, its body not; only one that is worth telling the agent.
+
+        There is no time limit on an answer, for a draw takes as long as it takes: the wait ends with the server's lease,
+        or when the agent hangs up. Raises TryFailedError, also for what happens while the block reads the body.
+        """
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                with server.trying(limit, call):
+                    async with self._session.request(
+                        call.method,
+                        URL(server.record.url + call.target, encoded=True),
+                        data=call.body or None,
+                        headers=call.headers,
+                        allow_redirects=False,
+                    ) as response:
+                        await _refuse_passing(response)
+                        yield response
+        except aiohttp.ClientConnectorError as error:
+            server.avoid()
+            raise TryFailedError(f"no connection ({error.os_error.strerror or error.os_error})") from error
+        except aiohttp.ServerTimeoutError as error:
+            server.avoid()
+            raise TryFailedError(f"no connection within {_CONNECT_WITHIN_S:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError) and not limit.expired():
+                raise
+            why = "its lease ran out" if limit.expired() else f"the connection broke ({str(error) or repr(error)})"
+            raise TryFailedError(why) from error
+
+    async def drain(self, server: Server, authorization: str | None) -> None:
+        """Ask a server to drain. Raises the typed error that it answers, RollmeshError when it does not answer."""
+        url = f"{server.record.url}/admin/drain"
+        headers = {} if authorization is None else {"Authorization": authorization}
+        try:
+            async with self._session.post(url, json={}, headers=headers, timeout=_ASK_WITHIN) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise RollmeshError(f"server {server.name} did not answer {url} ({error!r})", "see its log") from error
+        if response.status >= 400:
+            raise typed_error(f"POST {url}", response.status, response.headers.get("Retry-After"), content)
+
+
+async def _refuse_passing(response: aiohttp.ClientResponse) -> None:
+    """Raise TryFailedError for an answer that says: not here, or not now."""
+    status = response.status
+    if status < 421 or status not in (HeldElsewhereError.status, 502, 503):
+        return
+    if status == HeldElsewhereError.status:
+        raise TryFailedError("another server holds the session", response.headers.get(OWNER_URL_HEADER))
+    detail = _detail(await response.read())
+    if status == 502 or detail.code in _PASSING:
+        raise TryFailedError(f"it answered {status} ({detail.message or response.reason})")
+
+
+def _detail(body: bytes) -> _Detail:
+    try:
+        return _error.decode(body).error
+    except msgspec.MsgspecError:
+        return _Detail()

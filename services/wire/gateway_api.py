@@ -1,0 +1,46 @@
+"""HTTP bodies of the gateway's own routes, and of the drain that it asks a rollout server for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from services.wire.rollout_api import Body
+
+
+class KnownServer(Body):
+    """A rollout server as the gateway sees it: what it announces (`services.registry`), and what stands between them."""
+
+    server_id: str
+    incarnation: str
+    url: str
+    state: Literal["serving", "draining"]
+    model: str
+    policy_version: int
+    kv_policy: str
+    running: int
+    waiting: int
+    max_running: int
+    open_sessions: int
+    in_flight: int
+    """Calls that draw, sent by this gateway and not answered."""
+
+
+class KnownServers(Body):
+    """`GET /admin/servers`."""
+
+    servers: list[KnownServer]
+    not_ready: list[str]
+    """Why this view may be wrong or of no use; empty when it is sound."""
+
+
+class DrainServer(Body):
+    """`POST /admin/drain` at the gateway: which server shall let go of its work and end."""
+
+    server_id: str
+
+
+class Draining(Body):
+    """The answer to `POST /admin/drain`, at the gateway and at a rollout server: 202."""
+
+    server_id: str
+    state: Literal["draining"] = "draining"

@@ -1,0 +1,149 @@
+"""The gateway in front of servers that behave: calls are passed through whole, and go where their session is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from tests.support.fake_servers import FakeServer
+from tests.support.gateway_host import gateway, mesh
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def chat(session: dict[str, Any]) -> str:
+    return f"/sessions/{session['session_id']}/v1/chat/completions"
+
+
+def holder(servers: list[FakeServer], session: dict[str, Any]) -> FakeServer:
+    return next(server for server in servers if server.name == session["server"])
+
+
+async def test_a_session_is_served_by_the_server_that_opened_it(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "abc") as (host, servers):
+        for _ in range(12):
+            session = await host.open()
+            key = {"Authorization": f"Bearer {session['api_key']}"}
+            for path, headers in (
+                (chat(session), {}),
+                ("/v1/chat/completions", key),
+                ("/v1/completions", {"X-Session-ID": session["session_id"]}),
+            ):
+                answer = await host.http.post(path, json=CHAT, headers=headers)
+                assert answer.json()["server"] == session["server"]
+        refused = [seen for server in servers for seen in server.seen if seen.path == "/admin"]
+        assert refused == []
+        # None was sent to a server that does not hold it: the three kinds of naming are understood at once.
+        assert sum(len(server.seen) for server in servers) == 12 * 4
+
+
+async def test_new_sessions_are_spread_over_all_servers(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "abc") as (host, _):
+        opened = await asyncio.gather(*(host.open() for _ in range(30)))
+        counts = [sum(each["server"] == name for each in opened) for name in "abc"]
+        assert counts == [10, 10, 10]
+
+
+async def test_siblings_of_a_group_are_opened_on_one_server(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "abc") as (host, _):
+        for group in range(6):
+            siblings = await asyncio.gather(*(host.open(group_id=f"g{group}", group_size=4) for _ in range(4)))
+            assert len({each["server"] for each in siblings}) == 1
+
+
+async def test_a_gateway_that_knows_nothing_finds_the_holder(redis_url: str, run_id: str) -> None:
+    """Nothing is lost with a gateway: a new one guesses, and the server that it asks knows better."""
+    async with mesh(redis_url, run_id, "abc") as (first, servers):
+        sessions = [await first.open() for _ in range(9)]
+        groups = (await first.http.post("/groups", json={"group_size": 2})).json()
+        async with gateway(redis_url, run_id) as second:
+            await second.until_known(a="serving", b="serving", c="serving")
+            for session in sessions:
+                for _ in range(2):
+                    answer = await second.http.post(chat(session), json=CHAT)
+                    assert answer.json()["server"] == session["server"]
+            turns = await second.http.post(f"/groups/{groups['group_id']}/turns", json={"turns": []})
+            assert turns.status_code == 200
+        hops = [
+            len([seen for seen in server.seen if seen.path == chat(each)]) for each in sessions for server in servers
+        ]
+        assert max(hops) <= 2, "the holder was not remembered"
+
+
+async def test_calls_and_answers_pass_unchanged(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "a") as (host, (server,)):
+        body = b'{"odd":   "spacing", "\xc3\xbc": 1}'
+        answer = await host.http.post(
+            "/sessions/made-up%20id/x?format=tokens&after=%2B",
+            content=body,
+            headers={
+                "x-kept": "yes",
+                "connection": "keep-alive, x-hop",
+                "te": "trailers",
+                "x-rollmesh-base-url": "lie",
+            },
+        )
+        (seen,) = server.seen
+        assert seen.path == "/sessions/made-up%20id/x?format=tokens&after=%2B"
+        assert seen.body == body
+        assert seen.headers["x-kept"] == "yes"
+        assert seen.headers["x-rollmesh-base-url"] == host.url
+        assert "te" not in seen.headers
+        assert len(seen.call) == 32
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"] == "no such session"
+        named = await host.http.get("/run", headers={"x-rollmesh-call": "mine"})
+        assert named.status_code == 200
+        assert server.seen[-1].call == "mine"
+
+
+async def test_streams_pass_as_they_come(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "a") as (host, (server,)):
+        session = await host.open()
+        server.hold.clear()
+        async with host.http.stream("POST", chat(session), json=CHAT | {"stream": True}) as answer:
+            assert answer.headers["content-type"] == "text/event-stream"
+            chunks = answer.aiter_raw()
+            # The rest is not drawn before the first has arrived here.
+            assert (await anext(chunks)).startswith(b"data: 1/0")
+            server.hold.set()
+            rest = b"".join([chunk async for chunk in chunks])
+        assert rest == b"".join(server.world.answers[server.seen[-1].call][1:])
+
+
+async def test_other_refusals_are_the_agents_to_see(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "ab") as (host, servers):
+        for server in servers:
+            server.custom = lambda seen: (429, [b'{"error": {"code": "capacity"}}'])
+        answer = await host.http.post("/sessions", json={})
+        assert (answer.status_code, answer.json()) == (429, {"error": {"code": "capacity"}})
+        assert sum(len(server.seen) for server in servers) == 1
+
+
+async def test_an_agent_that_hangs_up_ends_the_call(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "a") as (host, (server,)):
+        session = await host.open()
+        server.hold.clear()
+        async with httpx.AsyncClient(base_url=host.url) as impatient:
+            async with asyncio.timeout(5.0):
+                while server.hung_up < 2:
+                    for body in (CHAT, CHAT | {"stream": True}):
+                        try:
+                            await impatient.post(chat(session), json=body, timeout=0.1)
+                        except httpx.TimeoutException:
+                            continue
+        await host.until_known(a="serving")
+        assert [each["in_flight"] for each in await host.servers()] == [0]
+
+
+async def test_engines_are_not_operated_through_the_gateway(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "a") as (host, (server,)):
+        for path in ("/pause", "/resume", "/update_weights", "/abort_requests", "/weights/commit", "/inference/v2/x"):
+            answer = await host.http.post(path, json={})
+            assert answer.status_code == 404
+            assert "at its rollout server itself" in answer.json()["error"]["message"]
+        too_large = await host.http.post("/sessions", content=b"x" * (1 << 20) + b"y")
+        assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "request_too_large")
+        assert server.seen == []
