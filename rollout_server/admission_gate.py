@@ -1,8 +1,10 @@
 """Waiting for admission: first come first served, one Redis call for everybody who waits.
 
 open() ──► queue ──► pump: one ledger call for the whole queue ──► admitted, ordinal
-             ▲         │ refused: sleep until a commit, a deadline, or the poll interval
+             ▲         │ refused: sleep until a commit or a closing here, a deadline, or the poll interval
              └─────────┘ (other servers share the account, so what closes the gate may change without us)
+
+Who is refused at the end of his wait is told when to ask again, by the pace of commits and closings seen here.
 """
 
 from __future__ import annotations
@@ -10,14 +12,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
 from redis.exceptions import RedisError
 
-from services.ledger import ADMISSION_CLOSED, HELD_ELSEWHERE, RUN_CONCLUDED, Ledger
+from services.admission_account import (
+    ADMISSION_CLOSED,
+    HELD_ELSEWHERE,
+    RUN_CONCLUDED,
+    Admitted,
+    Asking,
+    OpenGroupRecord,
+)
+from services.ledger import Ledger
+from services.policies.admission import LOOKAHEAD, AdmissionRules, Closed, Places, places
+from services.policies.retry_after import UNKNOWN_S, RetryEstimate
 from services.waits import WaitBoard
 from services.wire.errors import CapacityError, ConcludedError, ConflictError, NotReadyError, RollmeshError
 
@@ -32,10 +44,28 @@ _log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
+    """`ends` and `since` on the monotonic clock, `asked_at` in Unix seconds. `ahead`: how many came before him."""
+
     group_id: str
     ends: float
     since: float
+    asked_at: float = field(default_factory=time.time)
+    ahead: int = 0
+    queued: bool = False
+    """In Redis too: others leave him his place."""
     ordinal: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """What the account looked like when it last let somebody wait."""
+
+    left: Places
+    straggler: OpenGroupRecord | None
+
+    @property
+    def named(self) -> tuple[Closed, int | None]:
+        return self.left.closed_by, None if self.straggler is None else self.straggler.ordinal
 
 
 class AdmissionGate:
@@ -50,23 +80,26 @@ class AdmissionGate:
         base_version: int,
         k: int,
         batch: int,
+        lookahead: int = LOOKAHEAD,
         engine_version: Callable[[], int],
         poll_s: float = POLL_S,
     ) -> None:
         self._ledger = ledger
         self._board = board
         self._server_id = server_id
-        self._base_version = base_version
-        self._k = k
-        self._batch = batch
+        self._rules = AdmissionRules(base_version=base_version, k=k, batch=batch, lookahead=lookahead)
         self._engine_version = engine_version
         self._poll_s = poll_s
         self._queue: deque[_Waiter] = deque()
         self._wake = asyncio.Event()
         self._closed: RollmeshError | None = None
-        self._posted = False
+        self._estimate = RetryEstimate(self._rules, engine_version(), time.monotonic())
+        self._refusal: _Refusal | None = None
+        self._posted: tuple[Closed, int | None] | None = None
+        self._leaving: list[str] = []
         # Groups that may be open in the ledger though nobody waits for them any more.
         self._orphans: list[str] = []
+        ledger.on_closing(self._closings)
 
     @property
     def waiting(self) -> int:
@@ -98,7 +131,15 @@ class AdmissionGate:
 
     def notify(self) -> None:
         """Something changed (a commit): try at once."""
+        self._estimate.serves(self._engine_version(), time.monotonic())
         self._wake.set()
+
+    def _closings(self, open_for_s: Sequence[float], *, dropped: bool) -> None:
+        """Groups were closed here. A place is free only where they will not be trained, or their number closed the gate."""
+        self._estimate.closed(open_for_s, time.monotonic())
+        waits_for_commit = self._refusal is None or self._refusal.left.closed_by is Closed.STALENESS
+        if self._queue and (dropped or not waits_for_commit):
+            self._wake.set()
 
     def close(self) -> None:
         """Refuse everybody from now on: the server is shutting down."""
@@ -110,19 +151,22 @@ class AdmissionGate:
         while True:
             await self._sleep()
             self._wake.clear()
+            self._estimate.serves(self._engine_version(), time.monotonic())
             self._forget_cancelled()
-            tried = list(self._queue)[:_AT_ONCE]
+            waiting = list(self._queue)
             try:
-                await self._attempt(tried)
-                await self._close_orphans()
+                if not await self._attempt(waiting[:_AT_ONCE]):
+                    waiting = waiting[:_AT_ONCE]  # the others' turn comes at once
+                    self._wake.set()
+                self._refuse_late(waiting)
+                await self._tidy()
             except RedisError as error:
                 _log.warning("admission failed", error=str(error))
                 self._fail_all(NotReadyError(f"admission needs Redis, which failed ({error})", "try again"))
-            self._refuse_late(tried)
             await self._post()
 
     async def _sleep(self) -> None:
-        if not self._queue and not self._orphans:
+        if not self._queue and not self._orphans and not self._leaving:
             await self._wake.wait()
             return
         now = time.monotonic()
@@ -132,40 +176,52 @@ class AdmissionGate:
                 async with asyncio.timeout(timeout):
                     await self._wake.wait()
 
-    async def _attempt(self, waiters: list[_Waiter]) -> None:
+    async def _attempt(self, waiters: list[_Waiter]) -> bool:
+        """Ask for these; returns whether admission is closed, to those too who wait behind them."""
         version = self._engine_version()
-        if not waiters or version < self._base_version:  # a late joiner: the bus will bring it up to the run's version
-            return
-        group_ids = [waiter.group_id for waiter in waiters]
+        if not waiters or version < self._rules.base_version:
+            # Nobody asks, or a late joiner: the bus will bring it up to the run's version.
+            return True
+        now = time.monotonic()
+        asking = [Asking(waiter.group_id, waiter.asked_at, stays=waiter.ends > now) for waiter in waiters]
         try:
-            ordinals = await self._ledger.open_groups_in_order(
-                group_ids,
-                self._server_id,
-                engine_version=version,
-                base_version=self._base_version,
-                k=self._k,
-                batch=self._batch,
+            admitted = await self._ledger.admission.admit(
+                asking, self._server_id, rules=self._rules, engine_version=version
             )
         except RedisError:
-            self._orphans += group_ids  # the script may have run although its answer was lost
+            self._orphans += [waiter.group_id for waiter in waiters]  # it may have been carried out, its answer lost
             raise
-        for waiter, ordinal in zip(waiters, ordinals, strict=True):
-            if ordinal == ADMISSION_CLOSED:
-                break
+        for waiter, each in zip(waiters, asking, strict=True):
+            waiter.queued = each.stays
+        return self._settle(waiters, admitted, version)
+
+    def _settle(self, waiters: list[_Waiter], admitted: Admitted, version: int) -> bool:
+        refused = False
+        for waiter, answer in zip(waiters, admitted.answers, strict=True):
+            waiter.ahead = answer.ahead
+            if answer.ordinal == ADMISSION_CLOSED:
+                refused = True
+                continue
             self._queue.remove(waiter)
             if waiter.group_id in self._orphans:  # one who asked for it before gave up; now somebody has it
                 self._orphans.remove(waiter.group_id)
             if waiter.ordinal.done():
                 self._orphans.append(waiter.group_id)
-            elif ordinal == RUN_CONCLUDED:
+            elif answer.ordinal == RUN_CONCLUDED:
                 waiter.ordinal.set_exception(ConcludedError("the run has concluded", "no more groups are opened"))
-            elif ordinal == HELD_ELSEWHERE:
+            elif answer.ordinal == HELD_ELSEWHERE:
                 what = f"another rollout server holds group {waiter.group_id}"
                 waiter.ordinal.set_exception(ConflictError(what, "open all siblings of a group on one server"))
             else:
-                waiter.ordinal.set_result(ordinal)
+                waiter.ordinal.set_result(answer.ordinal)
+        left = places(admitted.account, self._rules, version)
+        self._refusal = _Refusal(left, admitted.straggler) if refused else None
+        return refused
 
-    async def _close_orphans(self) -> None:
+    async def _tidy(self) -> None:
+        """Leave the queue for those who wait no more, and close what was opened for nobody."""
+        leaving, self._leaving = self._leaving, []
+        await self._ledger.admission.leave(leaving)
         while self._orphans:
             orphan = self._orphans[0]
             await self._ledger.close_group(orphan, dropped=True)
@@ -173,18 +229,40 @@ class AdmissionGate:
 
     def _forget_cancelled(self) -> None:
         if any(waiter.ordinal.done() for waiter in self._queue):
+            self._leaving += [waiter.group_id for waiter in self._queue if waiter.ordinal.done() and waiter.queued]
             self._queue = deque(waiter for waiter in self._queue if not waiter.ordinal.done())
 
-    def _refuse_late(self, tried: list[_Waiter]) -> None:
+    def _refuse_late(self, waiting: list[_Waiter]) -> None:
         """Refuse those whose time is up. Who came while the ledger was asked for others has yet to be tried."""
         now = time.monotonic()
-        for waiter in tried:
+        for place, waiter in enumerate(waiting):
             if waiter.ends <= now and not waiter.ordinal.done():
-                version = self._engine_version()
-                waiter.ordinal.set_exception(
-                    CapacityError(f"admission is closed while this server serves version {version}", self._poll_s)
-                )
+                ahead = max(waiter.ahead, place)
+                waiter.ordinal.set_exception(CapacityError(self._why_closed(), self._retry_after_s(ahead, now)))
         self._forget_cancelled()
+
+    def _why_closed(self) -> str:
+        why = f"admission is closed while this server serves version {self._engine_version()}"
+        if self._refusal is None or self._refusal.left.closed_by is Closed.STALENESS:
+            return why
+        return f"admission is closed until {self._awaited(self._refusal)}"
+
+    def _awaited(self, refusal: _Refusal) -> str:
+        if refusal.left.closed_by is Closed.OPEN_GROUPS:
+            return f"one of {self._rules.most_open} open groups is closed"
+        if refusal.straggler is None:
+            return "an older group is closed"
+        oldest = refusal.straggler
+        return (
+            f"group {oldest.ordinal} of server {oldest.server_id} is closed, the run being {self._rules.window} ahead"
+        )
+
+    def _retry_after_s(self, ahead: int, now: float) -> float:
+        if self._refusal is None:
+            return UNKNOWN_S
+        straggler = self._refusal.straggler
+        age_s = None if straggler is None else time.time() - straggler.opened_at
+        return self._estimate.refused(self._refusal.left, ahead, age_s, now)
 
     def _fail_all(self, error: RollmeshError) -> None:
         for waiter in self._queue:
@@ -195,16 +273,19 @@ class AdmissionGate:
     async def _post(self) -> None:
         """Say on the wait board what the head of the queue waits for, once it has waited long."""
         waits_long = bool(self._queue) and time.monotonic() - self._queue[0].since > POST_AFTER_S
-        if waits_long == self._posted:
+        posted = self._refusal.named if waits_long and self._refusal is not None else None
+        if posted == self._posted:
             return
         try:
-            if waits_long:
+            if posted is None or self._refusal is None:
+                await self._board.clear()
+            elif self._refusal.left.closed_by is Closed.STALENESS:
                 version = self._engine_version()
                 await self._board.post(
                     f"admission: {self.waiting} groups wait for weights newer than version {version}"
                 )
             else:
-                await self._board.clear()
-            self._posted = waits_long
+                await self._board.post(f"admission: {self.waiting} groups wait until {self._awaited(self._refusal)}")
+            self._posted = posted
         except RedisError as error:
             _log.warning("cannot post a wait", error=str(error))

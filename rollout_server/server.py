@@ -178,6 +178,7 @@ class RolloutServer:
             base_version=base_version,
             k=plan.settings.k,
             batch=plan.settings.rollout.groups_per_step,
+            lookahead=plan.settings.rollout.lookahead,
             engine_version=lambda: self._engine.policy_version,
         )
         _log.info(

@@ -10,7 +10,8 @@
 | trained          | trajectories | the trainer, in one script with the acknowledgement             |
 | dropped{cause}   | trajectories | the trainer (published but never trained), by cause             |
 
-At the end of a run `published == trained + Σ dropped`.
+`opened_groups == closed_groups + open groups` at any moment, whoever is killed; a group counts as dropped once, also where
+a server and two lives of a trainer all find that it is. At the end of a run `published == trained + Σ dropped`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 from redis.asyncio import Redis
 
-from services.policies.admission import admission_limit
+from services.admission_account import AdmissionAccount, Asking, OpenGroupRecord, decode_open_group
+from services.policies.admission import LOOKAHEAD, AdmissionRules
 from services.redis_client import as_text
 from services.run_keys import RunKeys
 from services.wire.errors import NotReadyError
@@ -43,58 +46,33 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.dropped.values())
 
 
-class OpenGroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    server_id: str
-    ordinal: int
-    opened_at: float
-
-
-# Admission must compare and add in one step: two servers share the account. The limit itself comes from the policy.
-# A call repeated because its answer was lost on the way finds its groups open, and answers their ordinals again. A group
-# that another server holds open is not this one's to join.
-_OPEN = """
-local concluded = redis.call('HGET', KEYS[1], 'concluded') == '1'
-local opened = tonumber(redis.call('HGET', KEYS[1], 'opened_groups') or '0')
-local dropped = tonumber(redis.call('HGET', KEYS[1], 'dropped_groups') or '0')
-local ordinals, fields = {}, {}
-for i = 4, #ARGV do
-  local known = redis.call('HGET', KEYS[2], ARGV[i])
-  if known then
-    local record = cjson.decode(known)
-    ordinals[#ordinals + 1] = record[2] == ARGV[2] and record[1] or -3
-  elseif concluded then ordinals[#ordinals + 1] = -2
-  elseif opened - dropped >= tonumber(ARGV[1]) then ordinals[#ordinals + 1] = -1
-  else
-    ordinals[#ordinals + 1] = opened
-    fields[#fields + 1] = ARGV[i]
-    fields[#fields + 1] = cjson.encode({opened, ARGV[2], ARGV[3]})
-    opened = opened + 1
-  end
-end
-if #fields > 0 then
-  redis.call('HSET', KEYS[1], 'opened_groups', opened)
-  redis.call('HSET', KEYS[2], unpack(fields))
-end
-return ordinals
-"""
-
 # A group of which something is in the stream is the trainer's to drop, or both would count it.
 _CLOSE = """
-local closed, dropped = 0, 0
+local opened_at, dropped = {}, 0
 for i = 2, #ARGV do
-  if redis.call('HDEL', KEYS[2], ARGV[i]) == 1 then
-    closed = closed + 1
-    if redis.call('HDEL', KEYS[3], ARGV[i]) == 0 and ARGV[1] == '1' then dropped = dropped + 1 end
+  local record = redis.call('HGET', KEYS[2], ARGV[i])
+  if record then
+    redis.call('HDEL', KEYS[2], ARGV[i])
+    opened_at[#opened_at + 1] = tostring(cjson.decode(record)[3])
+    local published = redis.call('HDEL', KEYS[3], ARGV[i]) == 1
+    if ARGV[1] == '1' and not published then dropped = dropped + redis.call('SADD', KEYS[4], ARGV[i]) end
   end
 end
-if closed > 0 then redis.call('HINCRBY', KEYS[1], 'closed_groups', closed) end
+if #opened_at > 0 then redis.call('HINCRBY', KEYS[1], 'closed_groups', #opened_at) end
 if dropped > 0 then redis.call('HINCRBY', KEYS[1], 'dropped_groups', dropped) end
-return closed
+return opened_at
 """
 
-ADMISSION_CLOSED = -1
-RUN_CONCLUDED = -2
-HELD_ELSEWHERE = -3
+_DROP = """
+local dropped = redis.call('SADD', KEYS[2], ARGV[1])
+if dropped == 1 then redis.call('HINCRBY', KEYS[1], 'dropped_groups', 1) end
+return dropped
+"""
+
+
+class ClosingListener(Protocol):
+    def __call__(self, open_for_s: Sequence[float], *, dropped: bool) -> None:
+        """Groups were closed that had been open for so many seconds. Must not block."""
 
 
 class Ledger:
@@ -103,26 +81,31 @@ class Ledger:
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._redis = redis
         self._keys = RunKeys(run_id)
-        self._open = redis.register_script(_OPEN)
+        self.admission = AdmissionAccount(redis, run_id)
         self._close = redis.register_script(_CLOSE)
+        self._drop = redis.register_script(_DROP)
+        self._listeners: list[ClosingListener] = []
+
+    def on_closing(self, listener: ClosingListener) -> None:
+        """Tell `listener` of the groups that are closed through this object; others' closings it does not hear of."""
+        self._listeners.append(listener)
 
     async def open_group(
-        self, group_id: str, server_id: str, *, engine_version: int, base_version: int, k: int, batch: int
+        self,
+        group_id: str,
+        server_id: str,
+        *,
+        engine_version: int,
+        base_version: int,
+        k: int,
+        batch: int,
+        lookahead: int = LOOKAHEAD,
     ) -> int:
-        """Open a group if the admission policy allows it; returns its ordinal, or ADMISSION_CLOSED or another of those."""
-        ordinals = await self.open_groups_in_order(
-            [group_id], server_id, engine_version=engine_version, base_version=base_version, k=k, batch=batch
-        )
-        return ordinals[0]
-
-    async def open_groups_in_order(
-        self, group_ids: Sequence[str], server_id: str, *, engine_version: int, base_version: int, k: int, batch: int
-    ) -> list[int]:
-        """`open_group` for several, first come first served, in one round trip: an answer for each of `group_ids`."""
-        limit = admission_limit(engine_version, base_version, k, batch)
-        keys = [self._keys.accounts, self._keys.open_groups]
-        ordinals = await self._open(keys=keys, args=[limit, server_id, repr(time.time()), *group_ids])
-        return [int(ordinal) for ordinal in ordinals]
+        """Open a group if admission allows it now; returns its ordinal, or ADMISSION_CLOSED or another of those."""
+        rules = AdmissionRules(base_version=base_version, k=k, batch=batch, lookahead=lookahead)
+        asking = [Asking(group_id, time.time())]
+        admitted = await self.admission.admit(asking, server_id, rules=rules, engine_version=engine_version)
+        return admitted.answers[0].ordinal
 
     async def close_group(self, group_id: str, *, dropped: bool = False) -> bool:
         """Take a group off the open account (once).
@@ -134,8 +117,14 @@ class Ledger:
 
     async def close_groups(self, group_ids: Sequence[str], *, dropped: bool = False) -> int:
         """`close_group` for several in one round trip; returns how many were open."""
-        keys = [self._keys.accounts, self._keys.open_groups, self._keys.published_groups]
-        return int(await self._close(keys=keys, args=["1" if dropped else "0", *group_ids]))
+        keys = [self._keys.accounts, self._keys.open_groups, self._keys.published_groups, self._keys.dropped_groups]
+        opened_at = await self._close(keys=keys, args=["1" if dropped else "0", *group_ids])
+        if opened_at:
+            now = time.time()
+            open_for_s = [max(0.0, now - float(each)) for each in opened_at]
+            for listener in self._listeners:
+                listener(open_for_s, dropped=dropped)
+        return len(opened_at)
 
     async def still_open(self, group_ids: Sequence[str]) -> set[str]:
         """Those of the groups of which more may come."""
@@ -157,9 +146,10 @@ class Ledger:
         found = await self._redis.hget(self._keys.stream_ids, trajectory_id)
         return None if found is None else as_text(found)
 
-    async def drop_closed_group(self) -> None:
-        """Count a group that was closed in good order but will never be trained, so that admission makes up for it."""
-        await self._redis.hincrby(self._keys.accounts, "dropped_groups", 1)
+    async def drop_group(self, group_id: str) -> bool:
+        """Count a group of the stream that will never be trained, so that admission makes up for it: once only."""
+        keys = [self._keys.accounts, self._keys.dropped_groups]
+        return bool(await self._drop(keys=keys, args=[group_id]))
 
     async def begin(self, base_version: int) -> int:
         """Set the version that the run starts from, once; returns the one in force."""
@@ -194,13 +184,8 @@ class Ledger:
 
     async def open_groups(self) -> dict[str, OpenGroupRecord]:
         """Groups that were opened and neither finished nor expired."""
-        records = {}
-        for group_id, packed in (await self._redis.hgetall(self._keys.open_groups)).items():
-            ordinal, server_id, opened_at = msgspec.json.decode(packed)
-            records[as_text(group_id)] = OpenGroupRecord(
-                server_id=server_id, ordinal=int(ordinal), opened_at=float(opened_at)
-            )
-        return records
+        found = await self._redis.hgetall(self._keys.open_groups)
+        return {as_text(group_id): decode_open_group(packed) for group_id, packed in found.items()}
 
 
 def _text(mapping: dict[bytes, bytes]) -> dict[str, str]:

@@ -43,6 +43,21 @@ class RunKeys:
         return self._key("published-groups")
 
     @property
+    def dropped_groups(self) -> str:
+        """Set: groups that count as dropped, so that none does twice."""
+        return self._key("dropped-groups")
+
+    @property
+    def admission_queue(self) -> str:
+        """Sorted set: groups that wait for admission, by when they were asked for."""
+        return self._key("admission-queue")
+
+    @property
+    def admission_leases(self) -> str:
+        """Sorted set: the same groups, by when their servers must have asked again."""
+        return self._key("admission-leases")
+
+    @property
     def session_secret(self) -> str:
         """What the run's session keys are made with."""
         return self._key("session-secret")

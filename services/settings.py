@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from services.policies.admission import LOOKAHEAD
 from services.wire.errors import UsageError
 from services.wire.task_name import parse_task
 
@@ -52,6 +53,9 @@ class RolloutSettings(Section):
     group_size: int = Field(default=8, ge=2, description="Answers to each prompt")
     temperature: float = Field(default=1.0, gt=0.0)
     max_tokens: int = Field(default=24, ge=1, description="Longest answer, in tokens, a turn")
+    lookahead: int = Field(
+        default=LOOKAHEAD, ge=1, description="How far the run may pass its oldest open group, in (k + 1) · batch groups"
+    )
     group_timeout_s: float = Field(default=120.0, gt=0.0, description="A group idle for longer is dropped")
     episode_timeout_s: float = Field(default=600.0, gt=0.0, description="Longest time an episode may take")
     threads: int = Field(default=1, ge=1, description="Torch threads of an engine on CPU")

@@ -191,15 +191,16 @@ class Intake:
         return verdict
 
     async def _drop(self, verdict: Verdict) -> None:
+        # The group first: once its entries are settled, the successor of a trainer that dies here would not hear of it.
+        for group in verdict.spoiled:
+            _log.warning("group will never be trained", group=group)
+            await self._ledger.drop_group(group)
         by_cause: dict[DropCause, list[str]] = defaultdict(list)
         for drop in verdict.drops:
             by_cause[drop.cause].append(drop.entry)
         for cause, entries in by_cause.items():
             await self._reader.acknowledge_dropped(cause, entries)
             self.forget(entries)
-        for group in verdict.spoiled:
-            _log.warning("group will never be trained", group=group)
-            await self._ledger.drop_closed_group()
 
     async def _sweep(self, trained: Collection[str]) -> None:
         """Read again what was delivered and never settled: the reply to a read may have been lost with its connection."""

@@ -1,30 +1,118 @@
-"""Admission: how many groups may be open so that tokens over K stay rare.
+"""Admission: how many groups may be open, so that tokens over K stay rare and no straggler stops the run.
 
 Symbols: `batch` groups an optimizer step consumes; `v` the version an engine serves; `v0` the version the run started
-from; `opened` groups ever opened, `dropped` those that will never be trained.
+from. Of the run's account: `opened` groups ever opened (their ordinals are 0 … opened − 1), `dropped` those that will
+never be trained, `open` those that were opened and not closed, `oldest` the ordinal of the oldest that is open.
+A group may be opened when all three rules leave a place for it:
 
-The group with ordinal `n` (not counting dropped ones) is consumed, first in first out, by the step that starts from
-version `v0 + ⌊n / batch⌋`. Started under `v`, its first token will then be `v0 + ⌊n / batch⌋ − v` steps old. That is ≤ K
-exactly when
+    staleness    opened − dropped  <  (v − v0 + K + 1) · batch                                          (1)
+    open groups  open              <  (K + 1) · batch                                                  (2)
+    look-ahead   opened            <  oldest + L · (K + 1) · batch            while any group is open   (3)
 
-    n  <  (v − v0 + K + 1) · batch                                                                  (1)
+(1) The group with ordinal `n` (not counting dropped ones) is consumed, first in first out, by the step that starts from
+version `v0 + ⌊n / batch⌋`. Started under `v`, its first token will then be `v0 + ⌊n / batch⌋ − v` steps old: ≤ K exactly
+when (1) holds. Since `v − v0` steps have consumed `(v − v0) · batch` groups, at most `(K + 1) · batch` are neither
+consumed nor dropped. K = 0 admits the next batch only when the engine serves the weights of the step before: exactly
+synchronous.
 
-Since `v − v0` steps have consumed `(v − v0) · batch` groups, at most `(K + 1) · batch` groups are open at once.
-K = 0 admits the next batch only when the engine serves the weights of the step before: exactly synchronous.
+(2) A straggler is not consumed, so it keeps its place under (1). Not so a group that the trainer has dropped, or
+consumed, and that its server has not closed yet: (1) would let another in beside it for as long as it stays open.
+
+(3) A batch does not wait for a straggler: without a bound the run would pass it for ever, and all that it has to say
+would be too old. At the bound everybody waits for that one group. It ends, at the latest by the idle time or the deadline
+of its sessions, and the wait with it. Ordinals of dropped groups count, so that a run which drops all it opens stops too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
 
-def admission_limit(engine_version: int, base_version: int, k: int, batch: int) -> int:
-    """The right-hand side of (1): how many groups (less dropped ones) may have been opened in all."""
-    if k < 0 or batch < 1:
-        raise ValueError(f"K must be ≥ 0 and batch ≥ 1, got K={k}, batch={batch}")
-    if engine_version < base_version:
-        raise ValueError(f"an engine at version {engine_version} is older than the run's first version {base_version}")
-    return (engine_version - base_version + k + 1) * batch
+LOOKAHEAD = 8
 
 
-def may_open(opened: int, dropped: int, engine_version: int, base_version: int, k: int, batch: int) -> bool:
-    """Whether one more group may be opened by an engine that serves `engine_version`."""
-    return opened - dropped < admission_limit(engine_version, base_version, k, batch)
+class Closed(StrEnum):
+    """The rule that lets nobody in."""
+
+    STALENESS = "staleness"
+    OPEN_GROUPS = "open_groups"
+    LOOKAHEAD = "lookahead"
+
+
+@dataclass(frozen=True)
+class Account:
+    """A run's groups as the ledger counts them. `oldest` is `opened` where no group is open."""
+
+    opened: int
+    dropped: int
+    open: int
+    oldest: int
+
+
+@dataclass(frozen=True)
+class AdmissionRules:
+    """What a run's groups are admitted by. Raises ValueError for bounds that would admit nothing."""
+
+    base_version: int
+    k: int
+    batch: int
+    lookahead: int = LOOKAHEAD
+    """`L`: in multiples of (K + 1) · batch groups."""
+
+    def __post_init__(self) -> None:
+        if self.k < 0 or self.batch < 1 or self.lookahead < 1:
+            raise ValueError(
+                f"K must be ≥ 0, batch and look-ahead ≥ 1, got K={self.k}, batch={self.batch}, "
+                f"look-ahead={self.lookahead}"
+            )
+
+    @property
+    def most_open(self) -> int:
+        """The right-hand side of (2)."""
+        return (self.k + 1) * self.batch
+
+    @property
+    def window(self) -> int:
+        """How far, in groups, an ordinal may lie ahead of the oldest open one: the second term of (3)."""
+        return self.lookahead * self.most_open
+
+    def limit(self, engine_version: int) -> int:
+        """The right-hand side of (1): how many groups (less dropped ones) may have been opened in all."""
+        if engine_version < self.base_version:
+            raise ValueError(
+                f"an engine at version {engine_version} is older than the run's first version {self.base_version}"
+            )
+        return (engine_version - self.base_version + self.k + 1) * self.batch
+
+
+@dataclass(frozen=True)
+class Places:
+    """How many groups each rule would still let in; negative where the account is over it."""
+
+    staleness: int
+    open_groups: int
+    lookahead: int
+
+    @property
+    def free(self) -> int:
+        return min(self.staleness, self.open_groups, self.lookahead)
+
+    @property
+    def closed_by(self) -> Closed:
+        """The rule that leaves the fewest."""
+        if self.free == self.staleness:
+            return Closed.STALENESS
+        return Closed.OPEN_GROUPS if self.free == self.open_groups else Closed.LOOKAHEAD
+
+    def admit(self, ahead: int) -> bool:
+        """Whether one may enter before whom `ahead` others wait: each of them is owed a place first."""
+        return ahead < self.free
+
+
+def places(account: Account, rules: AdmissionRules, engine_version: int) -> Places:
+    """What the three rules leave, for a server whose engine serves `engine_version`."""
+    return Places(
+        staleness=rules.limit(engine_version) - (account.opened - account.dropped),
+        open_groups=rules.most_open - account.open,
+        lookahead=account.oldest + rules.window - account.opened,
+    )

@@ -12,6 +12,7 @@ from typing import Protocol
 import httpx
 import pytest
 
+from services.ledger import Ledger
 from services.settings import RunSettings
 from services.stream import TrajectoryWriter
 from services.waits import read_waits
@@ -63,12 +64,19 @@ async def commit(host: Host, version: int) -> None:
     assert committed.json()["version"] == version
 
 
+async def close_all(host: Host) -> None:
+    """All that is open is finished, and the server hears nothing of it."""
+    ledger = Ledger(host.redis, host.run_id)
+    await ledger.close_groups(list(await ledger.open_groups()))
+
+
 async def test_k_0_lets_in_one_batch_a_version(host: Host) -> None:
     assert [(await host.open())["ordinal"] for _ in range(2)] == [0, 1]
     refused = await host.try_open()
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "1"
     assert refused.json()["error"]["code"] == "capacity"
+    await close_all(host)
     await commit(host, 1)
     opened = await host.open()
     assert (opened["ordinal"], opened["policy_version"]) == (2, 1)
@@ -81,12 +89,14 @@ async def test_a_commit_wakes_those_who_wait_in_their_order(host: Host) -> None:
     for position in range(4):
         waiting.append(asyncio.create_task(host.open(wait_s=10.0)))
         await until_waiting(host, position + 1)
+    await close_all(host)
     started = time.monotonic()
     await commit(host, 1)
     first = await asyncio.gather(*waiting[:2])
     assert time.monotonic() - started < 1.0
     assert [group["ordinal"] for group in first] == [2, 3]
     assert not waiting[2].done()
+    await close_all(host)
     await commit(host, 2)
     assert [group["ordinal"] for group in await asyncio.gather(*waiting[2:])] == [4, 5]
 
@@ -103,7 +113,11 @@ async def test_a_dropped_group_makes_room_although_nobody_here_was_told(host: Ho
         await host.open()
     waiting = asyncio.create_task(host.open(wait_s=10.0))
     await until_waiting(host, 1)
-    await host.ledger.drop_closed_group()
+    # Found by the trainer to be unfit: its places are two, as it is still open.
+    (first, _) = await host.ledger.open_groups()
+    assert await host.ledger.drop_group(first)
+    assert not waiting.done()
+    await Ledger(host.redis, host.run_id).close_group(first)
     assert (await waiting)["ordinal"] == 2
 
 
@@ -133,9 +147,10 @@ async def test_a_client_that_gives_up_waiting_is_not_let_in_later(host: Host) ->
     await until_waiting(host, 1)
     hasty.cancel()
     await until_waiting(host, 0)
+    await close_all(host)
     await commit(host, 1)
     assert [(await host.open())["ordinal"] for _ in range(2)] == [2, 3]
-    assert len(await host.ledger.open_groups()) == 4
+    assert len(await host.ledger.open_groups()) == 2
 
 
 async def test_two_servers_share_one_account(serve: Serve, host: Host) -> None:

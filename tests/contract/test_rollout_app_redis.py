@@ -40,7 +40,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 @asynccontextmanager
 async def gate_of(
-    redis: Redis, run_id: str, serving: Serving, *, base_version: int = 0, poll_s: float = FOREVER
+    redis: Redis, run_id: str, serving: Serving, *, base_version: int = 0, batch: int = 2, poll_s: float = FOREVER
 ) -> AsyncIterator[AdmissionGate]:
     gate = AdmissionGate(
         Ledger(redis, run_id),
@@ -48,7 +48,7 @@ async def gate_of(
         server_id="s0",
         base_version=base_version,
         k=0,
-        batch=2,
+        batch=batch,
         engine_version=lambda: serving.version,
         poll_s=poll_s,
     )
@@ -66,6 +66,7 @@ async def test_a_commit_opens_the_gate_without_a_poll(redis: Redis, run_id: str)
         assert [await gate.open(name, FOREVER) for name in "ab"] == [0, 1]
         waiting = asyncio.create_task(gate.open("c", FOREVER))
         await until(lambda: gate.waiting == 1)
+        await Ledger(redis, run_id).close_groups(["a", "b"])
         serving.version = 1
         gate.notify()
         assert await waiting == 2
@@ -73,8 +74,7 @@ async def test_a_commit_opens_the_gate_without_a_poll(redis: Redis, run_id: str)
 
 async def test_many_who_wait_cost_one_call_and_come_in_order(redis: Redis, run_id: str) -> None:
     serving = Serving()
-    async with gate_of(redis, run_id, serving) as gate, asyncio.timeout(10):
-        serving.version = 49
+    async with gate_of(redis, run_id, serving, batch=100) as gate, asyncio.timeout(10):
         waiting = [asyncio.create_task(gate.open(f"g{i}", FOREVER)) for i in range(100)]
         assert await asyncio.gather(*waiting) == list(range(100))
         with pytest.raises(CapacityError):
@@ -83,8 +83,7 @@ async def test_many_who_wait_cost_one_call_and_come_in_order(redis: Redis, run_i
 
 async def test_nobody_is_refused_untried_although_he_does_not_wait(redis: Redis, run_id: str) -> None:
     serving = Serving()
-    serving.version = 9
-    async with gate_of(redis, run_id, serving) as gate, asyncio.timeout(10):
+    async with gate_of(redis, run_id, serving, batch=20) as gate, asyncio.timeout(10):
 
         async def come(number: int) -> int:
             for _ in range(number):  # each at another moment of the calls for those before him

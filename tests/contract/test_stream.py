@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from services.ledger import ADMISSION_CLOSED, RUN_CONCLUDED, Ledger
+from services.admission_account import ADMISSION_CLOSED, RUN_CONCLUDED
+from services.ledger import Ledger
 from services.redis_client import check_reachable, connect
 from services.stream import TrajectoryReader, TrajectoryWriter
 from services.waits import WaitBoard, read_waits

@@ -19,7 +19,7 @@ from services.run_keys import RunKeys
 from services.stream import TrajectoryReader, TrajectoryWriter
 from services.wire.errors import DeadlineError
 from services.wire.sampling import SamplingParams
-from services.wire.trajectory import Trajectory, encode_trajectory
+from services.wire.trajectory import TRAJECTORY_SCHEMA, Trajectory, encode_trajectory
 from tests.support.trajectories import a_rollout, a_segment, random_trajectories
 from tests.weight_parts import eventually
 from trainer.intake import Intake
@@ -130,7 +130,7 @@ async def test_what_cannot_be_trained_is_dropped_by_cause_and_admission_makes_up
         await bench.writer.publish([msgspec.structs.replace(first, **changes), second])
     truncated = SamplingParams(max_tokens=4, top_p=0.9)
     await bench.writer.publish(answers(bench, "both", 7, samplings=[truncated]))
-    garbled = encode_trajectory(answers(bench, "garbled", 8)[0]).replace(b"schema\x02", b"schema\x63")
+    garbled = encode_trajectory(answers(bench, "garbled", 8)[0]).replace(b"schema" + bytes([TRAJECTORY_SCHEMA]), b"schema\x63")
     await bench.redis.xadd(RunKeys(bench.run_id).stream, {"t": garbled})
     await bench.redis.xadd(RunKeys(bench.run_id).stream, {"t": b"no trajectory at all"})
     await bench.writer.publish(answers(bench, "sound", 9))
