@@ -58,6 +58,7 @@ class Wanted:
     prompt: bool
     usage: bool = False
     usage_always: bool = False
+    versions_always: bool = False
 
     @classmethod
     def of(cls, call: GenerateCall, model: str, eos_token_ids: tuple[int, ...]) -> Wanted:
@@ -70,6 +71,7 @@ class Wanted:
             prompt=bool(call.return_token_ids),
             usage=usage,
             usage_always=usage and options is not None and bool(options.continuous_usage_stats),
+            versions_always=options is not None and bool(options.continuous_policy_versions),
         )
 
 
@@ -89,6 +91,8 @@ def to_request(call: GenerateCall, request_id: str, max_model_len: int) -> Gener
         # With one entry of `top_logprobs` it is the drawn token's: nothing to ask the engine for.
         top_logprobs=asked.logprobs if asked.logprobs is not None and asked.logprobs > 1 else 0,
         cache_salt=call.cache_salt,
+        resumed=call.resumed,
+        first_index=call.first_index,
     )
 
 
@@ -134,6 +138,8 @@ class StreamEncoder:
         body = GenerateChunk(
             request_id=self._request.request_id, choices=[_choice(self._request, delta, self._wanted, whole)]
         )
+        if self._wanted.versions_always:
+            body.choices[0].policy_versions = _starts(spans)
         if self._prompt_due:
             body.prompt_token_ids, self._prompt_due = self._request.prompt_token_ids, False
         if self._wanted.usage_always:
@@ -195,8 +201,12 @@ def _choice(
         choice.weight_versions = [
             WeightVersionSpan(str(span.version), span.start, span.start + span.length) for span in whole
         ]
-        choice.policy_versions = [(span.version, span.start) for span in whole]
+        choice.policy_versions = _starts(whole)
     return choice
+
+
+def _starts(spans: Sequence[VersionSpan]) -> list[tuple[int, int]]:
+    return [(span.version, span.start) for span in spans]
 
 
 def _stop_reason(request: GenerationRequest, delta: GenerationDelta, eos_token_ids: Iterable[int]) -> int | None:

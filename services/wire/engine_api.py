@@ -69,6 +69,8 @@ class SamplingCall(Call):
 class StreamOptions(Call):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+    continuous_policy_versions: bool | None = False
+    """Ours: `policy_versions` over the sample so far with every chunk, not only with its final one."""
 
 
 class GenerateCall(Call):
@@ -89,6 +91,10 @@ class GenerateCall(Call):
     priority: int = Field(default=0, ge=-(1 << 63), lt=1 << 63)
     return_token_ids: bool | None = None
     """Answer with `prompt_token_ids` too; in a stream on its first chunk."""
+    resumed: int = Field(default=0, ge=0)
+    """Ours: the last so many of `token_ids` were drawn by an earlier try of this call, and count as output."""
+    first_index: int = Field(default=0, ge=0)
+    """Ours: a seed draws as it would for the samples from this one on of an unbroken call."""
 
     output_mode: str | None = None
     features: JsonValue = None
@@ -140,7 +146,7 @@ class Choice(msgspec.Struct, kw_only=True):
     """One sample; in a stream, the tokens since the sample's last chunk, `finish_reason` set on its final one.
 
     `weight_versions` (vLLM's) and `policy_versions` (ours: (version, its first output token)) say the same over the whole
-    sample; in a stream they come with the final chunk.
+    sample; in a stream they come with the final chunk, `policy_versions` with each for who asks so.
     """
 
     index: int
