@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from services.wire.errors import UsageError
 
+if TYPE_CHECKING:
+    from rollout_server.engines.factory import EngineClass
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
-ENGINES = ("torch", "vllm")
+ENGINES: tuple[EngineClass, ...] = ("torch", "vllm", "http")
 
 
 @app.command(
@@ -22,8 +25,20 @@ def rollout_server(
     run_id: Annotated[str, typer.Option(help="The run that this server belongs to")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on")],
     redis_url: Annotated[str, typer.Option(help="Redis that carries the run, redis://host:port/db")],
-    model: Annotated[Path, typer.Option(help="Hugging Face folder; waited for while another process makes it")],
-    engine: Annotated[str, typer.Option(help="torch or vllm")] = "torch",
+    model: Annotated[
+        Path,
+        typer.Option(
+            help="Hugging Face folder, waited for while another process makes it; with --engine http the tokenizer, "
+            "template and config of what the engine there serves"
+        ),
+    ],
+    engine: Annotated[str, typer.Option(help="torch, vllm, or http: a vllm serve at --url")] = "torch",
+    url: Annotated[
+        str | None, typer.Option(help="With --engine http: where the engine listens, http://host:port")
+    ] = None,
+    engine_key_file: Annotated[
+        Path | None, typer.Option(help="With --engine http: file with the key that the engine wants (its --api-key)")
+    ] = None,
     server_id: Annotated[str, typer.Option(help="Name of this server, unique in the run")] = "s0",
     host: Annotated[str, typer.Option(help="Address to listen on (loopback)")] = "127.0.0.1",
     bus_url: Annotated[str | None, typer.Option(help="Weight bus to register with; none: serve fixed weights")] = None,
@@ -41,9 +56,9 @@ def rollout_server(
     from services.key_files import read_key
     from services.redis_client import check_reachable
 
-    if engine not in ENGINES:
-        raise UsageError(f"no engine {engine!r}", f"known: {', '.join(ENGINES)}")
+    name = _chosen(engine, url, engine_key_file)
     settings = load_settings(config, [])
+    engine_key = None if engine_key_file is None else read_key(engine_key_file)
     asyncio.run(check_reachable(redis_url))
     # Bound before anything slow: a port in use is known at once, and probes are answered while the model loads.
     listener = open_port(host, port)
@@ -56,7 +71,7 @@ def rollout_server(
         from rollout_server.server import ServerPlan
         from weight_bus.bus_client import BusClient
 
-        policy = make_engine("vllm" if engine == "vllm" else "torch", model, run_id, settings, seed=seed)
+        policy = make_engine(name, model, run_id, settings, seed=seed, url=url, key=engine_key)
         preload = getattr(policy, "preload", None)
         if preload is not None:
             preload()
@@ -73,3 +88,19 @@ def rollout_server(
     bus = None if bus_url is None else BusClient(bus_url, run_id, deadline_s=2.0)
     stop = Stop()
     serve(make_rollout_app(plan, policy, bus, stop), host, port, listener=listener, stop=stop)
+
+
+def _chosen(engine: str, url: str | None, key_file: Path | None) -> EngineClass:
+    """The engine's class. Raises UsageError for one that is not there, and for options that are not its own."""
+    for known in ENGINES:
+        if engine == known:
+            break
+    else:
+        raise UsageError(f"no engine {engine!r}", f"known: {', '.join(ENGINES)}")
+    if known != "http" and (url is not None or key_file is not None):
+        raise UsageError(
+            f"--url and --engine-key-file are not for engine {known}", "use --engine http, or leave them out"
+        )
+    if known == "http" and (url is None or not url.startswith(("http://", "https://"))):
+        raise UsageError(f"--engine http with --url {url}", "give the engine's address, http://HOST:PORT")
+    return known

