@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -16,9 +17,8 @@ from services.wire.sampling import SamplingParams
 
 _log = structlog.get_logger()
 _REHEARSAL_S = 60.0
-_REHEARSED = 4
-# Of one candidate the probability is 1; a logprob below this is of another distribution.
-_CERTAIN = -1e-4
+_REHEARSED = 8
+_EXACT = 1e-4
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ async def meet(peer: Peer) -> Traits:
 
 
 async def _rehearse(peer: Peer) -> tuple[bool, bool]:
-    """Draw a few tokens of one candidate each: what the engine refuses, it refuses here, with its reason."""
+    """Draw a few tokens, each the likeliest: what the engine refuses, it refuses here, with its reason."""
     asked = GenerationRequest("rehearsal", [0], SamplingParams(max_tokens=_REHEARSED, top_k=1, ignore_eos=True))
     body = generate_body(asked, name="rehearsal", limit=_REHEARSED, ours=False, vocabulary=1, eos_token_ids=())
-    ours, logprobs = False, []
+    ours, logprobs = False, list[float]()
     try:
         async with asyncio.timeout(_REHEARSAL_S), aclosing(peer.generate(body)) as chunks:
             async for chunk in chunks:
@@ -82,4 +82,10 @@ async def _rehearse(peer: Peer) -> tuple[bool, bool]:
         raise DeadlineError(f"{peer.url} drew no token within {_REHEARSAL_S:g} s", "see its log") from error
     if not logprobs:
         raise UsageError(f"the engine at {peer.url} tells no logprobs", "use one that does")
-    return ours, min(logprobs) > _CERTAIN
+    return ours, all(_of_the_likeliest(logprob) for logprob in logprobs)
+
+
+def _of_the_likeliest(logprob: float) -> bool:
+    """Drawn from the likeliest token alone its probability is 1; from k that are equally likely, 1 / k."""
+    candidates = math.exp(-logprob)
+    return abs(candidates - round(candidates)) <= _EXACT

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from importlib.util import find_spec
 
 import pytest
@@ -18,6 +19,7 @@ from rollout_server.engines.factory import make_engine
 from services.settings import RolloutSettings, RunSettings
 from tests.contract import engine_harness as harness
 from tests.contract.engine_harness import EngineCase
+from tests.support.rollout_host import hosting
 
 ENGINES = [
     # vLLM forks its engine core: before this process has done any work in torch.
@@ -29,6 +31,8 @@ ENGINES = [
         ],
     ),
     "torch",
+    # In front of a rollout server that holds a torch engine, over a real socket.
+    "http",
 ]
 
 
@@ -37,11 +41,16 @@ async def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     folder = harness.save_sharp_policy(tmp_path_factory.mktemp("sharp") / "model", seed=11)
     run_id = f"contract-{uuid.uuid4().hex[:8]}"
     settings = RunSettings(rollout=RolloutSettings(max_running=harness.MAX_RUNNING))
-    engine = make_engine(request.param, folder, run_id, settings)
     publisher = harness.WeightPublisher(run_id, settings.weights.transport)
-    try:
+    async with AsyncExitStack() as stack:
+        stack.callback(publisher.close)
+        url = None
+        if request.param == "http":
+            redis_url = request.getfixturevalue("valkey").url
+            behind = make_engine("torch", folder, run_id, settings)
+            hosted = hosting(behind, redis_url=redis_url, run_id=run_id, model=folder, settings=settings)
+            url = (await stack.enter_async_context(hosted)).url
+        engine = make_engine(request.param, folder, run_id, settings, url=url)
+        stack.push_async_callback(engine.close)
         await asyncio.wait_for(engine.start(), 120.0)
         yield EngineCase(engine, publisher, folder)
-    finally:
-        await engine.close()
-        publisher.close()
