@@ -103,6 +103,7 @@ def group_routes(server: RolloutServer) -> APIRouter:
                 waiting=status.waiting,
                 paused=status.paused,
                 tokens_generated=status.tokens_generated,
+                prefill_tokens=status.prefill_tokens,
                 commits=status.commits,
                 stalls_ms=status.stalls_ms,
                 open_groups=len(parts.registry),

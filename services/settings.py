@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from services.policies.admission import LOOKAHEAD
 from services.wire.errors import UsageError
+from services.wire.kv_policy import KvPolicy
 from services.wire.task_name import parse_task
 
 EngineName = Literal["auto", "torch", "vllm"]
@@ -60,6 +61,9 @@ class RolloutSettings(Section):
     episode_timeout_s: float = Field(default=600.0, gt=0.0, description="Longest time an episode may take")
     threads: int = Field(default=1, ge=1, description="Torch threads of an engine on CPU")
     max_running: int = Field(default=256, ge=1, description="Requests an engine decodes at once")
+    kv_policy: KvPolicy = Field(
+        default="keep", description="What a weight update does to an engine's keys and values (docs/the-loop.md)"
+    )
     renderer: str = Field(default="auto", description="Chat renderer, by its name in the `renderers` library")
     retry_patience_s: float = Field(
         default=5.0, ge=0.0, description="How long an answer goes on after its client hung up, for a retry to join it"

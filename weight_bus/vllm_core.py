@@ -5,8 +5,8 @@
                                                                                 change the label of what follows
 
 vLLM's loop serves utility calls only between two steps. Flipping the weights and setting the weight version in one such
-call is therefore atomic for every token: no pause, no mis-tagged token. That needs steps that do not overlap
-(`async_scheduling=False`), which `commit` insists on.
+call is therefore atomic for every token: no pause, no mis-tagged token; what becomes of the keys and values (`vllm_kv`)
+belongs to the same call. That needs steps that do not overlap (`async_scheduling=False`), which `commit` insists on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from services.wire.errors import ConflictError
+from services.wire.errors import ConflictError, UsageError
+from services.wire.kv_policy import KvPolicy
+from weight_bus.vllm_kv import KvMemory
 from weight_bus.vllm_protocol import SCRATCH, Committed, decode_reply, encode_reply, failure
 
 
@@ -58,7 +60,12 @@ def _never(*_: object) -> bool:
     return False
 
 
-def attach(core: Any, run_id: str, transport: str) -> bytes:
+def attach(core: Any, run_id: str, transport: str, kv_policy: KvPolicy) -> bytes:
+    """Called once, before the first request."""
+    try:
+        core.rollmesh_kv = KvMemory(core, kv_policy)
+    except UsageError as error:
+        return encode_reply(failure(error))
     reply: bytes = core.model_executor.collective_rpc("rollmesh_attach", args=(run_id, transport))[0]
     return reply
 
@@ -75,13 +82,20 @@ def digest(core: Any) -> Future[bytes]:
 
 
 def commit(core: Any, version: int) -> bytes:
-    """Flip and relabel between two steps. Tokens of later steps carry `version`, those of earlier ones do not."""
+    """Flip and relabel between two steps. Tokens of later steps carry `version`, those of earlier ones do not.
+
+    The KV memory is seen to first: should that fail, the old version goes on being served.
+    """
     if core.batch_queue is not None:
         overlap = ConflictError(
             "steps overlap here, a commit between them would mis-tag tokens", "async_scheduling=False"
         )
         return encode_reply(failure(overlap))
     running, _ = core.scheduler.get_request_counts()
+    try:
+        core.rollmesh_kv.turn_over()
+    except Exception as error:  # noqa: BLE001 - crosses a process boundary: raised again on the other side
+        return encode_reply(failure(error))
     reply: bytes = core.model_executor.collective_rpc("rollmesh_flip", args=(version, running))[0]
     with contextlib.suppress(Exception):
         if isinstance(decode_reply(reply), Committed):

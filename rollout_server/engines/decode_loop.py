@@ -113,6 +113,10 @@ class DecodeLoop:
         return self._cadence.tokens
 
     @property
+    def prefill_tokens(self) -> int:
+        return self._batch.prefill_tokens
+
+    @property
     def commits(self) -> int:
         return self._cadence.commits
 

@@ -48,6 +48,7 @@ def make_engine(
         threads=settings.rollout.threads,
         transport=settings.weights.transport,
         seed=settings.seed if seed is None else seed,
+        kv_policy=settings.rollout.kv_policy,
     )
     return cast(Engine, made)
 

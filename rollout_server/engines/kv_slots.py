@@ -70,11 +70,19 @@ class KvSlots:
         """Rows and columns that memory is held for."""
         return self._keys.shape[1], self._keys.shape[3]
 
+    @property
+    def columns(self) -> tuple[int, int]:
+        """The first column that a row in use has written, and the one after the last."""
+        return self._low, self._clock
+
     def window(self) -> KvWindow:
         """Views of all rows in use, for a step of one token a row. Call `tick` after it."""
         if self._clock >= self._keys.shape[3]:
             self._move_columns(minimum_clock=0)
-        end = self._clock + 1
+        return self.window_to(self._clock + 1)
+
+    def window_to(self, end: int) -> KvWindow:
+        """Views of all rows in use up to column `end` (not with it), to write its last columns, also anew."""
         rows = len(self._starts)
         return KvWindow(
             self._keys[:, :rows, :, self._low : end],
@@ -87,10 +95,16 @@ class KvSlots:
         """One column has been written."""
         self._clock += 1
 
-    def scratch(self, lengths: Sequence[int]) -> KvWindow:
-        """Fresh memory to prefill prompts of these lengths together, each ending at the last column."""
+    def scratch(self, lengths: Sequence[int], *, blank: bool = False) -> KvWindow:
+        """Fresh memory to prefill prompts of these lengths together, each ending at the last column.
+
+        `blank`: not all columns will be written, so what stands in them must be finite.
+        """
         width = max(lengths)
         keys, values = self._empty(len(lengths), width)
+        if blank:
+            keys.zero_()
+            values.zero_()
         starts = torch.from_numpy(width - np.asarray(lengths, dtype=np.int64)).to(self._device)
         return KvWindow(keys, values, torch.arange(width, device=starts.device), starts)
 
@@ -135,6 +149,11 @@ class KvSlots:
         del self._starts[left:]
         self._rows_changed()
         return moves
+
+    def copy_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that a row has written, `[layers, heads, tokens, dim]`, in memory of their own."""
+        own = (slice(None), row, slice(None), slice(self._starts[row], self._clock))
+        return self._keys[own].clone(), self._values[own].clone()
 
     def clear(self) -> None:
         """Free all rows and wipe the memory (a masked column that holds NaN would still poison its row)."""

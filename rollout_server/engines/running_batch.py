@@ -21,12 +21,13 @@ from rollout_server.engines.errors import NonFiniteLogitsError
 from rollout_server.engines.kv_slots import KvSlots
 from rollout_server.engines.logit_shaping import LogitShaping, ShapedRow
 from rollout_server.engines.policy_forward import PolicyForward
+from rollout_server.engines.prefill import PREFILL_TOKENS, Newcomer, Prefill
+from rollout_server.engines.prefix_cache import PrefixCache, Tokens, as_tokens
 from rollout_server.engines.request_check import drawable_stops
 from rollout_server.engines.sampler import Drawn, RowParameters, Sampler, UniformSource, seeded_source
 from services.wire.errors import RollmeshError
+from services.wire.kv_policy import KvPolicy
 from services.wire.trajectory import VersionSpan
-
-_PREFILL_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,20 @@ class _Ticket:
 
 @dataclass(slots=True)
 class _Sample:
-    """`marks`: (first token, version) of each stretch that one version drew. `sent`: tokens already handed out."""
+    """`marks`: (first token, version, `kv` of its span) of each stretch of tokens. `sent`: tokens already handed out."""
 
     ticket: _Ticket
     index: int
     source: UniformSource | None
-    marks: list[tuple[int, int]]
+    marks: list[tuple[int, int, KvPolicy]]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
     sent: int = 0
+
+    def held(self) -> list[int]:
+        """The tokens whose keys and values its row holds: all but the newest."""
+        return self.ticket.request.prompt_token_ids + self.tokens[:-1]
 
 
 class RunningBatch:
@@ -78,9 +83,13 @@ class RunningBatch:
         eos_token_ids: Sequence[int],
         vocabulary: int,
         device: torch.device,
+        kv_policy: KvPolicy = "keep",
     ) -> None:
         self._forward = forward
         self._slots = slots
+        self._kv_policy = kv_policy
+        self._shares = kv_policy != "keep"
+        self._prefill = Prefill(forward, slots, device, PrefixCache() if self._shares else None)
         self._sampler = sampler
         self._max_running = max_running
         self._max_model_len = max_model_len
@@ -105,6 +114,11 @@ class RunningBatch:
         """Requests of which a sibling has not been started."""
         return len(self._waiting)
 
+    @property
+    def prefill_tokens(self) -> int:
+        """For how many tokens keys and values were computed that were not being drawn."""
+        return self._prefill.computed
+
     def add(self, request: GenerationRequest) -> None:
         """Queue a request; first come, first served."""
         sampling = request.sampling
@@ -119,7 +133,7 @@ class RunningBatch:
             parts.append(self._forward(ids, self._slots.window()))
             self._slots.tick()
         if admit and self._waiting and len(self._samples) < self._max_running:
-            parts.append(self._prefill(version))
+            parts.append(self._admit(version))
         if not parts:
             return 0
         rows = self._rows or self._describe_rows()
@@ -137,9 +151,12 @@ class RunningBatch:
         return count
 
     def mark_version(self, version: int) -> None:
-        """Tokens drawn from now on are `version`'s."""
+        """Tokens drawn from now on are `version`'s: see to the keys and values that other versions computed."""
+        self._prefill.forget()
         for sample in self._samples:
-            sample.marks.append((len(sample.tokens), version))
+            sample.marks.append((len(sample.tokens), version, self._kv_policy))
+        if self._samples and self._kv_policy == "recompute":
+            self._prefill.again([sample.held() for sample in self._samples])
 
     def abort(self, request_ids: Sequence[str] | None) -> int:
         """Finish these requests (None: all) with what was drawn; returns how many were there."""
@@ -173,6 +190,7 @@ class RunningBatch:
         self._newest.clear()
         self._rows = None
         self._slots.clear()
+        self._prefill.forget()
 
     def take_outbox(self) -> list[Outcome]:
         outcomes, self.outbox = self.outbox, []
@@ -196,36 +214,40 @@ class RunningBatch:
         self._shaping = LogitShaping(shaped, self._vocabulary, self._device) if shaped else None
         return self._rows
 
-    def _prefill(self, version: int) -> torch.Tensor:
-        """Start as many waiting siblings as fit; returns their logits `[new rows, vocabulary]`."""
-        prompts: list[list[int]] = []
-        copies: list[int] = []
+    def _admit(self, version: int) -> torch.Tensor:
+        """Start as many waiting siblings as fit; returns their logits `[new rows, vocabulary]`.
+
+        Siblings that came as requests of their own are prefilled once, as those of one request are.
+        """
+        alike: dict[tuple[str | None, bytes], tuple[Tokens, list[_Sample]]] = {}
         free = self._max_running - len(self._samples)
         width = 0
         while self._waiting and free > 0:
             ticket = self._waiting[0]
-            width = max(width, len(ticket.request.prompt_token_ids))
-            if prompts and width * (len(prompts) + 1) > _PREFILL_TOKENS:
+            request = ticket.request
+            prompt = as_tokens(request.prompt_token_ids)
+            kind = request.cache_salt, prompt.tobytes()
+            width = max(width, len(prompt))
+            if alike and kind not in alike and width * (len(alike) + 1) > PREFILL_TOKENS:
                 break
-            count = min(free, ticket.request.n - ticket.started)
-            prompts.append(ticket.request.prompt_token_ids)
-            copies.append(count)
+            count = min(free, request.n - ticket.started)
+            samples = alike.setdefault(kind, (prompt, []))[1]
             for index in range(ticket.started, ticket.started + count):
-                self._samples.append(_Sample(ticket, index, _source(ticket.request, index), [(0, version)]))
+                marks: list[tuple[int, int, KvPolicy]] = [(0, version, self._kv_policy)]
+                samples.append(_Sample(ticket, index, _source(request, index), marks))
             free -= count
             ticket.started += count
-            if ticket.started == ticket.request.n:
+            if ticket.started == request.n:
                 self._waiting.popleft()
         self._rows = None
-        lengths = [len(prompt) for prompt in prompts]
-        ids = np.zeros((len(prompts), max(lengths)), dtype=np.int64)
-        for row, prompt in enumerate(prompts):
-            ids[row, -len(prompt) :] = prompt
-        window = self._slots.scratch(lengths)
-        logits = self._forward(torch.from_numpy(ids).to(self._device), window)
-        self._slots.place(window, lengths, copies)
-        pick = torch.from_numpy(np.repeat(np.arange(len(prompts)), copies)).to(self._device)
-        return logits.index_select(0, pick)
+        together = list(alike.values())
+        newcomers = [
+            Newcomer(prompt, salt, len(samples)) for (salt, _), (prompt, samples) in zip(alike, together, strict=True)
+        ]
+        order, logits = self._prefill.start(newcomers)
+        for number in order:
+            self._samples += together[number][1]
+        return logits
 
     def _record(self, drawn: Drawn) -> None:
         finished: list[tuple[int, FinishReason]] = []
@@ -250,7 +272,10 @@ class RunningBatch:
         if not finished:
             return
         for row, reason in finished:
-            self.outbox.append(_delta(self._samples[row], reason))
+            sample = self._samples[row]
+            self.outbox.append(_delta(sample, reason))
+            if self._shares and (len(sample.marks) == 1 or self._kv_policy == "recompute"):
+                self._prefill.remember(row, as_tokens(sample.held()), sample.ticket.request.cache_salt)
         moves = self._slots.remove([row for row, _ in finished])
         for to, source in moves:
             self._samples[to] = self._samples[source]
@@ -280,11 +305,11 @@ def _delta(sample: _Sample, reason: FinishReason | None) -> GenerationDelta:
     sent = sample.sent
     total = sample.sent = len(sample.tokens)
     spans = []
-    ends = [start for start, _ in sample.marks[1:]] + [total]
-    for (start, version), end in zip(sample.marks, ends, strict=True):
+    ends = [start for start, _, _ in sample.marks[1:]] + [total]
+    for (start, version, kv), end in zip(sample.marks, ends, strict=True):
         start = max(start, sent)
         if start < end:
-            spans.append(VersionSpan(start - sent, end - start, version))
+            spans.append(VersionSpan(start - sent, end - start, version, kv=kv))
     tokens, logprobs = (sample.tokens, sample.logprobs) if sent == 0 else (sample.tokens[sent:], sample.logprobs[sent:])
     if reason is None:
         tokens, logprobs = list(tokens), list(logprobs)

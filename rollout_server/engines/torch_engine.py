@@ -37,6 +37,7 @@ from rollout_server.engines.running_batch import RunningBatch
 from rollout_server.engines.sampler import Sampler
 from rollout_server.engines.torch_weights import ModelWeights
 from services.wire.errors import NotReadyError, UsageError
+from services.wire.kv_policy import KvPolicy
 from weight_bus.manifest import decode_manifest
 from weight_bus.receiver import Receiver
 from weight_bus.transports.base import Reader
@@ -67,7 +68,16 @@ class TorchEngine:
     """
 
     def __init__(
-        self, model: Path, *, run_id: str, dtype: str, max_running: int, threads: int, transport: str, seed: int
+        self,
+        model: Path,
+        *,
+        run_id: str,
+        dtype: str,
+        max_running: int,
+        threads: int,
+        transport: str,
+        seed: int,
+        kv_policy: KvPolicy = "keep",
     ) -> None:
         if dtype not in _DTYPES:
             raise UsageError(f"weights of dtype {dtype!r} cannot be served", f"known: {', '.join(_DTYPES)}")
@@ -78,6 +88,7 @@ class TorchEngine:
         self._threads = threads
         self._transport = transport
         self._seed = seed
+        self._kv_policy: KvPolicy = kv_policy
         self._streams = DeltaStreams()
         self._weight_threads: ThreadPoolExecutor | None = None
         self._readers: list[Reader] | None = None
@@ -183,6 +194,7 @@ class TorchEngine:
             commits=decode.commits,
             stalls_ms=decode.stalls_ms(),
             failure=None if decode.failure is None else decode.failure.what,
+            prefill_tokens=decode.prefill_tokens,
         )
 
     async def close(self) -> None:
@@ -235,6 +247,7 @@ class TorchEngine:
             eos_token_ids=self._eos,
             vocabulary=outputs,
             device=device,
+            kv_policy=self._kv_policy,
         )
         readers = self._readers or make_readers(self._transport)
         self._readers = None

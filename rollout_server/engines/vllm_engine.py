@@ -32,6 +32,7 @@ from rollout_server.engines.request_check import check_request, drawable_stops
 from rollout_server.engines.vllm_meter import StepMeter
 from rollout_server.engines.vllm_outputs import to_delta
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
+from services.wire.kv_policy import KvPolicy
 from services.wire.sampling import SamplingParams
 from weight_bus.vllm_protocol import Attached, Committed, Digest, Staged, decode_reply
 
@@ -54,9 +55,18 @@ class VllmEngine:
     """
 
     def __init__(
-        self, model: Path, *, run_id: str, dtype: str, max_running: int, threads: int, transport: str, seed: int
+        self,
+        model: Path,
+        *,
+        run_id: str,
+        dtype: str,
+        max_running: int,
+        threads: int,
+        transport: str,
+        seed: int,
+        kv_policy: KvPolicy = "keep",
     ) -> None:
-        self._plan = vllm_launch.Plan(model=model, dtype=dtype, max_running=max_running, seed=seed)
+        self._plan = vllm_launch.Plan(model=model, dtype=dtype, max_running=max_running, seed=seed, kv_policy=kv_policy)
         self._run_id = run_id
         self._threads = threads
         self._transport = transport
@@ -67,6 +77,8 @@ class VllmEngine:
         self._meter = StepMeter()
         self._live: dict[str, int] = {}
         """Request id → samples asked for."""
+        self._computed_anew: dict[str, list[int]] = {}
+        """vLLM's id of a sample → how many tokens it had each time that its prefill was done again."""
         self._version = 0
         self._paused = False
         self._vocabulary = 0
@@ -116,7 +128,7 @@ class VllmEngine:
         self._eos = vllm_launch.eos_token_ids(self._plan.model)
         self._max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
         await self._llm.get_supported_tasks()
-        attached = await self._call(Attached, "rollmesh_attach", self._run_id, self._transport)
+        attached = await self._call(Attached, "rollmesh_attach", self._run_id, self._transport, self._plan.kv_policy)
         await self._rehearse()
         _log.info("engine_ready", engine="vllm", model=str(self._plan.model), weight_bytes=attached.total_bytes)
 
@@ -141,8 +153,7 @@ class VllmEngine:
                 output = collector.get_nowait() or await collector.get()
                 for completion in output.outputs:
                     index = completion.index
-                    starts = self._version_starts(collector.request_id, request.n, completion)
-                    delta = to_delta(request.request_id, completion, starts, begins[index], request.top_logprobs)
+                    delta = self._delta(request, collector.request_id, completion, begins[index])
                     begins[index] += len(delta.token_ids)
                     unfinished -= delta.finish_reason is not None
                     if index in held:
@@ -156,6 +167,9 @@ class VllmEngine:
             raise _dead() from error
         finally:
             del self._live[request.request_id]
+            if collector is not None:
+                for index in range(request.n):
+                    self._computed_anew.pop(_sample_id(collector.request_id, request.n, index), None)
             if not self._live:
                 self._meter.break_off()
             if collector is not None and unfinished and self._llm is not None:
@@ -216,6 +230,7 @@ class VllmEngine:
             commits=self._meter.commits,
             stalls_ms=self._meter.stalls_ms(),
             failure=self._failure(),
+            prefill_tokens=self._meter.prefill_tokens,
         )
 
     async def close(self) -> None:
@@ -259,13 +274,17 @@ class VllmEngine:
         self._meter = StepMeter()
 
     def _watch_steps(self) -> None:
-        """Let the meter see every message of the engine core on its way to vLLM's own handler."""
+        """See every message of the engine core on its way to vLLM's own handler, which has handled those before it."""
         client = self._llm.engine_core
         receive = client.get_output_async
 
         async def receive_and_observe() -> Any:
             outputs = await receive()
-            self._meter.observe(outputs)
+            for sample_id in self._meter.observe(outputs):
+                state = self._llm.output_processor.request_states.get(sample_id)
+                drawn = 0 if state is None else state.detokenizer.num_output_tokens()
+                if drawn:
+                    self._computed_anew.setdefault(sample_id, []).append(drawn)
             return outputs
 
         client.get_output_async = receive_and_observe
@@ -304,12 +323,23 @@ class VllmEngine:
             raise RollmeshError(f"vLLM answered {method} with {type(reply).__name__}")
         return reply
 
-    def _version_starts(self, internal_id: str, n: int, completion: Any) -> Sequence[tuple[str, int]]:
+    def _delta(self, request: GenerationRequest, internal_id: str, completion: Any, begin: int) -> GenerationDelta:
+        sample_id = _sample_id(internal_id, request.n, completion.index)
+        return to_delta(
+            request.request_id,
+            completion,
+            self._version_starts(sample_id, completion),
+            begin,
+            request.top_logprobs,
+            self._plan.kv_policy,
+            self._computed_anew.get(sample_id, ()),
+        )
+
+    def _version_starts(self, sample_id: str, completion: Any) -> Sequence[tuple[str, int]]:
         """(label, first token) of each version in a sample so far: on its last output, before that in vLLM's own books."""
         if completion.weight_versions is not None:
             return [(span.version, span.start) for span in completion.weight_versions]
-        key = internal_id if n == 1 else f"{completion.index}_{internal_id}"
-        state = self._llm.output_processor.request_states.get(key)
+        state = self._llm.output_processor.request_states.get(sample_id)
         starts: Sequence[tuple[str, int]] = () if state is None else state.weight_version_starts
         return starts
 
@@ -348,6 +378,11 @@ class VllmEngine:
         # Set afterwards: vLLM refuses several greedy samples when asked for them at once, and draws them all the same.
         parameters.n = request.n
         return parameters
+
+
+def _sample_id(internal_id: str, n: int, index: int) -> str:
+    """vLLM's name for one sample of a request."""
+    return internal_id if n == 1 else f"{index}_{internal_id}"
 
 
 def _closing() -> NotReadyError:

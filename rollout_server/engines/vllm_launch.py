@@ -22,6 +22,7 @@ from typing import Any
 
 from rollout_server.engines.vllm_norms import norm_priority
 from services.wire.errors import RollmeshError, UsageError
+from services.wire.kv_policy import KvPolicy
 from weight_bus.vllm_protocol import LIVE_WEIGHTS, SCRATCH, WORKER_EXTENSION
 
 # Imported before the fork, so that the engine core does not import them after it.
@@ -50,6 +51,7 @@ class Plan:
     dtype: str
     max_running: int
     seed: int
+    kv_policy: KvPolicy = "keep"
 
 
 def set_environment(threads: int) -> None:
@@ -156,8 +158,8 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         # The distribution really sampled from: after temperature, top-k and top-p.
         "logprobs_mode": "processed_logprobs",
         # Cached prefixes keep the keys and values of the version that computed them: a request of version v + 1 that
-        # hit one was off by up to 3.2 in logprob.
-        "enable_prefix_caching": False,
+        # hit one was off by up to 3.2 in logprob. `weight_bus.vllm_kv` keeps versions apart where they are cached.
+        "enable_prefix_caching": plan.kv_policy != "keep",
         # A commit between two overlapping steps would mis-tag one of them.
         "async_scheduling": False,
         "distributed_executor_backend": "uni",

@@ -21,6 +21,7 @@ class StepMeter:
         self.commits = 0
         self.drawing = 0
         """Samples that drew a token in the last step."""
+        self.prefill_tokens = 0
 
     @property
     def tokens(self) -> int:
@@ -29,19 +30,26 @@ class StepMeter:
     def stalls_ms(self) -> list[float]:
         return self._cadence.stalls_ms()
 
-    def observe(self, outputs: Any) -> None:
-        """One EngineCoreOutputs message."""
+    def observe(self, outputs: Any) -> list[str]:
+        """One EngineCoreOutputs message; returns the ids of the requests whose prefill has just ended."""
         tokens = drawing = 0
+        prefilled = []
         for output in outputs.outputs:
             drawn = len(output.new_token_ids)
             tokens += drawn
             drawing += drawn > 0
-        if not tokens:
-            return
-        while self._commits and self._commits[0] <= outputs.timestamp:
+            if output.prefill_stats is not None:
+                self.prefill_tokens += output.prefill_stats.num_computed_tokens
+                prefilled.append(output.request_id)
+        if tokens:
+            self._step(outputs.timestamp, tokens, drawing)
+        return prefilled
+
+    def _step(self, timestamp: float, tokens: int, drawing: int) -> None:
+        while self._commits and self._commits[0] <= timestamp:
             self._commits.popleft()
             self._cadence.commit()
-        self._cadence.step(outputs.timestamp, tokens)
+        self._cadence.step(timestamp, tokens)
         self.drawing = drawing
 
     def committed(self, at: float) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
 from rollout_server.engines.base import FinishReason, GenerationDelta
 from services.wire.errors import RollmeshError
+from services.wire.kv_policy import KvPolicy
 from services.wire.trajectory import VersionSpan
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -19,18 +20,37 @@ def version_number(label: str) -> int:
     return 0 if label == "default" else int(label)
 
 
-def spans_between(starts: Sequence[tuple[str, int]], begin: int, end: int) -> list[VersionSpan]:
+def spans_between(
+    starts: Sequence[tuple[str, int]],
+    begin: int,
+    end: int,
+    kv_policy: KvPolicy = "keep",
+    computed_anew: Sequence[int] = (),
+) -> list[VersionSpan]:
     """The version spans of tokens `begin … end − 1`, positions counted from `begin`.
 
-    `starts`: (label, position of its first token) for all tokens of the sample so far, in order.
+    `starts`: (label, position of its first token) for all tokens of the sample so far, in order. `computed_anew`: at which
+    positions, ascending, the keys and values of all before were computed anew, for the engine had taken the memory back.
     """
     spans = []
     edges = [*(start for _, start in starts), end]
     for (label, _), (first, after) in zip(starts, pairwise(edges), strict=True):
-        first, after = max(first, begin), min(after, end)
-        if after > first:
-            spans.append(VersionSpan(first - begin, after - first, version_number(label)))
+        # What the first version computes anew comes out as it was.
+        anew = () if kv_policy == "recompute" or first == edges[0] else computed_anew
+        for start, stop, kv in _cut(first, min(after, end), kv_policy, anew):
+            start = max(start, begin)
+            if stop > start:
+                spans.append(VersionSpan(start - begin, stop - start, version_number(label), kv=kv))
     return spans
+
+
+def _cut(
+    first: int, after: int, kv_policy: KvPolicy, computed_anew: Sequence[int]
+) -> Iterator[tuple[int, int, KvPolicy]]:
+    """One version's tokens, cut where it first computed anew what others had left it: from there on all is its own."""
+    anew = next((place for place in computed_anew if first <= place < after), after)
+    yield first, anew, kv_policy
+    yield anew, after, "recompute"
 
 
 def sampled_logprobs(logprobs: Any, count: int) -> list[float]:
@@ -58,9 +78,15 @@ def likeliest(logprobs: Any, count: int, wanted: int) -> list[list[tuple[int, fl
 
 
 def to_delta(
-    request_id: str, output: Any, starts: Sequence[tuple[str, int]], begin: int, top_logprobs: int = 0
+    request_id: str,
+    output: Any,
+    starts: Sequence[tuple[str, int]],
+    begin: int,
+    top_logprobs: int = 0,
+    kv_policy: KvPolicy = "keep",
+    computed_anew: Sequence[int] = (),
 ) -> GenerationDelta:
-    """One CompletionOutput whose tokens begin at position `begin` of the sample."""
+    """One CompletionOutput whose tokens begin at position `begin` of the sample; the rest as in `spans_between`."""
     tokens = list(output.token_ids)
     reason: FinishReason | None = None
     if output.finish_reason is not None:
@@ -69,7 +95,7 @@ def to_delta(
             raise RollmeshError(
                 f"vLLM ended request {request_id} with {output.finish_reason!r}", "see the engine's log"
             )
-    spans = spans_between(starts, begin, begin + len(tokens))
+    spans = spans_between(starts, begin, begin + len(tokens), kv_policy, computed_anew)
     if sum(span.length for span in spans) != len(tokens):
         raise RollmeshError(f"request {request_id}: vLLM named no version for some of {len(tokens)} tokens")
     alternatives = None

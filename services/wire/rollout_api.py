@@ -155,6 +155,8 @@ class EngineReport(Body):
     waiting: int
     paused: bool
     tokens_generated: int
+    prefill_tokens: int
+    """Tokens whose keys and values were computed other than by drawing them; those of cached prefixes not counted."""
     commits: int
     stalls_ms: list[float]
     """For each commit of which enough was seen: the longest gap between tokens around it less the median one."""

@@ -21,18 +21,11 @@ import msgspec
 import numpy as np
 
 from services.wire.errors import WireError
+from services.wire.kv_policy import KvPolicy
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.sampling import SamplingParams
 
 TRAJECTORY_SCHEMA = 3
-
-KvPolicy = Literal["keep", "recompute", "salt"]
-"""What a new version does to the keys and values that an engine holds. No policy lets a request read those that another
-version computed for another request.
-
-`keep`: running requests go on with theirs; nothing is shared. `salt`: running requests go on with theirs; prefixes are
-shared within a version. `recompute`: running requests have theirs computed anew; prefixes are shared within a version.
-"""
 
 BreakReason = Literal["template", "compaction", "retokenization", "tools_changed", "truncated", "branch"]
 """Why a context does not extend what was captured before it.
@@ -48,10 +41,9 @@ class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
 
     `sampling`: by which of the trajectory's `samplings` (its index); always 0 in what an engine answers.
 
-    `kv`: what stood before these tokens when they were drawn. With `recompute`, keys and values that `version` itself
-    computed for all of it. Else those of tokens in the same answer are the ones of the versions that drew them, and all
-    before the answer is of the version that its first token has. An engine under `keep` or `salt` stamps `recompute`
-    where it had to give a request's memory up for a while.
+    `kv`: the keys and values before these tokens, when they were drawn. With `recompute`, `version` itself computed all of
+    them. Else they stayed as they were for the span before; for an answer's first span, all are of its version. An engine
+    under `keep` or `salt` stamps `recompute` where it had taken a request's memory back for a while.
     """
 
     start: int

@@ -147,6 +147,7 @@ def report(server: int, stalls: list[float]) -> EngineReport:
         waiting=0,
         paused=False,
         tokens_generated=1000,
+        prefill_tokens=500,
         commits=60,
         stalls_ms=stalls,
         open_groups=0,

@@ -6,13 +6,16 @@ import math
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
+from rollout_server.engines.base import GenerationDelta, join
 from rollout_server.engines.vllm_launch import eos_token_ids
 from rollout_server.engines.vllm_meter import StepMeter
 from rollout_server.engines.vllm_outputs import likeliest, sampled_logprobs, spans_between, to_delta, version_number
 from services.wire.errors import ConflictError, RollmeshError, UsageError, WireError
+from services.wire.kv_policy import KvPolicy
 from services.wire.trajectory import VersionSpan
 from weight_bus.errors import StageError
 from weight_bus.vllm_protocol import Committed, Digest, decode_reply, encode_reply, failure
@@ -31,6 +34,8 @@ class Output:
 @dataclass
 class StepOutput:
     new_token_ids: list[int]
+    request_id: str = "r"
+    prefill_stats: object = None
 
 
 @dataclass
@@ -61,6 +66,32 @@ def test_spans_are_cut_to_the_delta(
     starts: list[tuple[str, int]], begin: int, end: int, expected: list[tuple[int, int, int]]
 ) -> None:
     assert spans_between(starts, begin, end) == [VersionSpan(*span) for span in expected]
+
+
+@pytest.mark.parametrize(
+    ("anew", "expected"),
+    [
+        ([], [(0, 3, 4, "salt"), (3, 4, 5, "salt")]),
+        ([1], [(0, 3, 4, "salt"), (3, 4, 5, "salt")]),
+        ([3], [(0, 3, 4, "salt"), (3, 4, 5, "recompute")]),
+        ([5, 6], [(0, 3, 4, "salt"), (3, 2, 5, "salt"), (5, 2, 5, "recompute")]),
+        ([6, 9], [(0, 3, 4, "salt"), (3, 3, 5, "salt"), (6, 1, 5, "recompute")]),
+    ],
+)
+def test_spans_say_where_a_later_version_computed_everything_anew(
+    anew: list[int], expected: list[tuple[int, int, int, KvPolicy]]
+) -> None:
+    starts = [("4", 0), ("5", 3)]
+    whole = [VersionSpan(start, length, version, kv=kv) for start, length, version, kv in expected]
+    assert spans_between(starts, 0, 7, "salt", anew) == whole
+    # Handed out in two parts, they join to the same.
+    for cut in range(1, 7):
+        parts = [
+            GenerationDelta("r", 0, [0] * (end - begin), [0.0] * (end - begin), spans)
+            for begin, end in ((0, cut), (cut, 7))
+            for spans in [spans_between(starts, begin, end, "salt", anew)]
+        ]
+        assert join(*parts).versions == whole
 
 
 def test_a_token_without_a_version_is_an_error_and_never_a_guess() -> None:
@@ -108,6 +139,14 @@ def test_the_meter_puts_a_commit_between_the_steps_it_fell_between() -> None:
     assert meter.tokens == 80
     assert meter.drawing == 2
     assert meter.stalls_ms() == [pytest.approx(30.0)]
+
+
+def test_the_meter_counts_what_was_prefilled_and_names_whose_prefill_ended() -> None:
+    meter = StepMeter()
+    stats = SimpleNamespace(num_computed_tokens=7)
+    outputs = [StepOutput([1], "new", stats), StepOutput([2], "old"), StepOutput([3], "back", stats)]
+    assert meter.observe(Step(1.0, outputs)) == ["new", "back"]
+    assert meter.prefill_tokens == 14
 
 
 def test_the_meter_counts_a_commit_while_nothing_runs_and_reports_no_stall() -> None:

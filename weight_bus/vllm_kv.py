@@ -1,0 +1,101 @@
+"""What a commit does to the keys and values of an engine core, between two of its steps.
+
+    policy      prefix cache            running requests         what waits
+    keep        off                     go on with theirs        begins under the new version
+    salt        on, keyed by the commit go on with theirs        gets the new key before it is looked up
+    recompute   on, emptied             computed anew            begins under the new version
+
+Every request takes its key here, on the thread that steps, never in the server that sent it: a request on its way while a
+commit happens would bring the old one. After a commit nobody looks an old key up: what waits has the new one, and what runs
+looks nothing up again. So what running requests still store under their old keys, of mixed versions, is never found.
+
+A request that has lost its memory (vLLM takes it back under pressure) or has not drawn its first token yet holds nothing of
+any version: it is computed anew, under the version that draws next. The outputs say so (`prefill_stats`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.wire.errors import UsageError
+from services.wire.kv_policy import KvPolicy
+
+
+class KvMemory:
+    """One engine core's, for as long as it runs. Takes hold of its scheduler's `schedule` and of how it preempts."""
+
+    def __init__(self, core: Any, policy: KvPolicy) -> None:
+        caching = bool(core.scheduler.kv_cache_manager.enable_caching)
+        if caching and policy == "keep":
+            raise UsageError(
+                "with kv_policy keep, prefixes of older versions would be found in this engine's cache",
+                "start it without prefix caching, or choose salt or recompute",
+            )
+        self._scheduler = core.scheduler
+        self._policy = policy
+        self._commits = 0
+        self._put_back: set[str] = set()
+        self._preempt = core.scheduler._preempt_request
+        self._schedule = core.scheduler.schedule
+        core.scheduler._preempt_request = self._preempt_and_note
+        core.scheduler.schedule = self._schedule_and_count
+        if policy == "salt":
+            self._add = core.add_request
+            core.add_request = self._add_salted
+
+    def turn_over(self) -> None:
+        """Another version's weights come before the next step. Does no harm if they do not."""
+        self._commits += 1
+        if self._policy == "recompute":
+            self._scheduler.reset_prefix_cache(reset_running_requests=True)
+            return
+        for request in reversed(list(self._scheduler.running)):
+            if request.is_prefill_chunk or not request.num_output_tokens:
+                self._take_back(request)
+        if self._policy == "salt":
+            self._change_keys()
+
+    def _take_back(self, request: Any) -> None:
+        """Its prompt has been computed in part: the rest must not come from another version."""
+        self._scheduler.running.remove(request)
+        self._scheduler._preempt_request(request, 0.0, drop_stale_output=True)
+        # As vLLM does where it resets running requests: they may go on in the very next step.
+        self._scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def _change_keys(self) -> None:
+        running = {request.request_id for request in self._scheduler.running}
+        for request in self._scheduler.requests.values():
+            if request.request_id in running:
+                request.skip_reading_prefix_cache = True
+            else:
+                _, _, own = request.cache_salt.partition("/")
+                self._give_key(request, own)
+
+    def _add_salted(self, request: Any, *arguments: Any, **named: Any) -> None:
+        self._give_key(request, request.cache_salt or "")
+        self._add(request, *arguments, **named)
+
+    def _give_key(self, request: Any, own: str) -> None:
+        request.cache_salt = f"{self._commits}/{own}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+    def _preempt_and_note(self, request: Any, *arguments: Any, **named: Any) -> None:
+        self._preempt(request, *arguments, **named)
+        self._put_back.add(request.request_id)
+
+    def _schedule_and_count(self, *arguments: Any, **named: Any) -> Any:
+        """A step's plan; requests that go on in it after a preemption get statistics of this prefill, as at their first."""
+        plan = self._schedule(*arguments, **named)
+        if self._put_back:
+            from vllm.v1.metrics.stats import PrefillStats
+
+            for request_id in list(self._put_back):
+                request = self._scheduler.requests.get(request_id)
+                planned = plan.num_scheduled_tokens.get(request_id)
+                if request is None or planned is not None:
+                    self._put_back.discard(request_id)
+                if request is not None and planned is not None:
+                    request.prefill_stats = PrefillStats()
+                    request.prefill_stats.set(request.num_tokens, request.num_computed_tokens - planned, 0)
+        return plan
