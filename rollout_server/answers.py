@@ -39,14 +39,29 @@ class Answer:
         self.ended = False
         self.error: RollmeshError | None = None
         self.listeners = 0
+        self._staged: list[bytes] = []
         self._waiting: list[asyncio.Future[None]] = []
 
     @property
     def size(self) -> int:
         return sum(map(len, self.chunks))
 
+    @property
+    def bytes_to_come(self) -> bytes:
+        """The whole answer, as it is once what was staged is released."""
+        return b"".join([*self.chunks, *self._staged])
+
     def put(self, chunk: bytes) -> None:
         self.chunks.append(chunk)
+        self._wake()
+
+    def stage(self, chunk: bytes) -> None:
+        """Keep a chunk back until `release`: nobody may hear the end of an answer that is not written down."""
+        self._staged.append(chunk)
+
+    def release(self) -> None:
+        staged, self._staged = self._staged, []
+        self.chunks += staged
         self._wake()
 
     def end(self, error: RollmeshError | None = None) -> None:
@@ -120,12 +135,23 @@ class Answers:
         """The answer that this call asks for again; None for a new call. Raises KeyReusedError."""
         return self._retries.find(marks)
 
+    def knows(self, marks: Marks) -> bool:
+        """Whether this very call, by the gateway's name, was sent here before."""
+        return self._retries.named(marks.call)
+
     def start(self, marks: Marks, produce: Produce) -> Answer:
         """Make a new answer in a task of its own."""
         answer = Answer()
         self._retries.add(marks, answer)
         self._tasks[answer] = asyncio.create_task(self._make(answer, produce))
         return answer
+
+    def restore(self, marks: Marks, whole: bytes) -> None:
+        """Take over an answer that another server gave."""
+        answer = Answer()
+        answer.put(whole)
+        answer.end()
+        self._retries.add(marks, answer)
 
     @contextmanager
     def listening(self, answer: Answer, patience_s: float) -> Iterator[None]:

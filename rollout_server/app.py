@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from fastapi import FastAPI, Request, Response
 
+from rollout_server.admin_routes import admin_routes
 from rollout_server.dialect.routes import dialect_routes
 from rollout_server.engine_routes import engine_routes
 from rollout_server.engines.base import Engine
@@ -44,6 +45,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         engine_routes,
         weight_update_routes,
         weight_routes,
+        admin_routes,
     ):
         app.include_router(routes(server))
     return app

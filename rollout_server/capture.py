@@ -35,8 +35,12 @@ class CaptureError(RollmeshError):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One answer. `spans` lie over `drawn` alone; `end` is the length of the path up to and with the last drawn token."""
+    """One answer. `spans` lie over `drawn` alone; `end` is the length of the path up to and with the last drawn token.
 
+    `number`: its place in the order of recording, from 0.
+    """
+
+    number: int
     parent: Node | None
     prompt: array[int]
     drawn: array[int]
@@ -59,6 +63,8 @@ class Capture:
     """The tokens of one session so far."""
 
     def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        """All answers, in the order of their recording."""
         self.roots: list[Node] = []
         """Answers that extend no other."""
         self._index: PrefixIndex[Node] = PrefixIndex()
@@ -68,7 +74,10 @@ class Capture:
         """The newest answer: what a turn that names no context extends."""
         self.sampled = 0
         """Tokens drawn so far."""
-        self.answers = 0
+
+    @property
+    def answers(self) -> int:
+        return len(self.nodes)
 
     @property
     def context(self) -> list[int]:
@@ -101,6 +110,7 @@ class Capture:
         for span in versions:
             _append_merged(spans, VersionSpan(span.start, span.length, span.version, index, span.kv))
         node = Node(
+            len(self.nodes),
             parent,
             array("i", prompt),
             array("i", token_ids),
@@ -109,11 +119,11 @@ class Capture:
             break_reason if parent is None else None,
             (0 if parent is None else parent.end) + len(prompt) + len(token_ids),
         )
+        self.nodes.append(node)
         (self.roots if parent is None else parent.children).append(node)
         self._index.add(array("i", path(node)).tobytes(), node)
         self.tip = node
         self.sampled += len(token_ids)
-        self.answers += 1
         return node
 
     def segments(self) -> list[Segment]:

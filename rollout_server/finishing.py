@@ -1,8 +1,10 @@
 """Ending sessions and groups: trajectories into the stream exactly once, places in the ledger given back.
 
-finish (a whole group) ──► all trajectories in one append ──► group closed
-finish_session ──► one trajectory ──┐
-abandon (abort, idle, deadline) ────┴─ the last sibling ended? ──► group closed, as dropped unless all were finished
+finish (a whole group) ──► all trajectories in one append ──► journal concluded ──► place in the ledger given back
+finish_session ──► one trajectory ──► journal ──┐
+abandon (abort, idle, deadline) ────► journal ──┴─ the last sibling ended? ──► the same, as dropped unless all were finished
+
+A server that has lost the group to another cannot write any of it: the stream and the journal ask who the owner is.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ from dataclasses import dataclass
 import structlog
 from redis.exceptions import RedisError
 
-from rollout_server.groups import DropCause, Group, GroupRegistry
+from rollout_server.groups import Group, GroupRegistry
+from rollout_server.journal import Journal
+from rollout_server.journal_records import DropCause, GroupEnded, SessionEnded
+from rollout_server.journal_replay import apply_end
 from rollout_server.publishing import Publisher
 from rollout_server.rewards import Reward
 from rollout_server.sessions import Session, SessionEnd
 from services.ledger import Ledger
-from services.wire.errors import ConcludedError, ConflictError, UsageError
+from services.wire.errors import ConcludedError, ConflictError, DrainingError, UsageError
 from services.wire.rollout_api import SessionReward
 from services.wire.session_api import SessionState
 from services.wire.trajectory import RewardSpan, Trajectory
@@ -38,10 +43,13 @@ class Origin:
 class Finisher:
     """Finishes sessions and groups and gives up those that nobody will finish."""
 
-    def __init__(self, registry: GroupRegistry, publisher: Publisher, ledger: Ledger, origin: Origin) -> None:
+    def __init__(
+        self, registry: GroupRegistry, publisher: Publisher, ledger: Ledger, journal: Journal, origin: Origin
+    ) -> None:
         self._registry = registry
         self._publisher = publisher
         self._ledger = ledger
+        self._journal = journal
         self._origin = origin
 
     async def finish(self, group_id: str, rewards: Sequence[SessionReward]) -> dict[str, str]:
@@ -66,15 +74,32 @@ class Finisher:
                 session = group.sessions[reward.session_id]
                 session.rewards.session = Reward(reward.reward, reward.components)
             stream_ids = await self._publish(group) if group.purpose == "train" else {}
-            self._registry.finish(group, stream_ids)
+            await self._conclude(group, stream_ids, None)
             return stream_ids
+
+    async def _conclude(self, group: Group, stream_ids: dict[str, str] | None, cause: DropCause | None) -> None:
+        """The end of a group, here and for all servers. Raises DrainingError for one that is not ours any more."""
+        try:
+            await self._journal.conclude(
+                group.group_id, GroupEnded(stream_ids=stream_ids, cause=cause), list(group.sessions)
+            )
+        except RedisError as error:
+            # It is finished, or given up, all the same: its owner's entry is taken away when it is found to be stale.
+            _log.warning("cannot conclude a journal", group=group.group_id, error=str(error))
+        if stream_ids is not None:
+            self._registry.finish(group, stream_ids)
+        else:
+            self._registry.drop(group, cause or "idle")
 
     async def _publish(self, group: Group) -> dict[str, str]:
         trajectories = [self._trajectory(group, session) for session in group.sessions.values()]
         try:
             stream_ids = await self._publisher.publish(group.group_id, trajectories, closes=True)
         except ConcludedError:
-            self._registry.drop(group, "run_concluded")
+            await self._conclude(group, None, "run_concluded")
+            raise
+        except DrainingError as lost:
+            self._registry.let_go(group.group_id, lost)
             raise
         pairs = zip(group.sessions.values(), trajectories, stream_ids, strict=True)
         for session, trajectory, stream_id in pairs:
@@ -100,18 +125,30 @@ class Finisher:
                 except ConcludedError:
                     await self._end(group, session, "dropped")
                     raise
+                except DrainingError as lost:
+                    self._registry.let_go(group.group_id, lost)
+                    raise
             return await self._end(group, session, "finished", stream_id, segments)
 
     async def abandon(self, session: Session, state: SessionState) -> SessionEnd:
-        """End a session without a trajectory, whatever goes on in it: its calls are ended by their watchers."""
+        """End a session without a trajectory, whatever goes on in it: its calls are ended with it."""
         group = self._registry.group_of(session)
         _log.info("session given up", session=session.session_id, state=state, answers=session.capture.answers)
-        return await self._end(group, session, state)
+        session.ending = True
+        try:
+            return await self._end(group, session, state)
+        finally:
+            session.ending = False
 
     async def _end(
         self, group: Group, session: Session, state: SessionState, stream_id: str | None = None, segments: int = 0
     ) -> SessionEnd:
-        end = session.conclude(state, stream_id, segments)
+        record = SessionEnded(
+            session_id=session.session_id, state=state, stream_id=stream_id, segments=segments, ended_at=time.time()
+        )
+        await self._journal.append(group.group_id, record, lambda: apply_end(session, record))
+        end = session.end
+        assert end is not None
         group.last_used = time.monotonic()
         if group.complete:
             await self.settle(group)
@@ -127,27 +164,32 @@ class Finisher:
                 return True
             ends = [session.end for session in group.sessions.values() if session.end is not None]
             finished = len(ends) == group.size and all(end.state == "finished" for end in ends)
-            if group.purpose == "train":
-                try:
+            ids = {end.session_id: end.stream_id for end in ends if end.stream_id is not None} if finished else None
+            cause: DropCause | None = None
+            if not finished:
+                cause = "aborted" if any(end.state == "aborted" for end in ends) else "idle"
+                _log.info("group dropped", group=group.group_id, ordinal=group.ordinal, cause=cause)
+            try:
+                # Asked first, because it knows whether the group is still ours to close.
+                await self._journal.conclude(
+                    group.group_id, GroupEnded(stream_ids=ids, cause=cause), list(group.sessions)
+                )
+                if group.purpose == "train":
                     await self._ledger.close_group(group.group_id, dropped=not finished)
-                except RedisError as error:
-                    _log.warning("cannot close a group yet", group=group.group_id, error=str(error))
-                    return False
-            if finished:
-                ids = {end.session_id: end.stream_id for end in ends if end.stream_id is not None}
+            except RedisError as error:
+                _log.warning("cannot close a group yet", group=group.group_id, error=str(error))
+                return False
+            if ids is not None:
                 self._registry.finish(group, ids)
             else:
-                cause: DropCause = "aborted" if any(end.state == "aborted" for end in ends) else "idle"
-                self._registry.drop(group, cause)
-                _log.info("group dropped", group=group.group_id, ordinal=group.ordinal, cause=cause)
+                self._registry.drop(group, cause or "idle")
             return True
 
     async def drop_all(self, cause: DropCause) -> None:
-        """Drop every open group in one call to Redis, whatever goes on in them: the server is ending.
-
-        Raises RedisError, having dropped nothing.
-        """
+        """Drop every open group, whatever goes on in them: the run's last server is ending. Raises RedisError."""
         groups = self._registry.all_open()
+        for group in groups:
+            await self._journal.conclude(group.group_id, GroupEnded(stream_ids=None, cause=cause), list(group.sessions))
         in_ledger = [group.group_id for group in groups if group.purpose == "train"]
         if in_ledger:
             await self._ledger.close_groups(in_ledger, dropped=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from rollout_server.call_names import call_name
 from rollout_server.disconnect import while_connected
-from rollout_server.groups import Group, new_group_id
 from rollout_server.route_errors import ERRORS
 from rollout_server.server import RolloutServer
-from rollout_server.sessions import Terms
-from rollout_server.turns import Progress, sampling_of
+from rollout_server.turns import Progress
 from rollout_server.typed_route import TypedRoute, answer
 from services.wire.rollout_api import (
     EngineReport,
@@ -18,7 +17,6 @@ from services.wire.rollout_api import (
     GroupOpened,
     OpenGroup,
     RunState,
-    SamplingLimits,
     TakeTurns,
     TurnsTaken,
 )
@@ -38,18 +36,12 @@ def group_routes(server: RolloutServer) -> APIRouter:
         """Open a group. For `train`, waits up to `wait_s` for admission, then answers 429."""
         parts = server.parts()
         parts.access.require_agent(request)
-        group_id, ordinal = new_group_id(), -1
-        if call.purpose == "train":
-            ordinal = await while_connected(request, parts.gate.open(group_id, call.wait_s))
-        sampling = sampling_of(call.sampling)
-        group = Group(group_id, ordinal, call.group_size, call.task, call.purpose, patience_s, sampling)
-        limits = SamplingLimits.model_validate(call.sampling.model_dump(exclude_unset=True))
-        group.fill(Terms(task=call.task, purpose=call.purpose, sampling=limits, idle_timeout_s=patience_s))
-        parts.registry.add(group)
+        server.check_taking_calls()
+        group = await while_connected(request, parts.opener.open_group(call, call_name(request)))
         return answer(
             GroupOpened(
-                group_id=group_id,
-                ordinal=ordinal,
+                group_id=group.group_id,
+                ordinal=group.ordinal,
                 session_ids=list(group.sessions),
                 api_keys=[parts.access.keys.issue(name) for name in group.sessions],
                 policy_version=parts.engine.policy_version,
@@ -62,17 +54,23 @@ def group_routes(server: RolloutServer) -> APIRouter:
         """Let the policy speak in one or more sessions of the group. The call takes effect whole or not at all."""
         parts = server.parts()
         parts.access.require_agent(request)
-        group = parts.registry.find_open(group_id)
-        results = await while_connected(
-            request, parts.turns.take(group, call), check=Progress(parts.engine).check, check_every_s=patience_s
+        await parts.adopter.hold_group(group_id)
+        server.check_taking_calls()
+        taken = await while_connected(
+            request,
+            parts.turns.take(parts.registry.find_open(group_id), call, call_name(request)),
+            check=Progress(parts.engine).check,
+            check_every_s=patience_s,
         )
-        return answer(TurnsTaken(results=results))
+        return Response(taken, media_type="application/json")
 
     @router.post("/groups/{group_id}/finish", response_model=GroupFinished)
     async def finish_group(group_id: str, call: FinishGroup, request: Request) -> Response:
         """Write the group's trajectories to the stream, exactly once however often this is called."""
-        server.parts().access.require_agent(request)
-        stream_ids = await server.parts().finisher.finish(group_id, call.rewards)
+        parts = server.parts()
+        parts.access.require_agent(request)
+        await parts.adopter.hold_group(group_id)
+        stream_ids = await parts.finisher.finish(group_id, call.rewards)
         return answer(GroupFinished(stream_ids=stream_ids))
 
     @router.get("/run", response_model=RunState)

@@ -15,15 +15,13 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
+from rollout_server.journal_records import DropCause
 from rollout_server.sessions import Session, SessionEnd, Terms
-from services.wire.errors import ConcludedError, ConflictError, NotFoundError, UsageError
+from services.wire.errors import ConcludedError, ConflictError, NotFoundError, RollmeshError, UsageError
 from services.wire.rollout_api import Purpose
 from services.wire.sampling import SamplingParams
 from services.wire.session_api import SessionState
-
-DropCause = Literal["idle", "aborted", "run_concluded", "shutdown"]
 
 
 def new_group_id() -> str:
@@ -53,8 +51,12 @@ class Group:
     sessions: dict[str, Session] = field(default_factory=dict)
     opened_at: float = field(default_factory=time.time)
     last_used: float = field(default_factory=time.monotonic)
+    adopted: bool = False
+    """It was another server's, or an earlier life's."""
     closing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by whoever ends the group."""
+    turns_answered: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
+    """The last answers to calls for turns, by the calls' names."""
 
     @property
     def opened_whole(self) -> bool:
@@ -78,16 +80,18 @@ class Group:
     def fill(self, terms: Terms) -> None:
         """Open all siblings at once."""
         for _ in range(self.size):
-            self.join(session_id(self.group_id, len(self.sessions)), terms, b"")
+            self.add(self.next_session(session_id(self.group_id, len(self.sessions)), terms, b""))
 
-    def join(self, name: str, terms: Terms, fingerprint: bytes) -> Session:
-        """Open the next sibling. Raises ConflictError when all are open already, or have been."""
+    def next_session(self, name: str, terms: Terms, fingerprint: bytes) -> Session:
+        """The next sibling, yet to be added. Raises ConflictError when all are open already, or have been."""
         if len(self.sessions) >= self.size:
             raise ConflictError(f"group {self.group_id} has all its {self.size} sessions", "open another group")
-        session = Session(name, self.group_id, self.ordinal, len(self.sessions), terms, fingerprint)
-        self.sessions[name] = session
+        return Session(name, self.group_id, self.ordinal, len(self.sessions), terms, fingerprint)
+
+    def add(self, session: Session) -> None:
+        """`session` is open."""
+        self.sessions[session.session_id] = session
         self.last_used = time.monotonic()
-        return session
 
     @contextmanager
     def reserved(self, session_ids: Sequence[str]) -> Iterator[list[Session]]:
@@ -183,6 +187,24 @@ class GroupRegistry:
 
     def get_open(self, group_id: str) -> Group | None:
         return self._open.get(group_id)
+
+    def knows(self, group_id: str) -> bool:
+        """Whether the group is open here, or its end is remembered here."""
+        return group_id in self._open or group_id in self._ended
+
+    def remember_ended(self, group: Group, stream_ids: Mapping[str, str] | None, cause: DropCause | None) -> None:
+        """A group that ended at another server, with all its sessions."""
+        self.add(group)
+        self._end(group, stream_ids, cause)
+
+    def let_go(self, group_id: str, why: RollmeshError) -> None:
+        """Forget an open group without an end: another server has it, or the journal must be read again."""
+        group = self._open.pop(group_id, None)
+        if group is None:
+            return
+        for session in group.sessions.values():
+            session.memory.answers.cancel_all(why)
+            self._sessions.pop(session.session_id, None)
 
     def find_ended(self, group_id: str) -> Ended | None:
         return self._ended.get(group_id)

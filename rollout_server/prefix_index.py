@@ -17,6 +17,10 @@ Value = TypeVar("Value")
 _DIGEST_BYTES = 16
 
 
+def digest_of(sequence: bytes) -> bytes:
+    return blake2b(sequence, digest_size=_DIGEST_BYTES).digest()
+
+
 class PrefixIndex(Generic[Value]):
     """Values by byte strings. Of two with the same bytes the first remembered is kept, so that a look-up stays stable."""
 
@@ -25,13 +29,16 @@ class PrefixIndex(Generic[Value]):
         self._lengths: list[int] = []
 
     def add(self, sequence: bytes, value: Value) -> None:
-        key = blake2b(sequence, digest_size=_DIGEST_BYTES).digest()
-        if key in self._values:
+        self.add_digest(digest_of(sequence), len(sequence), value)
+
+    def add_digest(self, digest: bytes, length: int, value: Value) -> None:
+        """`add` for a sequence of which only the digest and the length are known."""
+        if digest in self._values:
             return
-        self._values[key] = value
-        at = bisect_right(self._lengths, len(sequence))
-        if at == 0 or self._lengths[at - 1] != len(sequence):
-            insort(self._lengths, len(sequence))
+        self._values[digest] = value
+        at = bisect_right(self._lengths, length)
+        if at == 0 or self._lengths[at - 1] != length:
+            insort(self._lengths, length)
 
     def longest(self, sequence: bytes) -> tuple[Value, int] | None:
         """The value of the longest remembered byte string that `sequence` begins with, and its length in bytes."""

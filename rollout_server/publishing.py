@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 from services.ledger import Ledger
 from services.stream import TrajectoryWriter
-from services.wire.errors import ConcludedError, NotReadyError, RollmeshError
+from services.wire.errors import ConcludedError, DrainingError, NotReadyError, RollmeshError
 from services.wire.trajectory import Trajectory
 
 TOKENS_AT_ONCE = 1 << 20
@@ -46,8 +46,8 @@ class Publisher:
     async def publish(self, group_id: str, trajectories: Sequence[Trajectory], *, closes: bool = True) -> list[str]:
         """Stream ids of the trajectories, in their order; the same when repeated. `closes`: the group ends with them.
 
-        Raises ConcludedError (and a group that was to be closed is, as dropped), or NotReadyError when Redis fails: then
-        try again.
+        Raises ConcludedError (and a group that was to be closed is, as dropped), DrainingError when another server has
+        the group, or NotReadyError when Redis fails: then try again.
         """
         tokens = sum(len(segment.loss_mask) for trajectory in trajectories for segment in trajectory.segments)
         finished = _Finished(group_id, trajectories, tokens, closes)
@@ -82,12 +82,12 @@ class Publisher:
     async def _write(self, batch: list[_Finished]) -> None:
         try:
             ids = await self._writer.publish([each for finished in batch for each in finished.trajectories])
-        except ConcludedError as error:
+        except (ConcludedError, DrainingError) as error:
             if len(batch) > 1:  # some of them may be in the stream already
                 for finished in batch:
                     await self._write([finished])
                 return
-            if batch[0].closes:
+            if batch[0].closes and isinstance(error, ConcludedError):
                 await self._ledger.close_groups([batch[0].group_id], dropped=True)
             _fail(batch, error)
             return

@@ -2,6 +2,7 @@
 
 | the call carries         | it is                                                                            |
 |--------------------------|----------------------------------------------------------------------------------|
+| the gateway's name       | the call that carried the same name before                                       |
 | an Idempotency-Key       | the call that carried the same key before; with another body an error            |
 | the SDK's retry count ≥ 1 | the oldest call of the same body that no retry of that count has claimed yet     |
 | neither                  | a new sample, also when the body is the same: siblings share prompts             |
@@ -31,11 +32,15 @@ class KeyReusedError(RollmeshError):
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """How a call is marked. `body`: a digest of route and body. `retry`: how often it was sent before."""
+    """How a call is marked. `body`: a digest of route and body. `retry`: how often its client sent it before.
+
+    `call`: the name that the gateway gave it, the same for each server that it tries.
+    """
 
     body: bytes
     key: str | None = None
     retry: int = 0
+    call: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +61,10 @@ class Retries(Generic[Value]):
 
     def find(self, marks: Marks) -> Value | None:
         """What was added for the call that this one repeats; None for a new one. Raises KeyReusedError."""
+        if marks.call is not None:
+            for known in self._known:
+                if known.marks.call == marks.call:
+                    return known.value
         if marks.key is not None:
             for known in self._known:
                 if known.marks.key == marks.key:
@@ -70,6 +79,10 @@ class Retries(Generic[Value]):
                 known.claimed = marks.retry
                 return known.value
         return None
+
+    def named(self, call: str | None) -> bool:
+        """Whether a call of this name is known."""
+        return call is not None and any(known.marks.call == call for known in self._known)
 
     def add(self, marks: Marks, value: Value) -> None:
         self._known.append(_Known(marks, value, marks.retry))

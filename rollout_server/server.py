@@ -1,12 +1,13 @@
 """One rollout server's life: from nothing to serving, and back to nothing.
 
-starting ── model folder ─► engine ─► ledger ─► bus ──► serving ──► draining ──► closed
+starting ── model folder ─► engine ─► ledger ─► bus, registry ──► serving ──► draining ──► closed
     └── anything fails ──► the process ends and says why
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -20,11 +21,16 @@ from redis.exceptions import RedisError
 
 from rollout_server.access import Access
 from rollout_server.admission_gate import AdmissionGate
+from rollout_server.adoption import Adopter, incarnation_of
+from rollout_server.announcing import Announcer
 from rollout_server.dialect.caller import Caller
 from rollout_server.dialect.dialect import Dialect
+from rollout_server.dialect.making import Means
+from rollout_server.draining import Drainer
 from rollout_server.engines.base import Engine
 from rollout_server.finishing import Finisher, Origin
 from rollout_server.groups import GroupRegistry
+from rollout_server.journal import Journal
 from rollout_server.membership import Bus, Membership
 from rollout_server.publishing import Publisher
 from rollout_server.rendering import Renderer
@@ -35,14 +41,18 @@ from services.app import Stop
 from services.ledger import Ledger
 from services.model_folder import wait_for_model
 from services.redis_client import connect
+from services.registry import Registry, ServerRecord
 from services.session_keys import SessionKeys
 from services.settings import RunSettings
 from services.stream import TrajectoryLog, TrajectoryWriter
 from services.waits import WaitBoard
-from services.wire.errors import NotReadyError, RollmeshError
+from services.wire.errors import ConflictError, DrainingError, NotReadyError, RollmeshError
 
 MODEL_DEADLINE_S = 600.0
 CLOSE_WITHIN_S = 5.0
+DRAIN_WITHIN_S = 3.0
+"""After which calls that still go on are ended; their clients send them again."""
+_PAUSE_POLL_S = 0.02
 
 _log = structlog.get_logger()
 
@@ -73,6 +83,11 @@ class Parts:
     registry: GroupRegistry
     access: Access
     opener: SessionOpener
+    journal: Journal
+    adopter: Adopter
+    drainer: Drainer
+    servers: Registry
+    announcer: Announcer
     renderer: Renderer
     turns: TurnTaker
     caller: Caller
@@ -94,7 +109,8 @@ class RolloutServer:
         )
         self._parts: Parts | None = None
         self._phase = "starting"
-        self._draining: asyncio.Future[int] | None = None
+        self._incarnation = secrets.token_hex(8)
+        self._draining: asyncio.Task[bool] | None = None
         self._cpu_when_ready = 0.0
         stop.on_stop = self._drain
 
@@ -105,9 +121,23 @@ class RolloutServer:
         return self._parts
 
     def check_taking_calls(self) -> None:
-        """Raise NotReadyError once the end has begun: what is drawn now would be lost. Finishing still works."""
+        """Raise DrainingError once the end has begun: another server goes on with what this one holds."""
         if self._phase == "draining":
-            raise NotReadyError(f"rollout server {self.plan.server_id} is shutting down", "use another server")
+            raise DrainingError(f"rollout server {self.plan.server_id} is shutting down", "use another server")
+
+    async def until_clear(self) -> None:
+        """Return once the engine takes requests. Raises DrainingError once the end has begun."""
+        self.check_taking_calls()
+        while self._engine.status().paused:
+            await asyncio.sleep(_PAUSE_POLL_S)
+            self.check_taking_calls()
+
+    async def drain(self) -> None:
+        """Begin to drain, and go on in the background. Raises ConflictError where nobody would take what is let go of."""
+        if self._draining is None:
+            if not await self.parts().drainer.others():
+                raise ConflictError("no other rollout server is serving", "start one, or end this one with SIGTERM")
+            self._start_draining()
 
     def fail(self, error: RollmeshError) -> None:
         """End the process: a part has failed for good."""
@@ -144,6 +174,9 @@ class RolloutServer:
             self._cpu_when_ready = time.thread_time()
             timeout_s = self.plan.settings.rollout.group_timeout_s
             async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(parts.journal.run(), name="journal")
+                tasks.create_task(parts.announcer.run(), name="announcer")
+                tasks.create_task(parts.adopter.run(), name="adoption")
                 tasks.create_task(parts.gate.run(), name="admission")
                 tasks.create_task(parts.publisher.run(), name="publisher")
                 tasks.create_task(sweep(parts.registry, parts.finisher, timeout_s), name="sweeper")
@@ -169,8 +202,11 @@ class RolloutServer:
         ledger, registry = Ledger(redis, plan.run_id), GroupRegistry()
         base_version = await ledger.begin(self._engine.policy_version)
         access = Access(SessionKeys(await ledger.session_secret()), plan.agent_key)
-        await self._give_up_orphans(ledger)
-        publisher = Publisher(TrajectoryWriter(redis, plan.run_id), ledger)
+        servers = Registry(redis, plan.run_id)
+        journal = Journal(redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.let_go)
+        adopter = Adopter(registry, journal, ledger, servers, plan.server_id)
+        announcer = Announcer(servers, lambda: self._record(registry))
+        publisher = Publisher(TrajectoryWriter(redis, plan.run_id, journal.owner), ledger)
         gate = AdmissionGate(
             ledger,
             WaitBoard(redis, plan.run_id, plan.server_id),
@@ -190,32 +226,58 @@ class RolloutServer:
             gate=gate,
             registry=registry,
             access=access,
-            opener=SessionOpener(registry, gate, ledger, plan.settings.rollout.group_timeout_s),
+            opener=SessionOpener(registry, gate, ledger, journal, adopter, plan.settings.rollout.group_timeout_s),
+            journal=journal,
+            adopter=adopter,
+            drainer=Drainer(
+                self._engine, registry, journal, servers, plan.server_id, lambda: self._begin_draining(announcer)
+            ),
+            servers=servers,
+            announcer=announcer,
             renderer=renderer,
-            turns=TurnTaker(self._engine, renderer),
-            caller=Caller(self._engine, self.fail),
+            turns=TurnTaker(self._engine, renderer, journal, self.until_clear),
+            caller=Caller(
+                Means(self._engine, journal, self.until_clear, plan.settings.rollout.draft_every_tokens), self.fail
+            ),
             dialect=Dialect(self._engine, renderer, plan.model, plan.settings.rollout.renderer),
             publisher=publisher,
-            finisher=Finisher(registry, publisher, ledger, Origin(plan.run_id, plan.server_id)),
+            finisher=Finisher(registry, publisher, ledger, journal, Origin(plan.run_id, plan.server_id)),
             log=TrajectoryLog(redis, plan.run_id),
         )
 
-    async def _give_up_orphans(self, ledger: Ledger) -> None:
-        """Take groups off the account that this server holds there and does not know (an earlier life of it did).
-
-        Of one that is in the stream, in part or whole, the ledger knows: it does not count it as dropped.
-        """
-        for group_id, record in (await ledger.open_groups()).items():
-            if record.server_id == self.plan.server_id:
-                await ledger.close_group(group_id, dropped=True)
-                _log.warning("group of an earlier life closed", group=group_id, ordinal=record.ordinal)
+    def _record(self, groups: GroupRegistry) -> ServerRecord:
+        """What the registry is told."""
+        status, plan = self._engine.status(), self.plan
+        return ServerRecord(
+            server_id=plan.server_id,
+            incarnation=self._incarnation,
+            url=plan.url,
+            state="draining" if self._phase in ("draining", "closed") else "serving",
+            model=plan.model.name,
+            policy_version=status.policy_version,
+            running=status.running,
+            waiting=status.waiting,
+            max_running=plan.settings.rollout.max_running,
+            open_sessions=groups.live_sessions,
+        )
 
     def _drain(self) -> None:
-        """The end has begun: answer who waits, end what is being drawn."""
-        self._phase = "draining"
-        if self._parts is not None:
-            self._parts.gate.close()
-            self._draining = asyncio.ensure_future(self._engine.abort())
+        """The end has begun: answer who waits, hand over what goes on."""
+        if self._parts is None:
+            self._phase = "draining"
+        else:
+            self._start_draining()
+
+    def _start_draining(self) -> None:
+        if self._draining is None:
+            self._phase = "draining"
+            self._draining = asyncio.create_task(self.parts().drainer.drain(DRAIN_WITHIN_S), name="draining")
+
+    async def _begin_draining(self, announcer: Announcer) -> None:
+        parts = self.parts()
+        parts.gate.close()
+        parts.adopter.close()
+        await announcer.announce()
 
     async def _close(self, redis: Redis) -> None:
         """Leave the bus, give open groups up, close the engine and Redis: each, whatever becomes of the others."""
@@ -223,14 +285,19 @@ class RolloutServer:
         parts = self._parts
         try:
             async with asyncio.timeout(CLOSE_WITHIN_S):
-                if self._draining is not None:
-                    await asyncio.gather(self._draining, return_exceptions=True)
+                handed_over = self._draining is not None and await self._draining
                 if self._membership is not None:
                     await self._membership.leave()
                 if parts is not None:
-                    await parts.finisher.drop_all("shutdown")
+                    if not handed_over:
+                        await parts.finisher.drop_all("shutdown")
+                    await parts.announcer.withdraw()
         except (RollmeshError, RedisError, TimeoutError) as error:
             _log.warning("closed untidily", server=self.plan.server_id, why=repr(error))
         finally:
+            if self._draining is not None:
+                self._draining.cancel()
+            if parts is not None:
+                await parts.adopter.aclose()
             await self._engine.close()
             await redis.aclose()

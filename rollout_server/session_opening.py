@@ -1,83 +1,180 @@
-"""Opening sessions one by one: the first sibling opens the group, the others join it; the same call again changes nothing.
+"""Opening groups and sessions: the first sibling opens the group, the others join it; the same call again changes nothing.
 
 POST /sessions ──► known id? ──same body──► the same session
                        │ no                └─another body──► 409
                        ▼
-                 group open here? ──no──► admission (ledger) ──► group
-                       └──yes──► join
+                 group open here? ──no──► admission (ledger) ──► group, journal
+                       └──yes──► join, journal
+
+A call that a gateway named makes its ids of that name, so that a second try finds what the first one opened.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Awaitable
 from hashlib import blake2b
+from typing import TypeVar
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
 
 from rollout_server.admission_gate import AdmissionGate
+from rollout_server.adoption import Adopter
 from rollout_server.groups import Group, GroupRegistry, new_group_id
+from rollout_server.journal import Journal
+from rollout_server.journal_replay import Now, began, group_began
+from rollout_server.named_locks import NamedLocks
 from rollout_server.sessions import Session, Terms
 from services.ledger import Ledger
-from services.wire.errors import ConflictError, SessionConcludedError
+from services.wire.errors import ConflictError, RollmeshError, SessionConcludedError
+from services.wire.rollout_api import OpenGroup, SamplingLimits
+from services.wire.sampling import SamplingParams
 from services.wire.session_api import OpenSession
+
+_log = structlog.get_logger()
+_FOUND_WITHIN_S = 2.0
+_POLL_S = 0.05
+T = TypeVar("T")
 
 
 class SessionOpener:
-    """Opens sessions of one server. `idle_timeout_s`: of sessions that name none."""
+    """Opens groups and sessions of one server. `idle_timeout_s`: of those that name none."""
 
-    def __init__(self, registry: GroupRegistry, gate: AdmissionGate, ledger: Ledger, idle_timeout_s: float) -> None:
+    def __init__(
+        self,
+        registry: GroupRegistry,
+        gate: AdmissionGate,
+        ledger: Ledger,
+        journal: Journal,
+        adopter: Adopter,
+        idle_timeout_s: float,
+    ) -> None:
         self._registry = registry
         self._gate = gate
         self._ledger = ledger
+        self._journal = journal
+        self._adopter = adopter
         self._idle_timeout_s = idle_timeout_s
-        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+        self._locks = NamedLocks()
 
-    async def open(self, call: OpenSession) -> tuple[Session, bool]:
-        """The session, and whether it is a new one.
+    async def open_group(self, call: OpenGroup, name: str | None) -> Group:
+        """A group with all its sessions. `name`: the call's, where it has one.
+
+        Raises as `AdmissionGate.open` and `Journal.open` do.
+        """
+        group_id = new_group_id() if name is None else f"g-{name}"
+        async with self._locks.hold(group_id):
+            if name is not None:
+                await self._adopter.hold_group(group_id)
+                if self._registry.knows(group_id):
+                    return self._registry.find_open(group_id)
+            ordinal = await self._admit(group_id, call.purpose == "train", call.wait_s)
+            sampling = msgspec.convert(call.sampling, SamplingParams, from_attributes=True)
+            group = Group(group_id, ordinal, call.group_size, call.task, call.purpose, self._idle_timeout_s, sampling)
+            limits = SamplingLimits.model_validate(call.sampling.model_dump(exclude_unset=True))
+            group.fill(
+                Terms(task=call.task, purpose=call.purpose, sampling=limits, idle_timeout_s=self._idle_timeout_s)
+            )
+            await _unbroken(self._begin(group))
+            return group
+
+    async def open(self, call: OpenSession, name: str | None = None) -> tuple[Session, bool]:
+        """The session, and whether it is a new one. `name`: the call's, where it has one.
 
         Raises ConflictError for an id that was opened with another body or a group that does not take it,
-        SessionConcludedError for an id that has ended, and as `AdmissionGate.open` does. Cancelling it leaves nothing open.
+        SessionConcludedError for an id that has ended, HeldElsewhereError for what another server holds, and as
+        `AdmissionGate.open` and `Journal.append` do.
         """
         fingerprint = blake2b(call.model_dump_json(exclude={"wait_s"}).encode(), digest_size=16).digest()
-        group_id = call.group_id or (new_group_id() if call.session_id is None else f"g.{call.session_id}")
-        with self._lock_of(group_id) as lock:
-            async with lock:
-                if call.session_id is not None:
-                    known = await self._known(call.session_id, fingerprint)
-                    if known is not None:
-                        return known, False
-                group = self._registry.get_open(group_id) or await self._open_group(group_id, call)
-                session = self._join(group, call, fingerprint)
-        return session, True
+        session_id = call.session_id or (None if name is None else f"s-{name}")
+        group_id = call.group_id or (new_group_id() if session_id is None else f"g.{session_id}")
+        async with self._locks.hold(group_id):
+            if session_id is not None:
+                known = await self._known(session_id, fingerprint)
+                if known is not None:
+                    return known, False
+            if call.group_id is not None or call.session_id is not None:
+                await self._adopter.hold_group(group_id)
+            session_id = session_id or f"s-{secrets.token_hex(16)}"
+            group = self._registry.get_open(group_id)
+            if group is None:
+                return await self._open_with(group_id, session_id, call, fingerprint), True
+            return await self._join(group, session_id, call, fingerprint), True
 
-    async def _known(self, name: str, fingerprint: bytes) -> Session | None:
-        known = self._registry.get_session(name)
+    async def _known(self, session_id: str, fingerprint: bytes) -> Session | None:
+        await self._adopter.hold_session(session_id)
+        known = self._registry.get_session(session_id)
         if isinstance(known, Session):
             if known.fingerprint != fingerprint:
-                raise ConflictError(f"session {name} was opened with another body", "choose another session_id")
+                raise ConflictError(f"session {session_id} was opened with another body", "choose another session_id")
             return known
-        if known is not None or await self._ledger.stream_id_of(name) is not None:
-            raise SessionConcludedError(f"session {name} has ended", "choose another session_id")
+        if known is not None or await self._ledger.stream_id_of(session_id) is not None:
+            raise SessionConcludedError(f"session {session_id} has ended", "choose another session_id")
         return None
 
-    async def _open_group(self, group_id: str, call: OpenSession) -> Group:
+    async def _open_with(self, group_id: str, session_id: str, call: OpenSession, fingerprint: bytes) -> Session:
+        """Open a group with its first session."""
         if self._registry.find_ended(group_id) is not None:
             raise ConflictError(f"group {group_id} has ended", "choose another group_id")
-        ordinal = -1 if call.purpose == "evaluate" else await self._gate.open(group_id, call.wait_s)
+        ordinal = await self._admit(group_id, call.purpose == "train", call.wait_s)
         idle_timeout_s = call.idle_timeout_s or self._idle_timeout_s
         group = Group(group_id, ordinal, call.group_size, call.env, call.purpose, idle_timeout_s)
-        self._registry.add(group)
-        return group
+        session = group.next_session(session_id, self._terms(call), fingerprint)
+        group.add(session)
+        await _unbroken(self._begin(group))
+        return session
 
-    def _join(self, group: Group, call: OpenSession, fingerprint: bytes) -> Session:
+    async def _admit(self, group_id: str, train: bool, wait_s: float) -> int:
+        """The group's ordinal. Raises HeldElsewhereError when another server has opened it meanwhile."""
+        if not train:
+            return -1
+        try:
+            return await self._gate.open(group_id, wait_s)
+        except ConflictError:
+            # Its owner is writing the first line of the journal, or died before it did.
+            ends = time.monotonic() + _FOUND_WITHIN_S
+            while time.monotonic() < ends:
+                await self._adopter.hold_group(group_id)
+                await asyncio.sleep(_POLL_S)
+            raise
+
+    async def _begin(self, group: Group) -> None:
+        """Write the group down, with the sessions that it has, and take it up; or give its place in the ledger back."""
+        now = Now(time.time(), time.monotonic())
+        try:
+            await self._journal.open(group_began(group), [began(session, now) for session in group.sessions.values()])
+        except RollmeshError:
+            if group.purpose == "train":
+                try:
+                    await self._ledger.close_group(group.group_id, dropped=True)
+                except RedisError as error:
+                    _log.warning("a group without a journal stays open", group=group.group_id, error=str(error))
+            raise
+        self._registry.add(group)
+
+    async def _join(self, group: Group, session_id: str, call: OpenSession, fingerprint: bytes) -> Session:
         wanted = (call.group_size, call.env, call.purpose)
         if wanted != (group.size, group.task, group.purpose):
             raise ConflictError(
                 f"group {group.group_id} has size {group.size}, env {group.task!r} and purpose {group.purpose}",
                 "siblings must say the same",
             )
-        terms = Terms(
+        session = group.next_session(session_id, self._terms(call), fingerprint)
+
+        def add() -> None:
+            group.add(session)
+            self._registry.add_session(session)
+
+        record = began(session, Now(time.time(), time.monotonic()))
+        await _unbroken(self._journal.join(group.group_id, record, add))
+        return session
+
+    def _terms(self, call: OpenSession) -> Terms:
+        return Terms(
             task=call.env,
             task_id=call.task_id,
             purpose=call.purpose,
@@ -87,20 +184,13 @@ class SessionOpener:
             max_tokens=call.max_tokens,
             metadata=call.metadata,
         )
-        session = group.join(call.session_id or f"s-{secrets.token_hex(16)}", terms, fingerprint)
-        self._registry.add_session(session)
-        return session
 
-    @contextmanager
-    def _lock_of(self, group_id: str) -> Iterator[asyncio.Lock]:
-        """One lock a group for as long as somebody uses it: two siblings that come at once open it once."""
-        lock, users = self._locks.get(group_id, (asyncio.Lock(), 0))
-        self._locks[group_id] = lock, users + 1
-        try:
-            yield lock
-        finally:
-            users = self._locks[group_id][1] - 1
-            if users:
-                self._locks[group_id] = lock, users
-            else:
-                del self._locks[group_id]
+
+async def _unbroken(work: Awaitable[T]) -> T:
+    """Awaited to its end also if the caller goes away: what is half written would be held by nobody."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

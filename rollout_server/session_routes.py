@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 from fastapi import APIRouter, Request, Response
 
+from rollout_server.call_names import call_name
 from rollout_server.disconnect import while_connected
-from rollout_server.rewards import Reward
+from rollout_server.journal_records import Rewarded
+from rollout_server.journal_replay import apply_reward
 from rollout_server.route_errors import ERRORS
 from rollout_server.server import Parts, RolloutServer
 from rollout_server.sessions import Session, SessionEnd
 from rollout_server.typed_route import TypedRoute, answer
 from services.wire.errors import ConflictError, NotFoundError, UsageError
+from services.wire.mesh_headers import BASE_URL_HEADER
 from services.wire.session_api import (
     FinishSession,
     GiveReward,
@@ -20,6 +25,8 @@ from services.wire.session_api import (
     SessionStatus,
 )
 from services.wire.trajectory import decode_trajectory
+
+_ADDRESS = re.compile(r"https?://[^\s/?#@]{1,255}/?")
 
 
 def session_routes(server: RolloutServer) -> APIRouter:
@@ -41,13 +48,14 @@ def session_routes(server: RolloutServer) -> APIRouter:
         """Open a session. Its `base_url` and `api_key` make any OpenAI client speak in it."""
         parts = server.parts()
         parts.access.require_agent(request)
-        session, new = await while_connected(request, parts.opener.open(call))
+        server.check_taking_calls()
+        session, new = await while_connected(request, parts.opener.open(call, call_name(request)))
         opened = SessionOpened(
             session_id=session.session_id,
             group_id=session.group_id,
             ordinal=session.ordinal,
             member=session.member,
-            base_url=f"{server.plan.url}/sessions/{session.session_id}/v1",
+            base_url=f"{_called_address(request) or server.plan.url}/sessions/{session.session_id}/v1",
             api_key=parts.access.keys.issue(session.session_id),
             policy_version=parts.engine.policy_version,
         )
@@ -58,13 +66,14 @@ def session_routes(server: RolloutServer) -> APIRouter:
         """How the session stands."""
         parts = server.parts()
         parts.access.require_session(request, session_id)
-        return answer(_status(parts, _find(parts, session_id)))
+        return answer(_status(parts, await _find(parts, session_id)))
 
     @router.post("/{session_id}/heartbeat", response_model=SessionStatus)
     async def heartbeat(session_id: str, request: Request) -> Response:
         """Keep an open session from expiring for another idle time."""
         parts = server.parts()
         parts.access.require_session(request, session_id)
+        await parts.adopter.hold_session(session_id)
         session = parts.registry.find_session(session_id)
         session.check_open()
         session.touch()
@@ -75,15 +84,12 @@ def session_routes(server: RolloutServer) -> APIRouter:
         """Reward the session, or one call of it. Giving a reward again replaces it."""
         parts = server.parts()
         parts.access.require_agent(request)
+        await parts.adopter.hold_session(session_id)
         session = parts.registry.find_session(session_id)
         session.check_open()
-        reward = Reward(call.reward, call.components)
-        if call.call_id is None:
-            session.rewards.session = reward
-        elif call.call_id in session.memory.calls:
-            session.rewards.calls[call.call_id] = reward
-        else:
+        if call.call_id is not None and call.call_id not in session.memory.calls:
             raise NotFoundError(f"session {session_id} has no answer {call.call_id!r}", "give the `id` of an answer")
+        await _reward(parts, session, call)
         session.touch()
         return answer(_status(parts, session))
 
@@ -92,12 +98,13 @@ def session_routes(server: RolloutServer) -> APIRouter:
         """Write the trajectory to the stream, exactly once however often this is called."""
         parts = server.parts()
         parts.access.require_agent(request)
+        await parts.adopter.hold_session(session_id)
         found = parts.registry.get_session(session_id)
         if isinstance(found, Session):
             await found.memory.answers.give_up_unheard()
             found.check_may_end()
             if call.reward is not None:
-                found.rewards.session = Reward(call.reward, call.components)
+                await _reward(parts, found, GiveReward(reward=call.reward, components=call.components))
             elif call.components:
                 raise UsageError("components without a reward", "give both, or neither")
             end = await parts.finisher.finish_session(found)
@@ -118,7 +125,7 @@ def session_routes(server: RolloutServer) -> APIRouter:
         """Give the session up: its calls end, nothing of it is trained. Repeating it changes nothing."""
         parts = server.parts()
         parts.access.require_agent(request)
-        found = _find(parts, session_id)
+        found = await _find(parts, session_id)
         if isinstance(found, Session):
             found = await _abort(parts, found)
         if found.state != "aborted":
@@ -130,7 +137,7 @@ def session_routes(server: RolloutServer) -> APIRouter:
         """Forget the session; one that is open is aborted first."""
         parts = server.parts()
         parts.access.require_agent(request)
-        found = _find(parts, session_id)
+        found = await _find(parts, session_id)
         if isinstance(found, Session):
             await _abort(parts, found)
         parts.registry.forget_session(session_id)
@@ -139,7 +146,21 @@ def session_routes(server: RolloutServer) -> APIRouter:
     return router
 
 
-def _find(parts: Parts, session_id: str) -> Session | SessionEnd:
+def _called_address(request: Request) -> str | None:
+    """Where the agent's call came in, if that was a gateway."""
+    address = request.headers.get(BASE_URL_HEADER)
+    return address.rstrip("/") if address is not None and _ADDRESS.fullmatch(address) else None
+
+
+async def _reward(parts: Parts, session: Session, given: GiveReward) -> None:
+    record = Rewarded(
+        session_id=session.session_id, value=given.reward, components=given.components, call_id=given.call_id
+    )
+    await parts.journal.append(session.group_id, record, lambda: apply_reward(session, record))
+
+
+async def _find(parts: Parts, session_id: str) -> Session | SessionEnd:
+    await parts.adopter.hold_session(session_id)
     found = parts.registry.get_session(session_id)
     if found is None:
         raise NotFoundError(f"no session {session_id!r} on this server", "it never was here, or ended long ago")

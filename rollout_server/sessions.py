@@ -5,7 +5,8 @@
       ├──no call for idle_timeout_s | the deadline──► expired
       └──the run concluded | shutdown──► dropped
 
-An answer is captured whole or not at all.
+An answer is captured whole or not at all. What changes a session is written in its group's journal first, and applied by
+`journal_replay`, so that any server can take the session over.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rollout_server.capture import Capture, Node
+from rollout_server.capture import Capture
 from rollout_server.dialect_memory import DialectMemory
-from rollout_server.engines.base import FinishReason, GenerationDelta
+from rollout_server.engines.base import FinishReason
 from rollout_server.rewards import Rewards
 from services.wire.errors import (
     ConflictError,
@@ -26,7 +27,6 @@ from services.wire.errors import (
     SessionExpiredError,
 )
 from services.wire.rollout_api import Purpose, SamplingLimits
-from services.wire.sampling import SamplingParams
 from services.wire.session_api import SessionState
 
 
@@ -93,6 +93,8 @@ class Session:
     tokens_reserved: int = 0
     """Tokens that calls in flight may still draw: what they leave of the budget is for others."""
     finish_reason: FinishReason = "stop"
+    adopted: bool = False
+    """It was another server's, or an earlier life's: what calls it may repeat is in the journal."""
     end: SessionEnd | None = None
     ending: bool = False
     """Somebody is ending it, and nothing new may begin."""
@@ -166,13 +168,6 @@ class Session:
         if self.busy:
             what = "is being ended" if self.ending else "has a call in flight"
             raise ConflictError(f"session {self.session_id} {what}", "wait for its answer")
-
-    def record_turn(self, environment: list[int], drawn: GenerationDelta, sampling: SamplingParams) -> Node:
-        """Add one answer to the newest context: what the environment said, then what the policy drew."""
-        self.finish_reason = drawn.finish_reason or "stop"
-        return self.capture.record(
-            self.capture.tip, environment, drawn.token_ids, drawn.logprobs, drawn.versions, sampling
-        )
 
     def conclude(self, state: SessionState, stream_id: str | None = None, segments: int = 0) -> SessionEnd:
         """The end. What was captured is forgotten here; its trajectory, of so many segments, may be in the stream."""

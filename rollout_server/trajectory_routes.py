@@ -37,6 +37,7 @@ def trajectory_routes(server: RolloutServer) -> APIRouter:
         """What was captured so far, or what was finished, as token lists; as messages only while the session is open."""
         parts = server.parts()
         parts.access.require_session(request, session_id)
+        await parts.adopter.hold_session(session_id)
         found = parts.registry.get_session(session_id)
         if isinstance(found, Session):
             return (
@@ -57,6 +58,7 @@ def trajectory_routes(server: RolloutServer) -> APIRouter:
         """Which siblings of a group there are, and which trajectories are missing."""
         parts = server.parts()
         parts.access.require_agent(request)
+        await parts.adopter.hold_group(group_id)
         group = parts.registry.get_open(group_id)
         if group is not None:
             return _open_state(group)

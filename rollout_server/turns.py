@@ -1,6 +1,6 @@
 """Taking turns: siblings whose context is the same become one engine request; a call takes effect whole or not at all.
 
-reserve sessions ─► encode ─► plan requests ─► engine, all awaited together ─► check ─► record every turn
+reserve sessions ─► encode ─► plan requests ─► engine, all awaited together ─► check ─► write down, apply every turn
                                                    │ client gone, engine error, no progress
                                                    └─► requests closed, no turn recorded, sessions free again
 """
@@ -10,23 +10,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from rollout_server.capture import CaptureError, check_sampled
+from rollout_server.carrying_on import UntilClear, carry_on
 from rollout_server.dialect.sampling_choice import within
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest, collect
 from rollout_server.groups import Group
+from rollout_server.journal import Journal
+from rollout_server.journal_records import TurnRecord, TurnsAnswered
+from rollout_server.journal_replay import apply_turns, node_record
 from rollout_server.rendering import Renderer
 from rollout_server.sessions import Session
 from services.wire.errors import ContextLengthError, DeadlineError, UsageError
-from services.wire.rollout_api import SamplingBody, TakeTurns, Turn, TurnTaken
+from services.wire.rollout_api import SamplingBody, TakeTurns, Turn, TurnsTaken, TurnTaken
 from services.wire.sampling import SamplingParams
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+_KEPT_ANSWERS = 4
 
 
 def sampling_of(body: SamplingBody) -> SamplingParams:
@@ -45,17 +48,23 @@ class Plan:
 class TurnTaker:
     """Lets the policy speak in sessions."""
 
-    def __init__(self, engine: Engine, renderer: Renderer) -> None:
+    def __init__(self, engine: Engine, renderer: Renderer, journal: Journal, until_clear: UntilClear) -> None:
         self._engine = engine
         self._renderer = renderer
+        self._journal = journal
+        self._until_clear = until_clear
         self._count = itertools.count()
 
-    async def take(self, group: Group, call: TakeTurns) -> list[TurnTaken]:
-        """Take all turns of `call`, or none; answers in the call's order.
+    async def take(self, group: Group, call: TakeTurns, name: str | None = None) -> bytes:
+        """Take all turns of `call`, or none; the answer, JSON of TurnsTaken, in the call's order.
 
-        Raises as `Group.reserved` does, UsageError for a context that is empty or too long, CaptureError for an answer of
-        the engine that contradicts itself. Cancelling it records nothing.
+        `name`: of the call; one that was answered gets the same answer. Raises as `Group.reserved` does, UsageError for a
+        context that is empty or too long, CaptureError for an answer of the engine that contradicts itself, and as
+        `Journal.append` does. Cancelling it records nothing unless it is being written down already.
         """
+        answered = None if name is None else await self._answered(group, name)
+        if answered is not None:
+            return answered
         sampling = group.sampling if call.sampling is None else sampling_of(call.sampling)
         if sampling is None:
             raise UsageError(f"group {group.group_id} was opened without sampling", "give `sampling` with the turns")
@@ -66,9 +75,32 @@ class TurnTaker:
             ordered = [drawn[position] for position in range(len(sessions))]
             for delta in ordered:
                 check_sampled(delta.token_ids, delta.logprobs, delta.versions)
-            for session, addition, delta in zip(sessions, additions, ordered, strict=True):
-                session.record_turn(addition, delta, sampling)
-        return [self._answer(session, delta, call) for session, delta in zip(sessions, ordered, strict=True)]
+            taken = [self._answer(session, delta, call) for session, delta in zip(sessions, ordered, strict=True)]
+            answer = TurnsTaken(results=taken).model_dump_json().encode()
+            record = TurnsAnswered(
+                call=name,
+                sampling=sampling,
+                turns=[
+                    TurnRecord(
+                        session.session_id,
+                        node_record(session.capture.tip, addition, delta.token_ids, delta.logprobs, delta.versions),
+                        delta.finish_reason or "stop",
+                    )
+                    for session, addition, delta in zip(sessions, additions, ordered, strict=True)
+                ],
+            )
+            kept = None if name is None else (name, answer)
+            await self._journal.append(group.group_id, record, lambda: apply_turns(group, record), answer=kept)
+            if name is not None:
+                _remember(group, name, answer)
+        return answer
+
+    async def _answered(self, group: Group, name: str) -> bytes | None:
+        if group.adopted and name not in group.turns_answered:
+            (kept,) = await self._journal.kept_answers(group.group_id, [name])
+            if kept is not None:
+                _remember(group, name, kept)
+        return group.turns_answered.get(name)
 
     async def _encode(self, turns: Sequence[Turn]) -> list[list[int]]:
         """Token ids that each turn adds. Siblings mostly say the same, so each text is encoded once."""
@@ -125,13 +157,8 @@ class TurnTaker:
         return {position: delta for answer in answers for position, delta in answer.items()}
 
     async def _run(self, plan: Plan) -> dict[int, GenerationDelta]:
-        deltas: AsyncIterator[GenerationDelta] = self._engine.generate(plan.request)
-        try:
+        async with aclosing(carry_on(self._engine, plan.request, self._until_clear)) as deltas:
             samples = await collect(deltas)
-        finally:
-            close = getattr(deltas, "aclose", None)
-            if close is not None:
-                await close()
         if [sample.index for sample in samples] != list(range(plan.request.n)):
             raise CaptureError(f"the engine answered {len(samples)} of {plan.request.n} samples")
         return dict(zip(plan.turns, samples, strict=True))
@@ -144,6 +171,12 @@ class TurnTaker:
             finish_reason=delta.finish_reason or "stop",
             policy_version=max((span.version for span in delta.versions), default=self._engine.policy_version),
         )
+
+
+def _remember(group: Group, name: str, answer: bytes) -> None:
+    group.turns_answered[name] = answer
+    while len(group.turns_answered) > _KEPT_ANSWERS:
+        group.turns_answered.popitem(last=False)
 
 
 class Progress:

@@ -68,6 +68,9 @@ class RolloutSettings(Section):
     retry_patience_s: float = Field(
         default=5.0, ge=0.0, description="How long an answer goes on after its client hung up, for a retry to join it"
     )
+    draft_every_tokens: int = Field(
+        default=128, ge=1, description="A long answer is written down after so many tokens, for another server to go on"
+    )
     max_body_mib: int = Field(default=32, ge=1, description="Largest request body")
 
 

@@ -18,19 +18,22 @@ from redis.exceptions import ResponseError
 
 from services.redis_client import as_text
 from services.run_keys import RunKeys
-from services.wire.errors import ConcludedError
+from services.wire.errors import ConcludedError, DrainingError
 from services.wire.trajectory import Trajectory, encode_trajectory
 
 GROUP = "trainer"
 
-# ARGV: trajectory id, group id and payload, again and again. Append, index and account in one step; answer the first id on
-# a repeat.
+# ARGV: owner ('' for anybody); then trajectory id, group id and payload, again and again. Append, index and account in one
+# step; answer the first id on a repeat.
 _PUBLISH = """
 local concluded = redis.call('HGET', KEYS[3], 'concluded') == '1'
 local ids = {}
-for i = 1, #ARGV, 3 do
+for i = 2, #ARGV, 3 do
   local id = redis.call('HGET', KEYS[2], ARGV[i])
   if not id then
+    if ARGV[1] ~= '' and redis.call('HGET', KEYS[5], ARGV[i + 1]) ~= ARGV[1] then
+      return redis.error_reply('MOVED ' .. ARGV[i + 1])
+    end
     if concluded then return redis.error_reply('CONCLUDED') end
     id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 2])
     redis.call('HSET', KEYS[2], ARGV[i], id)
@@ -63,19 +66,21 @@ class StreamEntry:
 
 
 class TrajectoryWriter:
-    """A rollout server's end of the stream."""
+    """A rollout server's end of the stream. `owner`: its incarnation; it may only write of groups that it holds."""
 
-    def __init__(self, redis: Redis, run_id: str) -> None:
+    def __init__(self, redis: Redis, run_id: str, owner: str = "") -> None:
         keys = RunKeys(run_id)
-        self._keys = [keys.stream, keys.stream_ids, keys.accounts, keys.published_groups]
+        self._keys = [keys.stream, keys.stream_ids, keys.accounts, keys.published_groups, keys.owners]
+        self._owner = owner
         self._publish = redis.register_script(_PUBLISH)
 
     async def publish(self, trajectories: Sequence[Trajectory]) -> list[str]:
         """Append all or none; returns their stream ids. A trajectory published before keeps its first id.
 
-        Raises ConcludedError when the run has concluded.
+        Raises ConcludedError when the run has concluded, DrainingError when a group is another server's now; of several
+        groups, some may then be in the stream.
         """
-        arguments: list[str | bytes] = []
+        arguments: list[str | bytes] = [self._owner]
         for trajectory in trajectories:
             arguments += [trajectory.trajectory_id, trajectory.group_id, encode_trajectory(trajectory)]
         try:
@@ -83,6 +88,9 @@ class TrajectoryWriter:
         except ResponseError as error:
             if "CONCLUDED" in str(error):
                 raise ConcludedError("the run has concluded", "no more trajectories are taken") from error
+            if "MOVED" in str(error):
+                what = f"group {str(error).rpartition(' ')[2]} was taken over by another server"
+                raise DrainingError(what, "send the call again") from error
             raise
         return [as_text(stream_id) for stream_id in ids]
 

@@ -100,6 +100,10 @@ class _Shown:
             self._unsent.append(text)
 
 
+def new_tool_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
 class AnswerStream:
     """One answer. `feed` its tokens (stop tokens that only the request named left out), then `finish`."""
 
@@ -109,7 +113,7 @@ class AnswerStream:
         prompt_ids: Sequence[int],
         tools: Tools,
         stop: Sequence[str] = (),
-        new_call_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}",
+        new_call_id: Callable[[], str] = new_tool_call_id,
     ) -> None:
         """`stop` strings are looked for in the content, not in reasoning or calls. `new_call_id` names the tool calls."""
         self._grammar = grammar

@@ -11,13 +11,13 @@ library's (`renderers`) where it knows the model family; every other folder is r
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_server.chat.answer_stream import AnswerStream
+from rollout_server.chat.answer_stream import AnswerStream, new_tool_call_id
 from rollout_server.chat.answers import AnswerGrammar, ParsedAnswer
 from rollout_server.chat.errors import NoChatTemplateError, TemplateError
 from rollout_server.chat.messages import Message, Tools, no_unicode, role_of
@@ -142,9 +142,15 @@ class ChatRenderer:
         stream.feed(completion_ids)
         return stream.finish()[1]
 
-    def answer_stream(self, prompt_ids: Sequence[int], tools: Tools = None, stop: Sequence[str] = ()) -> AnswerStream:
-        """For an answer that is being drawn; `stop` strings end it."""
-        return AnswerStream(self._grammar, prompt_ids, tools, stop)
+    def answer_stream(
+        self,
+        prompt_ids: Sequence[int],
+        tools: Tools = None,
+        stop: Sequence[str] = (),
+        new_call_id: Callable[[], str] = new_tool_call_id,
+    ) -> AnswerStream:
+        """For an answer that is being drawn; `stop` strings end it, `new_call_id` names its tool calls."""
+        return AnswerStream(self._grammar, prompt_ids, tools, stop, new_call_id)
 
     def text_stream(self, stop: Sequence[str] = ()) -> TextStream:
         """For plain text that is being drawn."""

@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
+from redis.exceptions import RedisError
 
 from rollout_server.answers import Answer
 from rollout_server.capture import Node
 from rollout_server.dialect.drawing import Piece, Sample
+from rollout_server.dialect.making import Making, Means
 from rollout_server.dialect.sampling_choice import BudgetSpentError, within
-from rollout_server.engines.base import Engine
+from rollout_server.drafts import Draft
 from rollout_server.engines.errors import EngineCrashedError
 from rollout_server.groups import GroupRegistry
+from rollout_server.journal_records import DraftHead, DraftPart, NodeRecord
+from rollout_server.journal_replay import node_record
 from rollout_server.retries import Marks
 from rollout_server.sessions import Session
 from rollout_server.turns import Progress
-from services.wire.errors import ContextLengthError, DeadlineError, RollmeshError, UsageError
+from services.wire.errors import ContextLengthError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import BreakReason
 
@@ -40,31 +47,59 @@ class Context:
         return self.token_ids if self.parent is None else self.token_ids[self.parent.end :]
 
 
+Produce = Callable[[Making], Awaitable[None]]
+
+
 class Caller:
     """Starts answers in sessions and watches over them. `on_crash` is told when the engine is gone for good."""
 
-    def __init__(self, engine: Engine, on_crash: Callable[[RollmeshError], None]) -> None:
-        self._engine = engine
+    def __init__(self, means: Means, on_crash: Callable[[RollmeshError], None]) -> None:
+        self._means = means
+        self._engine = means.engine
         self._on_crash = on_crash
 
-    def ask(self, session: Session, marks: Marks, produce: Callable[[Answer], Awaitable[None]]) -> Answer:
-        """The answer to a call: one that is there already, if the call is a retry, else a new one.
+    async def ask(self, session: Session, marks: Marks, call_id: str, produce: Produce) -> Answer:
+        """The answer to a call: one that is there already, if the call is a retry, else a new one named `call_id`.
 
-        Raises SessionConcludedError or SessionExpiredError for a session that takes no calls, KeyReusedError.
+        Raises SessionConcludedError or SessionExpiredError for a session that takes no calls, KeyReusedError, and
+        NotReadyError where the draft of another server cannot be read.
         """
+        known = await self._read_draft(session, marks)
         session.check_open()
         repeated = session.memory.answers.repeated(marks)
         if repeated is not None:
             return repeated
-        return session.memory.answers.start(marks, lambda answer: self._make(session, answer, produce))
+        head, draft = DraftHead(call_id, int(time.time())), None
+        if marks.call is not None:
+            journal = self._means.journal
+            if known:
+                head = known[0] if isinstance(known[0], DraftHead) else head
+            parts = [part for part in known if isinstance(part, DraftPart)]
+            draft = Draft(journal, session.group_id, journal.draft_key(session.session_id, marks.call), head, parts)
 
-    async def _make(self, session: Session, answer: Answer, produce: Callable[[Answer], Awaitable[None]]) -> None:
+        async def make(answer: Answer) -> None:
+            made = Making(self._means, session, answer, marks, head.call_id, head.created, draft)
+            await self._make(session, lambda: produce(made))
+
+        return session.memory.answers.start(marks, make)
+
+    async def _read_draft(self, session: Session, marks: Marks) -> list[DraftHead | DraftPart]:
+        """What another server has drawn of this call. A session that was always here needs no look."""
+        if marks.call is None or not session.adopted or session.memory.answers.knows(marks):
+            return []
+        journal = self._means.journal
+        try:
+            return await journal.read_draft(journal.draft_key(session.session_id, marks.call))
+        except RedisError as error:
+            raise NotReadyError(f"a draft cannot be read: Redis failed ({error})", "send the call again") from error
+
+    async def _make(self, session: Session, produce: Callable[[], Awaitable[None]]) -> None:
         left = session.seconds_left()
         limit = asyncio.timeout(left if left < float("inf") else None)
         try:
             with session.calling():
                 async with limit:
-                    await produce(answer)
+                    await produce()
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -124,25 +159,15 @@ def why_no_prefix(session: Session, prompt: Sequence[int]) -> BreakReason | None
     return "compaction" if shared else "branch"
 
 
-def record(
-    session: Session, call_id: str, context: Context, samples: Sequence[Sample[Piece]], sampling: SamplingParams
-) -> list[Node]:
-    """Capture whole samples; returns a node for each."""
-    nodes = [
-        session.capture.record(
-            context.parent,
-            context.addition,
-            sample.token_ids,
-            sample.logprobs,
-            sample.versions,
-            sampling,
-            context.reason,
+def written(context: Context, samples: Sequence[Sample[Piece]]) -> list[NodeRecord]:
+    """Whole samples as they are written down."""
+    return [
+        msgspec.structs.replace(
+            node_record(context.parent, context.addition, sample.token_ids, sample.logprobs, sample.versions),
+            reason=context.reason,
         )
         for sample in samples
     ]
-    session.memory.calls.setdefault(call_id, []).extend(nodes)
-    session.finish_reason = samples[0].finish_reason or "stop"
-    return nodes
 
 
 def _live(registry: GroupRegistry) -> list[Session]:

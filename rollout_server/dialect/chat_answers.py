@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ from rollout_server.answers import Answer
 from rollout_server.chat.answer_stream import AnswerDelta
 from rollout_server.chat.answers import ParsedAnswer
 from rollout_server.dialect.chunks import (
+    AnswerHead,
     ChatChunk,
     ChatChunkChoice,
     DeltaPart,
@@ -32,9 +32,8 @@ _TOKEN_FIELDS: Any = {"prompt_token_ids": True, "choices": {"__all__": {"token_i
 
 def whole_chat(
     texts: TokenTexts,
-    model: str,
+    head: AnswerHead,
     call: ChatCall,
-    call_id: str,
     samples: Sequence[Sample[AnswerDelta]],
     answers: Sequence[ParsedAnswer],
     prompt: list[int],
@@ -61,9 +60,9 @@ def whole_chat(
         choices.append(choice)
     drawn = sum(len(sample.token_ids) for sample in samples)
     completion = ChatCompletion(
-        id=call_id,
-        created=int(time.time()),
-        model=model,
+        id=head.call_id,
+        created=head.created,
+        model=head.model,
         choices=choices,
         usage=Usage(prompt_tokens=len(prompt), completion_tokens=drawn, total_tokens=len(prompt) + drawn),
         prompt_token_ids=prompt if call.return_token_ids else None,
@@ -75,12 +74,9 @@ def whole_chat(
 class ChatChunks:
     """The events of one streamed chat completion."""
 
-    def __init__(self, call: ChatCall, call_id: str, model: str, texts: TokenTexts, answer: Answer) -> None:
+    def __init__(self, call: ChatCall, head: AnswerHead, texts: TokenTexts, answer: Answer) -> None:
         self._call = call
-        self._new: Callable[[list[ChatChunkChoice]], ChatChunk] = lambda choices: ChatChunk(
-            call_id, created, model, choices
-        )
-        created = int(time.time())
+        self._head = head
         self._texts = texts
         self._answer = answer
         self._begun: set[int] = set()
@@ -89,7 +85,7 @@ class ChatChunks:
         """A sample has grown. Without logprobs and token ids to tell of, what says nothing is not sent."""
         if not said and not self._call.logprobs and not self._call.return_token_ids:
             return
-        self._send(sample, said, grown)
+        self._answer.put(self._chunk(sample, said, grown))
 
     def close(
         self,
@@ -97,25 +93,28 @@ class ChatChunks:
         finished: Sequence[tuple[AnswerDelta, ParsedAnswer]],
         prompt: list[int],
     ) -> None:
-        """The last chunks: what was held back, why each sample ended, and the usage if it was asked for."""
+        """Stage the last chunks: what was held back, why each sample ended, and the usage if it was asked for."""
         for sample, (rest, parsed) in zip(samples, finished, strict=True):
-            self._send(sample, rest, 0, finish_reason(sample, parsed), prompt)
+            self._answer.stage(self._chunk(sample, rest, 0, finish_reason(sample, parsed), prompt))
         options = self._call.stream_options
         if options is not None and options.include_usage:
             drawn = sum(len(sample.token_ids) for sample in samples)
             usage = self._new([])
             usage.usage = UsagePart(len(prompt), drawn, len(prompt) + drawn)
-            self._answer.put(event(usage))
-        self._answer.put(DONE)
+            self._answer.stage(event(usage))
+        self._answer.stage(DONE)
 
-    def _send(
+    def _new(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return ChatChunk(self._head.call_id, self._head.created, self._head.model, choices)
+
+    def _chunk(
         self,
         sample: Sample[AnswerDelta],
         said: AnswerDelta,
         grown: int,
         finish_reason: str | None = None,
         prompt: list[int] | None = None,
-    ) -> None:
+    ) -> bytes:
         call, first = self._call, sample.index not in self._begun
         self._begun.add(sample.index)
         calls = [ToolCallPart(one.index, one.id, FunctionPart(one.name, one.arguments)) for one in said.tool_calls]
@@ -143,7 +142,7 @@ class ChatChunks:
             if finish_reason is not None:
                 choice.policy_versions = sample.policy_versions
                 chunk.prompt_token_ids = prompt if prompt is not None else _UNSET
-        self._answer.put(event(chunk))
+        return event(chunk)
 
 
 def finish_reason(sample: Sample[AnswerDelta], parsed: ParsedAnswer) -> str:

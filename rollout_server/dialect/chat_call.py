@@ -12,18 +12,19 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rollout_server.answers import Answer
-from rollout_server.capture import Node, path
+from rollout_server.capture import path
 from rollout_server.chat.answers import ParsedAnswer
 from rollout_server.chat.chat_renderer import ChatRenderer
 from rollout_server.chat.messages import message_digest, reasoning_digest, tools_digest
-from rollout_server.dialect.caller import Context, fit, record
+from rollout_server.dialect.caller import Context, fit, written
 from rollout_server.dialect.chat_answers import ChatChunks, assistant_message, whole_chat
+from rollout_server.dialect.chunks import AnswerHead
 from rollout_server.dialect.drawing import draw
+from rollout_server.dialect.making import Making
 from rollout_server.dialect.sampling_choice import choose_sampling
 from rollout_server.dialect.token_texts import TokenTexts
-from rollout_server.dialect_memory import Said
 from rollout_server.engines.base import Engine, GenerationRequest
+from rollout_server.journal_records import SaidRecord
 from rollout_server.rendering import LONG_TEXT
 from rollout_server.sessions import Session
 from services.wire.errors import UnsupportedParameterError
@@ -43,13 +44,14 @@ class ChatCalls:
         self._texts = texts
         self._model = model
 
-    async def produce(self, session: Session, call: ChatCall, call_id: str, answer: Answer) -> None:
-        """Draw and capture the answer to `call`; chunks go to `answer`.
+    async def produce(self, call: ChatCall, making: Making) -> None:
+        """Draw and capture the answer to `call`.
 
         Raises UnsupportedParameterError, TemplateError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
         if refused := call.unsupported():
             raise UnsupportedParameterError(f"{', '.join(refused)} cannot be had here", "leave it out")
+        session, call_id, answer = making.session, making.call_id, making.answer
         messages = [message.model_dump(exclude_none=True) for message in call.messages]
         offered = call.tools if call.tool_choice != "none" else None
         tools = [tool.model_dump(exclude_none=True) for tool in offered] if offered else None
@@ -65,25 +67,31 @@ class ChatCalls:
             stream=bool(call.stream or call.stop),
             top_logprobs=(call.top_logprobs or 0) if call.logprobs else 0,
         )
-        chunks = ChatChunks(call, call_id, self._model, self._texts, answer) if call.stream else None
+        head = AnswerHead(call_id, making.created, self._model)
+        chunks = ChatChunks(call, head, self._texts, answer) if call.stream else None
+        ids = making.tool_call_ids()
         with session.reserving(n * request.sampling.max_tokens):
             samples = await draw(
-                self._engine,
-                request,
-                lambda: self._chat.answer_stream(context.token_ids, tools, call.stops),
+                making.draw(request),
+                n,
+                lambda: self._chat.answer_stream(context.token_ids, tools, call.stops, ids()),
                 chunks.piece if chunks is not None else None,
             )
             # An answer that nobody hears is none: it is captured for whoever asks for it again.
             await answer.heard()
         finished = [sample.reader.finish() for sample in samples]  # type: ignore[attr-defined]
-        nodes = record(session, call_id, context, samples, sampling)
-        self._remember(session, messages, digests, tools, nodes, [parsed for _, parsed in finished])
-        prompt = context.token_ids
+        parsed = [whole for _, whole in finished]
         if chunks is not None:
-            chunks.close(samples, finished, prompt)
+            chunks.close(samples, finished, context.token_ids)
         else:
-            parsed = [whole for _, whole in finished]
-            answer.put(whole_chat(self._texts, self._model, call, call_id, samples, parsed, prompt))
+            answer.stage(whole_chat(self._texts, head, call, samples, parsed, context.token_ids))
+        said = self._said(session, messages, context, parsed)
+        nodes = [
+            msgspec.structs.replace(node, said=each) for node, each in zip(written(context, samples), said, strict=True)
+        ]
+        await making.settle(
+            nodes, sampling, samples[0].finish_reason, digests=b"".join(digests), tools=tools_digest(tools)
+        )
 
     async def _place(self, session: Session, messages: list[Message], tools: Tools) -> tuple[Context, list[bytes]]:
         """The prompt of a call, and its messages' digests. CPU work: about 0.2 ms for a short conversation."""
@@ -102,25 +110,18 @@ class ChatCalls:
         # A template may be so regular that a whole rendering extends what was captured, token for token.
         return Context(rendered, session.capture.find(rendered), reason), digests
 
-    def _remember(
-        self,
-        session: Session,
-        messages: Sequence[Message],
-        digests: Sequence[bytes],
-        tools: Tools,
-        nodes: Sequence[Node],
-        answers: Sequence[ParsedAnswer],
-    ) -> None:
-        memory = session.memory
-        offered = tools_digest(tools)
-        for node, parsed in zip(nodes, answers, strict=True):
+    def _said(
+        self, session: Session, messages: Sequence[Message], context: Context, answers: Sequence[ParsedAnswer]
+    ) -> list[SaidRecord]:
+        """What is remembered of each answer: of the messages before it, those that its parent does not have."""
+        before = None if context.parent is None else session.memory.said.get(context.parent)
+        new = messages[0 if before is None else before.total :]
+        records = []
+        for parsed in answers:
             said = assistant_message(parsed).model_dump(exclude_none=True)
-            memory.conversations.remember(
-                [*digests, message_digest(said)], offered, node, reasoning=reasoning_digest(said)
-            )
-            before = None if node.parent is None else memory.said.get(node.parent)
-            known = 0 if before is None else before.total
-            memory.said[node] = Said(len(messages) + 1, msgspec.json.encode([*messages[known:], said]))
+            packed = msgspec.json.encode([*new, said])
+            records.append(SaidRecord(message_digest(said), reasoning_digest(said), len(messages) + 1, packed))
+        return records
 
 
 async def _aside(messages: Sequence[Message], work: Callable[[], Rendered]) -> Rendered:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 _encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class AnswerHead:
+    """What every try of an answer says alike. `created`: Unix seconds."""
+
+    call_id: str
+    created: int
+    model: str
 
 
 class FunctionPart(msgspec.Struct):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 from rollout_server.answers import Answer
 from rollout_server.dialect.caller import Context
-from rollout_server.dialect.chunks import TextChunk, TextChunkChoice, TextLogprobsPart, UsagePart, event
+from rollout_server.dialect.chunks import AnswerHead, TextChunk, TextChunkChoice, TextLogprobsPart, UsagePart, event
 from rollout_server.dialect.drawing import Sample
 from rollout_server.dialect.token_texts import TokenTexts
 from rollout_server.event_stream import DONE
@@ -20,9 +19,8 @@ _TOKEN_FIELDS: Any = {"choices": {"__all__": {"token_ids", "policy_versions", "p
 
 def whole_text(
     texts: TokenTexts,
-    model: str,
+    head: AnswerHead,
     call: CompletionCall,
-    call_id: str,
     drawn: Sequence[Sequence[Sample[str]]],
     said: Sequence[Sequence[str]],
     contexts: Sequence[Context],
@@ -47,9 +45,9 @@ def whole_text(
             choices.append(choice)
     count = _count(drawn)
     completion = Completion(
-        id=call_id,
-        created=int(time.time()),
-        model=model,
+        id=head.call_id,
+        created=head.created,
+        model=head.model,
         choices=choices,
         usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=count, total_tokens=prompt_tokens + count),
     )
@@ -60,9 +58,9 @@ def whole_text(
 class TextChunks:
     """The events of one streamed text completion."""
 
-    def __init__(self, call: CompletionCall, call_id: str, model: str, texts: TokenTexts, answer: Answer) -> None:
+    def __init__(self, call: CompletionCall, head: AnswerHead, texts: TokenTexts, answer: Answer) -> None:
         self._call = call
-        self._id, self._model, self._created = call_id, model, int(time.time())
+        self._head = head
         self._texts = texts
         self._answer = answer
         self._said: dict[int, int] = {}
@@ -72,7 +70,7 @@ class TextChunks:
 
         def piece(sample: Sample[str], text: str, grown: int) -> None:
             if text or self._call.logprobs is not None or self._call.return_token_ids:
-                self._send(first + sample.index, sample, text, grown)
+                self._answer.put(self._chunk(first + sample.index, sample, text, grown))
 
         return piece
 
@@ -83,20 +81,23 @@ class TextChunks:
         contexts: Sequence[Context],
         prompt_tokens: int,
     ) -> None:
-        """The last chunks: what was held back, why each sample ended, and the usage if it was asked for."""
+        """Stage the last chunks: what was held back, why each sample ended, and the usage if it was asked for."""
         number = 0
         for samples, texts, context in zip(drawn, finished, contexts, strict=True):
             for sample, (rest, _) in zip(samples, texts, strict=True):
-                self._send(number, sample, rest, 0, context)
+                self._answer.stage(self._chunk(number, sample, rest, 0, context))
                 number += 1
         if self._call.stream_options is not None and self._call.stream_options.include_usage:
             count = _count(drawn)
-            usage = TextChunk(self._id, self._created, self._model, [])
+            usage = self._new([])
             usage.usage = UsagePart(prompt_tokens, count, prompt_tokens + count)
-            self._answer.put(event(usage))
-        self._answer.put(DONE)
+            self._answer.stage(event(usage))
+        self._answer.stage(DONE)
 
-    def _send(self, number: int, sample: Sample[str], text: str, grown: int, ended: Context | None = None) -> None:
+    def _new(self, choices: list[TextChunkChoice]) -> TextChunk:
+        return TextChunk(self._head.call_id, self._head.created, self._head.model, choices)
+
+    def _chunk(self, number: int, sample: Sample[str], text: str, grown: int, ended: Context | None = None) -> bytes:
         call = self._call
         choice = TextChunkChoice(number, text)
         offset = self._said.get(number, 0)
@@ -111,7 +112,7 @@ class TextChunks:
             choice.stop_reason = sample.stop_reason(call.stop_token_ids)
             if call.return_token_ids:
                 choice.policy_versions, choice.prompt_token_ids = sample.policy_versions, ended.token_ids
-        self._answer.put(event(TextChunk(self._id, self._created, self._model, [choice])))
+        return event(self._new([choice]))
 
 
 def _text_logprobs(

@@ -13,15 +13,20 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rollout_server.answers import Answer
+import msgspec
+
 from rollout_server.capture import path
 from rollout_server.chat.chat_renderer import ChatRenderer
-from rollout_server.dialect.caller import Context, fit, record, why_no_prefix
+from rollout_server.dialect.caller import Context, fit, why_no_prefix, written
+from rollout_server.dialect.chunks import AnswerHead
 from rollout_server.dialect.completion_answers import TextChunks, whole_text
 from rollout_server.dialect.drawing import Sample, draw
+from rollout_server.dialect.making import Making
 from rollout_server.dialect.sampling_choice import choose_sampling
 from rollout_server.dialect.token_texts import TokenTexts
 from rollout_server.engines.base import Engine, GenerationRequest
+from rollout_server.journal_records import NodeRecord
+from rollout_server.prefix_index import digest_of
 from rollout_server.rendering import Renderer
 from rollout_server.sessions import Session
 from services.wire.errors import UnsupportedParameterError, UsageError
@@ -42,13 +47,14 @@ class CompletionCalls:
         self._texts = texts
         self._model = model
 
-    async def produce(self, session: Session, call: CompletionCall, call_id: str, answer: Answer) -> None:
-        """Draw and capture the answers to all prompts of `call`; chunks go to `answer`.
+    async def produce(self, call: CompletionCall, making: Making) -> None:
+        """Draw and capture the answers to all prompts of `call`.
 
         Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
         if refused := call.unsupported():
             raise UnsupportedParameterError(f"{', '.join(refused)} cannot be had here", "leave it out")
+        session, call_id, answer = making.session, making.call_id, making.answer
         prompts = _prompts(call)
         if len(prompts) * (call.n or 1) > _MOST_ANSWERS:
             raise UsageError(
@@ -59,7 +65,8 @@ class CompletionCalls:
         limit = 16 if call.max_tokens is None else call.max_tokens  # OpenAI's default for this route
         sampling = choose_sampling(session.terms.sampling, call, limit, (), longest)
         fitted = fit(session, sampling, contexts, n, longest)
-        chunks = TextChunks(call, call_id, self._model, self._texts, answer) if call.stream else None
+        head = AnswerHead(call_id, making.created, self._model)
+        chunks = TextChunks(call, head, self._texts, answer) if call.stream else None
 
         async def draw_one(number: int) -> list[Sample[str]]:
             request = GenerationRequest(
@@ -71,7 +78,7 @@ class CompletionCalls:
                 top_logprobs=call.logprobs or 0,
             )
             piece = None if chunks is None else chunks.pieces_of(number * n)
-            return await draw(self._engine, request, lambda: self._chat.text_stream(call.stops), piece)
+            return await draw(making.draw(request, number), n, lambda: self._chat.text_stream(call.stops), piece)
 
         with session.reserving(len(contexts) * n * fitted.max_tokens):
             if len(contexts) == 1:
@@ -87,17 +94,19 @@ class CompletionCalls:
             # An answer that nobody hears is none: it is captured for whoever asks for it again.
             await answer.heard()
         finished = [[sample.reader.finish() for sample in samples] for samples in drawn]  # type: ignore[attr-defined]
+        nodes: list[NodeRecord] = []
         for prompt, context, samples, texts in zip(prompts, contexts, drawn, finished, strict=True):
-            nodes = record(session, call_id, context, samples, sampling)
             before = prompt if isinstance(prompt, str) else self._renderer.decode(prompt)
-            for node, (_, text) in zip(nodes, texts, strict=True):
-                session.memory.texts.add((before + text).encode("utf-8", "replace"), node)
+            for node, (_, text) in zip(written(context, samples), texts, strict=True):
+                seen = (before + text).encode("utf-8", "replace")
+                nodes.append(msgspec.structs.replace(node, text=(digest_of(seen), len(seen))))
         prompt_tokens = sum(len(context.token_ids) for context in contexts)
         if chunks is not None:
             chunks.close(drawn, finished, contexts, prompt_tokens)
         else:
             said = [[text for _, text in each] for each in finished]
-            answer.put(whole_text(self._texts, self._model, call, call_id, drawn, said, contexts, prompt_tokens))
+            answer.stage(whole_text(self._texts, head, call, drawn, said, contexts, prompt_tokens))
+        await making.settle(nodes, sampling, drawn[-1][0].finish_reason)
 
     async def _place(self, session: Session, prompt: str | list[int]) -> Context:
         if isinstance(prompt, list):

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar
 
 from rollout_server.capture import CaptureError, check_sampled
-from rollout_server.engines.base import Engine, FinishReason, GenerationDelta, GenerationRequest
+from rollout_server.engines.base import FinishReason, GenerationDelta
 from services.wire.trajectory import VersionSpan
 
 Piece = TypeVar("Piece")
@@ -81,20 +81,19 @@ class Sample(Generic[Piece]):
 
 
 async def draw(
-    engine: Engine,
-    request: GenerationRequest,
+    deltas: AsyncGenerator[GenerationDelta, None],
+    n: int,
     make_reader: Callable[[], Reader[Piece]],
     on_piece: Callable[[Sample[Piece], Piece, int], None] | None = None,
 ) -> list[Sample[Piece]]:
-    """All samples of `request`, whole and checked.
+    """All `n` samples of a request whose deltas these are, whole and checked.
 
     `on_piece` is told of each growth: the sample, what it says, and by how many tokens it has grown. Raises CaptureError
     for an engine that contradicts itself, and whatever the engine raises.
     """
-    samples = [Sample(index, make_reader()) for index in range(request.n)]
-    left = request.n
-    # Engines are asynchronous generators, though their interface does not say so: closing one frees the engine at once.
-    async with aclosing(cast("AsyncGenerator[GenerationDelta, None]", engine.generate(request))) as deltas:
+    samples = [Sample(index, make_reader()) for index in range(n)]
+    left = n
+    async with aclosing(deltas):
         async for delta in deltas:
             sample = samples[delta.index]
             if sample.finish_reason is not None:
@@ -106,7 +105,7 @@ async def draw(
             if not left:
                 break
     if left:
-        raise CaptureError(f"the engine ended {left} of {request.n} samples without saying so")
+        raise CaptureError(f"the engine ended {left} of {n} samples without saying so")
     for sample in samples:
         check_sampled(sample.token_ids, sample.logprobs, sample.versions)
     return samples

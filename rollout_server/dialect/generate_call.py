@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rollout_server.answers import Answer
-from rollout_server.dialect.caller import Context, fit, record, why_no_prefix
+from rollout_server.dialect.caller import Context, fit, why_no_prefix, written
 from rollout_server.dialect.drawing import Sample, draw
+from rollout_server.dialect.making import Making
 from rollout_server.dialect.sampling_choice import choose_sampling
 from rollout_server.engines.base import Engine, GenerationDelta
 from rollout_server.generate_wire import StreamEncoder, Wanted, encode_answer, full_answer, to_request
-from rollout_server.sessions import Session
 from services.wire.engine_api import GenerateCall
 from services.wire.trajectory import VersionSpan
 
@@ -24,11 +22,12 @@ class GenerateCalls:
         self._engine = engine
         self._model = model
 
-    async def produce(self, session: Session, call: GenerateCall, call_id: str, answer: Answer) -> None:
-        """Draw and capture the answer to `call`; chunks go to `answer`.
+    async def produce(self, call: GenerateCall, making: Making) -> None:
+        """Draw and capture the answer to `call`.
 
         Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
+        session, call_id, answer = making.session, making.call_id, making.answer
         longest = self._engine.max_model_len
         asked = to_request(call, call_id, longest)
         parent = session.capture.find(call.token_ids)
@@ -49,17 +48,17 @@ class GenerateCalls:
 
         sent = [0] * request.n
         with session.reserving(request.n * request.sampling.max_tokens):
-            samples = await draw(self._engine, request, _Unread, piece)
+            samples = await draw(making.draw(request), request.n, _Unread, piece)
             # An answer that nobody hears is none: it is captured for whoever asks for it again.
             await answer.heard()
-        record(session, call_id, context, samples, sampling)
         if encoder is None:
             whole = [_delta(call_id, sample, 0) for sample in samples]
-            answer.put(encode_answer(full_answer(request, whole, wanted, int(time.time()))))
-            return
-        for sample in samples:
-            answer.put(encoder.chunk(_delta(call_id, sample, sent[sample.index])))
-        answer.put(encoder.end())
+            answer.stage(encode_answer(full_answer(request, whole, wanted, making.created)))
+        else:
+            for sample in samples:
+                answer.stage(encoder.chunk(_delta(call_id, sample, sent[sample.index])))
+            answer.stage(encoder.end())
+        await making.settle(written(context, samples), sampling, samples[0].finish_reason)
 
 
 class _Unread:

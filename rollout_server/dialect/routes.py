@@ -10,7 +10,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from rollout_server.answers import Answer, Answers
+from rollout_server.call_names import call_name
 from rollout_server.dialect.caller import new_call_id
+from rollout_server.dialect.making import Making
 from rollout_server.disconnect import while_connected
 from rollout_server.event_stream import EventStream, error_event
 from rollout_server.model_routes import model_list
@@ -38,15 +40,16 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
     started = int(time.time())
     patience_s = server.plan.settings.rollout.retry_patience_s
 
-    def find(request: Request, named: str | None) -> Session:
+    async def find(request: Request, named: str | None) -> Session:
         parts = server.parts()
-        server.check_taking_calls()
         name = parts.access.find_session(request, named)
         if name is None:
             raise UnauthenticatedError(
                 "this call names no session",
                 "use the base_url or the api_key that POST /sessions answered, or the header X-Session-ID",
             )
+        await parts.adopter.hold_session(name)
+        server.check_taking_calls()
         return parts.registry.find_session(name)
 
     async def respond(
@@ -54,9 +57,10 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
         session: Session,
         kind: str,
         stream: bool,
-        produce: Callable[[Answer], Awaitable[None]],
+        call_id: str,
+        produce: Callable[[Making], Awaitable[None]],
     ) -> Response:
-        found = server.parts().caller.ask(session, await _marks(request, kind), produce)
+        found = await server.parts().caller.ask(session, await _marks(request, kind), call_id, produce)
         answers = session.memory.answers
         if not stream:
             with answers.listening(found, patience_s):
@@ -68,18 +72,16 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
         return EventStream(_events(answers, found, patience_s))
 
     async def chat(request: Request, named: str | None, call: ChatCall) -> Response:
-        session = find(request, named)
+        session = await find(request, named)
         calls = await server.parts().dialect.chat()
-        call_id = new_call_id("chatcmpl")
-        produce = lambda found: calls.produce(session, call, call_id, found)  # noqa: E731
-        return await respond(request, session, "chat", bool(call.stream), produce)
+        produce = lambda making: calls.produce(call, making)  # noqa: E731
+        return await respond(request, session, "chat", bool(call.stream), new_call_id("chatcmpl"), produce)
 
     async def complete(request: Request, named: str | None, call: CompletionCall) -> Response:
-        session = find(request, named)
+        session = await find(request, named)
         calls = await server.parts().dialect.completions()
-        call_id = new_call_id("cmpl")
-        produce = lambda found: calls.produce(session, call, call_id, found)  # noqa: E731
-        return await respond(request, session, "text", bool(call.stream), produce)
+        produce = lambda making: calls.produce(call, making)  # noqa: E731
+        return await respond(request, session, "text", bool(call.stream), new_call_id("cmpl"), produce)
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=_STREAMED)
     async def chat_by_key(call: ChatCall, request: Request) -> Response:
@@ -104,30 +106,33 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
     async def generate(request: Request, session: Session, call: GenerateCall) -> Response:
         calls = server.parts().dialect.tokens
         call_id = call.request_id or new_call_id("gen")
-        produce = lambda found: calls.produce(session, call, call_id, found)  # noqa: E731
-        return await respond(request, session, "tokens", bool(call.stream), produce)
+        produce = lambda making: calls.produce(call, making)  # noqa: E731
+        return await respond(request, session, "tokens", bool(call.stream), call_id, produce)
 
     @router.post("/inference/v1/generate", response_class=Response, responses=GENERATE_ANSWERS)
     async def generate_by_key(call: GenerateCall, request: Request) -> Response:
         """vLLM's token route. Where the key or `X-Session-ID` names a session here it is captured, elsewhere it is not."""
         parts = server.parts()
         name = parts.access.find_session(request, None)
+        if name is not None:
+            await parts.adopter.hold_session(name)
         # Trainers' clients send session ids of their own making: they name nothing here.
         if name is None or parts.registry.get_session(name) is None:
             # A session's key opens that session and nothing else, also when it is forgotten.
             parts.access.require_agent(request)
             return await generate_uncaptured(server, call, request)
+        server.check_taking_calls()
         return await generate(request, parts.registry.find_session(name), call)
 
     @router.post("/sessions/{session_id}/inference/v1/generate", response_class=Response, responses=GENERATE_ANSWERS)
     async def generate_in_session(session_id: str, call: GenerateCall, request: Request) -> Response:
         """vLLM's token route, captured: the tokens given are the prompt, those drawn are trained."""
-        return await generate(request, find(request, session_id), call)
+        return await generate(request, await find(request, session_id), call)
 
     @router.get("/sessions/{session_id}/v1/models", response_model=ModelList, responses=ERRORS)
     async def models_in_session(session_id: str, request: Request) -> Response:
         """The model that answers."""
-        find(request, session_id)
+        await find(request, session_id)
         return answer(model_list(server, started))
 
     return router
@@ -148,5 +153,6 @@ async def _marks(request: Request, kind: str) -> Marks:
     key = request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= _LONGEST_KEY:
         raise UsageError(f"an Idempotency-Key of {len(key)} characters", f"give 1 to {_LONGEST_KEY}")
+    name = call_name(request)
     counted = request.headers.get("x-stainless-retry-count", "0")
-    return Marks(body, key, int(counted) if counted.isdecimal() and len(counted) < 4 else 0)
+    return Marks(body, key, int(counted) if counted.isdecimal() and len(counted) < 4 else 0, name)

@@ -43,14 +43,14 @@ async def test_pause_keep_freezes_and_resume_goes_on(host: Host, engine: Scripte
     assert (await host.http.get("/is_paused")).json() == {"is_paused": False}
 
 
-async def test_abort_ends_turns_with_what_they_have(host: Host, engine: ScriptedEngine) -> None:
+async def test_an_abort_is_never_seen_by_the_agent_its_turns_go_on(host: Host, engine: ScriptedEngine) -> None:
     group = await host.open()
     await engine.pause("keep")
     turn = asyncio.create_task(host.turns(group, "1=", "2="))
     await until(lambda: engine.status().running == 2)
     assert (await host.http.post("/abort_requests", json={})).json() == {"status": "aborted", "aborted": 2}
     await engine.resume()
-    assert [result["finish_reason"] for result in (await turn).json()["results"]] == ["abort", "abort"]
+    assert [result["finish_reason"] for result in (await turn).json()["results"]] == ["stop", "stop"]
 
 
 async def test_an_unknown_pause_mode_is_refused(host: Host) -> None:

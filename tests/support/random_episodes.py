@@ -1,7 +1,8 @@
 """Random episodes of an agent in one session: what agents do, and what they should not, through the server's own calls.
 
 Turns, tools, sub-agents, retries, hang-ups, rewritten and shortened histories, other tools, stop strings, several samples,
-text and token calls; answers in token sequences that no tokenizer would make.
+text and token calls; answers in token sequences that no tokenizer would make. Now and then the server dies between two
+calls, and another one goes on from the journal.
 """
 
 from __future__ import annotations
@@ -12,23 +13,29 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rollout_server.answers import Answer
+from rollout_server.adoption import restore_answers
 from rollout_server.chat.chat_renderer import ChatRenderer
 from rollout_server.dialect.caller import Caller, new_call_id
 from rollout_server.dialect.chat_call import ChatCalls
 from rollout_server.dialect.completion_call import CompletionCalls
 from rollout_server.dialect.generate_call import GenerateCalls
+from rollout_server.dialect.making import Making, Means
 from rollout_server.dialect.token_texts import TokenTexts
+from rollout_server.groups import Group
+from rollout_server.journal_records import encode_record
+from rollout_server.journal_replay import Now, began, group_began, replay
 from rollout_server.rendering import Renderer
 from rollout_server.retries import Marks
-from rollout_server.sessions import Session, Terms
+from rollout_server.sessions import Terms
 from services.wire.engine_api import GenerateCall
 from services.wire.errors import RollmeshError
 from services.wire.openai_api import ChatCall, CompletionCall
 from services.wire.rollout_api import SamplingLimits
 from tests.support.any_tokens_engine import AnyTokensEngine
+from tests.support.memory_journal import MemoryJournal
 
 Message = dict[str, Any]
+NOW = Now(0.0, 0.0)
 TEXTS = (
     "hello",
     " the weather",
@@ -92,9 +99,14 @@ class Episode:
         self.chance = chance
         self.engine = AnyTokensEngine(chance, writer(chance, chat), chat.stop_token_ids)
         terms = Terms("any", "train", SamplingLimits(), 600.0)
-        self.session = Session("s", "g", 0, 0, terms)
+        self.group = Group("g", 0, 1, "any", "train", 600.0)
+        self.session = self.group.next_session("s", terms, b"")
+        self.group.add(self.session)
         self.heard: dict[tuple[str, int], int] = {}
-        self._caller = Caller(self.engine, lambda error: None)  # type: ignore[arg-type]
+        self.moves = 0
+        self.journal = MemoryJournal()
+        self.journal.written = [encode_record(group_began(self.group)), encode_record(began(self.session, NOW))]
+        self._caller = Caller(Means(self.engine, self.journal, _clear, 8), lambda error: None)  # type: ignore[arg-type]
         texts = TokenTexts(chat.table)
         self._chat = ChatCalls(self.engine, chat, texts, "m")  # type: ignore[arg-type]
         self._texts = CompletionCalls(self.engine, renderer, chat, texts, "m")  # type: ignore[arg-type]
@@ -109,11 +121,20 @@ class Episode:
     async def live(self, steps: int) -> None:
         for _ in range(steps):
             kinds = (self._chat_call, self._chat_call, self._chat_call, self._text_call, self._token_call, self._retry)
+            if self.chance.random() < 0.2:
+                await self.move()
             try:
                 await self.chance.choice(kinds)()
             except RollmeshError as error:
                 if error.status >= 500:
                     raise
+
+    async def move(self) -> None:
+        """The server dies; another one takes the session over."""
+        replayed = replay(self.journal.records(), NOW)
+        await restore_answers(self.journal, replayed)  # type: ignore[arg-type]
+        self.group, self.moves = replayed.group, self.moves + 1
+        self.session = self.group.sessions["s"]
 
     async def _chat_call(self) -> None:
         chance, messages = self.chance, self._next_messages()
@@ -131,7 +152,7 @@ class Episode:
             body["stop"] = chance.choice(("e", ["so", "\n\n"]))
         call = ChatCall.model_validate({key: value for key, value in body.items() if value is not None})
         call_id = new_call_id("chatcmpl")
-        raw = await self._ask(lambda answer: self._chat.produce(self.session, call, call_id, answer))
+        raw = await self._ask(call_id, lambda making: self._chat.produce(call, making))
         if raw is None:
             return
         tools = body["tools"] if body.get("tools") else None
@@ -186,7 +207,7 @@ class Episode:
             }
         )
         call_id = new_call_id("cmpl")
-        raw = await self._ask(lambda answer: self._texts.produce(self.session, call, call_id, answer))
+        raw = await self._ask(call_id, lambda making: self._texts.produce(call, making))
         if raw is not None:
             for choice in _choices(raw, bool(call.stream)):
                 self._hear(f"{call_id}-0", choice, lambda _: self._renderer.text_stream(call.stops))
@@ -202,18 +223,22 @@ class Episode:
         prompt = [*prompt, *(chance.randrange(256) for _ in range(chance.randint(0, 3)))]
         body = {"token_ids": prompt, "stream": chance.random() < 0.4, "sampling_params": {"max_tokens": 12, "n": 2}}
         call, call_id = GenerateCall.model_validate(body), new_call_id("gen")
-        raw = await self._ask(lambda answer: self._tokens.produce(self.session, call, call_id, answer))
+        raw = await self._ask(call_id, lambda making: self._tokens.produce(call, making))
         if raw is not None:
             for choice in _choices(raw, bool(call.stream)):
                 self._hear(call_id, choice, lambda _: self._renderer.text_stream())
                 self._paths.append([*prompt, *choice["token_ids"]])
 
-    async def _ask(self, produce: Callable[[Answer], Awaitable[None]]) -> bytes | None:
+    async def _ask(self, call_id: str, produce: Callable[[Making], Awaitable[None]]) -> bytes | None:
         """The answer's bytes; None where the agent hung up."""
         chance, answers = self.chance, self.session.memory.answers
         self._number += 1
-        marks = Marks(f"{self._number}".encode(), key=f"k{self._number}" if chance.random() < 0.3 else None)
-        answer = self._caller.ask(self.session, marks, produce)
+        marks = Marks(
+            f"{self._number}".encode(),
+            key=f"k{self._number}" if chance.random() < 0.3 else None,
+            call=f"call{self._number}" if chance.random() < 0.5 else None,
+        )
+        answer = await self._caller.ask(self.session, marks, call_id, produce)
         if chance.random() < 0.1:
             with answers.listening(answer, 5.0):
                 await answer.begun() if chance.random() < 0.5 else None
@@ -226,7 +251,8 @@ class Episode:
                 return None
         with answers.listening(answer, 5.0):
             raw = await answer.whole()
-        self._repeatable.append((marks, raw))
+        if marks.key or marks.call:  # of others nobody keeps the bytes when the server dies
+            self._repeatable.append((marks, raw))
         return raw
 
     async def _retry(self) -> None:
@@ -235,14 +261,16 @@ class Episode:
             return
         marks, before = self.chance.choice(self._repeatable[-8:])
         again = Marks(marks.body, marks.key, 0 if marks.key else marks.retry + 1)
+        if marks.call and self.chance.random() < 0.5:  # the gateway sends it again
+            again = marks
 
-        async def fail(_: Answer) -> None:
+        async def fail(_: Making) -> None:
             raise AssertionError("a retry was taken for a new call")
 
-        answer = self._caller.ask(self.session, again, fail)
+        answer = await self._caller.ask(self.session, again, "again", fail)
         with self.session.memory.answers.listening(answer, 5.0):
             assert await answer.whole() == before
-        if not marks.key:
+        if not marks.key and again is not marks:
             self._repeatable.remove((marks, before))
 
     def _hear(self, request_id: str, choice: Message, reader: Callable[[list[int]], Any]) -> None:
@@ -258,6 +286,10 @@ class Episode:
             late.feed(tokens)
             assert (early.stopped, late.stopped) == (None, stop)
         self.heard[request_id, choice["index"]] = len(tokens)
+
+
+async def _clear() -> None:
+    """The engine always takes requests."""
 
 
 def _choices(raw: bytes, stream: bool) -> list[Message]:

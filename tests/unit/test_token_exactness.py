@@ -69,12 +69,16 @@ async def test_every_answered_token_is_trained_exactly_once_in_the_context_it_wa
 ) -> None:
     chat, renderer = ChatRenderer.from_folder(folder), Renderer.from_folder(folder)
     seen: Counter[str | None] = Counter()
-    tokens = 0
+    tokens = moves = 0
     for number in range(part * EPISODES // PARTS, (part + 1) * EPISODES // PARTS):
         chance = random.Random(number)
         episode = Episode(chance, chat, renderer)
         await episode.live(chance.randint(1, 7))
+        live = episode.session.capture.layout()
+        await episode.move()
         capture = episode.session.capture
+        assert capture.layout().segments == live.segments, f"episode {number}: its journal tells another story"
+        moves += episode.moves
         segments = capture.segments()
         check_trajectory(msgspec.structs.replace(a_rollout(segments, 0.0), samplings=capture.samplings))
         facts = [fact for segment in segments for fact in trained(segment)]
@@ -84,4 +88,5 @@ async def test_every_answered_token_is_trained_exactly_once_in_the_context_it_wa
         tokens += len(facts)
     # The episodes do what they are for.
     assert tokens > 1000
+    assert moves > EPISODES // PARTS
     assert {None, "branch", "compaction", "tools_changed", "truncated"} <= set(seen)

@@ -1,0 +1,55 @@
+"""Announcing: a server tells the registry that it is alive, three times a lease, and at once when its state changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+import structlog
+from redis.exceptions import RedisError
+
+from services.registry import Registry, ServerRecord
+
+LEASE_S = 3.0
+ANNOUNCEMENTS_A_LEASE = 3
+
+_log = structlog.get_logger()
+
+
+class Announcer:
+    """`describe` gives the record of this moment. `run` is a task owned by the server."""
+
+    def __init__(self, registry: Registry, describe: Callable[[], ServerRecord]) -> None:
+        self._registry = registry
+        self._describe = describe
+        self._wake = asyncio.Event()
+
+    def notify(self) -> None:
+        """Something that others should know at once has changed."""
+        self._wake.set()
+
+    async def announce(self) -> None:
+        """Raises RedisError."""
+        await self._registry.announce(self._describe(), LEASE_S)
+
+    async def run(self) -> None:
+        """Announce until cancelled. A Redis that is away is tried again; meanwhile the lease may run out."""
+        failing = False
+        while True:
+            self._wake.clear()
+            try:
+                await self.announce()
+                failing = False
+            except RedisError as error:
+                if not failing:
+                    _log.warning("cannot announce this server", why=str(error))
+                failing = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEASE_S / ANNOUNCEMENTS_A_LEASE):
+                    await self._wake.wait()
+
+    async def withdraw(self) -> None:
+        """This server is gone. Raises RedisError."""
+        record = self._describe()
+        await self._registry.withdraw(record.server_id, record.incarnation)

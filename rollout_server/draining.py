@@ -1,0 +1,76 @@
+"""Draining: a server lets go of what it holds, so that others go on with it, and takes nothing new.
+
+    serving ──drain──► engine interrupted (partial answers are in the journal) ──► each group let go of as soon as nothing
+                       goes on in it ──► (deadline: the rest, its calls ended) ──► drained
+
+Where no other server is serving there is nobody to take the groups: then they are given up when the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from rollout_server.engines.base import Engine
+from rollout_server.groups import Group, GroupRegistry
+from rollout_server.journal import Journal
+from services.registry import Registry
+from services.wire.errors import DrainingError
+
+_POLL_S = 0.02
+_log = structlog.get_logger()
+
+
+class Drainer:
+    """Drains one server, once. `begin` tells the rest of the server, and the registry, that it has begun."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        groups: GroupRegistry,
+        journal: Journal,
+        servers: Registry,
+        server_id: str,
+        begin: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._engine = engine
+        self._groups = groups
+        self._journal = journal
+        self._servers = servers
+        self._server_id = server_id
+        self._begin = begin
+
+    async def others(self) -> list[str]:
+        """Servers that would take what this one lets go of. Raises RedisError."""
+        servers = await self._servers.servers()
+        return [each.server_id for each in servers if each.state == "serving" and each.server_id != self._server_id]
+
+    async def drain(self, within_s: float) -> bool:
+        """Let go of everything; returns whether somebody else can take it. Raises RedisError."""
+        started = time.monotonic()
+        await self._begin()
+        await self._engine.abort()
+        if not await self.others():
+            return False
+        held = len(self._groups)
+        while True:
+            left = self._groups.all_open()
+            late = time.monotonic() - started > within_s
+            await self._let_go([group for group in left if late or not group.taking_turns])
+            if not len(self._groups):
+                break
+            # What had not begun when the first were interrupted has begun by now.
+            await self._engine.abort()
+            await asyncio.sleep(_POLL_S)
+        _log.info("drained", groups=held, after_s=round(time.monotonic() - started, 2))
+        return True
+
+    async def _let_go(self, groups: list[Group]) -> None:
+        names = [group.group_id for group in groups]
+        await self._journal.let_go(names)
+        why = DrainingError(f"rollout server {self._server_id} is being drained", "send the call again")
+        for name in names:
+            self._groups.let_go(name, why)
