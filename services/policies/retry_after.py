@@ -7,7 +7,8 @@
 
 What is told is to be right for most who come back then, not for half of them: of the remaining times that the history
 allows, it is the one that `_SURE` of them do not exceed. Where the present wait is longer than any before it, nothing
-is known but its age, and half of that again is told.
+is known but its age, and half of that again is told. Nobody is kept a place by being told: where more ask than there
+are places for, those who wait in the queue come first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ UNKNOWN_S = 1.0
 """Told while there is no history to judge by."""
 LONGEST_S = 600.0
 _REMEMBERED = 32
-_SURE = 0.9
+_SURE = 0.85
 
 
 def remaining_s(lasted: Collection[float], age: float) -> float | None:
