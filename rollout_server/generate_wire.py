@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -14,6 +15,7 @@ from rollout_server.engines.base import GenerationDelta, GenerationRequest
 from rollout_server.event_stream import DONE, error_event
 from services.wire.engine_api import (
     Choice,
+    ChunkChoice,
     DrawnLogprob,
     GenerateAnswer,
     GenerateCall,
@@ -46,6 +48,7 @@ _UNSUPPORTED_SAMPLING = (
 )
 _UNSUPPORTED = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
 _encoder = msgspec.json.Encoder()
+_Choice = TypeVar("_Choice", bound=Choice)
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Wanted:
     prompt: bool
     usage: bool = False
     usage_always: bool = False
-    versions_always: bool = False
+    spans: bool = False
 
     @classmethod
     def of(cls, call: GenerateCall, model: str, eos_token_ids: tuple[int, ...]) -> Wanted:
@@ -71,7 +74,7 @@ class Wanted:
             prompt=bool(call.return_token_ids),
             usage=usage,
             usage_always=usage and options is not None and bool(options.continuous_usage_stats),
-            versions_always=options is not None and bool(options.continuous_policy_versions),
+            spans=options is not None and bool(options.version_spans),
         )
 
 
@@ -105,7 +108,7 @@ def full_answer(
         request_id=request.request_id,
         created=created,
         model=wanted.model,
-        choices=[_choice(request, sample, wanted, sample.versions) for sample in samples],
+        choices=[_choice(Choice, request, sample, wanted, sample.versions) for sample in samples],
         usage=_usage(len(request.prompt_token_ids), drawn),
         prompt_token_ids=request.prompt_token_ids if wanted.prompt else None,
     )
@@ -135,11 +138,10 @@ class StreamEncoder:
             _extend(spans, VersionSpan(begin + span.start, span.length, span.version))
         self._drawn[delta.index] += len(delta.token_ids)
         whole = spans if delta.finish_reason is not None else None
-        body = GenerateChunk(
-            request_id=self._request.request_id, choices=[_choice(self._request, delta, self._wanted, whole)]
-        )
-        if self._wanted.versions_always:
-            body.choices[0].policy_versions = _starts(spans)
+        choice = _choice(ChunkChoice, self._request, delta, self._wanted, whole)
+        if self._wanted.spans:
+            choice.version_spans = delta.versions
+        body = GenerateChunk(request_id=self._request.request_id, choices=[choice])
         if self._prompt_due:
             body.prompt_token_ids, self._prompt_due = self._request.prompt_token_ids, False
         if self._wanted.usage_always:
@@ -190,10 +192,14 @@ def _sampling(asked: SamplingCall, room: int) -> SamplingParams:
 
 
 def _choice(
-    request: GenerationRequest, delta: GenerationDelta, wanted: Wanted, whole: Sequence[VersionSpan] | None
-) -> Choice:
+    kind: type[_Choice],
+    request: GenerationRequest,
+    delta: GenerationDelta,
+    wanted: Wanted,
+    whole: Sequence[VersionSpan] | None,
+) -> _Choice:
     """`whole`: the spans of the sample from its first token on, once it has ended."""
-    choice = Choice(index=delta.index, token_ids=delta.token_ids, finish_reason=delta.finish_reason)
+    choice = kind(index=delta.index, token_ids=delta.token_ids, finish_reason=delta.finish_reason)
     if wanted.logprobs is not None:
         choice.logprobs = _logprobs(delta, max(wanted.logprobs, 1))
     if whole is not None:
@@ -201,12 +207,8 @@ def _choice(
         choice.weight_versions = [
             WeightVersionSpan(str(span.version), span.start, span.start + span.length) for span in whole
         ]
-        choice.policy_versions = _starts(whole)
+        choice.policy_versions = [(span.version, span.start) for span in whole]
     return choice
-
-
-def _starts(spans: Sequence[VersionSpan]) -> list[tuple[int, int]]:
-    return [(span.version, span.start) for span in spans]
 
 
 def _stop_reason(request: GenerationRequest, delta: GenerationDelta, eos_token_ids: Iterable[int]) -> int | None:

@@ -58,7 +58,7 @@ class Flow:
         if not 0 <= choice.index < len(self._drawn) or choice.index * self._copies not in self._open:
             raise WireError(f"request {self._request.request_id}: the engine answered a sample {choice.index} too much")
         self._check_versions(choice)
-        drawn = to_delta(self._request, choice, self._drawn[choice.index], self._version)
+        drawn = to_delta(self._request, choice, self._version)
         self._drawn[choice.index] += len(drawn.token_ids)
         copies = range(choice.index, choice.index + 1) if self._copies == 1 else range(self._copies)
         self.tokens += len(drawn.token_ids) * len(copies)
@@ -86,8 +86,8 @@ class Flow:
 
     def _check_versions(self, choice: PeerChoice) -> None:
         """What the peer says about versions must agree with what was committed there."""
-        if choice.policy_versions is not None:
-            seen = {version for version, _ in choice.policy_versions}
+        if choice.version_spans is not None:
+            seen = {span.version for span in choice.version_spans}
             strange = {str(version) for version in seen if version < self._version or version not in self._known}
         else:
             labels = {span.version for span in choice.weight_versions or ()}

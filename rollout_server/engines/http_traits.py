@@ -75,7 +75,7 @@ async def _rehearse(peer: Peer) -> tuple[bool, bool]:
         async with asyncio.timeout(_REHEARSAL_S), aclosing(peer.generate(body)) as chunks:
             async for chunk in chunks:
                 for choice in chunk.choices:
-                    ours = ours or choice.policy_versions is not None
+                    ours = ours or choice.version_spans is not None
                     content = None if choice.logprobs is None else choice.logprobs.content
                     logprobs += [entry.logprob for entry in content or ()]
     except TimeoutError as error:

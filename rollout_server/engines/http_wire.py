@@ -16,7 +16,6 @@ import msgspec
 
 from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest
 from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, drawable_stops
-from rollout_server.engines.vllm_outputs import spans_between
 from services.wire.errors import RollmeshError, WireError
 from services.wire.trajectory import VersionSpan
 
@@ -61,14 +60,17 @@ class PeerSpan(msgspec.Struct):
 
 
 class PeerChoice(msgspec.Struct):
-    """New tokens of one sample. `weight_versions`: vLLM's, with the final chunk; `policy_versions`: rollmesh's."""
+    """New tokens of one sample.
+
+    `weight_versions`: vLLM's, over the whole sample, with its final chunk. `version_spans`: rollmesh's, over these tokens.
+    """
 
     index: int
     token_ids: list[int] | None = None
     logprobs: PeerLogprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[PeerSpan] | None = None
-    policy_versions: list[tuple[int, int]] | None = None
+    version_spans: list[VersionSpan] | None = None
 
 
 class PeerChunk(msgspec.Struct):
@@ -118,8 +120,9 @@ def generate_body(
     }
     if request.cache_salt is not None:
         call["cache_salt"] = request.cache_salt
+    # What others than rollmesh's servers do not know they ignore.
+    call["stream_options"] = {"version_spans": True}
     if ours:
-        call["stream_options"] = {"continuous_policy_versions": True}
         call["resumed"], call["first_index"] = request.resumed, request.first_index
     return _encoder.encode(call)
 
@@ -132,11 +135,8 @@ def read_chunk(event: bytes) -> PeerChunk:
         raise WireError(f"the engine sent {event[:200]!r}, which is no chunk of an answer ({error})") from error
 
 
-def to_delta(request: GenerationRequest, choice: PeerChoice, begin: int, version: int) -> GenerationDelta:
-    """A choice whose tokens begin at position `begin` of the sample.
-
-    `version`: of tokens that the peer names none for. Raises WireError for a choice that contradicts itself.
-    """
+def to_delta(request: GenerationRequest, choice: PeerChoice, version: int) -> GenerationDelta:
+    """A choice's tokens. `version`: theirs, where the peer names none. Raises WireError for one that contradicts itself."""
     tokens = choice.token_ids or []
     content = [] if choice.logprobs is None or choice.logprobs.content is None else choice.logprobs.content
     if [entry.id for entry in content] != tokens:
@@ -149,21 +149,23 @@ def to_delta(request: GenerationRequest, choice: PeerChoice, begin: int, version
         index=choice.index,
         token_ids=tokens,
         logprobs=[entry.logprob for entry in content],
-        versions=_spans(request, choice, begin, version),
+        versions=_spans(request, choice, version),
         finish_reason=_reason(request, choice),
         top_logprobs=[_likeliest(entry, request.top_logprobs) for entry in content] if request.top_logprobs else None,
     )
 
 
-def _spans(request: GenerationRequest, choice: PeerChoice, begin: int, version: int) -> list[VersionSpan]:
-    count = len(choice.token_ids or [])
-    if choice.policy_versions is None:
+def _spans(request: GenerationRequest, choice: PeerChoice, version: int) -> list[VersionSpan]:
+    count, end = len(choice.token_ids or []), 0
+    if choice.version_spans is None:
         return [VersionSpan(0, count, version)] if count else []
-    starts = [(str(drawn_with), start) for drawn_with, start in choice.policy_versions]
-    spans = spans_between(starts, begin, begin + count)
-    if sum(span.length for span in spans) != count:
-        raise WireError(f"request {request.request_id}: the engine named no version for some of {count} tokens")
-    return spans
+    for span in choice.version_spans:
+        if span.start != end or span.length < 1:
+            raise WireError(f"request {request.request_id}: version spans {choice.version_spans} are no partition")
+        end += span.length
+    if end != count:
+        raise WireError(f"request {request.request_id}: version spans cover {end} of {count} tokens")
+    return choice.version_spans
 
 
 def _reason(request: GenerationRequest, choice: PeerChoice) -> FinishReason | None:

@@ -15,6 +15,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from services.wire.rollout_api import Seed, TokenId
+from services.wire.trajectory import VersionSpan
 
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -69,8 +70,8 @@ class SamplingCall(Call):
 class StreamOptions(Call):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
-    continuous_policy_versions: bool | None = False
-    """Ours: `policy_versions` over the sample so far with every chunk, not only with its final one."""
+    version_spans: bool | None = False
+    """Ours: `version_spans` with every chunk."""
 
 
 class GenerateCall(Call):
@@ -146,7 +147,7 @@ class Choice(msgspec.Struct, kw_only=True):
     """One sample; in a stream, the tokens since the sample's last chunk, `finish_reason` set on its final one.
 
     `weight_versions` (vLLM's) and `policy_versions` (ours: (version, its first output token)) say the same over the whole
-    sample; in a stream they come with the final chunk, `policy_versions` with each for who asks so.
+    sample; in a stream they come with the final chunk.
     """
 
     index: int
@@ -157,6 +158,12 @@ class Choice(msgspec.Struct, kw_only=True):
     """The stop token that ended the sample, if it is not an end-of-sequence token of the model."""
     weight_versions: list[WeightVersionSpan] | None = None
     policy_versions: list[tuple[int, int]] | None = None
+
+
+class ChunkChoice(Choice, kw_only=True):
+    """`version_spans`: over this chunk's tokens, for who asks (`StreamOptions`)."""
+
+    version_spans: list[VersionSpan] | msgspec.UnsetType = msgspec.UNSET
 
 
 class GenerateAnswer(msgspec.Struct, kw_only=True):
@@ -173,7 +180,7 @@ class GenerateChunk(msgspec.Struct, kw_only=True):
     """One event of a stream. The last one has no choices and the usage, if `stream_options` asked for it."""
 
     request_id: str
-    choices: list[Choice]
+    choices: list[ChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     output_mode: Literal["tokens"] = "tokens"

@@ -156,24 +156,23 @@ async def test_a_version_committed_in_mid_stream_shows_on_the_final_chunk(
     ]
 
 
-async def test_policy_versions_come_with_every_chunk_for_who_asks(
-    redis_url: str, run_id: str, tiny_policy: Path
-) -> None:
+async def test_version_spans_come_with_every_chunk_for_who_asks(redis_url: str, run_id: str, tiny_policy: Path) -> None:
     engine = ScriptedEngine(answer_length=20, step_s=0.005)
-    options = {"continuous_policy_versions": True}
     async with hosting(engine, redis_url=redis_url, run_id=run_id, model=tiny_policy) as host:
-        asked = call(sampling_params={"max_tokens": 21}, stream_options=options)
+        asked = call(sampling_params={"max_tokens": 21}, stream_options={"version_spans": True})
         reading = asyncio.create_task(events(host, asked))
         await until(lambda: engine.status().tokens_generated > 3)
         engine.set_version(7)
         parts = [part for chunk in await reading for part in chunk["choices"]]
-    assert parts[0]["policy_versions"] == [[0, 0]]
-    (_, (seven, offset)) = parts[-1]["policy_versions"]
-    assert seven == 7
-    drawn = 0
+        plain = await events(host, call())
+    assert not any("version_spans" in part for chunk in plain for part in chunk["choices"])
+    told = []
     for part in parts:
-        drawn += len(part["token_ids"])
-        assert part["policy_versions"] == ([[0, 0], [7, offset]] if drawn > offset else [[0, 0]])
+        for start, length, version, *_ in part["version_spans"]:
+            assert start == 0 and length == len(part["token_ids"])
+            told += [version] * length
+    (_, (seven, offset)) = parts[-1]["policy_versions"]
+    assert told == [0] * offset + [seven] * (21 - offset)
 
 
 async def test_a_call_may_go_on_from_tokens_that_were_drawn_before(host: Host, engine: ScriptedEngine) -> None:
