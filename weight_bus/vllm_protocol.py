@@ -17,6 +17,8 @@ LIVE_WEIGHTS = "ROLLMESH_VLLM_LIVE_WEIGHTS"
 """Environment variable: `1` asks the plug-in to make this vLLM's weights replaceable while it serves."""
 SCRATCH = "ROLLMESH_VLLM_SCRATCH"
 """Environment variable: the folder for the sockets and rendezvous files of one engine; it goes when the engine goes."""
+BACKEND = "rollmesh"
+"""What our weight backend is called in vLLM's configuration and in the init_info of its routes."""
 WORKER_EXTENSION = "weight_bus.vllm_worker.RollmeshWorker"
 
 

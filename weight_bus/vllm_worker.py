@@ -23,7 +23,7 @@ from weight_bus.vllm_protocol import Attached, Committed, Digest, Reply, Staged,
 from weight_bus.vllm_weights import VllmWeights, check_linears_are_live
 
 
-class _Attachment:
+class Attachment:
     """A receiver on a worker's model, and the threads it stages on: two, so that a newer version can supersede one."""
 
     def __init__(self, model: torch.nn.Module, run_id: str, transport: str) -> None:
@@ -44,13 +44,13 @@ class RollmeshWorker:
     """Mixed into vLLM's worker. It has no constructor; `model_runner` is the worker's."""
 
     model_runner: Any
-    rollmesh_attachment: _Attachment | None = None
+    rollmesh_attachment: Attachment | None = None
 
     def rollmesh_attach(self, run_id: str, transport: str) -> bytes:
         """Build the views and start the readers. Called once, before the first request."""
 
         def attach() -> Reply:
-            attached = _Attachment(self.model_runner.get_model(), run_id, transport)
+            attached = Attachment(self.model_runner.get_model(), run_id, transport)
             self.rollmesh_attachment = attached
             live = attached.weights.live().values()
             return Attached(tensors=len(live), total_bytes=sum(tensor.nbytes for tensor in live))
@@ -94,7 +94,7 @@ class RollmeshWorker:
 
         return _reply(flip)
 
-    def _attached(self) -> _Attachment:
+    def _attached(self) -> Attachment:
         if self.rollmesh_attachment is None:
             raise ConflictError("the engine core has no receiver yet")
         return self.rollmesh_attachment

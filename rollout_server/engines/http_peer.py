@@ -20,9 +20,9 @@ from rollout_server.engines.http_errors import EngineLostError, peer_error, stre
 from rollout_server.engines.http_events import EventReader
 from rollout_server.engines.http_wire import PeerChunk, read_chunk
 from services.wire.errors import DeadlineError, NotFoundError, RollmeshError, WireError
+from weight_bus.vllm_protocol import BACKEND
 
 GENERATE = "/inference/v1/generate"
-BACKEND = "rollmesh"
 _CONNECT_S = 5.0
 _CALL_S = 60.0
 # Pulling a version's buckets, or hashing all weights.
@@ -107,7 +107,12 @@ class Peer:
         """Begin an update anew and give it the manifest; it has pulled all bytes when this returns."""
         init = {"init_info": {"backend": BACKEND, "run_id": run_id, "transport": transport}}
         await self._send("POST", "/init_weight_transfer_engine", _CALL_S, init)
-        await self._send("POST", "/start_weight_update", _CALL_S)
+        try:
+            await self._send("POST", "/start_weight_update", _CALL_S)
+        except RollmeshError as error:
+            # vLLM knows no way back from an update that was begun, but takes another one's bytes into it.
+            if "already active" not in error.what:
+                raise
         update = {"update_info": {"manifest": base64.b64encode(manifest).decode()}}
         await self._send("POST", "/update_weights", _BYTES_S, update)
 

@@ -15,16 +15,17 @@ import time
 from collections.abc import Awaitable, Callable
 
 from rollout_server.engines.base import CommitReport, StageReport
-from rollout_server.engines.http_peer import BACKEND, Peer
+from rollout_server.engines.http_peer import Peer
 from rollout_server.engines.http_standing import Standing
 from rollout_server.engines.http_traits import Traits
 from services.wire.errors import ConflictError, NotFoundError, NotReadyError, RollmeshError
 from weight_bus.errors import StageError
 from weight_bus.manifest import decode_manifest
+from weight_bus.vllm_protocol import BACKEND, LIVE_WEIGHTS
 
 _REMEDY = (
-    "start it with VLLM_SERVER_DEV_MODE=1 and a weight backend that takes manifests "
-    f'(--weight-transfer-config \'{{"backend": "{BACKEND}"}}\'), or let it serve fixed weights without a bus'
+    f"start it where rollmesh is installed, with VLLM_SERVER_DEV_MODE=1 {LIVE_WEIGHTS}=1 and "
+    f'--weight-transfer-config {{"backend":"{BACKEND}"}}, or let it serve fixed weights without a bus'
 )
 
 
