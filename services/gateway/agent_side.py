@@ -1,11 +1,12 @@
 """The answer as the agent gets it: begun once, by whichever try comes first, and gone on with by the next.
 
 Servers answer a call that is sent again byte for byte, so a later try goes on where the earlier one broke off: what the
-agent has already is left out.
+agent has already is left out, and checked: parts of two different answers are never put together.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 
 from starlette.types import Send
@@ -28,6 +29,31 @@ _DROPPED = frozenset(
 )
 
 
+class Repetition:
+    """The beginning of an answer that is made again: `length` bytes with this checksum, to be left out."""
+
+    def __init__(self, length: int, checksum: int) -> None:
+        self._left = length
+        self._expected = checksum
+        self._checksum = 0
+
+    def new_part(self, chunk: bytes) -> bytes:
+        """What the agent does not have yet. Raises RollmeshError where the answer is another one than before."""
+        if not self._left:
+            return chunk
+        known, new = chunk[: self._left], chunk[self._left :]
+        self._left -= len(known)
+        self._checksum = zlib.crc32(known, self._checksum)
+        if not self._left and self._checksum != self._expected:
+            raise RollmeshError("the answer came out otherwise when it was made again", "send the call again")
+        return new
+
+    def check_reached(self) -> None:
+        """Raise RollmeshError where the answer ended before all that the agent has."""
+        if self._left:
+            raise RollmeshError("the answer came out shorter when it was made again", "send the call again")
+
+
 class AgentSide:
     """One answer. `passed_on`: bytes of the body that the agent has; `begun`: it has status and headers."""
 
@@ -37,6 +63,7 @@ class AgentSide:
         self.begun = False
         self.ended = False
         self.passed_on = 0
+        self._checksum = 0
 
     async def begin(self, status: int, headers: RawHeaders) -> None:
         """Status and headers, unless an earlier try has brought them."""
@@ -47,8 +74,13 @@ class AgentSide:
         self.begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": kept})
 
+    def later_try(self) -> Repetition:
+        """What leaves out, from an answer made again, that which the agent has."""
+        return Repetition(self.passed_on, self._checksum)
+
     async def pass_on(self, chunk: bytes) -> None:
         self.passed_on += len(chunk)
+        self._checksum = zlib.crc32(chunk, self._checksum)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end(self, last: bytes = b"") -> None:

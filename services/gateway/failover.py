@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import structlog
 from aiohttp import ClientResponse
@@ -41,13 +41,23 @@ class Failover:
         self._upstream = upstream
         self._timeout_s = timeout_s
 
-    async def deliver(self, call: ProxiedCall, handle: Handle, progress: Callable[[], int]) -> None:
+    async def deliver(
+        self,
+        call: ProxiedCall,
+        handle: Handle,
+        progress: Callable[[], int],
+        *,
+        apart_from: Collection[str] = (),
+        resend: bool = True,
+    ) -> None:
         """Have `handle` take an answer to `call`. `progress` grows whenever the agent gets something.
 
-        Raises NotReadyError or DeadlineError when nothing came forth for the whole time that failing over may take.
+        `apart_from`: servers that come last. `resend`: whether the call can be sent again once there was progress; where
+        not, what broke it off is raised as TryFailedError. Raises NotReadyError or DeadlineError when nothing came forth
+        for the whole time that failing over may take.
         """
         destination = self._placer.destination(call)
-        tries = _Tries(self._timeout_s, progress)
+        tries = _Tries(self._timeout_s, progress, apart_from)
         owner: Server | None = None
         while True:
             server = owner or self._placer.choose(call, destination, tries.failed)
@@ -59,7 +69,9 @@ class Failover:
                 async with self._upstream.sending(server, call) as response:
                     await handle(server, response)
             except TryFailedError as failure:
-                tries.note(server, failure, call)
+                failure.server_id = server.name
+                if tries.note(server, failure, call) and not resend:
+                    raise
                 owner = self._owner(failure, destination, tries)
             else:
                 if response.status < 400:
@@ -78,8 +90,8 @@ class Failover:
 class _Tries:
     """What has been tried for one call. `failed`: the servers that failed since the last pause."""
 
-    def __init__(self, timeout_s: float, progress: Callable[[], int]) -> None:
-        self.failed: set[str] = set()
+    def __init__(self, timeout_s: float, progress: Callable[[], int], apart_from: Collection[str]) -> None:
+        self.failed = set(apart_from)
         self._timeout_s = timeout_s
         self._progress = progress
         self._seen = progress()
@@ -87,8 +99,10 @@ class _Tries:
         self._pauses = 0
         self._why: dict[str, str] = {}
 
-    def note(self, server: Server, failure: TryFailedError, call: ProxiedCall) -> None:
-        if self._progress() > self._seen:
+    def note(self, server: Server, failure: TryFailedError, call: ProxiedCall) -> bool:
+        """Returns whether the agent got something from this try."""
+        progressed = self._progress() > self._seen
+        if progressed:
             # What came meanwhile was worth the time: only standing still is bounded.
             self._seen, self._ends, self._pauses = self._progress(), None, 0
         if self._ends is None:
@@ -97,6 +111,7 @@ class _Tries:
         if self._why.get(server.name) != failure.what:
             self._why[server.name] = failure.what
             _log.info("sent again", call=call.call_id, path=call.path, server=server.name, why=failure.what)
+        return progressed
 
     async def pause(self, call: ProxiedCall) -> None:
         """Wait before all servers are tried anew. Raises NotReadyError or DeadlineError when the time is up."""

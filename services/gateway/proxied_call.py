@@ -67,8 +67,8 @@ class ProxiedCall:
 
     @property
     def is_uncaptured(self) -> bool:
-        """Whether it draws tokens outside any session. A session id of the client's own making names none."""
-        return self.path == GENERATE and self.method == "POST" and not _bearer(self.headers).startswith(PREFIX)
+        """Whether it draws tokens outside any session."""
+        return self.path == GENERATE and self.method == "POST" and self.session_id is None
 
 
 def read_call(scope: Scope, body: bytes) -> ProxiedCall:

@@ -14,6 +14,8 @@ from services.gateway.hang_up import AgentGoneError, until_hung_up
 from services.gateway.placing import Placer
 from services.gateway.proxied_call import ProxiedCall, is_proxied, read_call
 from services.gateway.servers import Server
+from services.gateway.uncaptured import Uncaptured
+from services.gateway.upstream import rest_refused
 from services.wire.errors import RollmeshError
 
 _WHOLE_BYTES = 1 << 20
@@ -26,13 +28,14 @@ class Proxy:
     def __init__(self, failover: Failover, placer: Placer) -> None:
         self._failover = failover
         self._placer = placer
+        self._uncaptured = Uncaptured(failover)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         agent = AgentSide(send)
         try:
             call = read_call(scope, await _read_body(receive))
             async with until_hung_up(receive):
-                await self._pass(call, agent)
+                await (self._uncaptured.answer(call, agent) if call.is_uncaptured else self._pass(call, agent))
         except AgentGoneError:
             return
         except RollmeshError as error:
@@ -66,41 +69,34 @@ class ProxyPaths:
 
 
 async def _finish(response: ClientResponse, body: bytes, agent: AgentSide) -> None:
-    if agent.begun:
-        await _check_goes_on(response)
-        await agent.end(body[agent.passed_on :])
-        return
+    """Pass an answer on in one piece, less what an earlier try has brought."""
+    await _check_goes_on(response, agent)
+    repetition = agent.later_try()
+    new = repetition.new_part(body)
+    repetition.check_reached()
     await agent.begin(response.status, response.raw_headers)
-    await agent.end(body)
+    await agent.end(new)
 
 
 async def _stream(response: ClientResponse, agent: AgentSide) -> None:
     """Pass chunks on as they come, less what an earlier try has brought."""
-    if agent.begun:
-        await _check_goes_on(response)
-    skip = agent.passed_on
+    await _check_goes_on(response, agent)
+    repetition = agent.later_try()
     async for chunk in response.content.iter_any():
-        if skip:
-            left_out = min(skip, len(chunk))
-            skip -= left_out
-            chunk = chunk[left_out:]
-        if chunk:
+        new = repetition.new_part(chunk)
+        if new:
             # Only now: an answer that breaks off before its first byte may yet become another one.
             await agent.begin(response.status, response.raw_headers)
-            await agent.pass_on(chunk)
-    if skip:
-        raise RollmeshError(f"the answer came out {skip} bytes shorter when it was made again", "send the call again")
+            await agent.pass_on(new)
+    repetition.check_reached()
     await agent.begin(response.status, response.raw_headers)
     await agent.end()
 
 
-async def _check_goes_on(response: ClientResponse) -> None:
+async def _check_goes_on(response: ClientResponse, agent: AgentSide) -> None:
     """Raise RollmeshError where a later try is refused after the agent has a part of the answer."""
-    if response.status >= 300:
-        said = (await response.read())[:500].decode(errors="replace")
-        raise RollmeshError(
-            f"the rest of the answer was refused with {response.status} ({said})", "send the call again"
-        )
+    if agent.begun and response.status >= 300:
+        raise rest_refused(response.status, await response.read())
 
 
 async def _read_body(receive: Receive) -> bytes:

@@ -24,22 +24,28 @@ _PASSING = (NotReadyError.code, DrainingError.code)
 
 
 class TryFailedError(RollmeshError):
-    """A try came to nothing and the same call may be sent again. `owner_url`: the server that it should be sent to."""
+    """A try came to nothing and the call may be sent again, to `owner_url` where the server names one.
+
+    `server_id`: where it was tried.
+    """
 
     status = 502
 
     def __init__(self, why: str, owner_url: str | None = None) -> None:
         super().__init__(why)
         self.owner_url = owner_url
+        self.server_id: str | None = None
 
 
-class _Detail(msgspec.Struct):
+class ErrorDetail(msgspec.Struct):
+    """Of an error answer, what the gateway judges by."""
+
     code: str = ""
     message: str = ""
 
 
 class _Error(msgspec.Struct):
-    error: _Detail
+    error: ErrorDetail
 
 
 _error = msgspec.json.Decoder(_Error)
@@ -114,13 +120,20 @@ async def _refuse_passing(response: aiohttp.ClientResponse) -> None:
         return
     if status == HeldElsewhereError.status:
         raise TryFailedError("another server holds the session", response.headers.get(OWNER_URL_HEADER))
-    detail = _detail(await response.read())
+    detail = error_detail(await response.read())
     if status == 502 or detail.code in _PASSING:
         raise TryFailedError(f"it answered {status} ({detail.message or response.reason})")
 
 
-def _detail(body: bytes) -> _Detail:
+def error_detail(body: bytes) -> ErrorDetail:
+    """Empty for an answer that is no error of ours."""
     try:
         return _error.decode(body).error
     except msgspec.MsgspecError:
-        return _Detail()
+        return ErrorDetail()
+
+
+def rest_refused(status: int, body: bytes) -> RollmeshError:
+    """For an agent that has a part of an answer, the rest of which no server will make."""
+    said = error_detail(body).message or body[:500].decode(errors="replace")
+    return RollmeshError(f"the rest of the answer was refused with {status} ({said})", "send the call again")

@@ -66,6 +66,7 @@ class FakeServer:
         self.alive = False
         self.die_at: int | None = None
         self.chunks = 6
+        self.on_death: Callable[[], object] = lambda: None
         self.refusal: tuple[int, str] | None = None
         self.hold = asyncio.Event()
         self.hold.set()
@@ -98,6 +99,7 @@ class FakeServer:
     def die(self) -> None:
         """As kill -9 does: connections break, nobody listens, the lease stands."""
         self.alive = False
+        self.on_death()
         if self._listener is not None:
             self._listener.close()
         for writer in self._writers:
