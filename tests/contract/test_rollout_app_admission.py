@@ -18,10 +18,10 @@ from services.stream import TrajectoryWriter
 from services.waits import read_waits
 from services.wire.errors import RollmeshError
 from tests.conftest import free_port
+from tests.support.committing import commit
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.trajectories import a_rollout, a_segment
-from weight_bus.manifest import Bucket, Layout, Manifest, ShmSource, encode_manifest
 
 
 class Serve(Protocol):
@@ -46,22 +46,6 @@ def serve(redis_url: str, run_id: str, tiny_policy: Path) -> Serve:
 async def host(serve: Serve) -> AsyncIterator[Host]:
     async with serve(ScriptedEngine(), small_batch(k=0, batch=2)) as host:
         yield host
-
-
-async def commit(host: Host, version: int) -> None:
-    """A weight update as the bus does it."""
-    manifest = Manifest(
-        run_id=host.run_id,
-        version=version,
-        layout=Layout(tensors=[], total_bytes=4, digest="l"),
-        buckets=[Bucket(offset=0, length=4, hash="b")],
-        root_digest=f"digest-{version}",
-        sources=[ShmSource(path="/nowhere", length=4, host="h")],
-    )
-    staged = await host.http.post("/weights/stage", content=encode_manifest(manifest))
-    assert staged.json() == {"version": version, "root_digest": f"digest-{version}", "bytes_read": 4, "seconds": 0.0}
-    committed = await host.http.post("/weights/commit", json={"version": version})
-    assert committed.json()["version"] == version
 
 
 async def close_all(host: Host) -> None:

@@ -1,0 +1,22 @@
+"""A weight update of a hosted server as the weight bus does it, without weights."""
+
+from __future__ import annotations
+
+from tests.support.rollout_host import Host
+from weight_bus.manifest import Bucket, Layout, Manifest, ShmSource, encode_manifest
+
+
+async def commit(host: Host, version: int) -> None:
+    """Stage and commit `version`; the server must run a scripted engine."""
+    manifest = Manifest(
+        run_id=host.run_id,
+        version=version,
+        layout=Layout(tensors=[], total_bytes=4, digest="l"),
+        buckets=[Bucket(offset=0, length=4, hash="b")],
+        root_digest=f"digest-{version}",
+        sources=[ShmSource(path="/nowhere", length=4, host="h")],
+    )
+    staged = await host.http.post("/weights/stage", content=encode_manifest(manifest))
+    assert staged.json() == {"version": version, "root_digest": f"digest-{version}", "bytes_read": 4, "seconds": 0.0}
+    committed = await host.http.post("/weights/commit", json={"version": version})
+    assert committed.json()["version"] == version
