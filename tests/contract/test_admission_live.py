@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.policies.admission import AdmissionRules
@@ -36,7 +36,6 @@ class _Seen:
     farthest: int = 0
     """Groups between the oldest open one and the newest."""
     longest_wait_s: float = 0.0
-    over_limit: list[int] = field(default_factory=list)
 
 
 async def watch(redis_url: str, run_id: str, seen: _Seen) -> None:

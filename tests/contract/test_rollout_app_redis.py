@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import pytest
 from redis.asyncio import Redis
@@ -40,15 +42,24 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 @asynccontextmanager
 async def gate_of(
-    redis: Redis, run_id: str, serving: Serving, *, base_version: int = 0, batch: int = 2, poll_s: float = FOREVER
+    redis: Redis,
+    run_id: str,
+    serving: Serving,
+    *,
+    base_version: int = 0,
+    batch: int = 2,
+    poll_s: float = FOREVER,
+    ledger: Ledger | None = None,
+    lookahead: int = 8,
 ) -> AsyncIterator[AdmissionGate]:
     gate = AdmissionGate(
-        Ledger(redis, run_id),
+        ledger or Ledger(redis, run_id),
         WaitBoard(redis, run_id, "s0"),
         server_id="s0",
         base_version=base_version,
         k=0,
         batch=batch,
+        lookahead=lookahead,
         engine_version=lambda: serving.version,
         poll_s=poll_s,
     )
@@ -70,6 +81,58 @@ async def test_a_commit_opens_the_gate_without_a_poll(redis: Redis, run_id: str)
         serving.version = 1
         gate.notify()
         assert await waiting == 2
+
+
+async def test_a_group_that_is_given_up_here_makes_room_without_a_poll(redis: Redis, run_id: str) -> None:
+    ledger = Ledger(redis, run_id)
+    async with gate_of(redis, run_id, Serving(), ledger=ledger) as gate, asyncio.timeout(5):
+        assert [await gate.open(name, FOREVER) for name in "ab"] == [0, 1]
+        waiting = asyncio.create_task(gate.open("c", FOREVER))
+        await until(lambda: gate.waiting == 1)
+        await ledger.close_group("a", dropped=True)
+        assert await waiting == 2
+
+
+async def test_a_straggler_is_named_and_its_end_lets_the_others_in_without_a_poll(redis: Redis, run_id: str) -> None:
+    serving, ledger = Serving(), Ledger(redis, run_id)
+    serving.version = 9
+    async with gate_of(redis, run_id, serving, ledger=ledger, lookahead=2) as gate, asyncio.timeout(5):
+        assert await gate.open("straggler", FOREVER) == 0
+        for ordinal in range(1, 4):
+            assert await gate.open(f"g{ordinal}", FOREVER) == ordinal
+            await ledger.close_group(f"g{ordinal}")
+        with pytest.raises(CapacityError, match="until group 0 of server s0 is closed, the run being 4 ahead"):
+            await gate.open("hasty", 0.0)
+        waiting = asyncio.create_task(gate.open("next", FOREVER))
+        await until(lambda: gate.waiting == 1)
+        await ledger.close_group("straggler")
+        assert await waiting == 4
+
+
+async def test_who_is_refused_is_told_by_the_pace_of_commits(redis: Redis, run_id: str) -> None:
+    serving = Serving()
+    async with gate_of(redis, run_id, serving) as gate, asyncio.timeout(10):
+        assert [await gate.open(name, 0.0) for name in "ab"] == [0, 1]
+        commits = []
+        for version in range(1, 4):
+            serving.version = version
+            gate.notify()
+            commits.append(time.monotonic())
+            await asyncio.sleep(0.4)
+        await gate_is_used_up(redis, run_id, version=3)
+        with pytest.raises(CapacityError) as refused:
+            await gate.open("late", 0.0)
+        longest = max(later - earlier for earlier, later in pairwise(commits))
+        assert 0.0 < refused.value.retry_after_s <= longest
+
+
+async def gate_is_used_up(redis: Redis, run_id: str, version: int) -> None:
+    """Others have opened, and finished, as many groups as that version allows."""
+    ledger = Ledger(redis, run_id)
+    await ledger.close_groups(["a", "b"])
+    for number in range(2, 2 * (version + 1)):
+        assert await ledger.open_group(f"o{number}", "s1", engine_version=version, base_version=0, k=0, batch=2) >= 0
+        await ledger.close_group(f"o{number}")
 
 
 async def test_many_who_wait_cost_one_call_and_come_in_order(redis: Redis, run_id: str) -> None:
