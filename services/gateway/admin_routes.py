@@ -34,7 +34,7 @@ def admin_routes(gateway: Gateway) -> APIRouter:
         if server is None:
             known = ", ".join(each.name for each in parts.servers.all()) or "none"
             raise NotFoundError(f"no rollout server {call.server_id!r} is alive", f"known: {known}")
-        await parts.upstream.drain(server, request.headers.get("authorization"))
+        await parts.upstream.ask(server, "POST", "/admin/drain", request.headers.get("authorization"))
         return Draining(server_id=call.server_id)
 
     @router.api_route("/{path:path}", methods=_METHODS, include_in_schema=False)

@@ -11,12 +11,15 @@ from services.body_limit import BodyLimit
 from services.gateway.admin_routes import admin_routes
 from services.gateway.gateway import Gateway, GatewayPlan
 from services.gateway.proxy import ProxyPaths
+from services.gateway.run_routes import run_routes
 
 
 def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> FastAPI:
     """The application; bodies may be as large as the servers take them."""
     gateway = Gateway(plan, stop)
     app = make_app("rollmesh gateway", version("rollmesh"), gateway.lifespan, gateway.not_ready)
+    app.include_router(run_routes(gateway))
+    # Last: it answers every path that nobody else does.
     app.include_router(admin_routes(gateway))
     app.add_middleware(ProxyPaths, proxy=BodyLimit(gateway, max_body_mib << 20))
     return app

@@ -20,7 +20,7 @@ from services.session_keys import PREFIX
 from services.wire.mesh_headers import BASE_URL_HEADER, CALL_HEADER
 
 GENERATE = "/inference/v1/generate"
-_ROOTS = frozenset(("sessions", "groups", "v1", "trajectories", "run"))
+_ROOTS = frozenset(("sessions", "groups", "v1", "trajectories"))
 # Of the connection, not of the call (RFC 9110, 7.6.1); and what each side of us writes anew.
 _OF_THE_REQUEST = frozenset(
     (

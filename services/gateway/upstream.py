@@ -19,7 +19,7 @@ from services.wire.mesh_headers import OWNER_URL_HEADER
 _CONNECT_WITHIN_S = 2.0
 # Shorter than servers keep idle connections: whoever closes first must be the one who would reuse it.
 _KEEP_ALIVE_S = 30.0
-_ASK_WITHIN = aiohttp.ClientTimeout(total=10.0)
+_ASK_WITHIN = aiohttp.ClientTimeout(total=5.0)
 _PASSING = (NotReadyError.code, DrainingError.code)
 
 
@@ -100,17 +100,19 @@ class Upstream:
             why = "its lease ran out" if limit.expired() else f"the connection broke ({str(error) or repr(error)})"
             raise TryFailedError(why) from error
 
-    async def drain(self, server: Server, authorization: str | None) -> None:
-        """Ask a server to drain. Raises the typed error that it answers, RollmeshError when it does not answer."""
-        url = f"{server.record.url}/admin/drain"
+    async def ask(self, server: Server, method: str, path: str, authorization: str | None) -> bytes:
+        """The gateway's own question to a server. Raises the typed error that it answers, RollmeshError for no answer."""
+        url = f"{server.record.url}{path}"
         headers = {} if authorization is None else {"Authorization": authorization}
+        body: dict[str, str] | None = {} if method == "POST" else None
         try:
-            async with self._session.post(url, json={}, headers=headers, timeout=_ASK_WITHIN) as response:
+            async with self._session.request(method, url, json=body, headers=headers, timeout=_ASK_WITHIN) as response:
                 content = await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise RollmeshError(f"server {server.name} did not answer {url} ({error!r})", "see its log") from error
         if response.status >= 400:
-            raise typed_error(f"POST {url}", response.status, response.headers.get("Retry-After"), content)
+            raise typed_error(f"{method} {url}", response.status, response.headers.get("Retry-After"), content)
+        return content
 
 
 async def _refuse_passing(response: aiohttp.ClientResponse) -> None:

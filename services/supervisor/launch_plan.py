@@ -2,6 +2,7 @@
 
     valkey ─PING─► weight-bus ┐
                    rollout-server-0 … n  (imports, then waits for the model folder)
+                   gateway               (in front of more than one rollout server)
                    trainer               (imports, then waits for the model folder; see `Mesh` for when)
                    environment           (waits for the servers)
                    demonstrations ─► sft ─► model folder
@@ -29,19 +30,25 @@ _ONCE = RestartPolicy(max_restarts=0)
 class MeshPorts:
     redis: int
     bus: int
+    gateway: int
     servers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """`warm_start` posts run one after the other, none where a model was given. `valkey` is None with --redis-url."""
+    """`warm_start` posts run one after the other, none where a model was given. `valkey` is None with --redis-url.
+
+    `gateway_url`: the one address of all rollout servers, None where there is no gateway.
+    """
 
     redis_url: str
     bus_url: str
     server_urls: tuple[str, ...]
+    gateway_url: str | None
     valkey: Post | None
     bus: Post
     servers: tuple[Post, ...]
+    gateway: Post | None
     trainer: Post
     environment: Post
     warm_start: tuple[Post, ...]
@@ -52,6 +59,8 @@ def plan_launch(settings: RunSettings, folder: RunFolder, run_id: str, ports: Me
     valkey = ValkeyPlan(data_dir=folder.redis, port=ports.redis) if settings.redis_url is None else None
     redis_url = settings.redis_url or f"redis://{LOOPBACK}:{ports.redis}/0"
     bus_url = f"http://{LOOPBACK}:{ports.bus}"
+    server_urls = tuple(f"http://{LOOPBACK}:{port}" for port in ports.servers)
+    gateway_url = f"http://{LOOPBACK}:{ports.gateway}" if has_gateway(settings) else None
     model = settings.model.path or folder.model
     desk = _Desk(run_id)
     run = ("--run-id", run_id, "--config", str(folder.config))
@@ -59,7 +68,8 @@ def plan_launch(settings: RunSettings, folder: RunFolder, run_id: str, ports: Me
     return LaunchPlan(
         redis_url=redis_url,
         bus_url=bus_url,
-        server_urls=tuple(f"http://{LOOPBACK}:{port}" for port in ports.servers),
+        server_urls=server_urls,
+        gateway_url=gateway_url,
         valkey=None if valkey is None else Post(ProcessSpec("valkey", valkey.command()), "service"),
         bus=desk.post("weight-bus", "weight-bus", *run, "--host", LOOPBACK, "--port", str(ports.bus)),
         servers=tuple(
@@ -73,12 +83,26 @@ def plan_launch(settings: RunSettings, folder: RunFolder, run_id: str, ports: Me
             )
             for index, port in enumerate(ports.servers)
         ),
+        gateway=None
+        if gateway_url is None
+        else desk.post(
+            *("gateway", "gateway", *run, "--redis-url", redis_url),
+            *("--host", LOOPBACK, "--port", str(ports.gateway)),
+        ),
         trainer=desk.post(
             "trainer", "train", *mesh, "--run-dir", str(folder.root), role="job", threads=settings.trainer.threads
         ),
-        environment=_environment(settings, folder, run_id, ports, desk),
+        environment=_environment(
+            settings, folder, run_id, server_urls if gateway_url is None else (gateway_url,), desk
+        ),
         warm_start=_warm_start(settings, folder, desk),
     )
+
+
+def has_gateway(settings: RunSettings) -> bool:
+    """Whether agents get one address for all rollout servers."""
+    wanted = settings.gateway.enabled
+    return wanted == "always" or (wanted == "auto" and settings.servers > 1)
 
 
 @dataclass(frozen=True)
@@ -102,7 +126,9 @@ class _Desk:
         return Post(process, role, _ONCE) if once else Post(process, role)
 
 
-def _environment(settings: RunSettings, folder: RunFolder, run_id: str, ports: MeshPorts, desk: _Desk) -> Post:
+def _environment(
+    settings: RunSettings, folder: RunFolder, run_id: str, rollout_urls: tuple[str, ...], desk: _Desk
+) -> Post:
     flags: dict[str, object] = {
         "--run-id": run_id,
         "--task": settings.task,
@@ -116,7 +142,7 @@ def _environment(settings: RunSettings, folder: RunFolder, run_id: str, ports: M
         "--run-dir": folder.root,
     }
     pairs = [part for flag, value in flags.items() for part in (flag, str(value))]
-    urls = [part for port in ports.servers for part in ("--rollout-url", f"http://{LOOPBACK}:{port}")]
+    urls = [part for url in rollout_urls for part in ("--rollout-url", url)]
     return desk.post("environment", "run-environment", *pairs, *urls, role="job")
 
 

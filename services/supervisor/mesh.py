@@ -58,16 +58,22 @@ class Crew:
     valkey: Keeper | None
     bus: Keeper
     servers: tuple[Keeper, ...]
+    gateway: Keeper | None
     trainer: Keeper
     environment: Keeper
     warm_start: tuple[Keeper, ...]
+
+    @property
+    def services(self) -> tuple[Keeper, ...]:
+        """What stands on Valkey and lasts as long as the run."""
+        return (self.bus, *self.servers) if self.gateway is None else (self.bus, *self.servers, self.gateway)
 
     @property
     def in_order_of_stopping(self) -> tuple[tuple[Keeper, ...], ...]:
         """Each rank may still have something to say to the next while it stops."""
         return (
             (*self.warm_start, self.environment, self.trainer, *self.servers),
-            (self.bus,),
+            (self.bus,) if self.gateway is None else (self.bus, self.gateway),
             () if self.valkey is None else (self.valkey,),
         )
 
@@ -96,9 +102,8 @@ class Mesh:
         self._folder.config.write_text(dump_settings(self._settings), encoding="utf-8")
         with PortReservation() as ports:
             servers = tuple(ports.reserve() for _ in range(self._settings.servers))
-            plan = plan_launch(
-                self._settings, self._folder, self._run_id, MeshPorts(ports.reserve(), ports.reserve(), servers)
-            )
+            reserved = MeshPorts(redis=ports.reserve(), bus=ports.reserve(), gateway=ports.reserve(), servers=servers)
+            plan = plan_launch(self._settings, self._folder, self._run_id, reserved)
             async with Janitor(shm_directory() / shm_prefix(self._run_id)) as janitor:
                 self._crew = self._hire(plan, janitor)
                 try:
@@ -124,6 +129,7 @@ class Mesh:
             valkey=None if plan.valkey is None else keep(plan.valkey),
             bus=keep(plan.bus),
             servers=tuple(keep(post) for post in plan.servers),
+            gateway=None if plan.gateway is None else keep(plan.gateway),
             trainer=keep(plan.trainer),
             environment=keep(plan.environment),
             warm_start=tuple(keep(post) for post in plan.warm_start),
@@ -140,7 +146,7 @@ class Mesh:
                     if crew.valkey is not None:
                         lasting.append(tasks.create_task(crew.valkey.run()))
                     await wait_for_redis(redis, REDIS_DEADLINE_S)
-                    lasting += [tasks.create_task(keeper.run()) for keeper in (crew.bus, *crew.servers)]
+                    lasting += [tasks.create_task(keeper.run()) for keeper in crew.services]
                     lasting += [tasks.create_task(self._announce(*named, http)) for named in _named_urls(plan)]
                     lasting.append(tasks.create_task(self._show(self._observer(plan, redis, http))))
                     warming = tasks.create_task(self._warm_start(crew))
@@ -234,8 +240,11 @@ class Mesh:
 
 
 def _named_urls(plan: LaunchPlan) -> list[tuple[str, str]]:
-    servers = zip(plan.servers, plan.server_urls, strict=True)
-    return [(plan.bus.process.name, plan.bus_url), *((post.process.name, url) for post, url in servers)]
+    named = [(plan.bus.process.name, plan.bus_url)]
+    named += [(post.process.name, url) for post, url in zip(plan.servers, plan.server_urls, strict=True)]
+    if plan.gateway is not None and plan.gateway_url is not None:
+        named.append((plan.gateway.process.name, plan.gateway_url))
+    return named
 
 
 def _first_cause(failed: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -94,7 +95,7 @@ async def test_calls_and_answers_pass_unchanged(redis_url: str, run_id: str) -> 
         assert len(seen.call) == 32
         assert answer.status_code == 404
         assert answer.json()["error"]["message"] == "no such session"
-        named = await host.http.get("/run", headers={"x-rollmesh-call": "mine"})
+        named = await host.http.get("/trajectories", headers={"x-rollmesh-call": "mine"})
         assert named.status_code == 200
         assert server.seen[-1].call == "mine"
 
@@ -136,6 +137,19 @@ async def test_an_agent_that_hangs_up_ends_the_call(redis_url: str, run_id: str)
                             continue
         await host.until_known(a="serving")
         assert [each["in_flight"] for each in await host.servers()] == [0]
+
+
+async def test_the_run_is_as_far_as_its_last_server(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "abcd") as (host, servers):
+        for server, version in zip(servers, (7, 5, 6, 0), strict=True):
+            state = {"run_id": run_id, "policy_version": version, "concluded": True, "final_version": 7}
+            server.custom = lambda _, state=state: (200, [json.dumps(state).encode()])
+        servers[3].refusal = (503, "draining")
+        answer = await host.http.get("/run")
+        assert (answer.status_code, answer.json()["policy_version"]) == (200, 5)
+        for server in servers:
+            server.die()
+        assert (await host.http.get("/run")).json()["error"]["code"] == "not_ready"
 
 
 async def test_engines_are_not_operated_through_the_gateway(redis_url: str, run_id: str) -> None:

@@ -57,7 +57,8 @@ def test_misuse_is_never_restarted() -> None:
 def plan(*overrides: str) -> LaunchPlan:
     settings = load_settings(None, ["engine=torch", *overrides])
     servers = tuple(range(9100, 9100 + settings.servers))
-    return plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", MeshPorts(redis=9001, bus=9002, servers=servers))
+    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, servers=servers)
+    return plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports)
 
 
 def flag(command: object, name: str) -> str:
@@ -79,9 +80,30 @@ def test_every_process_belongs_to_the_run_and_to_the_same_services() -> None:
     assert [flag(post.process.command, "--server-id") for post in launch.servers] == ["s0", "s1"]
     assert [post.process.environment["OMP_NUM_THREADS"] for post in launch.servers] == ["2", "2"]
     assert flag(launch.environment.process.command, "--concurrency") == str((3 + 1) * 4)
-    urls = [word for word in launch.environment.process.command if word.startswith("http://")]
-    assert urls == list(launch.server_urls) == ["http://127.0.0.1:9100", "http://127.0.0.1:9101"]
+    assert launch.server_urls == ("http://127.0.0.1:9100", "http://127.0.0.1:9101")
     assert [post.role for post in (launch.trainer, launch.environment, launch.bus)] == ["job", "job", "service"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_one"),
+    [
+        (["servers=2"], True),
+        (["servers=1"], False),
+        (["servers=1", 'gateway.enabled="always"'], True),
+        (["servers=2", 'gateway.enabled="never"'], False),
+    ],
+)
+def test_agents_get_the_gateway_in_front_of_several_servers_or_as_wished(overrides: list[str], has_one: bool) -> None:
+    launch = plan(*overrides)
+    urls = tuple(word for word in launch.environment.process.command if word.startswith("http://"))
+    if not has_one:
+        assert (launch.gateway, launch.gateway_url, urls) == (None, None, launch.server_urls)
+        return
+    assert launch.gateway is not None
+    command = launch.gateway.process.command
+    assert (flag(command, "--port"), flag(command, "--run-id")) == ("9003", "run-1")
+    assert flag(command, "--redis-url") == "redis://127.0.0.1:9001/0"
+    assert urls == (launch.gateway_url,) == ("http://127.0.0.1:9003",)
 
 
 def test_a_given_model_and_redis_are_used_instead_of_our_own() -> None:
