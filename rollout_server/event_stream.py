@@ -16,6 +16,10 @@ from services.event_stream import DONE as DONE
 from services.event_stream import error_event as error_event
 
 
+class BrokenOffError(Exception):
+    """The stream ends here without its end: the gateway sees the connection close, and asks another server for the rest."""
+
+
 class EventStream(Response):
     """Server-sent events from `events`, which is closed in any case, before this returns."""
 
@@ -42,9 +46,12 @@ class EventStream(Response):
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in self._events:
-            if chunk:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        try:
+            async for chunk in self._events:
+                if chunk:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except BrokenOffError:
+            return  # the server closes the connection of an answer that was not completed
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -14,7 +14,7 @@ from rollout_server.call_names import call_name
 from rollout_server.dialect.caller import new_call_id
 from rollout_server.dialect.making import Making
 from rollout_server.disconnect import while_connected
-from rollout_server.event_stream import EventStream, error_event
+from rollout_server.event_stream import BrokenOffError, EventStream, error_event
 from rollout_server.model_routes import model_list
 from rollout_server.retries import Marks
 from rollout_server.route_errors import ERRORS
@@ -23,7 +23,7 @@ from rollout_server.sessions import Session
 from rollout_server.typed_route import TypedRoute, answer
 from rollout_server.uncaptured import GENERATE_ANSWERS, generate_uncaptured
 from services.wire.engine_api import GenerateCall, ModelList
-from services.wire.errors import RollmeshError, UnauthenticatedError, UsageError
+from services.wire.errors import NotReadyError, RollmeshError, UnauthenticatedError, UsageError
 from services.wire.openai_api import ChatCall, ChatCompletion, Completion, CompletionCall
 
 _LONGEST_KEY = 255
@@ -69,7 +69,7 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
         with answers.listening(found, patience_s):
             # What is refused is refused with its status, not inside a stream.
             await while_connected(request, found.begun())
-        return EventStream(_events(answers, found, patience_s))
+        return EventStream(_events(answers, found, patience_s, named=call_name(request) is not None))
 
     async def chat(request: Request, named: str | None, call: ChatCall) -> Response:
         session = await find(request, named)
@@ -138,12 +138,15 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
     return router
 
 
-async def _events(answers: Answers, found: Answer, patience_s: float) -> AsyncGenerator[bytes, None]:
+async def _events(answers: Answers, found: Answer, patience_s: float, *, named: bool) -> AsyncGenerator[bytes, None]:
+    """`named`: the call came from a gateway, which can ask another server."""
     with answers.listening(found, patience_s):
         try:
             async for chunk in found.stream():
                 yield chunk
         except RollmeshError as error:
+            if named and isinstance(error, NotReadyError):
+                raise BrokenOffError from error
             yield error_event(error)
 
 
