@@ -130,7 +130,9 @@ async def test_what_cannot_be_trained_is_dropped_by_cause_and_admission_makes_up
         await bench.writer.publish([msgspec.structs.replace(first, **changes), second])
     truncated = SamplingParams(max_tokens=4, top_p=0.9)
     await bench.writer.publish(answers(bench, "both", 7, samplings=[truncated]))
-    garbled = encode_trajectory(answers(bench, "garbled", 8)[0]).replace(b"schema" + bytes([TRAJECTORY_SCHEMA]), b"schema\x63")
+    garbled = encode_trajectory(answers(bench, "garbled", 8)[0]).replace(
+        b"schema" + bytes([TRAJECTORY_SCHEMA]), b"schema\x63"
+    )
     await bench.redis.xadd(RunKeys(bench.run_id).stream, {"t": garbled})
     await bench.redis.xadd(RunKeys(bench.run_id).stream, {"t": b"no trajectory at all"})
     await bench.writer.publish(answers(bench, "sound", 9))
