@@ -151,8 +151,8 @@ class RolloutServer:
         """Why the server is not ready; nothing when it is."""
         if self._parts is None or self._phase == "draining":
             return [self._phase]
-        reason = self._membership.not_ready() if self._membership else None
-        return [] if reason is None else [reason]
+        reasons = [self._engine.status().failure, self._membership.not_ready() if self._membership else None]
+        return [reason for reason in reasons if reason is not None]
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
