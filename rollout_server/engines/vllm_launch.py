@@ -169,6 +169,9 @@ def _arguments(plan: Plan) -> dict[str, Any]:
     if on_cpu():
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _cache_bytes(plan)}
         arguments["ir_op_priority"] = norm_priority()
+        if plan.kv_policy != "keep":
+            # Only whole blocks are shared, and vLLM's own for CPUs are of 128 tokens; 32 is the least that it takes.
+            arguments["block_size"] = 32
     return arguments
 
 
