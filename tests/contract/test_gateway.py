@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 
 from tests.support.fake_servers import FakeServer
 from tests.support.gateway_host import gateway, mesh
+from tests.support.until import until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -161,3 +163,56 @@ async def test_engines_are_not_operated_through_the_gateway(redis_url: str, run_
         too_large = await host.http.post("/sessions", content=b"x" * (1 << 20) + b"y")
         assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "request_too_large")
         assert server.seen == []
+
+
+def generate(tail: int, *blocks: int) -> dict[str, Any]:
+    """A call whose prompt has whole blocks of 64 ids, and a tail."""
+    prompt = [block for block in blocks for _ in range(64)]
+    return {"token_ids": [*prompt, tail], "sampling_params": {"max_tokens": 1}}
+
+
+async def test_prompts_go_where_their_prefix_was_computed(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "abcd") as (host, servers):
+        for server in servers:
+            server.custom = lambda _, name=server.name: (200, [json.dumps({"server": name}).encode()])
+
+        tails = itertools.count(1000)
+
+        async def asked(*blocks: int) -> str:
+            body = generate(next(tails), *blocks)
+            # Ties are decided by the call's name: chance stays out of it.
+            named = {"x-rollmesh-call": f"call {body['token_ids'][-1]}"}
+            answer = await host.http.post("/inference/v1/generate", json=body, headers=named)
+            name: str = answer.json()["server"]
+            return name
+
+        homes = {prefix: await asked(prefix, prefix) for prefix in range(1, 13)}
+        assert len(set(homes.values())) == 4, "every server computes some of the prefixes"
+        for prefix, home in homes.items():
+            assert [await asked(prefix, prefix, more) for more in (50, 51, 52)] == [home] * 3
+            # The first block alone is shared too, and the longest prefix that is known decides.
+            assert await asked(prefix, 99) == home
+
+
+async def test_a_prefix_does_not_overload_its_server(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "ab", prefix_slack=3) as (host, servers):
+        for server in servers:
+            server.hold.clear()
+        bodies = [generate(tail, 1, 1) for tail in range(16)]
+        calls = [asyncio.create_task(host.http.post("/inference/v1/generate", json=body)) for body in bodies]
+        await until(lambda: sum(len(server.seen) for server in servers) == 16)
+        counts = sorted(len(server.seen) for server in servers)
+        assert counts[1] - counts[0] <= 4
+        for server in servers:
+            server.hold.set()
+        await asyncio.gather(*calls)
+
+
+async def test_groups_of_one_problem_go_to_one_server(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "abcd") as (host, _):
+        homes = []
+        for task in range(6):
+            opened = [await host.open(env="sums", task_id=str(task), group_id=f"{task}-{each}") for each in range(2)]
+            assert opened[0]["server"] == opened[1]["server"]
+            homes.append(opened[0]["server"])
+        assert len(set(homes)) == 4
