@@ -69,10 +69,9 @@ async def test_a_gateway_that_knows_nothing_finds_the_holder(redis_url: str, run
                     assert answer.json()["server"] == session["server"]
             turns = await second.http.post(f"/groups/{groups['group_id']}/turns", json={"turns": []})
             assert turns.status_code == 200
-        hops = [
-            len([seen for seen in server.seen if seen.path == chat(each)]) for each in sessions for server in servers
-        ]
-        assert max(hops) <= 2, "the holder was not remembered"
+        for session in sessions:
+            hops = [seen for server in servers for seen in server.seen if seen.path == chat(session)]
+            assert len(hops) <= 3, "two calls, and at most one guess: the holder was not remembered"
 
 
 async def test_calls_and_answers_pass_unchanged(redis_url: str, run_id: str) -> None:
