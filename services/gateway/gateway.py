@@ -16,6 +16,7 @@ from services.gateway.failover import Failover
 from services.gateway.placing import Placer
 from services.gateway.proxy import Proxy
 from services.gateway.servers import Servers
+from services.gateway.session_index import SessionIndex
 from services.gateway.upstream import Upstream
 from services.redis_client import connect
 from services.registry import Registry
@@ -81,7 +82,7 @@ class Gateway:
             failover = Failover(servers, placer, upstream, settings.failover_timeout_s)
             # Before the first call: a gateway that has just started knows its servers.
             await servers.look()
-            self._parts = GatewayParts(servers, upstream, Proxy(failover, placer))
+            self._parts = GatewayParts(servers, upstream, Proxy(failover, placer, SessionIndex(redis, plan.run_id)))
             looking = asyncio.create_task(self._look(servers), name="looking for servers")
             try:
                 yield

@@ -70,6 +70,11 @@ class ProxiedCall:
         """Whether it draws tokens outside any session."""
         return self.path == GENERATE and self.method == "POST" and self.session_id is None
 
+    @property
+    def may_name_nothing(self) -> bool:
+        """Whether only a header of the token route names its session: the id may be of the client's own making."""
+        return self.path == GENERATE and self.session_id is not None and not _bearer(self.headers).startswith(PREFIX)
+
 
 def read_call(scope: Scope, body: bytes) -> ProxiedCall:
     """The call as it will be sent on."""

@@ -14,6 +14,7 @@ from services.gateway.hang_up import AgentGoneError, until_hung_up
 from services.gateway.placing import Placer
 from services.gateway.proxied_call import ProxiedCall, is_proxied, read_call
 from services.gateway.servers import Server
+from services.gateway.session_index import SessionIndex
 from services.gateway.uncaptured import Uncaptured
 from services.gateway.upstream import rest_refused
 from services.wire.errors import RollmeshError
@@ -25,9 +26,10 @@ _WHOLE_BYTES = 1 << 20
 class Proxy:
     """Passes one agent's call on and its answer back."""
 
-    def __init__(self, failover: Failover, placer: Placer) -> None:
+    def __init__(self, failover: Failover, placer: Placer, sessions: SessionIndex) -> None:
         self._failover = failover
         self._placer = placer
+        self._sessions = sessions
         self._uncaptured = Uncaptured(failover)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,6 +37,8 @@ class Proxy:
         try:
             call = read_call(scope, await _read_body(receive))
             async with until_hung_up(receive):
+                if call.may_name_nothing and not await self._sessions.holds(call.session_id or ""):
+                    call.session_id = None
                 await (self._uncaptured.answer(call, agent) if call.is_uncaptured else self._pass(call, agent))
         except AgentGoneError:
             return

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from services.redis_client import connect
+from services.run_keys import RunKeys
 from services.wire.mesh_headers import CALL_HEADER
 from tests.support.fake_servers import FakeServer, Seen
 from tests.support.gateway_host import GatewayHost, mesh
@@ -198,6 +200,22 @@ async def test_a_rest_that_does_not_fit_the_model_is_no_rest(
         assert [token for piece in pieces for token in piece["token_ids"]] == [0, 1, 2, 3]
         assert pieces[-1]["finish_reason"] == "length"
         assert pieces[-1]["policy_versions"] == [[1, 0]]
+
+
+async def test_a_session_id_that_names_nothing_makes_no_difference_and_one_that_does_does(
+    redis_url: str, run_id: str
+) -> None:
+    """A draw in a session is its server's to continue: the gateway passes on what it says."""
+    redis = connect(redis_url)
+    try:
+        await redis.set(RunKeys(run_id).group_of("real"), "group")
+        async with mesh(redis_url, run_id) as (host, servers):
+            for session, reason in (("made-up", "length"), ("real", "abort")):
+                only_first_breaks(servers, lambda _: 4)
+                answer = await host.http.post(GENERATE, json=call(10), headers={"X-Session-ID": session})
+                assert answer.json()["choices"][0]["finish_reason"] == reason
+    finally:
+        await redis.aclose()
 
 
 async def test_calls_that_are_not_well_formed_are_the_servers_to_refuse(redis_url: str, run_id: str) -> None:
