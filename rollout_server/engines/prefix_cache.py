@@ -49,8 +49,8 @@ class PrefixCache:
     def longest(self, tokens: Tokens, salt: str | None) -> tuple[CachedSequence, int] | None:
         """A sequence that begins like `tokens`, and for how many of them; None for less than a block.
 
-        The last of `tokens` never counts: whoever asks wants the logits that come after it. Only sequences added with the
-        same `salt` are found.
+        Of several, one that shares less than a block fewer than the best. The last of `tokens` never counts: whoever asks
+        wants the logits that come after it. Only sequences added with the same `salt` are found.
         """
         found = None
         for block in _chain(tokens, salt):

@@ -1,0 +1,144 @@
+"""Prefill computes what a plain forward computes, and shared prefixes once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_server.engines.base import GenerationDelta, GenerationRequest
+from rollout_server.engines.kv_slots import KvSlots
+from rollout_server.engines.policy_forward import PolicyForward
+from rollout_server.engines.prefill import Newcomer, Prefill
+from rollout_server.engines.prefix_cache import PrefixCache, as_tokens
+from rollout_server.engines.running_batch import RunningBatch
+from rollout_server.engines.sampler import Sampler
+from services.wire.kv_policy import KvPolicy
+from services.wire.sampling import SamplingParams
+from trainer.tiny_policy import build_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    yield build_model(5).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def forward(model: Any) -> PolicyForward:
+    return PolicyForward(model)
+
+
+def slots_for(forward: PolicyForward) -> KvSlots:
+    return KvSlots(forward.shape, max_rows=32, dtype=torch.float32, device=CPU)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    choice = random.Random(seed)
+    return [choice.randrange(2, 60) for _ in range(count)]
+
+
+@torch.no_grad()
+def check_logits(model: Any, logits: torch.Tensor, sequences: Sequence[Sequence[int]]) -> None:
+    expected = torch.stack([model(torch.tensor([list(each)])).logits[0, -1] for each in sequences])
+    assert float((logits - expected).abs().max()) < 1e-4
+
+
+@torch.inference_mode()
+def test_newcomers_share_what_they_begin_with(model: Any, forward: PolicyForward) -> None:
+    slots = slots_for(forward)
+    prefill = Prefill(forward, slots, CPU, PrefixCache())
+    stem, other = tokens(100, 1), tokens(30, 2)
+    prompts = [[*stem, 5], other, [*stem, 6, 7, 8], [*stem[:70], 9]]
+    order, logits = prefill.start([Newcomer(as_tokens(prompt), None, 2) for prompt in prompts])
+    rows = [prompts[number] for number in order for _ in range(2)]
+    check_logits(model, logits, rows)
+    assert sorted(order) == [0, 1, 2, 3]
+    # The first two whole, then the others as far as they are new: together, so as many tokens for each.
+    assert prefill.computed == 101 + 30 + 3 + 3
+    assert slots.rows == 8
+    # And what the rows hold is right: a step of all of them.
+    step = forward(torch.full((8, 1), 11), slots.window())
+    check_logits(model, step, [[*row, 11] for row in rows])
+
+
+@torch.inference_mode()
+def test_a_cached_prefix_costs_nothing_and_changes_nothing(model: Any, forward: PolicyForward) -> None:
+    slots = slots_for(forward)
+    prefill = Prefill(forward, slots, CPU, PrefixCache())
+    stem = tokens(90, 3)
+    prefill.start([Newcomer(as_tokens(stem), None, 1)])
+    for prompts, computed in (
+        ([[*stem, 5, 6]], 2),
+        ([stem], 1),
+        ([[*stem, 9], [*stem[:60], 9], tokens(12, 4)], 1 + 1 + 12),
+    ):
+        before = prefill.computed
+        order, logits = prefill.start([Newcomer(as_tokens(prompt), None, 1) for prompt in prompts])
+        check_logits(model, logits, [prompts[number] for number in order])
+        assert prefill.computed - before == computed
+    prefill.forget()
+    before = prefill.computed
+    prefill.start([Newcomer(as_tokens(stem), None, 1)])
+    assert prefill.computed - before == 90
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("most", [16384, 40])
+def test_rows_are_computed_anew_under_other_weights(
+    forward: PolicyForward, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_server.engines.prefill.PREFILL_TOKENS", most)
+    other = build_model(6).eval().requires_grad_(False)
+    slots = slots_for(forward)
+    prefill = Prefill(forward, slots, CPU)
+    prompts = [tokens(length, length) for length in (3, 40, 17)]
+    order, _ = prefill.start([Newcomer(as_tokens(prompt), None, 1) for prompt in prompts])
+    assert order == [0, 1, 2]
+    forward(torch.tensor([[7], [8], [9]]), slots.window())
+    slots.tick()
+    held = [[*prompt, token] for prompt, token in zip(prompts, (7, 8, 9), strict=True)]
+    theirs = Prefill(PolicyForward(other), slots, CPU)
+    theirs.again(held)
+    assert theirs.computed == 63
+    step = PolicyForward(other)(torch.full((3, 1), 11), slots.window())
+    check_logits(other, step, [[*row, 11] for row in held])
+
+
+def batch_of(forward: PolicyForward, policy: KvPolicy) -> RunningBatch:
+    return RunningBatch(
+        forward,
+        slots_for(forward),
+        Sampler(0, 64, CPU),
+        max_running=32,
+        max_model_len=256,
+        eos_token_ids=(),
+        vocabulary=64,
+        device=CPU,
+        kv_policy=policy,
+    )
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("policy", ["keep", "salt", "recompute"])
+def test_siblings_that_come_as_requests_of_their_own_are_prefilled_once(
+    forward: PolicyForward, policy: KvPolicy
+) -> None:
+    batch = batch_of(forward, policy)
+    prompt, greedy = tokens(50, 8), SamplingParams(max_tokens=6, temperature=0.0)
+    for number in range(5):
+        batch.add(GenerationRequest(f"r{number}", list(prompt), greedy, n=1 + number % 2))
+    batch.add(GenerationRequest("other", tokens(9, 9), greedy))
+    batch.add(GenerationRequest("salted", list(prompt), greedy, cache_salt="mine"))
+    for _ in range(6):
+        batch.step(0, admit=True)
+    assert batch.prefill_tokens == 50 + 9 + 50
+    answers = [outcome for outcome in batch.take_outbox() if isinstance(outcome, GenerationDelta)]
+    assert len(answers) == 9
+    alike = [answer for answer in answers if answer.request_id != "other"]
+    assert len({tuple(answer.token_ids) for answer in alike}) == 1
+    assert {span.kv for answer in answers for span in answer.versions} == {policy}
