@@ -62,8 +62,8 @@ for i = 2, #KEYS, 3 do
     local length = redis.call('LLEN', KEYS[i])
     if length == position then
       redis.call('RPUSH', KEYS[i], payload)
-      if answer ~= '' then redis.call('SET', KEYS[i+2], answer, 'EX', ARGV[#ARGV]) end
       redis.call('UNLINK', KEYS[i+1])
+      if answer ~= '' then redis.call('SET', KEYS[i+2], answer, 'EX', ARGV[#ARGV]) end
     else
       ok = redis.call('LINDEX', KEYS[i], position) == payload
     end

@@ -14,14 +14,12 @@ import pytest
 
 from services.ledger import Ledger
 from services.settings import RunSettings
-from services.stream import TrajectoryWriter
 from services.waits import read_waits
 from services.wire.errors import RollmeshError
 from tests.conftest import free_port
 from tests.support.committing import commit
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.trajectories import a_rollout, a_segment
 
 
 class Serve(Protocol):
@@ -209,19 +207,6 @@ async def test_a_server_that_stops_leaves_no_group_open_and_no_caller_waiting(se
         accounts = await host.ledger.accounts()
         assert (accounts.opened_groups, accounts.dropped_groups) == (2, 2)
         assert await host.ledger.open_groups() == {}
-
-
-async def test_a_server_that_was_killed_gives_its_groups_up_when_it_is_back(serve: Serve, host: Host) -> None:
-    ledger = host.ledger
-    # As a kill leaves things: one group published but not closed, one open, and a third of a server that lives.
-    rules = {"engine_version": 0, "base_version": 0, "k": 9, "batch": 9}
-    for group_id, server_id in {"g-published": "s7", "g-lost": "s7", "g-other": "s1"}.items():
-        assert await ledger.open_group(group_id, server_id, **rules) >= 0
-    published = a_rollout([a_segment([5], [6], [-1.0], [0])], 1.0, run_id=host.run_id, group="g-published")
-    await TrajectoryWriter(host.redis, host.run_id).publish([published])
-    async with serve(ScriptedEngine(), small_batch(), server_id="s7"):
-        assert set(await ledger.open_groups()) == {"g-other"}
-        assert (await ledger.accounts()).dropped_groups == 1
 
 
 async def test_probes_answer_while_the_model_is_still_being_made(

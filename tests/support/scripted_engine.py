@@ -3,7 +3,7 @@
 Sample `index` of a prompt answers `2 + (sum(prompt) + index + i) % 9` for `i = 0, 1, …`, then the end token after
 `answer_length` tokens (or is cut by `max_tokens`); logprobs are `-(i + 1) / 8`. Alternatives, where asked for, are the
 drawn token and then ids from 20 on, each `0.125` less likely than the one before. A streamed request gets one delta a
-token. One decode step a turn of the event loop.
+token. One decode step a turn of the event loop. A request that resumes an earlier one goes on where that one ended.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class ScriptedEngine:
         self.requests.append(request)
         self._active[request.request_id] = True
         self._idle.clear()
-        length = min(self.answer_length + 1, request.sampling.max_tokens)
+        whole = self.answer_length + 1 - request.resumed
+        length = min(whole, request.sampling.max_tokens)
         versions: list[int] = []
         try:
             while len(versions) < length and self._active[request.request_id]:
@@ -86,7 +87,7 @@ class ScriptedEngine:
                         yield _delta(request, index, versions, len(versions) - 1, self.answer_length, None)
             for index in range(request.n):
                 reason: FinishReason = "length"
-                if len(versions) == self.answer_length + 1:
+                if len(versions) == whole:
                     reason = "stop"
                 elif len(versions) < length:
                     reason = "abort"
@@ -160,9 +161,11 @@ def _delta(
     reason: FinishReason | None,
 ) -> GenerationDelta:
     """Tokens from place `sent` on of those drawn so far, one for each of `versions`."""
-    seed = sum(request.prompt_token_ids)
-    places = range(sent, len(versions))
-    tokens = [END if i == answer_length else 2 + (seed + index + i) % 9 for i in places]
+    before = request.resumed
+    seed = sum(request.prompt_token_ids[: len(request.prompt_token_ids) - before])
+    seed += request.first_index + index
+    places = range(before + sent, before + len(versions))
+    tokens = [END if i == answer_length else 2 + (seed + i) % 9 for i in places]
     likeliest = [
         [(token if k == 0 else 19 + k, -(i + 1 + k) / 8) for k in range(request.top_logprobs)]
         for i, token in zip(places, tokens, strict=True)
