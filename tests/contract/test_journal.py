@@ -1,0 +1,190 @@
+"""The journal on a real Valkey: only its owner writes, nothing is written twice, and what is uncertain is read again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from rollout_server.journal import LET_GO, Journal
+from rollout_server.journal_records import DraftHead, DraftPart, GroupBegan, GroupEnded, Rewarded
+from services.redis_client import connect
+from services.run_keys import RunKeys
+from services.wire.errors import DrainingError, NotReadyError, RollmeshError
+
+BEGAN = GroupBegan(
+    group_id="g",
+    ordinal=0,
+    size=1,
+    task="t",
+    purpose="train",
+    idle_timeout_s=60.0,
+    sampling=None,
+    opened_at=0.0,
+)
+
+
+def reward(value: float) -> Rewarded:
+    return Rewarded(session_id="s", value=value)
+
+
+class Writer:
+    """A journal whose queue is served; `lost`: the groups it was told to let go of, and why."""
+
+    def __init__(self, redis: Redis, run_id: str, name: str) -> None:
+        self.lost: list[tuple[str, str]] = []
+        self.journal = Journal(redis, run_id, f"{name}/1", name, self._lose)
+        self.applied: list[float] = []
+
+    def _lose(self, group_id: str, why: RollmeshError) -> None:
+        self.lost.append((group_id, why.code))
+
+    async def write(self, value: float) -> None:
+        await self.journal.append("g", reward(value), lambda: self.applied.append(value))
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client = connect(redis_url)
+    yield client
+    await client.aclose()
+
+
+@asynccontextmanager
+async def writer(redis: Redis, run_id: str, name: str) -> AsyncIterator[Writer]:
+    made = Writer(redis, run_id, name)
+    serving = asyncio.create_task(made.journal.run())
+    try:
+        yield made
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def values(journal: Journal) -> list[float]:
+    return [record.value for record in await journal.read("g") if isinstance(record, Rewarded)]
+
+
+async def test_what_is_written_at_once_is_applied_in_the_journals_order(redis: Redis, run_id: str) -> None:
+    async with writer(redis, run_id, "a") as one:
+        await one.journal.open(BEGAN, [])
+        await asyncio.gather(*(one.write(float(number)) for number in range(300)))
+        assert await values(one.journal) == one.applied == [float(number) for number in range(300)]
+
+
+async def test_a_caller_that_goes_away_leaves_journal_and_state_alike(redis: Redis, run_id: str) -> None:
+    async with writer(redis, run_id, "a") as one:
+        await one.journal.open(BEGAN, [])
+        calling = asyncio.create_task(one.write(1.0))
+        await asyncio.sleep(0)
+        calling.cancel()
+        await asyncio.gather(calling, return_exceptions=True)
+        await one.write(2.0)
+        assert await values(one.journal) == one.applied == [1.0, 2.0]
+
+
+async def test_an_owner_that_was_taken_for_dead_can_write_nothing_more(redis: Redis, run_id: str) -> None:
+    async with writer(redis, run_id, "a") as one, writer(redis, run_id, "b") as other:
+        await one.journal.open(BEGAN, [])
+        await one.write(1.0)
+        records = await other.journal.claim("g", "a/1")
+        assert records is not None and len(records) == 2
+        assert await one.journal.claim("g", "a/1") is None
+        with pytest.raises(DrainingError):
+            await one.write(2.0)
+        with pytest.raises(DrainingError):
+            await one.journal.conclude("g", GroupEnded(stream_ids=None, cause="idle"), [])
+        assert one.lost[0] == ("g", "draining")
+        await other.write(3.0)
+        assert (await values(other.journal), one.applied, other.applied) == ([1.0, 3.0], [1.0], [3.0])
+        with pytest.raises(DrainingError):
+            await one.journal.add_draft("g", one.journal.draft_key("s", "c"), DraftHead("call", 0))
+        assert await other.journal.read_draft(other.journal.draft_key("s", "c")) == []
+
+
+async def test_a_group_is_opened_by_one_server_only(redis: Redis, run_id: str) -> None:
+    async with writer(redis, run_id, "a") as one, writer(redis, run_id, "b") as other:
+        await one.journal.open(BEGAN, [])
+        with pytest.raises(DrainingError):
+            await other.journal.open(BEGAN, [])
+        await one.journal.open(BEGAN, [])  # the same call, repeated because its answer was lost
+        assert len(await one.journal.read("g")) == 1
+        await one.journal.conclude("g", GroupEnded(stream_ids={}, cause=None), [])
+        with pytest.raises(DrainingError):
+            await other.journal.open(BEGAN, [])
+
+
+async def test_what_was_let_go_of_is_taken_by_the_first_that_asks(redis: Redis, run_id: str) -> None:
+    async with writer(redis, run_id, "a") as one, writer(redis, run_id, "b") as other:
+        await one.journal.open(BEGAN, [])
+        await one.journal.let_go(["g"])
+        assert await other.journal.owner_of("g") == LET_GO
+        assert await other.journal.claim("g", LET_GO) is not None
+        await one.journal.let_go(["g"])  # it is not its own any more
+        assert await other.journal.owner_of("g") == "b/1"
+
+
+class Flaky:
+    """A script whose answer is lost after it has run, once."""
+
+    def __init__(self, script: object) -> None:
+        self._script = script
+        self.times = 1
+
+    async def __call__(self, **arguments: object) -> object:
+        answer = await self._script(**arguments)  # type: ignore[operator]
+        if self.times:
+            self.times -= 1
+            raise RedisConnectionError("lost")
+        return answer
+
+
+async def test_a_lost_answer_is_told_and_the_journal_is_read_again(redis: Redis, run_id: str) -> None:
+    async with writer(redis, run_id, "a") as one:
+        await one.journal.open(BEGAN, [])
+        one.journal._write = Flaky(one.journal._write)  # type: ignore[assignment]
+        with pytest.raises(NotReadyError):
+            await one.write(1.0)
+        assert (one.lost, one.applied) == ([("g", "not_ready")], [])
+        with pytest.raises(DrainingError):
+            await one.write(2.0)  # nothing before it was read again
+        assert len(await one.journal.claim("g", "a/1") or []) == 2  # the write had taken effect
+        await one.write(3.0)
+        assert await values(one.journal) == [1.0, 3.0]
+
+
+async def test_a_script_that_the_client_repeats_appends_once(redis: Redis, run_id: str) -> None:
+    async with writer(redis, run_id, "a") as one:
+        await one.journal.open(BEGAN, [])
+        script = one.journal._write
+
+        async def twice(**arguments: object) -> object:
+            await script(**arguments)  # type: ignore[arg-type]
+            return await script(**arguments)  # type: ignore[arg-type]
+
+        one.journal._write = twice  # type: ignore[assignment]
+        draft = one.journal.draft_key("s", "c")
+        await one.journal.add_draft("g", draft, DraftHead("call", 7))
+        await one.journal.add_draft("g", draft, DraftPart(1, 0, 0, b"", b"", [], None))
+        assert [type(part) for part in await one.journal.read_draft(draft)] == [DraftHead, DraftPart]
+        await asyncio.gather(one.write(1.0), one.write(2.0))
+        assert await values(one.journal) == one.applied == [1.0, 2.0]
+
+
+async def test_an_answer_is_kept_for_a_while_and_its_draft_is_not(redis: Redis, run_id: str) -> None:
+    async with writer(redis, run_id, "a") as one:
+        await one.journal.open(BEGAN, [])
+        draft = one.journal.draft_key("s", "c")
+        await one.journal.add_draft("g", draft, DraftHead("call", 7))
+        await one.journal.append("g", reward(1.0), lambda: None, draft=draft, answer=("call", b"said"))
+        assert await one.journal.kept_answers("g", ["call", "other"]) == [b"said", None]
+        assert await one.journal.read_draft(draft) == []
+        await one.journal.append("g", reward(2.0), lambda: None, answer=("short", b"word"))
+        assert await one.journal.kept_answers("g", ["short"]) == [b"word"]
+        await one.journal.conclude("g", GroupEnded(stream_ids=None, cause="idle"), ["s"])
+        assert 0 < await redis.ttl(RunKeys(run_id).journal("g")) <= 600
+        assert await one.journal.owner_of("g") is None
