@@ -5,8 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from services.gateway.gateway import Gateway
+from services.wire.admin_api import Draining
 from services.wire.errors import NotFoundError
-from services.wire.gateway_api import Draining, DrainServer, KnownServer, KnownServers
+from services.wire.gateway_api import DrainServer, KnownServer, KnownServers
 
 _ANNOUNCED = [name for name in KnownServer.model_fields if name != "in_flight"]
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
@@ -34,8 +35,8 @@ def admin_routes(gateway: Gateway) -> APIRouter:
         if server is None:
             known = ", ".join(each.name for each in parts.servers.all()) or "none"
             raise NotFoundError(f"no rollout server {call.server_id!r} is alive", f"known: {known}")
-        await parts.upstream.ask(server, "POST", "/admin/drain", request.headers.get("authorization"))
-        return Draining(server_id=call.server_id)
+        content = await parts.upstream.ask(server, "POST", "/admin/drain", request.headers.get("authorization"))
+        return Draining.model_validate_json(content)
 
     @router.api_route("/{path:path}", methods=_METHODS, include_in_schema=False)
     async def elsewhere(path: str) -> None:

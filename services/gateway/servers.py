@@ -131,12 +131,16 @@ class Servers:
     async def run(self) -> None:
         """Look again and again, and say on the wait board when there is nobody to send calls to."""
         waiting = False
-        while True:
-            await self.look()
-            lacking = not self.serving()
-            if lacking != waiting and self._failing_since is None:
-                waiting = await self._say(lacking)
-            await asyncio.sleep(self._poll_s)
+        try:
+            while True:
+                await self.look()
+                lacking = not self.serving()
+                if lacking != waiting and self._failing_since is None:
+                    waiting = await self._say(lacking)
+                await asyncio.sleep(self._poll_s)
+        finally:
+            if waiting:
+                await self._say(False)
 
     async def look(self) -> None:
         """Read the registry once; a failure leaves the last view standing."""

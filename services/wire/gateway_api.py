@@ -1,4 +1,4 @@
-"""HTTP bodies of the gateway's own routes, and of the drain that it asks a rollout server for."""
+"""HTTP bodies of the gateway's own routes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,3 @@ class DrainServer(Body):
     """`POST /admin/drain` at the gateway: which server shall let go of its work and end."""
 
     server_id: str
-
-
-class Draining(Body):
-    """The answer to `POST /admin/drain`, at the gateway and at a rollout server: 202."""
-
-    server_id: str
-    state: Literal["draining"] = "draining"

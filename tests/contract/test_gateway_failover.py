@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from services.redis_client import connect
 from services.supervisor.valkey import ValkeyPlan
+from services.waits import read_waits
 from tests.conftest import free_port, wait_for_port
 from tests.support.fake_servers import FakeServer, Seen, World
 from tests.support.gateway_host import GatewayHost, gateway, mesh
@@ -125,6 +127,7 @@ async def test_without_any_server_a_call_waits_for_one(redis_url: str, run_id: s
         ready = await host.http.get("/readyz")
         assert (ready.status_code, ready.json()) == (503, {"not_ready": ["no rollout server is serving"]})
         waiting = asyncio.create_task(host.http.post("/sessions", json={}))
+        await until(lambda: waits(redis_url, run_id, "a rollout server that takes calls"))
         late = FakeServer("late", World(), host.registry)
         try:
             await late.start()
@@ -133,9 +136,16 @@ async def test_without_any_server_a_call_waits_for_one(redis_url: str, run_id: s
             assert not waiting.done()
             await late.announce()
             assert (await waiting).json()["server"] == "late"
+            await until(lambda: waits(redis_url, run_id, None))
             assert (await host.http.get("/readyz")).status_code == 200
         finally:
             late.die()
+
+
+async def test_a_gateway_that_ends_waits_for_nothing_any_more(redis_url: str, run_id: str) -> None:
+    async with gateway(redis_url, run_id):
+        await until(lambda: waits(redis_url, run_id, "a rollout server that takes calls"))
+    assert await waits(redis_url, run_id, None)
 
 
 async def test_without_any_server_a_call_fails_in_the_end(redis_url: str, run_id: str) -> None:
@@ -230,6 +240,16 @@ async def test_while_redis_fails_the_last_view_stands(run_id: str, tmp_path: Pat
     finally:
         process.terminate()
         process.wait(timeout=10)
+
+
+async def waits(redis_url: str, run_id: str, what: str | None) -> bool:
+    """Whether the gateway says on the board that it waits for this, or for nothing."""
+    redis = connect(redis_url)
+    try:
+        wait = (await read_waits(redis, run_id)).get("gateway")
+        return (None if wait is None else wait.waiting_for) == what
+    finally:
+        await redis.aclose()
 
 
 def started(plan: ValkeyPlan) -> subprocess.Popen[bytes]:
