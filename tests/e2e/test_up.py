@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,6 +90,10 @@ def test_two_servers_and_the_other_task_run_the_same_way(tmp_path: Path, warm_ca
     assert summary["max_staleness"] <= 1
     assert summary["weights_digest_match"] is True
     assert 10 <= summary["commits"] <= 20, "up to ten on each server"
+    # One address in front of both, and the environment knew no other.
+    address = re.search(r"gateway is ready at (http://\S+)", done.out)
+    assert address is not None, done.out
+    assert f"urls=['{address[1]}']" in (run_dir / "logs" / "environment.log").read_text()
     assert summary["trajectories_trained"] == 10 * 8 * 8
     assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
     assert processes_of_runs_in(run_dir) == []
