@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rollout_server.engines.base import GenerationDelta
-from rollout_server.engines.running_batch import Outcome, RequestFailed
 from services.wire.errors import ConflictError, RollmeshError
+
+if TYPE_CHECKING:  # it imports torch, which an engine behind a URL does without
+    from rollout_server.engines.running_batch import Outcome
 
 
 class DeltaStream:
@@ -65,10 +68,10 @@ class DeltaStreams:
             stream = self._streams.get(outcome.request_id)
             if stream is None:
                 continue
-            if isinstance(outcome, RequestFailed):
-                stream.fail(outcome.error)
-            else:
+            if isinstance(outcome, GenerationDelta):
                 stream.put(outcome)
+            else:
+                stream.fail(outcome.error)
 
     def fail_all(self, error: RollmeshError) -> None:
         """End every open request with `error`."""

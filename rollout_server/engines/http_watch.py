@@ -71,12 +71,18 @@ class Watch:
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            if self._standing.lost:
-                await self._find_again()
-            else:
-                await self._sleep(_EVERY_S)
-                await self._probe()
+        try:
+            while True:
+                if self._standing.lost:
+                    await self._find_again()
+                else:
+                    await self._sleep(_EVERY_S)
+                    await self._probe()
+        except Exception as error:  # a bug: unwatched, the engine must not seem to be well
+            _log.exception("the watch of the engine failed", url=self._peer.url)
+            self._standing.lose(f"its watch failed ({error!r})")
+            self._on_lost(NotReadyError(self._standing.failure or "", "restart this rollout server"))
+            raise
 
     async def _find_again(self) -> None:
         try:

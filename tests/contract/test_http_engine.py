@@ -26,10 +26,8 @@ from services.wire.errors import (
 )
 from tests.contract.engine_harness import InFlight, request, sample_of
 from tests.support.rollout_host import until
-from tests.support.scripted_peer import ScriptedPeer
+from tests.support.scripted_peer import ScriptedPeer, manifest
 from weight_bus.errors import StageError
-from weight_bus.layout import root_digest
-from weight_bus.manifest import Bucket, Layout, Manifest, encode_manifest
 
 SCALE_OUT = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
 
@@ -54,16 +52,6 @@ async def peer() -> AsyncIterator[ScriptedPeer]:
 async def engine(peer: ScriptedPeer, tiny_policy: Path) -> AsyncIterator[HttpEngine]:
     async with engine_at(peer.url, tiny_policy) as engine:
         yield engine
-
-
-def manifest(version: int) -> bytes:
-    """A version of one byte: a scripted peer reads none of it."""
-    bucket = Bucket(offset=0, length=1, hash="00" * 32)
-    layout = Layout(tensors=[], total_bytes=1, digest="")
-    digest = root_digest([bucket.hash])
-    return encode_manifest(
-        Manifest(run_id="run", version=version, layout=layout, buckets=[bucket], root_digest=digest, sources=[])
-    )
 
 
 async def drawn(engine: HttpEngine, max_tokens: int = 4, **sampling: Any) -> GenerationDelta:

@@ -25,6 +25,7 @@ from tests.contract.engine_harness import InFlight, WeightPublisher, request, sa
 from tests.support.chat_policy import save_chat_policy
 from tests.support.engine_process import rollout_server_process
 from tests.support.rollout_host import Host, hosting, small_batch, until
+from tests.support.scripted_peer import ScriptedPeer, manifest
 from tests.third_party.sessions import Opened, opened
 
 TOLERANCE = 1e-4
@@ -126,6 +127,34 @@ async def test_sessions_over_a_rollout_server_are_captured_as_over_its_engine(
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, EngineLostError.code)
 
 
+async def test_an_agent_sees_nothing_of_a_commit_that_ended_its_request_in_the_engine(
+    redis_url: str, run_id: str, tmp_path: Path
+) -> None:
+    save_chat_policy(tmp_path / "chat")
+    peer = ScriptedPeer()
+    peer.step.clear()
+    peer.free = 3
+    async with peer.serving():
+        engine = make_engine("http", tmp_path / "chat", run_id, small_batch(), url=peer.url)
+        async with hosting(engine, redis_url=redis_url, run_id=run_id, model=tmp_path / "chat") as host:
+            session = await opened(host)
+            url, headers = session.base_url, {"Authorization": f"Bearer {session.api_key}"}
+            body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "return_token_ids": True}
+            call = asyncio.create_task(host.http.post(f"{url}/chat/completions", json=body, headers=headers))
+            await until(lambda: engine.status().tokens_generated == 3)
+            # As the weight bus does it.
+            assert (await host.http.post("/weights/stage", content=manifest(7))).status_code == 200
+            assert (await host.http.post("/weights/commit", json={"version": 7})).status_code == 200
+            peer.step.set()
+            choice = (await asyncio.wait_for(call, 10.0)).json()["choices"][0]
+            assert choice["finish_reason"] == "length"
+            assert choice["policy_versions"] == [[0, 0], [7, 3]]
+            # The scripted engine begins at 5 again: what it drew before the commit was not drawn anew.
+            assert choice["token_ids"] == [5, 6, 7, 5, 6, 7, 8, 9]
+            first, second = (each for each in peer.calls if each["sampling_params"]["top_k"] != 1)
+            assert second["token_ids"] == [*first["token_ids"], 5, 6, 7]
+
+
 @pytest.fixture
 async def publisher(run_id: str) -> AsyncIterator[WeightPublisher]:
     publisher = WeightPublisher(run_id, "shm")
@@ -138,7 +167,7 @@ async def test_an_engine_killed_and_started_anew_serves_again_once_its_weights_a
 ) -> None:
     folder, newer = harness.save_sharp_policy(tmp_path / "model", 11), harness.save_sharp_policy(tmp_path / "new", 12)
     port = free_port()
-    async with rollout_server_process(folder, redis_url, run_id, port, tmp_path / "first.log") as first:
+    async with rollout_server_process(folder, redis_url, run_id, port, tmp_path / "log") as first:
         engine = HttpEngine(folder, url=first.url, key=None, run_id=run_id, transport="shm")
         await engine.start()
         try:
@@ -151,7 +180,8 @@ async def test_an_engine_killed_and_started_anew_serves_again_once_its_weights_a
             with pytest.raises(EngineLostError):
                 await asyncio.wait_for(task, 10.0)
             assert "does not answer" in (engine.status().failure or "")
-            async with rollout_server_process(folder, redis_url, run_id, port, tmp_path / "second.log"):
+            anew = make_engine("torch", folder, run_id, small_batch())
+            async with hosting(anew, redis_url=redis_url, run_id=run_id, model=folder, server_id="behind", port=port):
                 await until(lambda: "unknown weights" in (engine.status().failure or ""), 20.0)
                 with pytest.raises(OtherWeightsError):
                     await collect(engine.generate(request([5, 6], 4)))
