@@ -161,5 +161,5 @@ class Placer:
 def _prefixes(body: bytes) -> list[bytes]:
     try:
         return block_keys(_prompt.decode(body).token_ids, _BLOCK, _MOST_BLOCKS)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, OverflowError):
         return []

@@ -51,19 +51,19 @@ class Uncaptured:
 
     async def answer(self, call: ProxiedCall, agent: AgentSide) -> None:
         """Raises what `Failover.deliver` raises, and RollmeshError where the rest of an answer is refused."""
-        asked = _decode(call.body)
+        # Most calls are not streamed and not broken off: of those nothing is decoded, neither prompt nor answer.
+        asked = _decode(call.body) if b'"stream"' in call.body else {}
         if not asked.get("stream"):
-            await self._whole(call, asked, agent)
+            await self._whole(call, agent)
         elif asks_for_one(asked):
             await self._stream(call, asked, agent)
         else:
             await self._pass_through(call, agent)
 
-    async def _whole(self, call: ProxiedCall, asked: Call, agent: AgentSide) -> None:
+    async def _whole(self, call: ProxiedCall, agent: AgentSide) -> None:
         got = await self._ask(call)
-        # Looked for before anything is decoded: hardly any answer has it.
         if got.status == 200 and b'"abort"' in got.body:
-            whole = _answer.decode(got.body)
+            asked, whole = _decode(call.body), _answer.decode(got.body)
             try:
                 async with asyncio.TaskGroup() as tasks:
                     rests = [

@@ -11,6 +11,7 @@ sent a call while it holds more than `slack` calls above the idlest.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -59,12 +60,15 @@ def place(candidates: Sequence[Candidate], key: str, homes: Collection[str], sla
 
 
 def block_keys(token_ids: Sequence[int], block: int, most: int) -> list[bytes]:
-    """Keys of the prompt's prefixes of 1, 2, … whole blocks of `block` ids, at most `most`; each covers all before it."""
+    """Keys of the prompt's prefixes of 1, 2, … whole blocks of `block` ids, at most `most`; each covers all before it.
+
+    Raises OverflowError for an id beyond 64 bits.
+    """
     keys: list[bytes] = []
     key = b""
     for start in range(0, min(len(token_ids) // block, most) * block, block):
-        ids = ",".join(map(str, token_ids[start : start + block]))
-        key = blake2b(key + ids.encode(), digest_size=16).digest()
+        ids = array("q", token_ids[start : start + block])
+        key = blake2b(key + ids.tobytes(), digest_size=16).digest()
         keys.append(key)
     return keys
 

@@ -68,12 +68,14 @@ async def test_a_dead_server_of_an_idle_session_is_passed_over(redis_url: str, r
         assert {answer.json()["server"] for answer in answers} <= {other.name for other in others}
 
 
-@pytest.mark.parametrize("code", ["draining", "not_ready"])
-async def test_a_server_that_drains_or_starts_is_passed_over(redis_url: str, run_id: str, code: str) -> None:
+@pytest.mark.parametrize("refusal", [(503, "draining"), (503, "not_ready"), (502, "whatever")])
+async def test_a_server_that_drains_or_starts_is_passed_over(
+    redis_url: str, run_id: str, refusal: tuple[int, str]
+) -> None:
     async with mesh(redis_url, run_id) as (host, (draining, other)):
         session = await opened_on(host, draining)
         draining.world.owner[session["session_id"]] = other
-        draining.refusal = (503, code)
+        draining.refusal = refusal
         for body in (WHOLE, STREAM):
             assert (await host.http.post(chat(session), json=body)).status_code == 200
         assert (await host.open())["server"] == other.name

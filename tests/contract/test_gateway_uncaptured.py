@@ -221,7 +221,8 @@ async def test_a_session_id_that_names_nothing_makes_no_difference_and_one_that_
 async def test_calls_that_are_not_well_formed_are_the_servers_to_refuse(redis_url: str, run_id: str) -> None:
     async with mesh(redis_url, run_id, "a") as (host, (server,)):
         server.custom = lambda _: (422, [b'{"error": {"code": "schema"}}'])
-        for body in (b"", b"[1]", b'{"stream": true}', b'{"stream": true, "token_ids": 1, "sampling_params": 2}'):
+        huge = b'{"token_ids": [%s]}' % b",".join([b"1" * 18] * 32 + [b"1" * 40] * 32)
+        for body in (b"", huge, b"[1]", b'{"stream": true}', b'{"stream": true, "token_ids": 1, "sampling_params": 2}'):
             answer = await host.http.post(GENERATE, content=body)
             assert (answer.status_code, server.seen[-1].body) == (422, body)
 
