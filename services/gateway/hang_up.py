@@ -17,16 +17,15 @@ class AgentGoneError(Exception):
 async def until_hung_up(receive: Receive) -> AsyncIterator[None]:
     """Run the block; raises AgentGoneError when the agent disconnects first. The request's body must have been read."""
     limit = asyncio.timeout(None)
-    gone = False
+    gone = done = False
 
     def on_message(watch: asyncio.Future[Message]) -> None:
+        # With the body read, the only message that can come is that the agent is gone, or has its whole answer.
         nonlocal gone
-        if watch.cancelled() or done:
-            return
-        gone = True
-        limit.reschedule(asyncio.get_running_loop().time())
+        if not watch.cancelled() and not done:
+            gone = True
+            limit.reschedule(asyncio.get_running_loop().time())
 
-    done = False
     watch = asyncio.ensure_future(receive())
     watch.add_done_callback(on_message)
     try:

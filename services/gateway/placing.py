@@ -11,8 +11,9 @@ All that is remembered here may be forgotten: a wrong guess costs one more hop.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
@@ -56,15 +57,16 @@ _opened = msgspec.json.Decoder(_Opened)
 _prompt = msgspec.json.Decoder(_Prompt)
 
 
+@dataclass(frozen=True, slots=True)
 class Destination:
-    """Where one call belongs. `key`: what it is remembered by, and hashed by; `prefixes`: what it shares, longest last."""
+    """Where one call belongs. `key`: what it is remembered by where it names something, and hashed by in any case.
 
-    __slots__ = ("key", "known", "prefixes")
+    `prefixes`: what it shares with others, longest last.
+    """
 
-    def __init__(self, key: str, known: bool, prefixes: list[Prefix]) -> None:
-        self.key = key
-        self.known = known
-        self.prefixes = prefixes
+    key: str
+    names_something: bool
+    prefixes: Sequence[Prefix]
 
 
 class Placer:
@@ -82,7 +84,7 @@ class Placer:
         if call.group_id is not None:
             return Destination(f"group {call.group_id}", True, [])
         if call.is_uncaptured:
-            return Destination(call.session_id or call.call_id, False, [*_prefixes(call.body)])
+            return Destination(call.call_id, False, _prefixes(call.body))
         if call.session_id is not None:
             return Destination(self._key_of(call.session_id), True, [])
         if call.opens:
@@ -95,7 +97,7 @@ class Placer:
         if not servers:
             return None
         chosen = self._choose(call, destination, {server.name: server for server in servers})
-        if call.opens and destination.known:
+        if call.opens and destination.names_something:
             # Siblings may come before the first is answered.
             self._home.put(destination.key, chosen.name)
         for prefix in destination.prefixes:
@@ -104,7 +106,7 @@ class Placer:
 
     def held_by(self, destination: Destination, server: Server) -> None:
         """A server has said that it, or another has said that this one, holds what the call names."""
-        if destination.known and self._home.get(destination.key) != server.name:
+        if destination.names_something and self._home.get(destination.key) != server.name:
             self._home.put(destination.key, server.name)
 
     def opened(self, server: Server, body: bytes) -> None:
@@ -120,7 +122,7 @@ class Placer:
             self._group_of.put(session_id, answer.group_id)
 
     def _choose(self, call: ProxiedCall, destination: Destination, servers: dict[str, Server]) -> Server:
-        if destination.known:
+        if destination.names_something:
             home = servers.get(self._home.get(destination.key) or "")
             if home is not None:
                 return home
