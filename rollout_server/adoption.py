@@ -211,16 +211,15 @@ class Adopter:
         if self._server_id not in serving:
             return
         owners = await self._journal.owners()
-        orphans = _orphans(owners, {incarnation_of(record) for record in servers})
-        for group_id in orphans:
-            if falls_to(group_id, serving) == self._server_id:
-                await self._hold_orphan(group_id)
-        # Its own that it does not know: Redis failed while something was written. Twice missed, so nobody is opening it.
+        alive = {incarnation_of(record) for record in servers}
         missed = {
             group_id
             for group_id, owner in owners.items()
-            if owner == self._journal.owner and not self._groups.knows(group_id)
+            if (owner not in alive and falls_to(group_id, serving) == self._server_id)
+            # Its own that it does not know: Redis failed while something was written.
+            or (owner == self._journal.owner and not self._groups.knows(group_id))
         }
+        # Missed twice: nobody is just opening it, or announcing itself late after Redis stood still.
         for group_id in missed & self._missed:
             await self._hold_orphan(group_id)
         self._missed = missed
@@ -237,11 +236,6 @@ class Adopter:
             if group_id not in owners and time.time() - record.opened_at > UNWRITTEN_AFTER_S:
                 await self._ledger.close_group(group_id, dropped=True)
                 _log.warning("a group that was never written down is closed", group=group_id, ordinal=record.ordinal)
-
-
-def _orphans(owners: Mapping[str, str], alive: set[str]) -> list[str]:
-    """Groups that nobody alive holds."""
-    return [group_id for group_id, owner in owners.items() if owner not in alive]
 
 
 def _no_redis(error: RedisError) -> NotReadyError:

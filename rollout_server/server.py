@@ -217,6 +217,8 @@ class RolloutServer:
             lookahead=plan.settings.rollout.lookahead,
             engine_version=lambda: self._engine.policy_version,
         )
+        # Before it holds anything: what an unknown server holds is taken for an orphan.
+        await announcer.announce()
         _log.info(
             "serving", url=plan.url, version=self._engine.policy_version, after_s=round(time.monotonic() - started, 2)
         )

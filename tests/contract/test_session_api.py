@@ -279,11 +279,12 @@ async def test_a_group_of_another_server_cannot_be_joined_here(serve: Serve) -> 
     async with serve(ScriptedEngine()) as first, serve(ScriptedEngine(), server_id="s1") as second:
         await open_session(first, group_id="g", group_size=2)
         refused = await second.http.post("/sessions", json={"group_id": "g", "group_size": 2})
-        assert code(refused) == (409, "conflict")
+        assert code(refused) == (421, "held_elsewhere")
+        assert refused.headers["x-rollmesh-owner-url"] == first.url
         assert "another rollout server" in refused.json()["error"]["message"]
         other = await open_session(second)
         # One run, one secret: a key says which session it opens on every server of the run.
-        assert code(await say(first, other | {"base_url": f"{first.url}/v1"}, "hello")) == (404, "not_found")
+        assert code(await say(first, other | {"base_url": f"{first.url}/v1"}, "hello")) == (421, "held_elsewhere")
 
 
 async def test_a_sessions_key_opens_that_session_and_nothing_of_the_environments(host: Host) -> None:
