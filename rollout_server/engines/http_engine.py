@@ -11,13 +11,11 @@ Aborting is hanging up: what has come is the answer, token for token, and the en
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -40,8 +38,8 @@ from rollout_server.engines.http_traits import Traits
 from rollout_server.engines.http_updates import Updates
 from rollout_server.engines.http_watch import Watch
 from rollout_server.engines.http_wire import generate_body
+from rollout_server.engines.model_config import eos_token_ids, vocabulary_size
 from rollout_server.engines.request_check import check_request
-from rollout_server.engines.vllm_launch import eos_token_ids
 from services.wire.errors import NotReadyError, RollmeshError, UsageError
 
 _log = structlog.get_logger()
@@ -95,7 +93,7 @@ class HttpEngine:
 
     async def start(self) -> None:
         """Meet the engine, which may take a while to come up. Raises UsageError for one that cannot serve."""
-        self._vocabulary = _vocabulary(self._folder)
+        self._vocabulary = vocabulary_size(self._folder)
         self._eos = eos_token_ids(self._folder)
         await self._peer.open()
         await self._watch.meet_within(START_WITHIN_S)
@@ -311,14 +309,3 @@ class HttpEngine:
         if self._watch.traits is None:
             raise NotReadyError("the engine is not started", "wait until the server is ready")
         return self._watch.traits
-
-
-def _vocabulary(folder: Path) -> int:
-    """How many token ids the model has, from its config.json. Raises UsageError where that does not tell."""
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        return int(config.get("text_config", config)["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{folder} is no model folder ({error!r})", "give the folder of what the engine serves"
-        ) from error

@@ -28,6 +28,7 @@ from rollout_server.engines.base import (
     collect,
     join,
 )
+from rollout_server.engines.model_config import eos_token_ids
 from rollout_server.engines.request_check import check_request, drawable_stops
 from rollout_server.engines.vllm_meter import StepMeter
 from rollout_server.engines.vllm_outputs import to_delta
@@ -125,7 +126,7 @@ class VllmEngine:
         self._watch_core()
         self._watch_steps()
         config = self._llm.model_config
-        self._eos = vllm_launch.eos_token_ids(self._plan.model)
+        self._eos = eos_token_ids(self._plan.model)
         self._max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
         await self._llm.get_supported_tasks()
         attached = await self._call(Attached, "rollmesh_attach", self._run_id, self._transport, self._plan.kv_policy)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollout_server.engines.model_config import read_json
 from rollout_server.engines.vllm_norms import norm_priority
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.kv_policy import KvPolicy
@@ -139,7 +139,7 @@ def _register_architectures(model: Path) -> None:
     """Let vLLM see the model class in this process; else it starts another Python to look at it, once a machine (10 s)."""
     from vllm.model_executor.models import ModelRegistry
 
-    for architecture in _json(model / "config.json").get("architectures", []):
+    for architecture in read_json(model / "config.json").get("architectures", []):
         known = ModelRegistry.models.get(architecture)
         if known is not None:
             ModelRegistry.register_model(architecture, known.load_model_cls())
@@ -177,7 +177,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
 
 def _cache_bytes(plan: Plan) -> int:
     """Enough for every request at full length, at most 4 GiB; left alone, vLLM takes 92 % of the machine."""
-    config = _json(plan.model / "config.json")
+    config = read_json(plan.model / "config.json")
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     item_bytes = 4 if plan.dtype == "float32" else 2
@@ -186,22 +186,6 @@ def _cache_bytes(plan: Plan) -> int:
     tokens: int = -(-config.get("max_position_embeddings", 2048) // block) * block
     # One block more than needed: vLLM keeps one for itself.
     return max(16 << 20, min(_CPU_CACHE_BYTES, token_bytes * (tokens * plan.max_running + block)))
-
-
-def eos_token_ids(model: Path) -> tuple[int, ...]:
-    """The model's end-of-sequence ids, from generation_config.json and config.json."""
-    found: dict[int, None] = {}
-    for name in ("generation_config.json", "config.json"):
-        ids = _json(model / name).get("eos_token_id") if (model / name).exists() else None
-        for token in ids if isinstance(ids, list) else [ids]:
-            if isinstance(token, int):
-                found[token] = None
-    return tuple(found)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(path.read_text())
-    return loaded
 
 
 def end(llm: Any, scratch: Path, deadline_s: float) -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_server.engines.base import GenerationDelta, join
-from rollout_server.engines.vllm_launch import eos_token_ids
+from rollout_server.engines.model_config import eos_token_ids
 from rollout_server.engines.vllm_meter import StepMeter
 from rollout_server.engines.vllm_outputs import likeliest, sampled_logprobs, spans_between, to_delta, version_number
 from services.wire.errors import ConflictError, RollmeshError, UsageError, WireError
