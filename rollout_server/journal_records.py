@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from rollout_server.engines.base import FinishReason
 from services.wire.errors import WireError
 from services.wire.rollout_api import Purpose
 from services.wire.sampling import SamplingParams
@@ -21,7 +22,6 @@ from services.wire.trajectory import BreakReason, VersionSpan
 JOURNAL_SCHEMA = 1
 
 DropCause = Literal["idle", "aborted", "run_concluded", "shutdown"]
-FinishReason = Literal["stop", "length", "abort"]
 
 
 class GroupBegan(msgspec.Struct, frozen=True, kw_only=True, tag="group"):

@@ -32,6 +32,7 @@ from rollout_server.sessions import Session, Terms
 from services.wire.errors import WireError
 from services.wire.rollout_api import SamplingLimits
 from services.wire.sampling import SamplingParams
+from services.wire.trajectory import VersionSpan
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def node_record(
     prompt: Sequence[int],
     drawn: Sequence[int],
     logprobs: Sequence[float],
-    spans: Sequence[object],
+    spans: Sequence[VersionSpan],
 ) -> NodeRecord:
     """A sample to be written down: without a reason, and without what a dialect remembers of it."""
     return NodeRecord(
@@ -146,7 +147,7 @@ def node_record(
         prompt=array("i", prompt).tobytes(),
         drawn=array("i", drawn).tobytes(),
         logprobs=array("f", logprobs).tobytes(),
-        spans=list(spans),  # type: ignore[arg-type]
+        spans=list(spans),
         reason=None,
     )
 

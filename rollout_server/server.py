@@ -257,6 +257,7 @@ class RolloutServer:
             state="draining" if self._phase in ("draining", "closed") else "serving",
             model=plan.model.name,
             policy_version=status.policy_version,
+            kv_policy=plan.settings.rollout.kv_policy,
             running=status.running,
             waiting=status.waiting,
             max_running=plan.settings.rollout.max_running,

@@ -16,7 +16,7 @@ from rollout_server.answers import Answer
 from rollout_server.capture import Node
 from rollout_server.carrying_on import UntilClear, carry_on
 from rollout_server.drafts import Draft
-from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
+from rollout_server.engines.base import Engine, FinishReason, GenerationDelta, GenerationRequest
 from rollout_server.journal import Journal
 from rollout_server.journal_records import Answered, MarksRecord, NodeRecord
 from rollout_server.journal_replay import apply_answer
@@ -85,7 +85,7 @@ class Making:
         self,
         nodes: list[NodeRecord],
         sampling: SamplingParams,
-        finish_reason: str | None,
+        finish_reason: FinishReason | None,
         *,
         digests: bytes = b"",
         tools: bytes = b"",
@@ -97,7 +97,7 @@ class Making:
             call_id=self.call_id,
             nodes=nodes,
             sampling=sampling,
-            finish_reason=finish_reason or "stop",  # type: ignore[arg-type]
+            finish_reason=finish_reason or "stop",
             marks=MarksRecord(marks.body, marks.key, marks.retry, marks.call),
             digests=digests,
             tools=tools,
