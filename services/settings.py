@@ -62,7 +62,7 @@ class RolloutSettings(Section):
     threads: int = Field(default=1, ge=1, description="Torch threads of an engine on CPU")
     max_running: int = Field(default=256, ge=1, description="Requests an engine decodes at once")
     kv_policy: KvPolicy = Field(
-        default="keep", description="What a weight update does to an engine's keys and values (docs/the-loop.md)"
+        default="salt", description="What a weight update does to an engine's keys and values (docs/the-loop.md)"
     )
     renderer: str = Field(default="auto", description="Chat renderer, by its name in the `renderers` library")
     retry_patience_s: float = Field(

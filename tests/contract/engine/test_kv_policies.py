@@ -116,6 +116,22 @@ async def test_what_ran_through_a_commit_is_found_only_where_it_was_computed_ane
     assert kv.largest_gap() <= GAP
 
 
+async def test_weights_that_change_while_decoding_is_frozen_are_no_exception(kv: Case) -> None:
+    kv.answered.clear()
+    asked = [request(prompt, 60, stream=True, ignore_eos=True) for prompt in prompts(4, 50, seed=78)]
+    running = [asyncio.create_task(kv.ask(each)) for each in asked]
+    await kv.drawn(40)
+    await kv.engine.pause("keep")
+    for _ in range(2):
+        await kv.next_version()
+    await kv.engine.resume()
+    for sample in await asyncio.wait_for(asyncio.gather(*running), 60.0):
+        assert sample.finish_reason == "length"
+        assert sample.versions[-1].version == kv.version
+        assert kv.version - 1 not in {span.version for span in sample.versions}
+    assert kv.largest_gap() <= GAP
+
+
 async def test_requests_that_are_on_their_way_while_versions_change_are_right_too(kv: Case) -> None:
     kv.answered.clear()
     (prompt,) = prompts(1, 140, seed=76)
