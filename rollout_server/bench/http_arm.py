@@ -6,7 +6,8 @@ The client is this process; each request is a call in a session of its own, as a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Literal
 
 import aiohttp
@@ -28,10 +29,14 @@ class Opened(msgspec.Struct, frozen=True):
 
     session_id: str
     api_key: str
+    group_id: str
 
 
-class _Report(msgspec.Struct, frozen=True):
+class EngineMoment(msgspec.Struct, frozen=True):
+    """What `GET /engine` says of a server, so far: CPU seconds of its event loop, and tokens that it prefilled."""
+
     http_cpu_s: float
+    prefill_tokens: int
 
 
 class HttpArm:
@@ -66,13 +71,18 @@ class HttpArm:
         """Seconds that one chat completion takes alone."""
         return (await self.load([exchange], 1, "plain")).seconds
 
+    async def open_one(self, **wishes: str | int) -> Opened:
+        """A new session, a group of its own unless `wishes` (fields of the opening's body) say otherwise."""
+        body = msgspec.json.encode({"wait_s": 10.0, **wishes})
+        async with self._http.post(f"{self._url}/sessions", data=body) as answer:
+            return msgspec.json.decode(await self.checked(answer), type=Opened)
+
     async def open(self, count: int) -> list[Opened]:
         """New sessions, each a group of its own."""
         opened: list[Opened] = []
 
         async def open_one(_: int) -> int:
-            async with self._http.post(f"{self._url}/sessions", data=b'{"wait_s": 10.0}') as answer:
-                opened.append(msgspec.json.decode(await self._checked(answer), type=Opened))
+            opened.append(await self.open_one())
             return 0
 
         await in_parallel(range(count), _AT_ONCE, open_one)
@@ -81,32 +91,47 @@ class HttpArm:
     async def give_up(self, opened: Sequence[Opened]) -> None:
         async def abort(session: Opened) -> int:
             async with self._http.post(f"{self._url}/sessions/{session.session_id}/abort") as answer:
-                await self._checked(answer)
+                await self.checked(answer)
             return 0
 
         await in_parallel(opened, _AT_ONCE, abort)
 
     async def answer(self, exchange: Exchange, session: Opened | None, way: Way) -> int:
         """Ask for one answer and read all of it; returns its tokens, which are as many as were asked for."""
-        base, headers = self._url, {}
-        if session is not None:
-            base, headers = f"{base}/sessions/{session.session_id}", {"Authorization": f"Bearer {session.api_key}"}
-        path = "/inference/v1/generate" if way == "tokens" else "/v1/chat/completions"
-        asked = exchange.chat_body(stream=way == "streamed")
-        body = exchange.token_body() if way == "tokens" else asked
         end = b""
-        async with self._http.post(base + path, data=msgspec.json.encode(body), headers=headers) as answer:
-            if answer.status != 200 or way != "streamed":
-                end = await self._checked(answer)
+        async with self.asking(exchange, session, way) as answer:
+            if way != "streamed":
+                end = await answer.read()
             else:
                 async for chunk in answer.content.iter_any():
                     end = (end + chunk)[-_USAGE_BYTES:]
         return completion_tokens(end, exchange.max_tokens)
 
-    async def http_cpu_s(self) -> float:
-        """CPU seconds that the server's event loop has taken so far."""
+    @asynccontextmanager
+    async def asking(
+        self, exchange: Exchange, session: Opened | None, way: Way
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask for one answer, which has begun. Raises RollmeshError, with the end of the log, if it is an error."""
+        base, headers = self._url, {}
+        if session is not None:
+            base, headers = f"{base}/sessions/{session.session_id}", {"Authorization": f"Bearer {session.api_key}"}
+        path = "/inference/v1/generate" if way == "tokens" else "/v1/chat/completions"
+        body = exchange.token_body() if way == "tokens" else exchange.chat_body(stream=way == "streamed")
+        async with self._http.post(base + path, data=msgspec.json.encode(body), headers=headers) as answer:
+            if answer.status >= 400:
+                await self.checked(answer)
+            yield answer
+
+    async def engine(self) -> EngineMoment:
+        """The server's engine now; a gateway has none."""
         async with self._http.get(f"{self._url}/engine") as answer:
-            return msgspec.json.decode(await self._checked(answer), type=_Report).http_cpu_s
+            return msgspec.json.decode(await self.checked(answer), type=EngineMoment)
+
+    async def check_prompts(self, exchanges: Sequence[Exchange]) -> None:
+        """Raise RollmeshError unless the server makes the very tokens of the messages that a bare engine is given."""
+        for exchange in exchanges:
+            if await self.prompt_tokens(exchange) != exchange.token_ids:
+                raise RollmeshError("a server renders other prompts than the bare engine is given", "a bug: report it")
 
     async def prompt_tokens(self, exchange: Exchange) -> list[int]:
         """The prompt that the server makes of the exchange's messages."""
@@ -114,11 +139,12 @@ class HttpArm:
         opened = await self.open(1) if self._sessions else []
         base = f"{self._url}/sessions/{opened[0].session_id}" if opened else self._url
         async with self._http.post(f"{base}/v1/chat/completions", data=msgspec.json.encode(body)) as answer:
-            prompt = msgspec.json.decode(await self._checked(answer), type=_WithPrompt).prompt_token_ids
+            prompt = msgspec.json.decode(await self.checked(answer), type=_WithPrompt).prompt_token_ids
         await self.give_up(opened)
         return prompt
 
-    async def _checked(self, answer: aiohttp.ClientResponse) -> bytes:
+    async def checked(self, answer: aiohttp.ClientResponse) -> bytes:
+        """The whole answer. Raises RollmeshError, with the end of the log, for one that is an error."""
         body = await answer.read()
         if answer.status >= 400:
             raise RollmeshError(f"{answer.url} answered {answer.status}: {body[:300]!r}", self._tail())

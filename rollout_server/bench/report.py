@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from rich.table import Table
 
-Speeds = Mapping[str, Sequence[float]]
-"""Tokens a second by arm, one figure a round; all arms have as many."""
+from rollout_server.bench.ratios import Speeds, by_round, medians
+
 RATIOS = {
     "server_vs_engine": ("plain", "engine"),
     "streamed_vs_engine": ("streamed", "engine_streamed"),
@@ -75,12 +75,6 @@ class Latencies(msgspec.Struct, frozen=True):
         return [1e3 * (ours - bare) for ours, bare in zip(self.server, self.engine, strict=True)]
 
 
-def ratios(speeds: Speeds, name: str) -> list[float]:
-    """The ratio `name` of each round; empty where one of its arms was not run."""
-    ours, theirs = RATIOS[name]
-    return [round(a / b, 4) for a, b in zip(speeds.get(ours, ()), speeds.get(theirs, ()), strict=True)]
-
-
 def judge(
     speeds: Speeds,
     latencies: Latencies,
@@ -94,8 +88,8 @@ def judge(
     versions: Mapping[str, str],
 ) -> RolloutBench:
     """Put the figures together. `idle_bytes`: growth a session, of each batch of sessions that was opened."""
-    by_name = {name: ratios(speeds, name) for name in RATIOS}
-    median = {name: round(statistics.median(values), 3) if values else None for name, values in by_name.items()}
+    by_name = {name: by_round(speeds, *arms) for name, arms in RATIOS.items()}
+    median = medians(by_name)
     added = latencies.added_ms()
     return RolloutBench(
         server_vs_engine=median["server_vs_engine"] or 0.0,

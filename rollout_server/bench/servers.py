@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -13,32 +14,88 @@ from rollout_server.bench.http_arm import HttpArm
 from rollout_server.bench.processes import LOOPBACK, PYTHON, Child, free_port, running
 from services.config_file import dump_settings
 from services.settings import RunSettings
+from services.wire.kv_policy import KvPolicy
 
 _OURS_WITHIN_S = 300.0
+_GATEWAY_WITHIN_S = 60.0
 _THEIRS_WITHIN_S = 420.0
 # More sessions than a benchmark ever opens at once, and none that expires while it runs.
 _GROUPS = 1 << 16
 _TIMEOUT_S = 86400.0
 
 
-@asynccontextmanager
-async def running_ours(
-    engine: str, model: Path, redis_url: str, max_running: int, folder: Path, http: aiohttp.ClientSession, name: str
-) -> AsyncIterator[tuple[HttpArm, Child]]:
-    """`rollmesh rollout-server`, as anybody starts it. `name`: unique in the benchmark."""
+@dataclass(frozen=True, kw_only=True)
+class MeshPlan:
+    """What the processes of one run have in common. `settings`: the file with the run's configuration."""
+
+    run_id: str
+    redis_url: str
+    settings: Path
+    model: Path
+    engine: str
+    folder: Path
+
+    def command(self, name: str, port: int) -> list[str]:
+        """The command line of one of them, as anybody would start it."""
+        command = [*PYTHON, "services", name, "--run-id", self.run_id, "--port", str(port)]
+        return [*command, "--redis-url", self.redis_url, "--config", str(self.settings)]
+
+
+async def plan_mesh(
+    run_id: str,
+    *,
+    redis_url: str,
+    model: Path,
+    engine: str,
+    max_running: int,
+    folder: Path,
+    kv_policy: KvPolicy = "keep",
+) -> MeshPlan:
+    """Write a run's configuration: the defaults, but for what is given and for admission, which never closes."""
     settings = RunSettings()
     settings.rollout.max_running = max_running
     settings.rollout.groups_per_step = _GROUPS
     settings.rollout.group_timeout_s = _TIMEOUT_S
-    config = folder / f"{name}.toml"
-    await asyncio.to_thread(config.write_text, dump_settings(settings))
+    settings.rollout.kv_policy = kv_policy
+    path = folder / f"{run_id}.toml"
+    await asyncio.to_thread(path.write_text, dump_settings(settings))
+    return MeshPlan(run_id=run_id, redis_url=redis_url, settings=path, model=model, engine=engine, folder=folder)
+
+
+@asynccontextmanager
+async def running_server(
+    plan: MeshPlan, server_id: str, http: aiohttp.ClientSession
+) -> AsyncIterator[tuple[HttpArm, Child]]:
+    """`rollmesh rollout-server`, ready. Raises RollmeshError when it does not come up."""
     port = free_port()
-    command = [*PYTHON, "services", "rollout-server", "--run-id", name, "--server-id", name, "--port", str(port)]
-    command += ["--redis-url", redis_url, "--model", str(model), "--engine", engine, "--config", str(config)]
+    command = plan.command("rollout-server", port)
+    command += ["--server-id", server_id, "--model", str(plan.model), "--engine", plan.engine]
     url = f"http://{LOOPBACK}:{port}"
-    async with running(f"server {name}", command, folder) as child:
+    async with running(f"server {plan.run_id} {server_id}", command, plan.folder) as child:
         await child.until(lambda: _answers(http, f"{url}/readyz"), _OURS_WITHIN_S)
         yield HttpArm(http, url, child.tail), child
+
+
+@asynccontextmanager
+async def running_gateway(plan: MeshPlan, http: aiohttp.ClientSession) -> AsyncIterator[tuple[HttpArm, Child]]:
+    """`rollmesh gateway` in front of the run's servers. Raises RollmeshError when it does not come up."""
+    port = free_port()
+    url = f"http://{LOOPBACK}:{port}"
+    async with running(f"gateway {plan.run_id}", plan.command("gateway", port), plan.folder) as child:
+        await child.until(lambda: _answers(http, f"{url}/readyz"), _GATEWAY_WITHIN_S)
+        yield HttpArm(http, url, child.tail), child
+
+
+@asynccontextmanager
+async def running_ours(
+    engine: str, model: Path, redis_url: str, max_running: int, folder: Path, http: aiohttp.ClientSession, name: str
+) -> AsyncIterator[tuple[HttpArm, Child]]:
+    """A server in a run of its own. `name`: unique in the benchmark."""
+    plan = await plan_mesh(
+        name, redis_url=redis_url, model=model, engine=engine, max_running=max_running, folder=folder
+    )
+    async with running_server(plan, name, http) as started:
+        yield started
 
 
 @asynccontextmanager

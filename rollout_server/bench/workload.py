@@ -73,6 +73,21 @@ def make_workload(model: Path, *, count: int, max_tokens: int, seed: int) -> lis
     return exchanges
 
 
+def make_group_questions(model: Path, *, count: int, max_tokens: int, seed: int) -> list[Exchange]:
+    """`count` long questions (about 300 tokens as prompts) below one system prompt of a few dozen tokens.
+
+    One a group: all siblings ask the same. Another seed gives other questions below another system prompt.
+    """
+    chat, rng = ChatRenderer.from_folder(model), random.Random(seed)
+    system = " ".join([_SYSTEM, f"Rules {seed}:", *rng.choices(_WORDS, k=6)])
+    exchanges = []
+    for _ in range(count):
+        question = " ".join(rng.choices(_WORDS, k=rng.randint(30, 42)))
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        exchanges.append(Exchange(messages, chat.render(messages), max_tokens))
+    return exchanges
+
+
 def save_workload(exchanges: list[Exchange], path: Path) -> None:
     path.write_bytes(msgspec.json.encode(exchanges))
 
