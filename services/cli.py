@@ -27,6 +27,7 @@ BENCHES = Dispatcher(
     commands={
         "loop": Command("services.supervisor.bench_loop:app", "The whole loop beside TRL's GRPOTrainer"),
         "rollout": Command("rollout_server.bench.rollout:app", "The rollout server beside its engine and vllm serve"),
+        "gateway": Command("rollout_server.bench.gateway:app", "The gateway beside bare engines, and servers killed"),
     },
 )
 
