@@ -76,14 +76,11 @@ class Adopter:
         self._servers = servers
         self._server_id = server_id
         self._http = httpx.AsyncClient(timeout=PROBE_WITHIN_S)
-        self._closed = False
+        self.taking = True
+        """Whether it takes groups over. Not while the server is on its way out, or its engine serves nothing."""
         self._locks = NamedLocks()
         self._probes: dict[str, tuple[float, asyncio.Task[str | None]]] = {}
         self._missed: set[str] = set()
-
-    def close(self) -> None:
-        """Adopt nothing from now on: the server is on its way out."""
-        self._closed = True
 
     async def aclose(self) -> None:
         for _, probe in self._probes.values():
@@ -128,8 +125,8 @@ class Adopter:
                 url = await self._alive(owner)
                 if url is not None:
                     raise HeldElsewhereError(f"another rollout server holds group {group_id}", url)
-            if self._closed:
-                raise DrainingError(f"rollout server {self._server_id} is being drained", "use another server")
+            if not self.taking:
+                raise DrainingError(f"rollout server {self._server_id} takes nothing over now", "use another server")
             started = time.monotonic()
             records = await self._journal.claim(group_id, owner)
             if records is None:
@@ -195,7 +192,7 @@ class Adopter:
         failing = False
         while True:
             await asyncio.sleep(SWEEP_S)
-            if self._closed:
+            if not self.taking:
                 continue
             try:
                 await self._sweep()

@@ -18,7 +18,7 @@ from rollout_server.engines.base import Engine
 from rollout_server.groups import Group, GroupRegistry
 from rollout_server.journal import Journal
 from services.registry import Registry
-from services.wire.errors import DrainingError
+from services.wire.errors import DrainingError, RollmeshError
 
 _POLL_S = 0.02
 _log = structlog.get_logger()
@@ -55,11 +55,11 @@ class Drainer:
         await self._engine.abort()
         if not await self.others():
             return False
-        held = len(self._groups)
+        held, why = len(self._groups), DrainingError(f"rollout server {self._server_id} is being drained", "try again")
         while True:
             left = self._groups.all_open()
             late = time.monotonic() - started > within_s
-            await self._let_go([group for group in left if late or not group.taking_turns])
+            await self._let_go([group for group in left if late or not group.taking_turns], why)
             if not len(self._groups):
                 break
             # What had not begun when the first were interrupted has begun by now.
@@ -68,9 +68,15 @@ class Drainer:
         _log.info("drained", groups=held, after_s=round(time.monotonic() - started, 2))
         return True
 
-    async def _let_go(self, groups: list[Group]) -> None:
+    async def hand_over(self, why: RollmeshError) -> None:
+        """Let go of everything at once, its calls ended with `why`, if somebody would take it. Raises RedisError."""
+        groups = self._groups.all_open()
+        if groups and await self.others():
+            await self._let_go(groups, why)
+            _log.info("handed over", groups=len(groups), why=why.what)
+
+    async def _let_go(self, groups: list[Group], why: RollmeshError) -> None:
         names = [group.group_id for group in groups]
         await self._journal.let_go(names)
-        why = DrainingError(f"rollout server {self._server_id} is being drained", "send the call again")
         for name in names:
             self._groups.let_go(name, why)

@@ -27,6 +27,7 @@ from rollout_server.dialect.caller import Caller
 from rollout_server.dialect.dialect import Dialect
 from rollout_server.dialect.making import Means
 from rollout_server.draining import Drainer
+from rollout_server.engine_watch import EngineWatch
 from rollout_server.engines.base import Engine
 from rollout_server.finishing import Finisher, Origin
 from rollout_server.groups import GroupRegistry
@@ -177,6 +178,8 @@ class RolloutServer:
                 tasks.create_task(parts.journal.run(), name="journal")
                 tasks.create_task(parts.announcer.run(), name="announcer")
                 tasks.create_task(parts.adopter.run(), name="adoption")
+                watch = EngineWatch(self._engine, parts.adopter, parts.drainer, parts.announcer)
+                tasks.create_task(watch.run(), name="engine watch")
                 tasks.create_task(parts.gate.run(), name="admission")
                 tasks.create_task(parts.publisher.run(), name="publisher")
                 tasks.create_task(sweep(parts.registry, parts.finisher, timeout_s), name="sweeper")
@@ -254,7 +257,7 @@ class RolloutServer:
             server_id=plan.server_id,
             incarnation=self._incarnation,
             url=plan.url,
-            state="draining" if self._phase in ("draining", "closed") else "serving",
+            state="serving" if self._phase not in ("draining", "closed") and status.failure is None else "draining",
             model=plan.model.name,
             policy_version=status.policy_version,
             kv_policy=plan.settings.rollout.kv_policy,
@@ -279,7 +282,7 @@ class RolloutServer:
     async def _begin_draining(self, announcer: Announcer) -> None:
         parts = self.parts()
         parts.gate.close()
-        parts.adopter.close()
+        parts.adopter.taking = False
         await announcer.announce()
 
     async def _close(self, redis: Redis) -> None:

@@ -295,3 +295,22 @@ async def test_a_drained_server_stays_lets_go_and_takes_nothing_new(pair: Pair) 
 
 async def _taken_over(pair: Pair, session: dict[str, Any]) -> bool:
     return (await say(pair.second, session, 1, "hello")).status_code == 200
+
+
+async def test_sessions_leave_a_server_whose_engine_serves_nothing_any_more(pair: Pair) -> None:
+    session = await open_session(pair.first)
+    first, _ = spoken(await say(pair.first, session, 1, "hello"))
+    pair.engines[0].failure = "the server behind it has died"
+    await until(lambda: _moved(pair, session, first))
+    assert (await pair.first.http.get("/readyz")).status_code == 503
+    pair.engines[0].failure = None
+    await until(lambda: _serves(pair.first))
+
+
+async def _moved(pair: Pair, session: dict[str, Any], first: str) -> bool:
+    return (await say(pair.second, session, 2, "hello", first, "and?")).status_code == 200
+
+
+async def _serves(host: Host) -> bool:
+    answer = await host.http.post("/sessions", json={})
+    return answer.status_code == 201

@@ -37,6 +37,8 @@ class ScriptedEngine:
         """Iterators that were closed before their end."""
         self.crash: RollmeshError | None = None
         """Raised instead of the next token."""
+        self.failure: str | None = None
+        """Why it serves nothing any more."""
         self._max_model_len = max_model_len
         self._step_s = step_s
         self._version = 0
@@ -146,6 +148,7 @@ class ScriptedEngine:
             paused=not self._running.is_set(),
             tokens_generated=self._tokens,
             commits=self._commits,
+            failure=self.failure,
         )
 
     async def close(self) -> None:
