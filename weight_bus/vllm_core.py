@@ -92,8 +92,10 @@ def commit(core: Any, version: int) -> bytes:
         )
         return encode_reply(failure(overlap))
     running, _ = core.scheduler.get_request_counts()
+    kv: KvMemory | None = getattr(core, "rollmesh_kv", None)
     try:
-        core.rollmesh_kv.turn_over()
+        if kv is not None:
+            kv.turn_over()
     except Exception as error:  # noqa: BLE001 - crosses a process boundary: raised again on the other side
         return encode_reply(failure(error))
     reply: bytes = core.model_executor.collective_rpc("rollmesh_flip", args=(version, running))[0]

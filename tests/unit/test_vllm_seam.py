@@ -18,7 +18,8 @@ from services.wire.errors import ConflictError, RollmeshError, UsageError, WireE
 from services.wire.kv_policy import KvPolicy
 from services.wire.trajectory import VersionSpan
 from weight_bus.errors import StageError
-from weight_bus.vllm_protocol import Committed, Digest, decode_reply, encode_reply, failure
+from weight_bus.vllm_core import attach, commit
+from weight_bus.vllm_protocol import Attached, Committed, Digest, decode_reply, encode_reply, failure
 
 
 @dataclass
@@ -182,6 +183,49 @@ def test_the_plug_in_does_nothing_in_a_vllm_that_did_not_ask_for_it() -> None:
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, env={"PATH": ""})
+
+
+class Core:
+    """What of vLLM's engine core and scheduler a commit touches when nothing runs."""
+
+    batch_queue = None
+
+    def __init__(self, *, caching: bool) -> None:
+        self.called: list[str] = []
+        self.scheduler = self.model_executor = self
+        self.kv_cache_manager = SimpleNamespace(enable_caching=caching)
+        self.running: list[object] = []
+        self.requests: dict[str, object] = {}
+
+    def _preempt_request(self) -> None: ...
+
+    def schedule(self) -> None: ...
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return 0, 0
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
+        raise RuntimeError("blocks are not freed yet")
+
+    def collective_rpc(self, method: str, args: object = ()) -> list[bytes]:
+        self.called.append(method)
+        return [encode_reply(Attached(tensors=1, total_bytes=4))]
+
+
+def test_a_cache_that_knows_no_versions_is_refused_under_keep() -> None:
+    core = Core(caching=True)
+    with pytest.raises(UsageError, match="prefixes of older versions"):
+        decode_reply(attach(core, "run", "shm", "keep"))
+    assert core.called == []
+    assert isinstance(decode_reply(attach(Core(caching=False), "run", "shm", "keep")), Attached)
+
+
+def test_a_cache_that_cannot_be_emptied_leaves_the_old_weights_serving() -> None:
+    core = Core(caching=True)
+    attach(core, "run", "shm", "recompute")
+    with pytest.raises(RollmeshError, match="blocks are not freed yet"):
+        decode_reply(commit(core, 3))
+    assert core.called == ["rollmesh_attach"]
 
 
 def test_end_tokens_come_from_both_configurations(tmp_path) -> None:  # type: ignore[no-untyped-def]
