@@ -108,7 +108,10 @@ class Capture:
         index = self._sampling_index(sampling)
         spans: list[VersionSpan] = []
         for span in versions:
-            _append_merged(spans, VersionSpan(span.start, span.length, span.version, index, span.kv))
+            # What an answer's first version computed anew (a call that was carried on) is what it had been.
+            first = all(earlier.version == span.version for earlier in spans)
+            kv = versions[0].kv if first else span.kv
+            _append_merged(spans, VersionSpan(span.start, span.length, span.version, index, kv))
         node = Node(
             len(self.nodes),
             parent,

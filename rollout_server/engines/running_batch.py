@@ -233,7 +233,9 @@ class RunningBatch:
             count = min(free, request.n - ticket.started)
             samples = alike.setdefault(kind, (prompt, []))[1]
             for index in range(ticket.started, ticket.started + count):
-                marks: list[tuple[int, int, KvPolicy]] = [(0, version, self._kv_policy)]
+                # What an earlier try drew, under whichever versions, is prefilled under this one.
+                kv: KvPolicy = "recompute" if request.resumed else self._kv_policy
+                marks: list[tuple[int, int, KvPolicy]] = [(0, version, kv)]
                 samples.append(_Sample(ticket, index, _source(request, index), marks))
             free -= count
             ticket.started += count

@@ -334,6 +334,7 @@ class VllmEngine:
             request.top_logprobs,
             self._plan.kv_policy,
             self._computed_anew.get(sample_id, ()),
+            request.resumed > 0,
         )
 
     def _version_starts(self, sample_id: str, completion: Any) -> Sequence[tuple[str, int]]:

@@ -26,18 +26,21 @@ def spans_between(
     end: int,
     kv_policy: KvPolicy = "keep",
     computed_anew: Sequence[int] = (),
+    resumed: bool = False,
 ) -> list[VersionSpan]:
     """The version spans of tokens `begin … end − 1`, positions counted from `begin`.
 
     `starts`: (label, position of its first token) for all tokens of the sample so far, in order. `computed_anew`: at which
     positions, ascending, the keys and values of all before were computed anew, for the engine had taken the memory back.
+    `resumed`: an earlier try drew the end of the prompt, under whichever versions.
     """
     spans = []
     edges = [*(start for _, start in starts), end]
     for (label, _), (first, after) in zip(starts, pairwise(edges), strict=True):
         # What the first version computes anew comes out as it was.
-        anew = () if kv_policy == "recompute" or first == edges[0] else computed_anew
-        for start, stop, kv in _cut(first, min(after, end), kv_policy, anew):
+        anew = () if first == edges[0] else computed_anew
+        own: KvPolicy = "recompute" if resumed and first == edges[0] else kv_policy
+        for start, stop, kv in _cut(first, min(after, end), own, anew):
             start = max(start, begin)
             if stop > start:
                 spans.append(VersionSpan(start - begin, stop - start, version_number(label), kv=kv))
@@ -48,7 +51,9 @@ def _cut(
     first: int, after: int, kv_policy: KvPolicy, computed_anew: Sequence[int]
 ) -> Iterator[tuple[int, int, KvPolicy]]:
     """One version's tokens, cut where it first computed anew what others had left it: from there on all is its own."""
-    anew = next((place for place in computed_anew if first <= place < after), after)
+    anew = after
+    if kv_policy != "recompute":
+        anew = next((place for place in computed_anew if first <= place < after), after)
     yield first, anew, kv_policy
     yield anew, after, "recompute"
 
@@ -85,6 +90,7 @@ def to_delta(
     top_logprobs: int = 0,
     kv_policy: KvPolicy = "keep",
     computed_anew: Sequence[int] = (),
+    resumed: bool = False,
 ) -> GenerationDelta:
     """One CompletionOutput whose tokens begin at position `begin` of the sample; the rest as in `spans_between`."""
     tokens = list(output.token_ids)
@@ -95,7 +101,7 @@ def to_delta(
             raise RollmeshError(
                 f"vLLM ended request {request_id} with {output.finish_reason!r}", "see the engine's log"
             )
-    spans = spans_between(starts, begin, begin + len(tokens), kv_policy, computed_anew)
+    spans = spans_between(starts, begin, begin + len(tokens), kv_policy, computed_anew, resumed)
     if sum(span.length for span in spans) != len(tokens):
         raise RollmeshError(f"request {request_id}: vLLM named no version for some of {len(tokens)} tokens")
     alternatives = None

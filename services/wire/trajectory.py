@@ -44,7 +44,7 @@ class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
     `kv`: the keys and values before these tokens, when they were drawn. With `recompute`, `version` itself computed all of
     them. Else they stayed as they were for the span before; for an answer's first span, all are of its version. (Those of a
     token are computed when the next one is drawn, by the version that draws it.) An engine under `keep` or `salt` stamps
-    `recompute` where it had taken a request's memory back for a while.
+    `recompute` where it had taken a request's memory back for a while, and where it carries on what another try began.
     """
 
     start: int

@@ -197,6 +197,24 @@ def test_a_commit_inside_an_answer_shows_as_two_spans_of_one_segment() -> None:
     assert segment.version_spans == [VersionSpan(3, 2, 4), VersionSpan(5, 1, 5), VersionSpan(7, 1, 5)]
 
 
+def test_what_was_carried_on_says_so_only_where_it_makes_a_difference() -> None:
+    capture = Capture()
+    carried_on = [
+        VersionSpan(0, 2, 4, kv="salt"),
+        VersionSpan(2, 1, 4, kv="recompute"),
+        VersionSpan(3, 1, 5, kv="salt"),
+        VersionSpan(4, 1, 5, kv="recompute"),
+        VersionSpan(5, 1, 5, kv="recompute"),
+    ]
+    capture.record(None, [5], [8] * 6, [-0.5] * 6, carried_on, PLAIN)
+    (segment,) = capture.segments()
+    assert segment.version_spans == [
+        VersionSpan(1, 3, 4, kv="salt"),
+        VersionSpan(4, 1, 5, kv="salt"),
+        VersionSpan(5, 2, 5, kv="recompute"),
+    ]
+
+
 def test_what_broke_off_says_why_and_what_branched_trains_only_its_own() -> None:
     capture = Capture()
     first = capture.record(None, [5], [8], [-0.5], [VersionSpan(0, 1, 0)], PLAIN)

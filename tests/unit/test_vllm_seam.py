@@ -83,6 +83,8 @@ def test_spans_say_where_a_later_version_computed_everything_anew(
     anew: list[int], expected: list[tuple[int, int, int, KvPolicy]]
 ) -> None:
     starts = [("4", 0), ("5", 3)]
+    told = spans_between(starts, 0, 7, "salt", anew, resumed=True)
+    assert [span.kv for span in told] == ["recompute", *(kv for _, _, _, kv in expected[1:])]
     whole = [VersionSpan(start, length, version, kv=kv) for start, length, version, kv in expected]
     assert spans_between(starts, 0, 7, "salt", anew) == whole
     # Handed out in two parts, they join to the same.

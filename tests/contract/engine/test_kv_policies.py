@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import pytest_asyncio
 
+from rollout_server.engines.base import join
 from services.wire.kv_policy import KvPolicy
 from tests.contract.engine_harness import InFlight, request
 from tests.contract.kv_harness import BLOCK, Case, prompts, serving
@@ -113,6 +114,28 @@ async def test_what_ran_through_a_commit_is_found_only_where_it_was_computed_ane
     assert cost == 222 - (found_of(kv, 219) if kv.policy == "recompute" else 0)
     _, cost = await kv.prefilled_by(request(prompt, 8, ignore_eos=True))
     assert cost == 100 - found_of(kv, 99)
+    assert kv.largest_gap() <= GAP
+
+
+async def test_what_another_version_began_is_carried_on_as_its_span_says(kv: Case) -> None:
+    kv.answered.clear()
+    (prompt,) = prompts(1, 90, seed=79)
+    begun = await kv.ask(request(prompt, 40, ignore_eos=True))
+    await kv.next_version()
+    asked = request([*prompt, *begun.token_ids], 50, stream=True, ignore_eos=True)
+    asked = dataclasses.replace(asked, resumed=40)
+    running = asyncio.create_task(kv.ask(asked))
+    await kv.drawn(5)
+    await kv.next_version()
+    rest = await running
+    assert [(span.version, span.kv) for span in rest.versions] == [
+        (kv.version - 1, "recompute"),
+        (kv.version, kv.policy),
+    ]
+    # As one answer, it can be replayed from its spans.
+    request_of_both, both = request(prompt, 90), join(begun, rest)
+    assert [span.version for span in both.versions] == [kv.version - 2, kv.version - 1, kv.version]
+    kv.answered.append((request_of_both, both))
     assert kv.largest_gap() <= GAP
 
 
