@@ -57,8 +57,10 @@ async def test_weights_committed_inside_a_turn_show_as_versions_of_one_segment(
             await host.finish(group, 1.0, 0.0, 0.0, 0.0)
             for trajectory in await host.published():
                 (segment,) = trajectory.segments
-                assert [span.version for span in segment.version_spans] == [0, 1, 2]
+                assert [(span.version, span.kv) for span in segment.version_spans] == [(v, "salt") for v in (0, 1, 2)]
                 assert unpack_mask(segment.loss_mask).tolist() == [0] * 3 + [1] * 200
+            # Prompts of three tokens, of which three were alike.
+            assert (await host.http.get("/engine")).json()["prefill_tokens"] == 6
             verified = await bus.verify()
             assert verified.match
             report = await host.report()
