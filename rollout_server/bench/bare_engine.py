@@ -20,7 +20,7 @@ import msgspec
 
 from rollout_server.bench.processes import PYTHON, Child, running
 from rollout_server.bench.rate import Rate, in_parallel
-from rollout_server.bench.workload import Exchange, load_workload
+from rollout_server.bench.workload import TIMED_KV_POLICY, Exchange, load_workload
 from rollout_server.engines.base import Engine, GenerationRequest
 from services.wire.errors import RollmeshError
 
@@ -149,6 +149,7 @@ def _main() -> None:
     os.dup2(2, 1)
     settings = RunSettings()
     settings.rollout.max_running = int(max_running)
+    settings.rollout.kv_policy = TIMED_KV_POLICY
     with heavy_imports():
         engine = make_engine("vllm" if name == "vllm" else "torch", Path(model), "bench", settings)
         preload = getattr(engine, "preload", None)

@@ -1,6 +1,6 @@
 """Servers are killed under talking agents, one after another: how long does an agent hear nothing?
 
-    agents talk ─► a server holds its share ─► a random moment ─► kill -9 ─► all that it drew go on ─► started anew ─► …
+    agents talk ─► each server has its share ─► a random moment ─► kill -9 ─► all that it drew go on ─► started anew ─► …
 
 A call counts that was in flight in a session of the killed server: whose group Redis says it held, just before.
 """
@@ -74,7 +74,7 @@ class _Killer:
 
     async def kill(self, server_id: str) -> Kill:
         """Kill a server at a random moment, see its calls go on elsewhere, start it anew."""
-        await self._until(lambda: self._holds_its_share(server_id), f"{server_id} to hold {self._share} calls or more")
+        await self._until(self._balanced, f"each server to hold {self._share} calls or more")
         await asyncio.sleep(self._rng.uniform(_SOONEST_S, _LATEST_S))
         calls = await self._calls_at(server_id)
         killed_at = time.monotonic()
@@ -87,8 +87,9 @@ class _Killer:
             [heard for call in calls if not call.streamed and (heard := _heard(call, killed_at)) is not None],
         )
 
-    async def _holds_its_share(self, server_id: str) -> bool:
-        return len(await self._calls_at(server_id)) >= self._share
+    async def _balanced(self) -> bool:
+        """Whether each server holds half its share or more: the one that was started last has new sessions only."""
+        return all([len(await self._calls_at(each)) >= self._share for each in self._fleet.servers])
 
     async def _calls_at(self, server_id: str) -> list[AgentCall]:
         """What is in flight in sessions that a server, as it runs now, holds."""

@@ -23,7 +23,7 @@ from rollout_server.bench.processes import running_redis
 from rollout_server.bench.ratios import Speeds, percentile, said
 from rollout_server.bench.servers import plan_mesh
 from rollout_server.bench.versions import versions
-from rollout_server.bench.workload import Exchange, make_group_questions, make_workload, save_workload
+from rollout_server.bench.workload import TIMED_KV_POLICY, Exchange, make_group_questions, make_workload, save_workload
 from services.wire.kv_policy import KvPolicy
 
 Say = Callable[[str], None]
@@ -33,7 +33,7 @@ _SEED = 1
 _LATENCY_TOKENS = 8
 _CHECKED = 8
 _GROUP_TOKENS = 32
-_GROUP_KV_POLICY: KvPolicy = "salt"
+_SHARING_KV_POLICY: KvPolicy = "salt"
 # Four turns must fit the policy's context.
 _MOST_TURN_TOKENS = 192
 
@@ -76,11 +76,11 @@ async def measure_gateway(shape: GatewayShape, folder: Path, say: Say) -> Gatewa
     )
     async with running_redis(folder) as redis_url:
         bench = _Bench(shape, folder, model, redis_url, say)
-        async with bench.fleet("loaded") as fleet:
+        async with bench.fleet("timed", TIMED_KV_POLICY) as fleet:
             await bench.beside_the_engines(fleet)
-            await bench.kills(fleet)
-        async with bench.fleet("groups", _GROUP_KV_POLICY) as fleet:
+        async with bench.fleet("sharing", _SHARING_KV_POLICY) as fleet:
             await bench.prefills(fleet)
+            await bench.kills(fleet)
     figures = bench.figures
     return judge(
         figures.speeds,
@@ -102,7 +102,7 @@ async def measure_gateway(shape: GatewayShape, folder: Path, say: Say) -> Gatewa
             siblings=shape.siblings,
             group_prompt_tokens=_lengths(bench.group_questions(0)),
             group_max_tokens=_GROUP_TOKENS,
-            group_kv_policy=_GROUP_KV_POLICY,
+            kv_policy={"timed": TIMED_KV_POLICY, "groups": _SHARING_KV_POLICY, "kills": _SHARING_KV_POLICY},
             agents=shape.agents,
             kills=shape.kills,
             turn_max_tokens=bench.turn_tokens,
@@ -183,7 +183,7 @@ class _Bench:
         self.figures.killed = await kill_under_load(fleet, questions, shape.agents, shape.kills, self._rng, say)
 
     @asynccontextmanager
-    async def fleet(self, name: str, kv_policy: KvPolicy = "keep") -> AsyncIterator[Fleet]:
+    async def fleet(self, name: str, kv_policy: KvPolicy) -> AsyncIterator[Fleet]:
         """Servers and the gateway, ready, in a run of that name."""
         self._say(f"starting {_SERVERS} servers and the gateway, KV policy {kv_policy}")
         shape = self._shape

@@ -49,8 +49,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     siblings: int
     group_prompt_tokens: tuple[int, int]
     group_max_tokens: int
-    group_kv_policy: str
-    """In the part that counts prefills. All others run with the default, which shares nothing between calls."""
+    kv_policy: dict[str, str]
+    """By part. What is timed shares nothing between calls: rounds ask the same again."""
     agents: int
     kills: int
     turn_max_tokens: int

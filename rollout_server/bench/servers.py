@@ -12,6 +12,7 @@ import aiohttp
 
 from rollout_server.bench.http_arm import HttpArm
 from rollout_server.bench.processes import LOOPBACK, PYTHON, Child, free_port, running
+from rollout_server.bench.workload import TIMED_KV_POLICY
 from services.config_file import dump_settings
 from services.settings import RunSettings
 from services.wire.kv_policy import KvPolicy
@@ -49,7 +50,7 @@ async def plan_mesh(
     engine: str,
     max_running: int,
     folder: Path,
-    kv_policy: KvPolicy = "keep",
+    kv_policy: KvPolicy = TIMED_KV_POLICY,
 ) -> MeshPlan:
     """Write a run's configuration: the defaults, but for what is given and for admission, which never closes."""
     settings = RunSettings()

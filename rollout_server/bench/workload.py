@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from rollout_server.chat.chat_renderer import ChatRenderer
+from services.wire.kv_policy import KvPolicy
 from services.wire.sampling import SamplingParams
 
 _WORDS = (
@@ -31,6 +32,9 @@ _WORDS = (
     "carry",
 )
 _SYSTEM = "You are a careful assistant."
+
+TIMED_KV_POLICY: KvPolicy = "keep"
+"""Of every arm that is timed. Rounds ask the same again: what an engine remembered of the last one would be no work."""
 
 
 class Exchange(msgspec.Struct, frozen=True):
