@@ -15,10 +15,11 @@ from rollout_server.bench.failover import kill_under_load
 from rollout_server.bench.fleet import Fleet, running_fleet
 from rollout_server.bench.gateway_report import RATIOS, GatewayBench, Setting, judge
 from rollout_server.bench.gateway_speed import GatewaySpeed
-from rollout_server.bench.grouped_prompts import prefilled_vs_optimum
+from rollout_server.bench.grouped_prompts import prefill_groups
 from rollout_server.bench.http_arm import client
 from rollout_server.bench.killed import Kill, Killed
 from rollout_server.bench.policy import save_random_policy
+from rollout_server.bench.prefilled import Prefilled
 from rollout_server.bench.processes import running_redis
 from rollout_server.bench.ratios import Speeds, percentile, said
 from rollout_server.bench.servers import plan_mesh
@@ -59,7 +60,7 @@ class GatewayShape:
 class _Figures:
     speeds: dict[str, list[float]] = field(default_factory=dict)
     latencies: dict[str, list[float]] = field(default_factory=dict)
-    prefills: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    prefills: dict[str, list[Prefilled]] = field(default_factory=lambda: defaultdict(list))
     killed: Killed = field(default_factory=Killed)
     gateway_cpu_ms: dict[str, float] = field(default_factory=dict)
     """CPU a call, by way; `http_cpu_ms`: of the servers' event loops."""
@@ -159,7 +160,7 @@ class _Bench:
         shape = self._shape
         for number in range(shape.rounds):
             for name, together in (("prefill_vs_optimum", True), ("ungrouped_vs_optimum", False)):
-                ratio = await prefilled_vs_optimum(
+                prefilled = await prefill_groups(
                     fleet,
                     self.group_questions(2 * number + together),
                     shape.siblings,
@@ -167,8 +168,8 @@ class _Bench:
                     self._rng,
                     together=together,
                 )
-                self.figures.prefills[name].append(ratio)
-            last = ", ".join(f"{name} {values[-1]:.3f}" for name, values in self.figures.prefills.items())
+                self.figures.prefills[name].append(prefilled)
+            last = ", ".join(f"{name} {values[-1].ratio:.3f}" for name, values in self.figures.prefills.items())
             self._say(f"round {number + 1}: {last}")
 
     async def kills(self, fleet: Fleet) -> None:

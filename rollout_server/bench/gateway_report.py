@@ -9,6 +9,7 @@ import msgspec
 from rich.table import Table
 
 from rollout_server.bench.killed import Killed
+from rollout_server.bench.prefilled import Prefilled
 from rollout_server.bench.ratios import Speeds, by_round, medians, percentile
 
 RATIOS = {
@@ -70,6 +71,8 @@ class GatewayBench(msgspec.Struct, frozen=True, kw_only=True):
     streamed_vs_servers: float
     servers_vs_engine: float
     ungrouped_vs_optimum: float
+    prefill_tokens: dict[str, list[Prefilled]]
+    """What the two ratios to the optimum were made of."""
     latency_over_server_ms_p50: float
     """Of one request alone, through the gateway less sent to a server itself."""
     latency_ms_p50: dict[str, float]
@@ -95,7 +98,7 @@ class GatewayBench(msgspec.Struct, frozen=True, kw_only=True):
 def judge(
     speeds: Speeds,
     latencies: Mapping[str, Sequence[float]],
-    prefills: Mapping[str, Sequence[float]],
+    prefills: Mapping[str, Sequence[Prefilled]],
     killed: Killed,
     *,
     gateway_cpu_ms: Mapping[str, float],
@@ -107,11 +110,11 @@ def judge(
 ) -> GatewayBench:
     """Put the figures together.
 
-    `latencies`: seconds of single requests, pairwise, of `gateway`, `server` and `engine`. `prefills`: ratios to the
-    optimum by round, of `prefill_vs_optimum` and `ungrouped_vs_optimum`.
+    `latencies`: seconds of single requests, pairwise, of `gateway`, `server` and `engine`. `prefills`: by
+    round, of `prefill_vs_optimum` and `ungrouped_vs_optimum`.
     """
     by_name = {name: by_round(speeds, *arms) for name, arms in RATIOS.items()} | {
-        name: [round(value, 4) for value in values] for name, values in prefills.items()
+        name: [each.ratio for each in rounds] for name, rounds in prefills.items()
     }
     median = {name: value or 0.0 for name, value in medians(by_name).items()}
     added = _less(latencies["gateway"], latencies["engine"])
@@ -126,6 +129,7 @@ def judge(
         streamed_vs_servers=median["streamed_vs_servers"],
         servers_vs_engine=median["servers_vs_engine"],
         ungrouped_vs_optimum=median["ungrouped_vs_optimum"],
+        prefill_tokens={name: list(rounds) for name, rounds in prefills.items()},
         latency_over_server_ms_p50=round(statistics.median(_less(latencies["gateway"], latencies["server"])), 3),
         latency_ms_p50={way: round(1e3 * statistics.median(seconds), 3) for way, seconds in latencies.items()},
         failover_s=failover,

@@ -7,15 +7,16 @@ from collections.abc import Sequence
 
 from rollout_server.bench.fleet import Fleet
 from rollout_server.bench.http_arm import Opened
+from rollout_server.bench.prefilled import Prefilled
 from rollout_server.bench.prompt_trie import distinct_prefixes
 from rollout_server.bench.rate import in_parallel
 from rollout_server.bench.workload import Exchange
 
 
-async def prefilled_vs_optimum(
+async def prefill_groups(
     fleet: Fleet, questions: Sequence[Exchange], siblings: int, concurrency: int, rng: random.Random, *, together: bool
-) -> float:
-    """Tokens that the fleet prefills ÷ the fewest that would do. Nobody may have asked these questions before.
+) -> Prefilled:
+    """Have `siblings` agents ask each question. Nobody may have asked these questions before.
 
     Each sibling opens its session and asks, `concurrency` at once. `together`: sessions name their group; without, nobody
     can tell which of them will ask the same.
@@ -35,7 +36,8 @@ async def prefilled_vs_optimum(
     await in_parallel(asking, concurrency, ask)
     computed = await _prefilled(fleet) - before
     await fleet.gateway.arm.give_up(opened)
-    return computed / distinct_prefixes(question.token_ids for question in questions)
+    prompts = [question.token_ids for question in questions]
+    return Prefilled(computed, distinct_prefixes(prompts), siblings * sum(map(len, prompts)))
 
 
 async def _prefilled(fleet: Fleet) -> int:

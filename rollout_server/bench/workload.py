@@ -78,7 +78,7 @@ def make_workload(model: Path, *, count: int, max_tokens: int, seed: int) -> lis
 
 
 def make_group_questions(model: Path, *, count: int, max_tokens: int, seed: int) -> list[Exchange]:
-    """`count` long questions (about 300 tokens as prompts) below one system prompt of a few dozen tokens.
+    """`count` long questions (about 300 tokens) below one system prompt (about 80).
 
     One a group: all siblings ask the same. Another seed gives other questions below another system prompt.
     """
@@ -86,7 +86,7 @@ def make_group_questions(model: Path, *, count: int, max_tokens: int, seed: int)
     system = " ".join([_SYSTEM, f"Rules {seed}:", *rng.choices(_WORDS, k=6)])
     exchanges = []
     for _ in range(count):
-        question = " ".join(rng.choices(_WORDS, k=rng.randint(30, 42)))
+        question = " ".join(rng.choices(_WORDS, k=rng.randint(46, 64)))
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         exchanges.append(Exchange(messages, chat.render(messages), max_tokens))
     return exchanges
