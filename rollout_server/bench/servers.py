@@ -72,10 +72,7 @@ async def running_server(
     command = plan.command("rollout-server", port)
     command += ["--server-id", server_id, "--model", str(plan.model), "--engine", plan.engine]
     url = f"http://{LOOPBACK}:{port}"
-    # One that is killed cannot clean up after itself: what it leaves goes with the folder.
-    environment = {"TMPDIR": str(plan.folder)}
-    name = f"server {plan.run_id} {server_id}"
-    async with running(name, command, plan.folder, environment=environment) as child:
+    async with running(f"server {plan.run_id} {server_id}", command, plan.folder) as child:
         await child.until(lambda: _answers(http, f"{url}/readyz"), _OURS_WITHIN_S)
         yield HttpArm(http, url, child.tail), child
 
