@@ -1,10 +1,10 @@
 """Every call of a rollout server's API, described once: both clients, async and sync, send what stands here.
 
-    open_session(body) ──► Call(method, path, payload, answer, timeout_s, repeatable)
+    open_session(body) ──► Call(method, path, payload, answer, timeout_s, name)
                                  └── the transport sends `payload` ──► content ──► `read` ──► typed answer
 
-`repeatable`: sending it twice does what sending it once does, so a call whose answer was lost may be sent again. Opening a
-group and taking a turn are not: each of them done twice would be two.
+Sending any of them twice does what sending it once does, so a call whose answer was lost is sent again: what would be done
+twice otherwise (opening a group, taking a turn) carries a `name`, by which the server knows it again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from urllib.parse import quote, urlencode
 from pydantic import BaseModel, ValidationError
 
 from services.wire.errors import WireError
+from services.wire.mesh_headers import CALL_HEADER
 from services.wire.rollout_api import (
     FinishGroup,
     GroupFinished,
@@ -57,7 +58,11 @@ class Call(Generic[AnswerT]):
     payload: bytes | None
     answer: Callable[[bytes], AnswerT]
     timeout_s: float = CALL_TIMEOUT_S
-    repeatable: bool = False
+    name: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.name is None else {CALL_HEADER: self.name}
 
     def read(self, url: str, content: bytes) -> AnswerT:
         """The answer of the server at `url`. Raises WireError when it is not what this version of the API says."""
@@ -69,17 +74,18 @@ class Call(Generic[AnswerT]):
 
 
 def open_group(body: OpenGroup) -> Call[GroupOpened]:
-    return Call("POST", "/groups", _json(body), GroupOpened.model_validate_json, body.wait_s + CALL_TIMEOUT_S)
+    timeout_s = body.wait_s + CALL_TIMEOUT_S
+    return Call("POST", "/groups", _json(body), GroupOpened.model_validate_json, timeout_s, _new_name())
 
 
 def take_turns(group_id: str, body: TakeTurns) -> Call[TurnsTaken]:
     path = f"{_group(group_id)}/turns"
-    return Call("POST", path, _json(body), TurnsTaken.model_validate_json, TURN_TIMEOUT_S)
+    return Call("POST", path, _json(body), TurnsTaken.model_validate_json, TURN_TIMEOUT_S, _new_name())
 
 
 def finish_group(group_id: str, body: FinishGroup) -> Call[GroupFinished]:
     path = f"{_group(group_id)}/finish"
-    return Call("POST", path, _json(body), GroupFinished.model_validate_json, repeatable=True)
+    return Call("POST", path, _json(body), GroupFinished.model_validate_json)
 
 
 def group_state(group_id: str) -> Call[GroupState]:
@@ -95,7 +101,7 @@ def open_session(body: OpenSession) -> Call[SessionOpened]:
     if body.session_id is None:
         body = body.model_copy(update={"session_id": f"s-{secrets.token_hex(16)}"})
     timeout_s = body.wait_s + CALL_TIMEOUT_S
-    return Call("POST", "/sessions", _json(body), SessionOpened.model_validate_json, timeout_s, repeatable=True)
+    return Call("POST", "/sessions", _json(body), SessionOpened.model_validate_json, timeout_s)
 
 
 def session_status(session_id: str) -> Call[SessionStatus]:
@@ -119,7 +125,7 @@ def heartbeat(session_id: str) -> Call[SessionStatus]:
 
 
 def delete_session(session_id: str) -> Call[None]:
-    return Call("DELETE", _session(session_id), None, lambda _: None, repeatable=True)
+    return Call("DELETE", _session(session_id), None, lambda _: None)
 
 
 def trajectory_tokens(session_id: str) -> Call[TrajectoryTokens]:
@@ -137,7 +143,11 @@ def trajectories(after: str, limit: int, wait_s: float) -> Call[TrajectoryPage]:
 
 
 def _get(path: str, answer: type[ModelT], timeout_s: float = CALL_TIMEOUT_S) -> Call[ModelT]:
-    return Call("GET", path, None, answer.model_validate_json, timeout_s, repeatable=True)
+    return Call("GET", path, None, answer.model_validate_json, timeout_s)
+
+
+def _new_name() -> str:
+    return secrets.token_hex(16)
 
 
 def _group(group_id: str) -> str:
@@ -149,7 +159,7 @@ def _session(session_id: str) -> str:
 
 
 def _session_call(session_id: str, verb: str, payload: bytes | None, answer: type[ModelT]) -> Call[ModelT]:
-    return Call("POST", f"{_session(session_id)}/{verb}", payload, answer.model_validate_json, repeatable=True)
+    return Call("POST", f"{_session(session_id)}/{verb}", payload, answer.model_validate_json)
 
 
 def _json(body: BaseModel) -> bytes:

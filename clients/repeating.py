@@ -1,8 +1,7 @@
 """Which failed calls are sent again, and when: one rule for both clients.
 
-Repeated, with back-off, until the client's patience is over: connections that could not be made, 429 (after its
-Retry-After) and 503. A connection that broke after the request was sent is repeated only where the call is repeatable;
-elsewhere it raises ServerUnreachableError at once, because the first call may have been carried out.
+Repeated, with back-off, until the client's patience is over: connections that could not be made or broke, 429 (after its
+Retry-After) and 503. What a call does is done once, however often it is sent (`clients.calls`).
 """
 
 from __future__ import annotations
@@ -26,15 +25,9 @@ class ServerUnreachableError(RollmeshError):
         self.sent = sent
 
 
-def worth_repeating(error: BaseException, repeatable: bool) -> bool:
-    """Whether a call that failed with `error` may be sent again."""
-    match error:
-        case ServerUnreachableError():
-            return repeatable or not error.sent
-        case CapacityError() | NotReadyError():
-            return True
-        case _:
-            return False
+def worth_repeating(error: BaseException) -> bool:
+    """Whether a call that failed with `error` is sent again."""
+    return isinstance(error, ServerUnreachableError | CapacityError | NotReadyError)
 
 
 def first_pause_s(error: RollmeshError) -> float:

@@ -151,7 +151,7 @@ class RolloutClient:
         except RollmeshError as error:
             patience_s = self._patience_s if patience_s is None else patience_s
             pause_s = first_pause_s(error)
-            if not worth_repeating(error, call.repeatable) or pause_s > patience_s:
+            if not worth_repeating(error) or pause_s > patience_s:
                 raise
             await asyncio.sleep(pause_s)
             content = await self._repeat(call, patience_s - pause_s)
@@ -159,7 +159,7 @@ class RolloutClient:
 
     async def _repeat(self, call: Call[AnswerT], patience_s: float) -> bytes:
         retrying = AsyncRetrying(
-            retry=retry_if_exception(lambda error: worth_repeating(error, call.repeatable)),
+            retry=retry_if_exception(worth_repeating),
             wait=pause,
             stop=stop_after_delay(patience_s),
             reraise=True,
@@ -173,7 +173,11 @@ class RolloutClient:
         url = URL(f"{self.url}{call.path}", encoded=True)
         try:
             async with self._session.request(
-                call.method, url, data=call.payload, timeout=aiohttp.ClientTimeout(total=call.timeout_s)
+                call.method,
+                url,
+                headers=call.headers,
+                data=call.payload,
+                timeout=aiohttp.ClientTimeout(total=call.timeout_s),
             ) as response:
                 content = await response.read()
         except aiohttp.ClientConnectorError as error:

@@ -120,7 +120,7 @@ class SyncRolloutClient:
         except RollmeshError as error:
             patience_s = self._patience_s if patience_s is None else patience_s
             pause_s = first_pause_s(error)
-            if not worth_repeating(error, call.repeatable) or pause_s > patience_s:
+            if not worth_repeating(error) or pause_s > patience_s:
                 raise
             time.sleep(pause_s)
             content = self._repeat(call, patience_s - pause_s)
@@ -128,7 +128,7 @@ class SyncRolloutClient:
 
     def _repeat(self, call: Call[AnswerT], patience_s: float) -> bytes:
         retrying = Retrying(
-            retry=retry_if_exception(lambda error: worth_repeating(error, call.repeatable)),
+            retry=retry_if_exception(worth_repeating),
             wait=pause,
             stop=stop_after_delay(patience_s),
             reraise=True,
@@ -141,7 +141,9 @@ class SyncRolloutClient:
             raise RuntimeError("use the client as a context manager: with SyncRolloutClient(url) as client")
         url = f"{self.url}{call.path}"
         try:
-            response = self._http.request(call.method, url, content=call.payload, timeout=call.timeout_s)
+            response = self._http.request(
+                call.method, url, headers=call.headers, content=call.payload, timeout=call.timeout_s
+            )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise ServerUnreachableError(self.url, str(error) or "no connection", sent=False) from error
         except httpx.TimeoutException as error:

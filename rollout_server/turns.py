@@ -23,6 +23,7 @@ from rollout_server.groups import Group
 from rollout_server.journal import Journal
 from rollout_server.journal_records import TurnRecord, TurnsAnswered
 from rollout_server.journal_replay import apply_turns, node_record
+from rollout_server.named_locks import NamedLocks
 from rollout_server.rendering import Renderer
 from rollout_server.sessions import Session
 from services.wire.errors import ContextLengthError, DeadlineError, UsageError
@@ -53,6 +54,7 @@ class TurnTaker:
         self._renderer = renderer
         self._journal = journal
         self._until_clear = until_clear
+        self._names = NamedLocks()
         self._count = itertools.count()
 
     async def take(self, group: Group, call: TakeTurns, name: str | None = None) -> bytes:
@@ -62,9 +64,13 @@ class TurnTaker:
         context that is empty or too long, CaptureError for an answer of the engine that contradicts itself, and as
         `Journal.append` does. Cancelling it records nothing unless it is being written down already.
         """
-        answered = None if name is None else await self._answered(group, name)
-        if answered is not None:
-            return answered
+        if name is None:
+            return await self._take(group, call, None)
+        # The same call may come again while its first sending, whose client has gone, is being given up.
+        async with self._names.hold(name):
+            return await self._answered(group, name) or await self._take(group, call, name)
+
+    async def _take(self, group: Group, call: TakeTurns, name: str | None) -> bytes:
         sampling = group.sampling if call.sampling is None else sampling_of(call.sampling)
         if sampling is None:
             raise UsageError(f"group {group.group_id} was opened without sampling", "give `sampling` with the turns")

@@ -164,31 +164,6 @@ async def test_errors_of_the_server_come_back_as_their_own_kind(redis_url: str, 
             assert (await client.run_state()).concluded
 
 
-@asynccontextmanager
-async def hanging_up(counted: list[str]) -> AsyncIterator[str]:
-    """A server that reads a request and hangs up: nobody can tell whether it was carried out."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        counted.append((await reader.readuntil(b"\r\n")).decode())
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-
-async def test_only_calls_that_are_safe_to_repeat_are_repeated_once_sent() -> None:
-    counted: list[str] = []
-    async with hanging_up(counted) as url, RolloutClient(url, patience_s=0.5) as client:
-        with pytest.raises(ServerUnreachableError) as broken:
-            await client.take_turns("g", TakeTurns(turns=[Turn(session_id="s", text="1")]))
-        assert broken.value.sent
-        assert len(counted) == 1
-        with pytest.raises(ServerUnreachableError):
-            await client.finish_group("g", FinishGroup(rewards=[]))
-        assert len(counted) > 2
-
-
 async def test_a_server_that_is_not_there_is_waited_for_no_longer_than_asked() -> None:
     began = time.monotonic()
     async with RolloutClient(f"http://127.0.0.1:{free_port()}", patience_s=0.3) as client:
