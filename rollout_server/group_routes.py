@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from rollout_server.call_names import call_name
-from rollout_server.disconnect import while_connected
+from rollout_server.disconnect import ClientGoneError, while_connected
 from rollout_server.route_errors import ERRORS
 from rollout_server.server import RolloutServer
 from rollout_server.turns import Progress
@@ -56,12 +56,17 @@ def group_routes(server: RolloutServer) -> APIRouter:
         parts.access.require_agent(request)
         await parts.adopter.hold_group(group_id)
         server.check_taking_calls()
-        taken = await while_connected(
-            request,
-            parts.turns.take(parts.registry.find_open(group_id), call, call_name(request)),
-            check=Progress(parts.engine).check,
-            check_every_s=patience_s,
-        )
+        group = parts.registry.find_open(group_id)
+        try:
+            taken = await while_connected(
+                request,
+                parts.turns.take(group, call, call_name(request)),
+                check=Progress(parts.engine).check,
+                check_every_s=patience_s,
+            )
+        except ClientGoneError:
+            group.left = True
+            raise
         return Response(taken, media_type="application/json")
 
     @router.post("/groups/{group_id}/finish", response_model=GroupFinished)

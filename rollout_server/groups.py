@@ -55,6 +55,8 @@ class Group:
     """It was another server's, or an earlier life's."""
     closing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by whoever ends the group."""
+    left: bool = False
+    """Its client hung up while it waited for a turn, and has not come back."""
     turns_answered: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
     """The last answers to calls for turns, by the calls' names."""
 
@@ -109,6 +111,7 @@ class Group:
             session.check_open()
             if session.busy:
                 raise ConflictError(f"session {session.session_id} is taking a turn", "wait for its answer")
+        self.left = False
         for session in sessions:
             session.taking_turn = True
         try:

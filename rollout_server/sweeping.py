@@ -9,6 +9,8 @@ from rollout_server.finishing import Finisher
 from rollout_server.groups import Group, GroupRegistry
 from rollout_server.sessions import Session
 
+LEFT_AFTER_S = 20.0
+"""A client that hung up in mid-turn and has not come back after so long is taken to have died."""
 _LONGEST_PAUSE_S = 1.0
 
 
@@ -36,4 +38,7 @@ def _is_idle(group: Group, session: Session) -> bool:
     together = group.live if group.opened_whole else [session]
     last_used = max(sibling.last_used for sibling in together)
     in_use = any(sibling.busy for sibling in together)
-    return not in_use and time.monotonic() - last_used > session.terms.idle_timeout_s
+    idle_timeout_s = session.terms.idle_timeout_s
+    return not in_use and time.monotonic() - last_used > (
+        min(idle_timeout_s, LEFT_AFTER_S) if group.left else idle_timeout_s
+    )

@@ -41,6 +41,7 @@ _CPU_MODULES = (
     "vllm.model_executor.model_loader.default_loader",
 )
 _CPU_CACHE_BYTES = 4 << 30
+_RPC_FOLDER = "VLLM_RPC_BASE_PATH"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def launch(plan: Plan) -> tuple[Any, Path]:
     from weight_bus.vllm_core import started_by_rollmesh
 
     scratch = Path(tempfile.mkdtemp(prefix="rollmesh-vllm-"))
-    os.environ["VLLM_RPC_BASE_PATH"] = os.environ[SCRATCH] = str(scratch)
+    os.environ[_RPC_FOLDER] = os.environ[SCRATCH] = str(scratch)
     try:
         if on_cpu():
             _register_architectures(plan.model)
@@ -200,3 +201,7 @@ def end(llm: Any, scratch: Path, deadline_s: float) -> None:
                 process.kill()
             process.join(5.0)
         shutil.rmtree(scratch, ignore_errors=True)
+        # Another vLLM that this process starts must not look for its sockets there.
+        for name in (_RPC_FOLDER, SCRATCH):
+            if os.environ.get(name) == str(scratch):
+                del os.environ[name]

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 import pytest
@@ -166,6 +166,27 @@ async def test_groups_published_before_the_end_keep_their_answer_when_others_com
     await host.ledger.conclude(0)
     again, refused = await asyncio.gather(host.finish(early, 1.0, 0.0), host.finish(late, 1.0, 0.0))
     assert (again.text, refused.status_code) == (first.text, 410)
+
+
+async def test_a_client_that_dies_in_mid_turn_gives_its_place_back_long_before_the_idle_time(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_server.sweeping.LEFT_AFTER_S", 0.5)
+    engine = ScriptedEngine()
+    async with serve(engine, small_batch(timeout_s=120.0)) as host:
+        group, other = await host.open(), await host.open()
+        await engine.pause("keep")
+        turn = asyncio.create_task(host.turns(group, "1=", "2="))
+        await until(lambda: engine.status().running == 2)
+        turn.cancel()
+        await asyncio.gather(turn, return_exceptions=True)
+        await engine.resume()
+        await until(lambda: _open_are(host, other))
+        assert (await host.ledger.accounts()).dropped_groups == 1
+
+
+async def _open_are(host: Host, group: dict[str, Any]) -> bool:
+    return set(await host.ledger.open_groups()) == {group["group_id"]}
 
 
 async def test_an_idle_group_is_dropped_and_its_place_given_back(serve: Serve) -> None:

@@ -47,7 +47,8 @@ def train(
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[Any]]:
     """Three steps; returns the summary, the lines of metrics.jsonl and those of samples.jsonl."""
     arguments = ["up", "--task", task, "--steps", "3", "--engine", "torch", "--run-dir", str(run_dir)]
-    size = [f"rollout.groups_per_step={GROUPS}", f"rollout.group_size={SIBLINGS}", "k=1"]
+    # K = 0: every token is of the version that trains it, so that each step can compare its logprobs with the engine's.
+    size = [f"rollout.groups_per_step={GROUPS}", f"rollout.group_size={SIBLINGS}", "k=0"]
     small = [*size, "rollout.max_tokens=6", "evaluation.problems=8"]
     done = run_command([*arguments, f"model.path={pupil}", *small, *settings], deadline_s=120.0)
     assert done.code == 0, f"{done.out}\n{done.err}"

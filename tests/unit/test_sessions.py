@@ -96,12 +96,14 @@ def test_late_calls_learn_how_a_group_ended() -> None:
 
 def test_a_sibling_joins_while_there_is_room_and_the_group_is_complete_when_all_have_ended() -> None:
     group = Group("g", 0, 2, "sums", "train", 60.0)
-    first = group.join("one", terms(), b"")
+    first = group.next_session("one", terms(), b"")
+    group.add(first)
     first.conclude("finished", "1-0")
     assert not group.complete
-    second = group.join("two", terms(), b"")
+    second = group.next_session("two", terms(), b"")
+    group.add(second)
     with pytest.raises(ConflictError, match="all its 2 sessions"):
-        group.join("three", terms(), b"")
+        group.next_session("three", terms(), b"")
     assert [session.member for session in group.live] == [1]
     second.conclude("aborted")
     assert group.complete
