@@ -15,6 +15,7 @@ from clients.agent import AgentEndpoint, AgentEnvironment
 from clients.agent_play import abort
 from clients.chat import ChatEnvironment, NoChatTemplateError, chat
 from clients.group_play import AnyEnvironment
+from clients.opening import open_group
 from clients.rollout import RolloutClient
 from services.wire.rollout_api import OpenGroup, SamplingBody
 
@@ -35,7 +36,7 @@ async def in_dialect(client: RolloutClient, environment: AnyEnvironment, dialect
 async def ask(client: RolloutClient) -> Literal["text", "chat"]:
     """What the server's model understands. Raises what the server answers for any reason but a missing template."""
     opening = OpenGroup(task="dialect", group_size=1, sampling=SamplingBody(max_tokens=1), purpose="evaluate")
-    group = await client.open_group(opening)
+    group = await open_group(client, opening)
     (session_id,), (api_key,) = group.session_ids, group.api_keys
     endpoint = AgentEndpoint(f"{client.url}/sessions/{session_id}/v1", api_key, session_id, 1, 1.0)
     try:

@@ -12,6 +12,7 @@ from clients.agent_play import EpisodeLimits, Lost
 from clients.environment import Ended, Problem
 from clients.group_play import AnyEnvironment, evaluate_group
 from clients.losses import GroupLostError
+from clients.opening import open_group
 from clients.play import Played
 from clients.repeating import ServerUnreachableError
 from clients.rollout import RolloutClient
@@ -104,7 +105,7 @@ async def _play_once(
     opening: OpenGroup,
     limits: EpisodeLimits,
 ) -> list[Played | Lost]:
-    group = await client.open_group(opening)
+    group = await open_group(client, opening)
     return await evaluate_group(client, environment, group, problems, opening.sampling, limits)
 
 

@@ -26,6 +26,7 @@ from clients.dialect import Dialect, in_dialect
 from clients.evaluation import GROUP_SIZE, EvaluationRecord, Measured, evaluate
 from clients.group_play import AnyEnvironment, play_to_end
 from clients.losses import GroupLostError, Losses
+from clients.opening import open_group
 from clients.play import Played
 from clients.progress import Progress
 from clients.repeating import ServerUnreachableError
@@ -174,7 +175,7 @@ class _Players:
         while True:
             client = await self._pool.choose()
             try:
-                group = await client.open_group(self._opening)
+                group = await open_group(client, self._opening)
             except ConcludedError:
                 return
             except CapacityError:

@@ -185,6 +185,8 @@ class Answers:
         task = self._tasks.get(answer)
         if task is not None and not answer.ended:
             answer.end(error or AnswerLostError("nobody listened to this answer any more", "send the call again"))
+            # At once, not when the drawing has unwound: a retry in between would join what nobody makes any more.
+            self._retries.forget(answer)
             task.cancel()
 
     async def _make(self, answer: Answer, produce: Produce) -> None:

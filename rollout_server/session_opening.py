@@ -18,7 +18,6 @@ from collections.abc import Awaitable
 from hashlib import blake2b
 from typing import TypeVar
 
-import msgspec
 import structlog
 from redis.exceptions import RedisError
 
@@ -29,10 +28,10 @@ from rollout_server.journal import Journal
 from rollout_server.journal_replay import Now, began, group_began
 from rollout_server.named_locks import NamedLocks
 from rollout_server.sessions import Session, Terms
+from rollout_server.turns import sampling_of
 from services.ledger import Ledger
 from services.wire.errors import ConflictError, RollmeshError, SessionConcludedError
 from services.wire.rollout_api import OpenGroup, SamplingLimits
-from services.wire.sampling import SamplingParams
 from services.wire.session_api import OpenSession
 
 _log = structlog.get_logger()
@@ -71,15 +70,29 @@ class SessionOpener:
             if name is not None:
                 await self._adopter.hold_group(group_id)
                 if self._registry.knows(group_id):
-                    return self._registry.find_open(group_id)
+                    found = self._registry.find_open(group_id)
+                    found.left = False
+                    return found
             ordinal = await self._admit(group_id, call.purpose == "train", call.wait_s)
-            sampling = msgspec.convert(call.sampling, SamplingParams, from_attributes=True)
-            group = Group(group_id, ordinal, call.group_size, call.task, call.purpose, self._idle_timeout_s, sampling)
+            group = Group(
+                group_id,
+                ordinal,
+                call.group_size,
+                call.task,
+                call.purpose,
+                self._idle_timeout_s,
+                sampling_of(call.sampling),
+            )
             limits = SamplingLimits.model_validate(call.sampling.model_dump(exclude_unset=True))
             group.fill(
                 Terms(task=call.task, purpose=call.purpose, sampling=limits, idle_timeout_s=self._idle_timeout_s)
             )
-            await _unbroken(self._begin(group))
+            try:
+                await _unbroken(self._begin(group))
+            except asyncio.CancelledError:
+                # Nobody heard of it; the same call again takes it up.
+                group.left = True
+                raise
             return group
 
     async def open(self, call: OpenSession, name: str | None = None) -> tuple[Session, bool]:

@@ -76,6 +76,8 @@ class _Killer:
         """Kill a server at a random moment, see its calls go on elsewhere, start it anew."""
         await self._until(self._balanced, f"each server to hold {self._share} calls or more")
         await asyncio.sleep(self._rng.uniform(_SOONEST_S, _LATEST_S))
+        # The death of a server that holds nothing says nothing.
+        await self._until(self._balanced, f"each server to hold {self._share} calls again")
         calls = await self._calls_at(server_id)
         killed_at = time.monotonic()
         await self._fleet.kill(server_id)

@@ -6,36 +6,38 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import suppress
 from pathlib import Path
 
-import aiohttp
 import httpx
 import pytest
-from structlog.testing import capture_logs
 
 from clients.agent import AgentEndpoint, AgentEnvironment, agent_environment
-from clients.agent_play import EpisodeLimits, Lost
-from clients.chat import ChatEnvironment, chat
-from clients.dialect import in_dialect
-from clients.environment import Ended, Problem, Split
+from clients.agent_play import EpisodeLimits, Lost, abort
+from clients.chat import ChatEnvironment
+from clients.environment import Ended, Problem
 from clients.environments import make_environment
-from clients.evaluation import evaluate
 from clients.group_play import AnyEnvironment, evaluate_group, play_to_end
-from clients.losses import GroupLostError, TooManyLostError
+from clients.losses import GroupLostError
+from clients.opening import open_group as opening_of
 from clients.play import Played
-from clients.rollout import RolloutClient
-from clients.runner import RunnerPlan, run_environment
-from clients.server_pool import ServerPool
-from services.wire.errors import RollmeshError
-from services.wire.packed import unpack_mask
-from services.wire.rollout_api import GroupOpened, OpenGroup, Purpose, SamplingBody
+from clients.runner import run_environment
+from rollout_server.sweeping import LEFT_AFTER_S
+from services.wire.rollout_api import OpenGroup
+from tests.support.agent_playing import (
+    A_PROBLEM,
+    SAMPLING,
+    closed_groups,
+    numbered,
+    one_call,
+    open_group,
+    plan_for,
+    playing,
+    say,
+    states,
+)
 from tests.support.chat_policy import save_chat_policy
-from tests.support.rollout_host import Host, hosting, small_batch
-from tests.support.scripted_engine import ScriptedEngine
-
-SAMPLING = SamplingBody(max_tokens=8, temperature=1.0)
+from tests.support.until import until
 
 
 @pytest.fixture(scope="module")
@@ -43,72 +45,6 @@ def chat_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat-policy") / "model"
     save_chat_policy(folder)
     return folder
-
-
-def numbered(split: Split, index: int, seed: int) -> Problem:
-    return Problem(split, index, prompt=f"{split} {index} {seed}")
-
-
-A_PROBLEM = numbered("train", 0, 1)
-
-
-async def say(endpoint: AgentEndpoint, text: str) -> str:
-    async with aiohttp.ClientSession() as http:
-        _, answer = await chat(http, endpoint, [{"role": "user", "content": text}])
-        return answer.text
-
-
-async def one_call(problem: Problem, endpoint: AgentEndpoint) -> Ended:
-    said = await say(endpoint, problem.prompt)
-    return Ended(reward=float(len(said)), success=True, components={"letters": float(len(said))})
-
-
-def plan_for(environment: AnyEnvironment, run_dir: Path, **changes: object) -> RunnerPlan:
-    plan = {
-        "environment": environment,
-        "seed": 5,
-        "group_size": 3,
-        "temperature": 1.0,
-        "max_tokens": 8,
-        "concurrency": 2,
-        "evaluation_problems": 4,
-        "run_dir": run_dir,
-        "start_deadline_s": 20.0,
-    }
-    return RunnerPlan(**(plan | changes))  # type: ignore[arg-type]
-
-
-@asynccontextmanager
-async def playing(
-    redis_url: str, run_id: str, model: Path, *, timeout_s: float = 120.0, step_s: float = 0.0
-) -> AsyncIterator[tuple[Host, RolloutClient]]:
-    """A server, and a client of it, for groups that are played one by one."""
-    engine = ScriptedEngine(answer_length=3, max_model_len=2048, step_s=step_s)
-    settings = small_batch(k=50, batch=4, timeout_s=timeout_s)
-    async with hosting(engine, redis_url=redis_url, run_id=run_id, model=model, settings=settings) as host:
-        async with RolloutClient(host.url, patience_s=0.2) as client:
-            yield host, client
-
-
-async def open_group(client: RolloutClient, size: int, purpose: Purpose = "train") -> GroupOpened:
-    return await client.open_group(OpenGroup(task="agents", group_size=size, sampling=SAMPLING, purpose=purpose))
-
-
-async def states(client: RolloutClient, group: GroupOpened) -> list[str]:
-    found = []
-    for session_id in group.session_ids:
-        try:
-            found.append((await client.session_status(session_id)).state)
-        except RollmeshError as error:
-            found.append(error.code)
-    return found
-
-
-async def closed_groups(host: Host, at_least: int, running: asyncio.Task[None]) -> None:
-    async with asyncio.timeout(20.0):
-        while (await host.ledger.accounts()).closed_groups < at_least:
-            assert not running.done(), "the runner ended before the run had concluded"
-            await asyncio.sleep(0.01)
 
 
 async def test_agents_of_a_run_are_captured_each_in_its_own_session(
@@ -326,212 +262,21 @@ async def test_a_cancelled_group_is_aborted_whatever_its_kind(
         assert await states(client, group) == ["aborted", "aborted"]
 
 
-async def test_a_run_that_concludes_does_not_wait_for_agents_that_think(
-    redis_url: str, run_id: str, chat_policy: Path, tmp_path: Path
-) -> None:
-    thinking = asyncio.Event()
-
-    async def thinker(problem: Problem, endpoint: AgentEndpoint) -> Ended:
-        await say(endpoint, "x")
-        if problem.split == "train":
-            thinking.set()
-            await asyncio.sleep(60)
-        return Ended(1.0, True)
-
-    environment = agent_environment("thinker", numbered, thinker)
-    async with playing(redis_url, run_id, chat_policy) as (host, _):
-        running = asyncio.create_task(run_environment([host.url], plan_for(environment, tmp_path)))
-        await asyncio.wait_for(thinking.wait(), 10.0)
-        await host.ledger.conclude(0)
-        await asyncio.wait_for(running, 6.0)
-    assert (tmp_path / "evaluation.json").exists()
-
-
-async def test_an_environment_with_resources_is_entered_and_left(
-    redis_url: str, run_id: str, chat_policy: Path, tmp_path: Path
-) -> None:
-    class Serving:
-        name = "serving"
-
-        def __init__(self) -> None:
-            self.said: list[str] = []
-
-        async def __aenter__(self) -> Serving:
-            self.said.append("entered")
-            return self
-
-        async def __aexit__(self, *_: object) -> None:
-            self.said.append("left")
-
-        def problem(self, split: Split, index: int, seed: int) -> Problem:
-            return numbered(split, index, seed)
-
-        async def play(self, problem: Problem, endpoint: AgentEndpoint) -> Ended:
-            assert self.said == ["entered"]
-            return await one_call(problem, endpoint)
-
-    environment = Serving()
-    async with playing(redis_url, run_id, chat_policy) as (host, _):
-        await host.ledger.conclude(0)
-        await asyncio.wait_for(run_environment([host.url], plan_for(environment, tmp_path)), 20.0)
-    assert environment.said == ["entered", "left"]
-
-
-async def test_a_lost_problem_is_played_again_and_then_given_up(
-    redis_url: str, run_id: str, chat_policy: Path, tmp_path: Path
-) -> None:
-    plays: Counter[int] = Counter()
-
-    async def cursed(problem: Problem, endpoint: AgentEndpoint) -> Ended:
-        await say(endpoint, "x")
-        if problem.split == "train":
-            plays[problem.index] += 1
-            if problem.index == 1 or (problem.index == 2 and plays[2] == 1):
-                raise RuntimeError("cursed")
-        return Ended(1.0, True)
-
-    environment = agent_environment("cursed", numbered, cursed)
-    async with playing(redis_url, run_id, chat_policy) as (host, _):
-        with capture_logs() as logs:
-            plan = plan_for(environment, tmp_path, group_size=1, concurrency=1, retries=2)
-            running = asyncio.create_task(run_environment([host.url], plan))
-            await closed_groups(host, 12, running)
-            await host.ledger.conclude(0)
-            await asyncio.wait_for(running, 10.0)
-    assert plays[1] == 3, "played, and played again twice"
-    assert plays[0] == 1
-    lost = [line for line in logs if line["event"] == "group lost"]
-    assert [(line["problem"], line["attempt"], line["again"]) for line in lost[:3]] == [
-        (1, 0, True),
-        (1, 1, True),
-        (1, 2, False),
-    ]
-    assert all(line["cause"] == "environment" and "cursed" in line["why"] for line in lost)
-
-
-async def test_an_environment_that_always_fails_ends_the_run_with_its_reason(
-    redis_url: str, run_id: str, chat_policy: Path, tmp_path: Path
-) -> None:
-    async def broken(problem: Problem, endpoint: AgentEndpoint) -> Ended:
-        if problem.split == "train":
-            raise KeyError("answer")
-        return await one_call(problem, endpoint)
-
-    environment = agent_environment("broken", numbered, broken)
-    async with playing(redis_url, run_id, chat_policy) as (host, _):
-        with pytest.raises(TooManyLostError, match=r"KeyError: 'answer' \(test_client_agents\.py:\d+\)"):
-            await asyncio.wait_for(
-                run_environment([host.url], plan_for(environment, tmp_path, group_size=1, concurrency=16)), 20.0
-            )
-        assert (await host.report())["open_groups"] == 0
-
-
-async def test_a_broken_environment_of_texts_is_lost_as_a_group(redis_url: str, run_id: str, tiny_policy: Path) -> None:
-    class Broken:
-        name = "broken"
-        first_turn = "12="
-
-        def problem(self, split: Split, index: int, seed: int) -> Problem:
-            return numbered(split, index, seed)
-
-        def start(self, problem: Problem) -> Broken:
-            return self
-
-        def respond(self, answer: object) -> Ended:
-            raise ZeroDivisionError("a bug")
-
-    async with playing(redis_url, run_id, tiny_policy) as (_, client):
-        group = await open_group(client, 2)
-        with pytest.raises(GroupLostError, match="ZeroDivisionError: a bug") as lost:
-            await play_to_end(client, Broken(), group, A_PROBLEM, SAMPLING, EpisodeLimits(10.0))
-        assert lost.value.cause == "environment"
-        assert await states(client, group) == ["aborted", "aborted"]
-
-
-async def test_a_server_that_dies_under_agents_is_passed_over(
-    redis_url: str, run_id: str, chat_policy: Path, tmp_path: Path
-) -> None:
-    environment = agent_environment("letters", numbered, one_call)
-    async with AsyncExitStack() as stack:
-        kept, _ = await stack.enter_async_context(playing(redis_url, run_id, chat_policy))
-        async with hosting(
-            ScriptedEngine(answer_length=3, max_model_len=2048, step_s=0.02),
-            redis_url=redis_url,
-            run_id=run_id,
-            model=chat_policy,
-            settings=small_batch(k=50, batch=4),
-            server_id="s1",
-        ) as doomed:
-            plan = plan_for(environment, tmp_path, concurrency=4)
-            running = asyncio.create_task(run_environment([kept.url, doomed.url], plan))
-            await closed_groups(kept, 8, running)
-        before = (await kept.ledger.accounts()).closed_groups
-        await closed_groups(kept, before + 20, running)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-
-async def test_episodes_that_are_lost_in_an_evaluation_count_as_not_solved(
+async def test_whoever_is_cancelled_while_a_group_opens_leaves_none_behind(
     redis_url: str, run_id: str, chat_policy: Path
 ) -> None:
-    async def half(problem: Problem, endpoint: AgentEndpoint) -> Ended:
-        assert endpoint.temperature == 0.0
-        if problem.index % 2:
-            raise RuntimeError("odd")
-        return await one_call(problem, endpoint)
-
-    environment = agent_environment("half", numbered, half)
+    opening = OpenGroup(task="agents", group_size=2, sampling=SAMPLING, purpose="train")
     async with playing(redis_url, run_id, chat_policy) as (host, client):
-        measured = await evaluate(
-            ServerPool([client]), environment, seed=1, problems=40, max_tokens=8, limits=EpisodeLimits(10.0)
-        )
-        assert measured.success == 0.5
-        assert measured.mean_length == 2.0
-        assert await host.published() == []
+        for moments in range(12):
+            asking = asyncio.create_task(opening_of(client, opening))
+            for _ in range(moments):
+                await asyncio.sleep(0.0005)
+            asking.cancel()
+            with suppress(asyncio.CancelledError):
+                await abort(client, (await asking).session_ids)
 
+        async def all_closed() -> bool:
+            return (await host.report())["open_groups"] == 0
 
-async def test_an_environment_of_texts_plays_through_chat_in_one_segment(
-    redis_url: str, run_id: str, chat_policy: Path
-) -> None:
-    class Echo:
-        """Three turns, each of which names what was said before."""
-
-        name = "echo"
-
-        def __init__(self) -> None:
-            self.first_turn, self.turns = "hello", 0
-
-        def problem(self, split: Split, index: int, seed: int) -> Problem:
-            return numbered(split, index, seed)
-
-        def start(self, problem: Problem) -> Echo:
-            return Echo()
-
-        def respond(self, answer: object) -> object:
-            from clients.environment import NextTurn
-
-            self.turns += 1
-            return NextTurn(f"again {self.turns}") if self.turns < 3 else Ended(2.0, True)
-
-    async with playing(redis_url, run_id, chat_policy) as (host, client):
-        environment = await in_dialect(client, Echo(), "auto")  # type: ignore[arg-type]
-        assert isinstance(environment, ChatEnvironment)
-        group = await open_group(client, 1)
-        await play_to_end(client, environment, group, A_PROBLEM, SAMPLING, EpisodeLimits(10.0))
-        (trajectory,) = await host.published()
-    assert len(trajectory.segments) == 1
-    mask = unpack_mask(trajectory.segments[0].loss_mask).tolist()
-    stretches = sum(1 for before, now in zip([0, *mask], mask, strict=False) if now > before)
-    assert stretches == 3
-    assert trajectory.reward == 2.0
-
-
-async def test_a_model_without_a_template_is_spoken_to_in_plain_text(
-    redis_url: str, run_id: str, tiny_policy: Path
-) -> None:
-    environment = make_environment("running-sums")
-    async with playing(redis_url, run_id, tiny_policy) as (host, client):
-        assert await in_dialect(client, environment, "auto") is environment
-        assert isinstance(await in_dialect(client, environment, "chat"), ChatEnvironment)
-        assert (await host.report())["open_groups"] == 0
+        await until(all_closed, LEFT_AFTER_S / 4)
+        assert (await host.ledger.accounts()).opened_groups > 0

@@ -212,7 +212,7 @@ def test_a_small_benchmark_kills_a_server_says_all_its_figures_and_leaves_no_pro
     options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     command = [sys.executable, "-P", "-m", "services", "bench", "gateway", "--json", *options]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=180, check=False, env=os.environ | {"TMPDIR": str(tmp_path)}
+        command, capture_output=True, text=True, timeout=400, check=False, env=os.environ | {"TMPDIR": str(tmp_path)}
     )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)

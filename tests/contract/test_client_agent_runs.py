@@ -1,0 +1,264 @@
+"""Runs of agents: what is lost and played again, servers that die, runs that conclude, texts played through chat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from clients.agent import AgentEndpoint, agent_environment
+from clients.agent_play import EpisodeLimits
+from clients.chat import ChatEnvironment
+from clients.dialect import in_dialect
+from clients.environment import Ended, Problem, Split
+from clients.environments import make_environment
+from clients.evaluation import evaluate
+from clients.group_play import play_to_end
+from clients.losses import GroupLostError, TooManyLostError
+from clients.runner import run_environment
+from clients.server_pool import ServerPool
+from rollout_server.sweeping import LEFT_AFTER_S
+from services.wire.packed import unpack_mask
+from tests.support.agent_playing import (
+    A_PROBLEM,
+    SAMPLING,
+    closed_groups,
+    numbered,
+    one_call,
+    open_group,
+    plan_for,
+    playing,
+    say,
+    states,
+)
+from tests.support.chat_policy import save_chat_policy
+from tests.support.rollout_host import hosting, small_batch
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.until import until
+
+
+@pytest.fixture(scope="module")
+def chat_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat-policy") / "model"
+    save_chat_policy(folder)
+    return folder
+
+
+async def test_a_run_that_concludes_does_not_wait_for_agents_that_think(
+    redis_url: str, run_id: str, chat_policy: Path, tmp_path: Path
+) -> None:
+    thinking = asyncio.Event()
+
+    async def thinker(problem: Problem, endpoint: AgentEndpoint) -> Ended:
+        await say(endpoint, "x")
+        if problem.split == "train":
+            thinking.set()
+            await asyncio.sleep(60)
+        return Ended(1.0, True)
+
+    environment = agent_environment("thinker", numbered, thinker)
+    async with playing(redis_url, run_id, chat_policy) as (host, _):
+        running = asyncio.create_task(run_environment([host.url], plan_for(environment, tmp_path)))
+        await asyncio.wait_for(thinking.wait(), 10.0)
+        await host.ledger.conclude(0)
+        await asyncio.wait_for(running, 6.0)
+    assert (tmp_path / "evaluation.json").exists()
+
+
+async def test_an_environment_with_resources_is_entered_and_left(
+    redis_url: str, run_id: str, chat_policy: Path, tmp_path: Path
+) -> None:
+    class Serving:
+        name = "serving"
+
+        def __init__(self) -> None:
+            self.said: list[str] = []
+
+        async def __aenter__(self) -> Serving:
+            self.said.append("entered")
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            self.said.append("left")
+
+        def problem(self, split: Split, index: int, seed: int) -> Problem:
+            return numbered(split, index, seed)
+
+        async def play(self, problem: Problem, endpoint: AgentEndpoint) -> Ended:
+            assert self.said == ["entered"]
+            return await one_call(problem, endpoint)
+
+    environment = Serving()
+    async with playing(redis_url, run_id, chat_policy) as (host, _):
+        await host.ledger.conclude(0)
+        await asyncio.wait_for(run_environment([host.url], plan_for(environment, tmp_path)), 20.0)
+    assert environment.said == ["entered", "left"]
+
+
+async def test_a_lost_problem_is_played_again_and_then_given_up(
+    redis_url: str, run_id: str, chat_policy: Path, tmp_path: Path
+) -> None:
+    plays: Counter[int] = Counter()
+
+    async def cursed(problem: Problem, endpoint: AgentEndpoint) -> Ended:
+        await say(endpoint, "x")
+        if problem.split == "train":
+            plays[problem.index] += 1
+            if problem.index == 1 or (problem.index == 2 and plays[2] == 1):
+                raise RuntimeError("cursed")
+        return Ended(1.0, True)
+
+    environment = agent_environment("cursed", numbered, cursed)
+    async with playing(redis_url, run_id, chat_policy) as (host, _):
+        with capture_logs() as logs:
+            plan = plan_for(environment, tmp_path, group_size=1, concurrency=1, retries=2)
+            running = asyncio.create_task(run_environment([host.url], plan))
+            await closed_groups(host, 12, running)
+            await host.ledger.conclude(0)
+            await asyncio.wait_for(running, 10.0)
+    assert plays[1] == 3, "played, and played again twice"
+    assert plays[0] == 1
+    lost = [line for line in logs if line["event"] == "group lost"]
+    assert [(line["problem"], line["attempt"], line["again"]) for line in lost[:3]] == [
+        (1, 0, True),
+        (1, 1, True),
+        (1, 2, False),
+    ]
+    assert all(line["cause"] == "environment" and "cursed" in line["why"] for line in lost)
+
+
+async def test_an_environment_that_always_fails_ends_the_run_with_its_reason(
+    redis_url: str, run_id: str, chat_policy: Path, tmp_path: Path
+) -> None:
+    async def broken(problem: Problem, endpoint: AgentEndpoint) -> Ended:
+        if problem.split == "train":
+            raise KeyError("answer")
+        return await one_call(problem, endpoint)
+
+    environment = agent_environment("broken", numbered, broken)
+    async with playing(redis_url, run_id, chat_policy) as (host, _):
+        with pytest.raises(TooManyLostError, match=r"KeyError: 'answer' \(test_client_agent_runs\.py:\d+\)"):
+            await asyncio.wait_for(
+                run_environment([host.url], plan_for(environment, tmp_path, group_size=1, concurrency=16)), 20.0
+            )
+
+        async def all_closed() -> bool:
+            return (await host.report())["open_groups"] == 0
+
+        # A group that opened as its player was cancelled is taken back, or swept.
+        await until(all_closed, LEFT_AFTER_S + 10.0)
+
+
+async def test_a_broken_environment_of_texts_is_lost_as_a_group(redis_url: str, run_id: str, tiny_policy: Path) -> None:
+    class Broken:
+        name = "broken"
+        first_turn = "12="
+
+        def problem(self, split: Split, index: int, seed: int) -> Problem:
+            return numbered(split, index, seed)
+
+        def start(self, problem: Problem) -> Broken:
+            return self
+
+        def respond(self, answer: object) -> Ended:
+            raise ZeroDivisionError("a bug")
+
+    async with playing(redis_url, run_id, tiny_policy) as (_, client):
+        group = await open_group(client, 2)
+        with pytest.raises(GroupLostError, match="ZeroDivisionError: a bug") as lost:
+            await play_to_end(client, Broken(), group, A_PROBLEM, SAMPLING, EpisodeLimits(10.0))
+        assert lost.value.cause == "environment"
+        assert await states(client, group) == ["aborted", "aborted"]
+
+
+async def test_a_server_that_dies_under_agents_is_passed_over(
+    redis_url: str, run_id: str, chat_policy: Path, tmp_path: Path
+) -> None:
+    environment = agent_environment("letters", numbered, one_call)
+    async with AsyncExitStack() as stack:
+        kept, _ = await stack.enter_async_context(playing(redis_url, run_id, chat_policy))
+        async with hosting(
+            ScriptedEngine(answer_length=3, max_model_len=2048, step_s=0.02),
+            redis_url=redis_url,
+            run_id=run_id,
+            model=chat_policy,
+            settings=small_batch(k=50, batch=4),
+            server_id="s1",
+        ) as doomed:
+            plan = plan_for(environment, tmp_path, concurrency=4)
+            running = asyncio.create_task(run_environment([kept.url, doomed.url], plan))
+            await closed_groups(kept, 8, running)
+        before = (await kept.ledger.accounts()).closed_groups
+        await closed_groups(kept, before + 20, running)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
+async def test_episodes_that_are_lost_in_an_evaluation_count_as_not_solved(
+    redis_url: str, run_id: str, chat_policy: Path
+) -> None:
+    async def half(problem: Problem, endpoint: AgentEndpoint) -> Ended:
+        assert endpoint.temperature == 0.0
+        if problem.index % 2:
+            raise RuntimeError("odd")
+        return await one_call(problem, endpoint)
+
+    environment = agent_environment("half", numbered, half)
+    async with playing(redis_url, run_id, chat_policy) as (host, client):
+        measured = await evaluate(
+            ServerPool([client]), environment, seed=1, problems=40, max_tokens=8, limits=EpisodeLimits(10.0)
+        )
+        assert measured.success == 0.5
+        assert measured.mean_length == 2.0
+        assert await host.published() == []
+
+
+async def test_an_environment_of_texts_plays_through_chat_in_one_segment(
+    redis_url: str, run_id: str, chat_policy: Path
+) -> None:
+    class Echo:
+        """Three turns, each of which names what was said before."""
+
+        name = "echo"
+
+        def __init__(self) -> None:
+            self.first_turn, self.turns = "hello", 0
+
+        def problem(self, split: Split, index: int, seed: int) -> Problem:
+            return numbered(split, index, seed)
+
+        def start(self, problem: Problem) -> Echo:
+            return Echo()
+
+        def respond(self, answer: object) -> object:
+            from clients.environment import NextTurn
+
+            self.turns += 1
+            return NextTurn(f"again {self.turns}") if self.turns < 3 else Ended(2.0, True)
+
+    async with playing(redis_url, run_id, chat_policy) as (host, client):
+        environment = await in_dialect(client, Echo(), "auto")  # type: ignore[arg-type]
+        assert isinstance(environment, ChatEnvironment)
+        group = await open_group(client, 1)
+        await play_to_end(client, environment, group, A_PROBLEM, SAMPLING, EpisodeLimits(10.0))
+        (trajectory,) = await host.published()
+    assert len(trajectory.segments) == 1
+    mask = unpack_mask(trajectory.segments[0].loss_mask).tolist()
+    stretches = sum(1 for before, now in zip([0, *mask], mask, strict=False) if now > before)
+    assert stretches == 3
+    assert trajectory.reward == 2.0
+
+
+async def test_a_model_without_a_template_is_spoken_to_in_plain_text(
+    redis_url: str, run_id: str, tiny_policy: Path
+) -> None:
+    environment = make_environment("running-sums")
+    async with playing(redis_url, run_id, tiny_policy) as (host, client):
+        assert await in_dialect(client, environment, "auto") is environment
+        assert isinstance(await in_dialect(client, environment, "chat"), ChatEnvironment)
+        assert (await host.report())["open_groups"] == 0

@@ -1,0 +1,89 @@
+"""Agents and their problems for tests that play them at a real server with a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+
+from clients.agent import AgentEndpoint
+from clients.chat import chat
+from clients.environment import Ended, Problem, Split
+from clients.group_play import AnyEnvironment
+from clients.rollout import RolloutClient
+from clients.runner import RunnerPlan
+from services.wire.errors import RollmeshError
+from services.wire.rollout_api import GroupOpened, OpenGroup, Purpose, SamplingBody
+from tests.support.rollout_host import Host, hosting, small_batch
+from tests.support.scripted_engine import ScriptedEngine
+
+SAMPLING = SamplingBody(max_tokens=8, temperature=1.0)
+
+
+def numbered(split: Split, index: int, seed: int) -> Problem:
+    return Problem(split, index, prompt=f"{split} {index} {seed}")
+
+
+A_PROBLEM = numbered("train", 0, 1)
+
+
+async def say(endpoint: AgentEndpoint, text: str) -> str:
+    async with aiohttp.ClientSession() as http:
+        _, answer = await chat(http, endpoint, [{"role": "user", "content": text}])
+        return answer.text
+
+
+async def one_call(problem: Problem, endpoint: AgentEndpoint) -> Ended:
+    said = await say(endpoint, problem.prompt)
+    return Ended(reward=float(len(said)), success=True, components={"letters": float(len(said))})
+
+
+def plan_for(environment: AnyEnvironment, run_dir: Path, **changes: object) -> RunnerPlan:
+    plan = {
+        "environment": environment,
+        "seed": 5,
+        "group_size": 3,
+        "temperature": 1.0,
+        "max_tokens": 8,
+        "concurrency": 2,
+        "evaluation_problems": 4,
+        "run_dir": run_dir,
+        "start_deadline_s": 20.0,
+    }
+    return RunnerPlan(**(plan | changes))  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def playing(
+    redis_url: str, run_id: str, model: Path, *, timeout_s: float = 120.0, step_s: float = 0.0
+) -> AsyncIterator[tuple[Host, RolloutClient]]:
+    """A server, and a client of it, for groups that are played one by one."""
+    engine = ScriptedEngine(answer_length=3, max_model_len=2048, step_s=step_s)
+    settings = small_batch(k=50, batch=4, timeout_s=timeout_s)
+    async with hosting(engine, redis_url=redis_url, run_id=run_id, model=model, settings=settings) as host:
+        async with RolloutClient(host.url, patience_s=0.2) as client:
+            yield host, client
+
+
+async def open_group(client: RolloutClient, size: int, purpose: Purpose = "train") -> GroupOpened:
+    return await client.open_group(OpenGroup(task="agents", group_size=size, sampling=SAMPLING, purpose=purpose))
+
+
+async def states(client: RolloutClient, group: GroupOpened) -> list[str]:
+    found = []
+    for session_id in group.session_ids:
+        try:
+            found.append((await client.session_status(session_id)).state)
+        except RollmeshError as error:
+            found.append(error.code)
+    return found
+
+
+async def closed_groups(host: Host, at_least: int, running: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(20.0):
+        while (await host.ledger.accounts()).closed_groups < at_least:
+            assert not running.done(), "the runner ended before the run had concluded"
+            await asyncio.sleep(0.01)
