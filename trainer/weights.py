@@ -68,7 +68,7 @@ class WeightUpdates:
         Raises WeightsError when none does within `deadline_s`.
         """
         self._base = version
-        manifest = self._publisher.publish(version, weights)
+        manifest = self._publisher.publish(version, weights).manifest()
         self._background.call(self._until_committed(manifest, deadline_s), f"version {version}", deadline_s + 30)
 
     def publish(self, version: int, weights: Mapping[str, Tensor], durable: Future[None]) -> None:
@@ -79,7 +79,7 @@ class WeightUpdates:
         before = self._following.pop(version - 2, None)
         if before is not None:
             self._wait_for(before, version - 2)
-        manifest = self._publisher.publish(version, weights)
+        manifest = self._publisher.publish(version, weights).manifest()
         self._following[version] = self._background.spawn(self._follow(manifest, durable), f"weight update {version}")
 
     def finish(self, version: int, deadline_s: float) -> None:

@@ -17,3 +17,10 @@ class TransportError(RollmeshError):
 
     status = 502
     code = "transport"
+
+
+class SignatureError(StageError):
+    """A manifest does not bear the signature of the run's weight key."""
+
+    status = 403
+    code = "bad_signature"

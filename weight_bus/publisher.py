@@ -9,13 +9,15 @@ A receiver that is two versions behind finds its arena overwritten, sees it by t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 
 import torch
 
 from services.wire.errors import ConflictError, UsageError
 from weight_bus.arena import Arena
 from weight_bus.layout import hash_bytes, plan_buckets, plan_layout, root_digest
-from weight_bus.manifest import Bucket, Layout, Manifest
+from weight_bus.manifest import Bucket, Layout, Manifest, Owner
+from weight_bus.publication import Publication
 from weight_bus.transports.base import Exporter
 from weight_bus.views import dtype_of, flat_bytes, tensor_at
 
@@ -51,7 +53,13 @@ class Publisher:
         """The manifest of the version published last."""
         return self._latest
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Publication:
+        """As `_publish`; the manifest is had from the Publication."""
+        future: Future[Manifest] = Future()
+        future.set_result(self._publish(version, tensors))
+        return Publication(version, future)
+
+    def _publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Manifest:
         """Put `version` in place and return its manifest. Blocks for one cast-copy and one hash of all bytes.
 
         The same version with the same bytes answers its first manifest again. Raises ConflictError for the same version
@@ -80,7 +88,7 @@ class Publisher:
                 for (offset, length), bucket_hash in zip(self._ranges, hashes, strict=True)
             ],
             root_digest=root,
-            sources=[self._exporter.export(half.arena)],
+            owners=[Owner(total_bytes=self._layout.total_bytes, sources=[self._exporter.export(half.arena)])],
         )
         return self._latest
 

@@ -192,10 +192,10 @@ class Receiver:
 
     def _choose(self, manifest: Manifest) -> tuple[Reader, Source]:
         for reader in self._readers:
-            for source in manifest.sources:
+            for source in manifest.owners[0].sources:
                 if reader.can_read(source):
                     return reader, source
-        offered = ", ".join(type(source).__name__ for source in manifest.sources) or "none"
+        offered = ", ".join(type(source).__name__ for source in manifest.owners[0].sources) or "none"
         known = ", ".join(reader.name for reader in self._readers)
         raise StageError(
             f"version {manifest.version}: no source can be read (offered: {offered}; readers: {known})",

@@ -49,7 +49,7 @@ class Case:
     async def next_version(self) -> None:
         """Publish, stage and commit."""
         version = self.version + 1
-        manifest = self.publisher.publish(version, dict(self.model(version).named_parameters()))
+        manifest = self.publisher.publish(version, dict(self.model(version).named_parameters())).manifest()
         await self.engine.stage(encode_manifest(manifest))
         await self.engine.commit(version)
         self.version = version

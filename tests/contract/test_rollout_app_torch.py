@@ -49,7 +49,7 @@ async def test_weights_committed_inside_a_turn_show_as_versions_of_one_segment(
             for version in (1, 2):
                 drawn = engine.status().tokens_generated
                 await until(lambda drawn=drawn: engine.status().tokens_generated > drawn + 8)
-                update = await bus.announce(publisher.publish(version, weights[version]), wait_s=10.0)
+                update = await bus.announce(publisher.publish(version, weights[version]).manifest(), wait_s=10.0)
                 assert update.state == "committed"
             answer = await turns
             assert answer.status_code == 200

@@ -54,7 +54,7 @@ class Mesh:
         await self.bus.register(name, self.urls[name], self.engines[name].receiver.version)
 
     async def publish(self, version: int) -> str:
-        manifest = self.publisher.publish(version, make_weights(version))
+        manifest = self.publisher.publish(version, make_weights(version)).manifest()
         await self.bus.announce(manifest)
         return manifest.root_digest
 
@@ -94,7 +94,7 @@ async def test_all_engines_stage_before_any_of_them_flips(mesh: Mesh) -> None:
 async def test_many_versions_in_a_row_are_all_served(mesh: Mesh) -> None:
     engine = await mesh.add("a")
     for version in range(1, 6):
-        view = await mesh.bus.announce(mesh.publisher.publish(version, make_weights(version)), wait_s=5)
+        view = await mesh.bus.announce(mesh.publisher.publish(version, make_weights(version)).manifest(), wait_s=5)
         assert (view.version, view.state) == (version, "committed")
     assert engine.receiver.version == 5
     assert (await mesh.bus.engines()).engines[0].policy_version == 5
@@ -167,18 +167,18 @@ async def test_an_engine_that_comes_late_catches_up(mesh: Mesh) -> None:
 
 async def test_a_version_is_one_set_of_bytes_for_ever(mesh: Mesh, run_id: str) -> None:
     await mesh.publish(3)
-    again = await mesh.bus.announce(mesh.publisher.publish(3, make_weights(3)))
+    again = await mesh.bus.announce(mesh.publisher.publish(3, make_weights(3)).manifest())
     assert again.version == 3
     other = Publisher(run_id, make_weights(0), "float32", ShmExporter(run_id), 256)
     try:
         with pytest.raises(ConflictError, match="published with other bytes"):
-            await mesh.bus.announce(other.publish(3, make_weights(4)))
+            await mesh.bus.announce(other.publish(3, make_weights(4)).manifest())
     finally:
         other.close()
     older = Publisher(run_id, make_weights(0), "float32", ShmExporter(run_id), 256)
     try:
         with pytest.raises(ConflictError, match="older than 3"):
-            await mesh.bus.announce(older.publish(2, make_weights(2)))
+            await mesh.bus.announce(older.publish(2, make_weights(2)).manifest())
     finally:
         older.close()
 
@@ -193,7 +193,7 @@ async def test_the_same_bytes_from_a_new_publisher_reach_an_engine_that_failed(m
     assert (await mesh.bus.wait_settled(1, 5)).state == "failed"
     restarted = Publisher(run_id, make_weights(0), "float32", ShmExporter(run_id), 256)
     try:
-        await mesh.bus.announce(restarted.publish(1, make_weights(1)))
+        await mesh.bus.announce(restarted.publish(1, make_weights(1)).manifest())
         await eventually(lambda: engine.receiver.version == 1)
     finally:
         restarted.close()
@@ -203,7 +203,7 @@ async def test_another_run_and_nonsense_are_refused(mesh: Mesh) -> None:
     stranger = Publisher("other", make_weights(0), "float32", ShmExporter("other"), 256)
     try:
         with pytest.raises(ConflictError, match="belongs to run 'other'"):
-            await mesh.bus.announce(stranger.publish(1, make_weights(1)))
+            await mesh.bus.announce(stranger.publish(1, make_weights(1)).manifest())
     finally:
         stranger.close()
     with pytest.raises(NotFoundError, match="no update 9"):

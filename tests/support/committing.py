@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.rollout_host import Host
-from weight_bus.manifest import Bucket, Layout, Manifest, ShmSource, encode_manifest
+from weight_bus.manifest import Bucket, Layout, Manifest, Owner, ShmSource, encode_manifest
 
 
 async def commit(host: Host, version: int) -> None:
@@ -12,9 +12,9 @@ async def commit(host: Host, version: int) -> None:
         run_id=host.run_id,
         version=version,
         layout=Layout(tensors=[], total_bytes=4, digest="l"),
-        buckets=[Bucket(offset=0, length=4, hash="b")],
+        buckets=[Bucket(offset=0, length=4, hash="bb" * 32)],
         root_digest=f"digest-{version}",
-        sources=[ShmSource(path="/nowhere", length=4, host="h")],
+        owners=[Owner(total_bytes=4, sources=[ShmSource(path="/nowhere", length=4, host="h")])],
     )
     staged = await host.http.post("/weights/stage", content=encode_manifest(manifest))
     assert staged.json() == {"version": version, "root_digest": f"digest-{version}", "bytes_read": 4, "seconds": 0.0}

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from weight_bus.layout import root_digest
-from weight_bus.manifest import Bucket, Layout, Manifest, encode_manifest
+from weight_bus.manifest import Bucket, Layout, Manifest, Owner, encode_manifest
 
 MAX_MODEL_LEN = 256
 FIRST_TOKEN = 5
@@ -22,9 +22,10 @@ def manifest(version: int) -> bytes:
     """A version of one byte: a scripted peer reads none of it."""
     bucket = Bucket(offset=0, length=1, hash="00" * 32)
     layout = Layout(tensors=[], total_bytes=1, digest="")
+    owner = Owner(total_bytes=1, sources=[])
     digest = root_digest([bucket.hash])
     return encode_manifest(
-        Manifest(run_id="run", version=version, layout=layout, buckets=[bucket], root_digest=digest, sources=[])
+        Manifest(run_id="run", version=version, layout=layout, owners=[owner], buckets=[bucket], root_digest=digest)
     )
 
 

@@ -27,7 +27,7 @@ def main(run_id: str, transport: str) -> None:
         weights = load_file(f"{folder}/model.safetensors")
         if publisher is None:
             publisher = Publisher(run_id, weights, "float32", make_exporter(transport, run_id), BUCKET_BYTES)
-        manifest = publisher.publish(int(version), weights)
+        manifest = publisher.publish(int(version), weights).manifest()
         sys.stdout.write(base64.b64encode(encode_manifest(manifest)).decode() + "\n")
         sys.stdout.flush()
     if publisher is not None:

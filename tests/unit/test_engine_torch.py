@@ -145,7 +145,7 @@ async def test_tied_weights_flip_together(tmp_path: Path) -> None:
     assert "lm_head.weight" not in weights
     publisher = Publisher("unit", weights, "float32", make_exporter("shm", "unit"), 1 << 14)
     try:
-        manifest = publisher.publish(3, weights)
+        manifest = publisher.publish(3, weights).manifest()
         async with serving(tmp_path / "model") as engine:
             before = await engine.weights_digest()
             await engine.stage(encode_manifest(manifest))
@@ -179,11 +179,11 @@ async def test_weights_that_are_not_finite_end_requests_and_the_next_version_ser
             broken = dict(weights)
             name = "model.layers.0.self_attn.k_proj.weight"
             broken[name] = torch.full_like(weights[name], float("nan"))
-            await engine.stage(encode_manifest(publisher.publish(1, broken)))
+            await engine.stage(encode_manifest(publisher.publish(1, broken).manifest()))
             await engine.commit(1)
             with pytest.raises(NonFiniteLogitsError, match="policy version 1"):
                 await collect(engine.generate(asked("a", [5] * 30, 8, n=4)))
-            await engine.stage(encode_manifest(publisher.publish(2, weights)))
+            await engine.stage(encode_manifest(publisher.publish(2, weights).manifest()))
             await engine.commit(2)
             (sample,) = await collect(engine.generate(asked("b", [5, 6], 8, temperature=0.0, ignore_eos=True)))
             assert engine.status().failure is None

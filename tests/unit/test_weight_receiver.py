@@ -14,7 +14,7 @@ from services.wire.errors import ConflictError, UsageError, WireError  # noqa: E
 from tests.weight_parts import PlainTarget, make_weights  # noqa: E402
 from weight_bus.errors import StageError, TransportError  # noqa: E402
 from weight_bus.layout import hash_bytes, root_digest  # noqa: E402
-from weight_bus.manifest import Manifest, Source  # noqa: E402
+from weight_bus.manifest import Manifest, Owner, Source  # noqa: E402
 from weight_bus.publisher import Publisher  # noqa: E402
 from weight_bus.receiver import Receiver  # noqa: E402
 from weight_bus.transports.shm import ShmExporter, ShmReader  # noqa: E402
@@ -51,7 +51,7 @@ def test_a_version_arrives_byte_for_byte_and_only_at_the_commit(
     publisher: Publisher, receiver: Receiver, target: PlainTarget
 ) -> None:
     for version in (1, 2, 3):
-        manifest = publisher.publish(version, make_weights(version))
+        manifest = publisher.publish(version, make_weights(version)).manifest()
         staged = receiver.stage(manifest)
         assert (staged.version, staged.root_digest) == (version, manifest.root_digest)
         assert staged.bytes_read == manifest.layout.total_bytes
@@ -68,7 +68,7 @@ def test_weights_are_cast_to_the_serving_dtype_once(run_id: str) -> None:
     publisher = Publisher(run_id, make_weights(0), "bfloat16", ShmExporter(run_id), BUCKET)
     receiver = Receiver(target, run_id, [ShmReader()])
     try:
-        manifest = publisher.publish(1, make_weights(1))
+        manifest = publisher.publish(1, make_weights(1)).manifest()
         receiver.stage(manifest)
         receiver.commit(1)
         for name, expected in make_weights(1).items():
@@ -91,7 +91,7 @@ def test_views_that_are_not_contiguous_are_filled_and_hashed_too(run_id: str, pu
     target = Fused()
     assert not target.live()["embed"].is_contiguous()
     receiver = Receiver(target, run_id, [ShmReader()])
-    manifest = publisher.publish(1, make_weights(1))
+    manifest = publisher.publish(1, make_weights(1)).manifest()
     receiver.stage(manifest)
     receiver.commit(1)
     assert_serves(target, 1)
@@ -107,7 +107,7 @@ def test_the_digest_before_any_commit_is_that_of_the_first_weights(publisher: Pu
 
 
 def test_the_digest_is_of_what_is_really_served(publisher: Publisher, receiver: Receiver, target: PlainTarget) -> None:
-    manifest = publisher.publish(1, make_weights(1))
+    manifest = publisher.publish(1, make_weights(1)).manifest()
     receiver.stage(manifest)
     receiver.commit(1)
     target.live()["norm"][3] += 1e-3
@@ -141,7 +141,7 @@ def test_a_bad_bucket_leaves_the_old_version_serving(
     run_id: str, publisher: Publisher, target: PlainTarget, reader: LyingReader, said: str
 ) -> None:
     receiver = Receiver(target, run_id, [reader])
-    manifest = publisher.publish(1, make_weights(1))
+    manifest = publisher.publish(1, make_weights(1)).manifest()
     with pytest.raises(StageError, match=said):
         receiver.stage(manifest)
     assert (receiver.version, receiver.staged_version, target.flips) == (0, None, 0)
@@ -159,8 +159,8 @@ def test_a_failed_stage_takes_an_older_staged_version_with_it(
     publisher: Publisher, receiver: Receiver, target: PlainTarget
 ) -> None:
     """Its bytes lie half overwritten in the shadow: nobody may commit them."""
-    receiver.stage(publisher.publish(1, make_weights(1)))
-    second = publisher.publish(2, make_weights(2))
+    receiver.stage(publisher.publish(1, make_weights(1)).manifest())
+    second = publisher.publish(2, make_weights(2)).manifest()
     wrong = msgspec.structs.replace(second.buckets[-1], hash=hash_bytes(b""))
     buckets = [*second.buckets[:-1], wrong]
     broken = msgspec.structs.replace(second, buckets=buckets, root_digest=root_digest(b.hash for b in buckets))
@@ -174,19 +174,19 @@ def test_a_failed_stage_takes_an_older_staged_version_with_it(
 def test_a_receiver_two_versions_behind_notices_that_its_arena_was_overwritten(
     publisher: Publisher, receiver: Receiver, target: PlainTarget
 ) -> None:
-    old = publisher.publish(1, make_weights(1))
-    publisher.publish(2, make_weights(2))
+    old = publisher.publish(1, make_weights(1)).manifest()
+    publisher.publish(2, make_weights(2)).manifest()
     receiver.stage(old)  # one behind is still whole
-    publisher.publish(3, make_weights(3))
+    publisher.publish(3, make_weights(3)).manifest()
     other = Receiver(target, old.run_id, [ShmReader()])
     with pytest.raises(StageError, match="has the hash"):
         other.stage(old)
 
 
 def test_a_newer_version_supersedes_a_staged_one(publisher: Publisher, receiver: Receiver, target: PlainTarget) -> None:
-    first = publisher.publish(1, make_weights(1))
+    first = publisher.publish(1, make_weights(1)).manifest()
     receiver.stage(first)
-    receiver.stage(publisher.publish(2, make_weights(2)))
+    receiver.stage(publisher.publish(2, make_weights(2)).manifest())
     with pytest.raises(ConflictError, match="version 2 is staged, 0 served"):
         receiver.commit(1)
     with pytest.raises(StageError, match="superseded by 2"):
@@ -223,10 +223,10 @@ def test_a_newer_version_ends_a_stage_under_way_and_nothing_mixes(
         except StageError as error:
             said.append(str(error))
 
-    first = threading.Thread(target=stage, args=(publisher.publish(1, make_weights(1)),))
+    first = threading.Thread(target=stage, args=(publisher.publish(1, make_weights(1)).manifest(),))
     first.start()
     assert reader.reached.wait(10)
-    second = threading.Thread(target=stage, args=(publisher.publish(2, make_weights(2)),))
+    second = threading.Thread(target=stage, args=(publisher.publish(2, make_weights(2)).manifest(),))
     second.start()
     with pytest.raises(ConflictError):
         receiver.commit(1)
@@ -239,12 +239,12 @@ def test_a_newer_version_ends_a_stage_under_way_and_nothing_mixes(
     receiver.commit(2)
     assert_serves(target, 2)
     # Bytes for a version that nobody wants any more are not pulled.
-    assert reader.buckets == 1 + len(publisher.publish(2, make_weights(2)).buckets)
+    assert reader.buckets == 1 + len(publisher.publish(2, make_weights(2)).manifest().buckets)
     receiver.close()
 
 
 def test_the_same_version_asked_for_again_is_answered_from_memory(publisher: Publisher, receiver: Receiver) -> None:
-    manifest = publisher.publish(1, make_weights(1))
+    manifest = publisher.publish(1, make_weights(1)).manifest()
     assert receiver.stage(manifest) is receiver.stage(manifest)
     receiver.commit(1)
     with pytest.raises(StageError, match="version 1 is not newer than 1, which is served"):
@@ -252,7 +252,7 @@ def test_the_same_version_asked_for_again_is_answered_from_memory(publisher: Pub
 
 
 def test_what_does_not_fit_this_engine_is_refused(run_id: str, publisher: Publisher, target: PlainTarget) -> None:
-    manifest = publisher.publish(4, make_weights(1))
+    manifest = publisher.publish(4, make_weights(1)).manifest()
     receiver = Receiver(target, run_id, [ShmReader()], version=2)
     replace = msgspec.structs.replace
     half = PlainTarget(make_weights(0), torch.bfloat16)
@@ -264,9 +264,14 @@ def test_what_does_not_fit_this_engine_is_refused(run_id: str, publisher: Publis
     cases: list[tuple[Receiver, Manifest, type[Exception], str]] = [
         (receiver, replace(manifest, run_id="other"), StageError, "run 'other' came to an engine of run"),
         (receiver, replace(manifest, version=2), StageError, "version 2 is not newer than 2"),
-        (receiver, replace(manifest, base_version=1), StageError, "builds on 1, this engine serves 2"),
+        (receiver, replace(manifest, base_version=1), WireError, "base version 1 contradict the delta"),
         (receiver, replace(manifest, root_digest="0" * 64), StageError, "root digest does not follow"),
-        (receiver, replace(manifest, sources=[]), StageError, "no source can be read"),
+        (
+            receiver,
+            replace(manifest, owners=[Owner(total_bytes=manifest.total_bytes, sources=[])]),
+            StageError,
+            "no source can be read",
+        ),
         (receiver, replace(manifest, buckets=manifest.buckets[1:]), WireError, "expected 0"),
         (receiver, replace(manifest, layout=reordered), StageError, "offsets are not those"),
         (receiver, replace(manifest, layout=shifted), StageError, "offsets are not those"),
@@ -283,20 +288,20 @@ def test_what_does_not_fit_this_engine_is_refused(run_id: str, publisher: Publis
 
 
 def test_a_published_version_is_never_reused_with_other_bytes(publisher: Publisher) -> None:
-    manifest = publisher.publish(5, make_weights(5))
-    assert publisher.publish(5, make_weights(5)) == manifest
+    manifest = publisher.publish(5, make_weights(5)).manifest()
+    assert publisher.publish(5, make_weights(5)).manifest() == manifest
     with pytest.raises(ConflictError, match="version 5 is published with other bytes"):
-        publisher.publish(5, make_weights(6))
+        publisher.publish(5, make_weights(6)).manifest()
     with pytest.raises(ConflictError, match="version 4 is older than 5"):
-        publisher.publish(4, make_weights(4))
+        publisher.publish(4, make_weights(4)).manifest()
 
 
 def test_a_refused_reuse_leaves_the_published_bytes_readable(
     publisher: Publisher, receiver: Receiver, target: PlainTarget
 ) -> None:
-    manifest = publisher.publish(1, make_weights(1))
+    manifest = publisher.publish(1, make_weights(1)).manifest()
     with pytest.raises(ConflictError):
-        publisher.publish(1, make_weights(9))
+        publisher.publish(1, make_weights(9)).manifest()
     receiver.stage(manifest)
     receiver.commit(1)
     assert_serves(target, 1)
@@ -305,15 +310,18 @@ def test_a_refused_reuse_leaves_the_published_bytes_readable(
 def test_other_names_or_shapes_than_planned_are_refused(publisher: Publisher) -> None:
     weights = make_weights(1)
     with pytest.raises(UsageError, match="4 tensors to publish, 5 planned"):
-        publisher.publish(1, {name: weights[name] for name in list(weights)[1:]})
+        publisher.publish(1, {name: weights[name] for name in list(weights)[1:]}).manifest()
     with pytest.raises(UsageError, match="tensor norm is of shape"):
-        publisher.publish(1, weights | {"norm": torch.zeros(12)})
+        publisher.publish(1, weights | {"norm": torch.zeros(12)}).manifest()
 
 
 def test_equal_weights_have_equal_digests_in_any_arena(run_id: str, publisher: Publisher) -> None:
     """Padding is zero, so the digest follows from the tensors alone, also after the arena held others."""
     for version in (1, 2, 3):
-        publisher.publish(version, make_weights(version))
+        publisher.publish(version, make_weights(version)).manifest()
     fresh = Publisher(run_id, make_weights(0), "float32", ShmExporter(run_id), BUCKET)
-    assert fresh.publish(9, make_weights(4)).root_digest == publisher.publish(4, make_weights(4)).root_digest
+    assert (
+        fresh.publish(9, make_weights(4)).manifest().root_digest
+        == publisher.publish(4, make_weights(4)).manifest().root_digest
+    )
     fresh.close()
