@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from rollout_server.bench.processes import PYTHON, Child, running
 from rollout_server.bench.rate import Rate, in_parallel
 from rollout_server.bench.workload import TIMED_KV_POLICY, Exchange, load_workload
 from rollout_server.engines.base import Engine, GenerationRequest
+from services.bench.processes import PYTHON, Child, running
 from services.wire.errors import RollmeshError
 
 _START_WITHIN_S = 300.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import aiohttp
 
 from rollout_server.bench.http_arm import HttpArm
-from rollout_server.bench.processes import Child
 from rollout_server.bench.servers import MeshPlan, running_gateway, running_server
+from services.bench.processes import Child
 
 
 @dataclass(frozen=True)

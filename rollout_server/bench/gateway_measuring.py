@@ -20,11 +20,11 @@ from rollout_server.bench.http_arm import client
 from rollout_server.bench.killed import Kill, Killed
 from rollout_server.bench.policy import save_random_policy
 from rollout_server.bench.prefilled import Prefilled
-from rollout_server.bench.processes import running_redis
 from rollout_server.bench.ratios import Speeds, percentile, said
 from rollout_server.bench.servers import plan_mesh
-from rollout_server.bench.versions import versions
 from rollout_server.bench.workload import TIMED_KV_POLICY, Exchange, make_group_questions, make_workload, save_workload
+from services.bench.processes import running_redis
+from services.bench.versions import versions
 from services.wire.kv_policy import KvPolicy
 
 Say = Callable[[str], None]

@@ -15,14 +15,14 @@ import msgspec
 from rollout_server.bench.bare_engine import running_bare_engine
 from rollout_server.bench.http_arm import HttpArm, Way, client
 from rollout_server.bench.policy import save_random_policy
-from rollout_server.bench.processes import Child, running_redis
 from rollout_server.bench.rate import Rate
 from rollout_server.bench.ratios import Speeds, said
 from rollout_server.bench.report import RATIOS, Latencies, RolloutBench, Setting, judge
 from rollout_server.bench.rounds import Arms, SingleArms, in_rounds, one_at_a_time, warm_up
 from rollout_server.bench.servers import running_ours, running_vllm_serve
-from rollout_server.bench.versions import versions
 from rollout_server.bench.workload import Exchange, make_workload, save_workload
+from services.bench.processes import Child, running_redis
+from services.bench.versions import versions
 
 Say = Callable[[str], None]
 _SEED = 1

@@ -11,8 +11,8 @@ from pathlib import Path
 import aiohttp
 
 from rollout_server.bench.http_arm import HttpArm
-from rollout_server.bench.processes import LOOPBACK, PYTHON, Child, free_port, running
 from rollout_server.bench.workload import TIMED_KV_POLICY
+from services.bench.processes import LOOPBACK, PYTHON, Child, free_port, running
 from services.config_file import dump_settings
 from services.settings import RunSettings
 from services.wire.kv_policy import KvPolicy

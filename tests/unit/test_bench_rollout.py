@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from rollout_server.bench.http_arm import completion_tokens
-from rollout_server.bench.processes import running
 from rollout_server.bench.rate import in_parallel
 from rollout_server.bench.report import Latencies, RolloutBench, Setting, as_table, judge
 from rollout_server.dialect.sampling_choice import choose_sampling
+from services.bench.processes import running
 from services.wire.errors import RollmeshError
 from services.wire.openai_api import ChatCall
 from services.wire.rollout_api import SamplingLimits

@@ -1,0 +1,1 @@
+"""What the benchmarks of all rooms have in common."""
