@@ -25,7 +25,6 @@ from rollout_server.groups import GroupRegistry
 from rollout_server.journal import LET_GO, Journal
 from rollout_server.journal_replay import AnswerName, Now, Replayed, replay
 from rollout_server.named_locks import NamedLocks
-from rollout_server.retries import Marks
 from services.ledger import Ledger
 from services.registry import Registry, ServerRecord
 from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError
@@ -60,8 +59,7 @@ async def restore_answers(journal: Journal, replayed: Replayed) -> None:
     kept = await journal.kept_answers(replayed.group.group_id, [name.call_id for name in wanted])
     for name, whole in zip(wanted, kept, strict=True):
         if whole is not None and name.session.end is None:
-            marks = Marks(name.marks.body, name.marks.key, name.marks.retry, name.marks.call)
-            name.session.memory.answers.restore(marks, whole)
+            name.session.memory.answers.restore(name.marks, whole)
 
 
 class Adopter:

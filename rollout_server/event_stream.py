@@ -12,9 +12,6 @@ from collections.abc import AsyncGenerator
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from services.event_stream import DONE as DONE
-from services.event_stream import error_event as error_event
-
 
 class BrokenOffError(Exception):
     """The stream ends here without its end: the gateway sees the connection close, and asks another server for the rest."""

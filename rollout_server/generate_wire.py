@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from rollout_server.engines.base import GenerationDelta, GenerationRequest
-from rollout_server.event_stream import DONE, error_event
+from services.event_stream import DONE, error_event
 from services.wire.engine_api import (
     Choice,
     ChunkChoice,

@@ -47,7 +47,7 @@ _log = structlog.get_logger()
 T = TypeVar("T")
 
 # KEYS: owners; then for each item journal, draft and answer. ARGV: owner; then for each item group, position, payload,
-# number of a draft's part ('' for a record), answer. Answers 1 for each that is in the journal now.
+# '1' for a draft's part ('' for a record), answer. Answers 1 for each that is in the journal now.
 _WRITE = """
 local done = {}
 local at = 2

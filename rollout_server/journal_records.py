@@ -13,13 +13,14 @@ from typing import Literal
 import msgspec
 
 from rollout_server.engines.base import FinishReason
+from rollout_server.retries import Marks
 from services.wire.errors import WireError
 from services.wire.rollout_api import Purpose
 from services.wire.sampling import SamplingParams
 from services.wire.session_api import SessionState
 from services.wire.trajectory import BreakReason, VersionSpan
 
-JOURNAL_SCHEMA = 1
+JOURNAL_SCHEMA = 2
 
 DropCause = Literal["idle", "aborted", "run_concluded", "shutdown"]
 
@@ -78,15 +79,6 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
     text: tuple[bytes, int] | None = None
 
 
-class MarksRecord(msgspec.Struct, frozen=True, array_like=True):
-    """`rollout_server.retries.Marks`."""
-
-    body: bytes
-    key: str | None
-    retry: int
-    call: str | None
-
-
 class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered", omit_defaults=True):
     """One call was answered. `digests`: of the messages of a chat call, joined; `tools`: digest of the tools it offered."""
 
@@ -95,7 +87,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered", omit_d
     nodes: list[NodeRecord]
     sampling: SamplingParams
     finish_reason: FinishReason
-    marks: MarksRecord
+    marks: Marks
     digests: bytes = b""
     tools: bytes = b""
 

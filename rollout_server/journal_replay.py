@@ -19,7 +19,6 @@ from rollout_server.journal_records import (
     Answered,
     GroupBegan,
     GroupEnded,
-    MarksRecord,
     NodeRecord,
     Record,
     Rewarded,
@@ -27,6 +26,7 @@ from rollout_server.journal_records import (
     SessionEnded,
     TurnsAnswered,
 )
+from rollout_server.retries import Marks
 from rollout_server.rewards import Reward
 from rollout_server.sessions import Session, Terms
 from services.wire.errors import WireError
@@ -52,7 +52,7 @@ class AnswerName:
 
     session: Session
     call_id: str
-    marks: MarksRecord
+    marks: Marks
 
 
 @dataclass

@@ -87,7 +87,6 @@ class Parts:
     journal: Journal
     adopter: Adopter
     drainer: Drainer
-    servers: Registry
     announcer: Announcer
     renderer: Renderer
     turns: TurnTaker
@@ -237,7 +236,6 @@ class RolloutServer:
             drainer=Drainer(
                 self._engine, registry, journal, servers, plan.server_id, lambda: self._begin_draining(announcer)
             ),
-            servers=servers,
             announcer=announcer,
             renderer=renderer,
             turns=TurnTaker(self._engine, renderer, journal, self.until_clear),

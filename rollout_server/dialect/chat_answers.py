@@ -23,7 +23,7 @@ from rollout_server.dialect.chunks import (
 )
 from rollout_server.dialect.drawing import Sample
 from rollout_server.dialect.token_texts import TokenTexts
-from rollout_server.event_stream import DONE
+from services.event_stream import DONE
 from services.wire.openai_api import AnswerMessage, ChatCall, ChatChoice, ChatCompletion, ChatLogprobs, Usage
 
 _UNSET = msgspec.UNSET

@@ -11,7 +11,7 @@ from rollout_server.dialect.caller import Context
 from rollout_server.dialect.chunks import AnswerHead, TextChunk, TextChunkChoice, TextLogprobsPart, UsagePart, event
 from rollout_server.dialect.drawing import Sample
 from rollout_server.dialect.token_texts import TokenTexts
-from rollout_server.event_stream import DONE
+from services.event_stream import DONE
 from services.wire.openai_api import Completion, CompletionCall, CompletionChoice, CompletionLogprobs, Usage
 
 _TOKEN_FIELDS: Any = {"choices": {"__all__": {"token_ids", "policy_versions", "prompt_token_ids"}}}

@@ -18,7 +18,7 @@ from rollout_server.carrying_on import UntilClear, carry_on
 from rollout_server.drafts import Draft
 from rollout_server.engines.base import Engine, FinishReason, GenerationDelta, GenerationRequest
 from rollout_server.journal import Journal
-from rollout_server.journal_records import Answered, MarksRecord, NodeRecord
+from rollout_server.journal_records import Answered, NodeRecord
 from rollout_server.journal_replay import apply_answer
 from rollout_server.retries import Marks
 from rollout_server.sessions import Session
@@ -98,7 +98,7 @@ class Making:
             nodes=nodes,
             sampling=sampling,
             finish_reason=finish_reason or "stop",
-            marks=MarksRecord(marks.body, marks.key, marks.retry, marks.call),
+            marks=marks,
             digests=digests,
             tools=tools,
         )

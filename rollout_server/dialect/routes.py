@@ -14,7 +14,7 @@ from rollout_server.call_names import call_name
 from rollout_server.dialect.caller import new_call_id
 from rollout_server.dialect.making import Making
 from rollout_server.disconnect import while_connected
-from rollout_server.event_stream import BrokenOffError, EventStream, error_event
+from rollout_server.event_stream import BrokenOffError, EventStream
 from rollout_server.model_routes import model_list
 from rollout_server.retries import Marks
 from rollout_server.route_errors import ERRORS
@@ -22,6 +22,7 @@ from rollout_server.server import RolloutServer
 from rollout_server.sessions import Session
 from rollout_server.typed_route import TypedRoute, answer
 from rollout_server.uncaptured import GENERATE_ANSWERS, generate_uncaptured
+from services.event_stream import error_event
 from services.wire.engine_api import GenerateCall, ModelList
 from services.wire.errors import NotReadyError, RollmeshError, UnauthenticatedError, UsageError
 from services.wire.openai_api import ChatCall, ChatCompletion, Completion, CompletionCall

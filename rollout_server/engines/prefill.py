@@ -23,8 +23,7 @@ PREFILL_TOKENS = 16384
 _WORTH_WAITING = 64
 # What a forward costs beside its tokens, in tokens: measured on a CPU with a model of 3 M parameters. A GPU computes
 # thousands in the time that it takes to start one.
-_FORWARD_TOKENS = {"cpu": 32}
-_FORWARD_TOKENS_ELSEWHERE = 2048
+_FORWARD_TOKENS_CPU, _FORWARD_TOKENS_GPU = 32, 2048
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class Prefill:
         self._slots = slots
         self._device = device
         self._cache = cache
+        self._forward_tokens = _FORWARD_TOKENS_CPU if device.type == "cpu" else _FORWARD_TOKENS_GPU
         self.computed = 0
 
     def start(self, newcomers: Sequence[Newcomer]) -> tuple[list[int], torch.Tensor]:
@@ -67,7 +67,7 @@ class Prefill:
         order: list[int] = []
         parts: list[torch.Tensor] = []
         for planned in self._rounds(newcomers):
-            for part in _split(planned, _FORWARD_TOKENS.get(self._device.type, _FORWARD_TOKENS_ELSEWHERE)):
+            for part in _split(planned, self._forward_tokens):
                 order += [plan.number for plan in part]
                 parts.append(self._together(part))
         return order, parts[0] if len(parts) == 1 else torch.cat(parts)

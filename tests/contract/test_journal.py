@@ -15,6 +15,7 @@ from rollout_server.journal_records import DraftHead, DraftPart, GroupBegan, Gro
 from services.redis_client import connect
 from services.run_keys import RunKeys
 from services.wire.errors import DrainingError, NotReadyError, RollmeshError
+from tests.support.memory_journal import MemoryJournal
 
 BEGAN = GroupBegan(
     group_id="g",
@@ -188,3 +189,34 @@ async def test_an_answer_is_kept_for_a_while_and_its_draft_is_not(redis: Redis, 
         await one.journal.conclude("g", GroupEnded(stream_ids=None, cause="idle"), ["s"])
         assert 0 < await redis.ttl(RunKeys(run_id).journal("g")) <= 600
         assert await one.journal.owner_of("g") is None
+
+
+@asynccontextmanager
+async def either(kind: str, redis: Redis, run_id: str) -> AsyncIterator[Journal | MemoryJournal]:
+    if kind == "memory":
+        yield MemoryJournal()
+        return
+    async with writer(redis, run_id, "a") as one:
+        await one.journal.open(BEGAN, [])
+        yield one.journal
+
+
+@pytest.mark.parametrize("kind", ["real", "memory"])
+async def test_the_journal_of_tests_does_as_the_real_one(kind: str, redis: Redis, run_id: str) -> None:
+    async with either(kind, redis, run_id) as journal:
+        draft = journal.draft_key("s", "call")
+        part = DraftPart(1, 0, 0, b"t", b"l", [], None)
+        assert await journal.read_draft(draft) == []
+        await journal.add_draft("g", draft, DraftHead("c-1", 7))
+        await journal.add_draft("g", draft, part)
+        assert await journal.read_draft(draft) == [DraftHead("c-1", 7), part]
+        assert (
+            await journal.append("g", reward(1.0), lambda: "applied", draft=draft, answer=("c-1", b"whole"))
+            == "applied"
+        )
+        assert await journal.read_draft(draft) == []
+        assert await journal.kept_answers("g", ["c-0", "c-1"]) == [None, b"whole"]
+        with pytest.raises(ZeroDivisionError):
+            await journal.append("g", reward(2.0), lambda: 1 // 0)
+        written = journal.records() if isinstance(journal, MemoryJournal) else await journal.read("g")
+        assert [record.value for record in written if isinstance(record, Rewarded)] == [1.0, 2.0]
