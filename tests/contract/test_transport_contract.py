@@ -20,7 +20,7 @@ from weight_bus.manifest import NixlSource, ShmSource, Source
 from weight_bus.transports import select
 from weight_bus.transports.base import Exporter, Reader
 from weight_bus.transports.select import make_exporter, make_readers, nixl_installed
-from weight_bus.transports.shm import ShmReader, host_identity
+from weight_bus.transports.shm import ShmExporter, ShmReader, host_identity
 
 NBYTES = 300_000
 NAMES = ["shm", pytest.param("nixl", marks=pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed"))]
@@ -142,10 +142,10 @@ def test_a_publisher_that_was_killed_is_an_error_and_the_next_one_is_read(
         with pytest.raises(TransportError, match="is the publisher gone"):
             reader.read(peer.sources[0], 0, buffer.view)
     else:
-        # An open file outlives its publisher; one that was not open yet is gone.
-        assert not reader.can_read(peer.sources[0])
-        with pytest.raises(TransportError, match="is the publisher gone"):
-            reader.read(peer.sources[1], 0, buffer.view)
+        for source in peer.sources:
+            assert not reader.can_read(source)
+            with pytest.raises(TransportError, match="is the publisher gone"):
+                reader.read(source, 0, buffer.view)
     successor = Peer(name, run_id)
     try:
         reader.read(successor.sources[1], 0, buffer.view)
@@ -174,11 +174,12 @@ def test_closing_leaves_nothing_behind(name: str, run_id: str) -> None:
 
 
 def test_shared_memory_belongs_to_its_user_and_is_found_by_prefix_after_a_kill(run_id: str) -> None:
-    peer = Peer("shm", run_id)
+    exporter = ShmExporter(run_id, sealed=False)
+    arenas = [exporter.allocate(NBYTES) for _ in range(2)]
     files = list(shm_directory().glob(f"{shm_prefix(run_id)}*"))
     assert len(files) == 2
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
-    peer.kill()
+    del arenas
     assert sorted(remove_shm_files(run_id)) == sorted(files)
     assert not any(path.exists() for path in files)
 
@@ -188,7 +189,7 @@ def test_a_full_shared_memory_is_one_line_that_says_what_to_do(run_id: str) -> N
     status = os.statvfs(shm_directory())
     whole = status.f_blocks * status.f_frsize
     with pytest.raises(UsageError, match=r"has no \d+ bytes left .* weights\.transport=nixl"):
-        make_exporter("shm", run_id).allocate(whole + (1 << 30))
+        ShmExporter(run_id, sealed=False).allocate(whole + (1 << 30))
     assert list(shm_directory().glob(f"{shm_prefix(run_id)}*")) == []
 
 

@@ -1,19 +1,20 @@
 """The transport interface: an exporter offers an arena, a reader pulls ranges of it.
 
-    publisher                               manifest.sources                        receiver
+    publisher                               manifest.owners[i].sources                receiver
     Exporter.allocate(n) ─► arena
-    Exporter.export(arena) ───────► NixlSource | ShmSource ───────► Reader.read(source, offset, out)
+    Exporter.export(arena) ───────► NixlSource | ShmSource | … ─────► Reader.read(source, offset, out)
 
 Whoever reads verifies: a transport moves bytes and promises nothing about them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from weight_bus.arena import Arena
 from weight_bus.errors import TransportError
-from weight_bus.manifest import Source
+from weight_bus.manifest import Manifest, Source
 
 
 class Exporter(Protocol):
@@ -25,8 +26,13 @@ class Exporter(Protocol):
         """A zeroed arena of the kind this transport can export; it lives until `close`."""
         ...
 
-    def export(self, arena: Arena) -> Source:
-        """Say where an arena that `allocate` made can be had. Allocate all arenas first: a source may name them all."""
+    def export(self, arena: Arena, draft: Manifest | None = None) -> Source:
+        """Say where an arena that `allocate` made can be had. Allocate all arenas first: a source may name them all.
+
+        Call it once for each version that is put into the arena: what was said of it before may end with that. `draft`
+        is the version's manifest but for this arena's sources and the signature; `file` writes it beside the bytes, and
+        may block for as long as that takes. The others return at once.
+        """
         ...
 
     def close(self) -> None:
@@ -51,6 +57,15 @@ class Reader(Protocol):
         """
         ...
 
+    def read_many(self, source: Source, pieces: Iterable[tuple[int, memoryview]]) -> Iterator[int]:
+        """Read `(offset, out)` pieces; yields the index of each as soon as its bytes are in place, in any order.
+
+        Where the network can, a bounded number travels at once, so that the caller's work on one piece hides the way of
+        the next; `pieces` is drawn from lazily, when there is room. A piece's `out` must stay untouched until it was
+        yielded. Errors and deadlines as with `read`; closing the iterator early ends what is under way.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -58,3 +73,10 @@ def check_range(length: int, offset: int, wanted: int) -> None:
     """Raise TransportError unless `wanted` bytes from `offset` lie in a source of `length` bytes."""
     if offset < 0 or wanted < 0 or offset + wanted > length:
         raise TransportError(f"{wanted} bytes from {offset} lie outside a source of {length} bytes")
+
+
+def read_in_order(reader: Reader, source: Source, pieces: Iterable[tuple[int, memoryview]]) -> Iterator[int]:
+    """`read_many` for a transport whose reads are copies that the calling thread makes: nothing could overlap."""
+    for index, (offset, out) in enumerate(pieces):
+        reader.read(source, offset, out)
+        yield index

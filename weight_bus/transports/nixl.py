@@ -10,11 +10,14 @@ import os
 import threading
 import time
 import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from weight_bus.arena import Arena, address_of, private_arena
 from weight_bus.errors import TransportError
-from weight_bus.manifest import NixlSource, Source
+from weight_bus.manifest import Manifest, NixlSource, Source
 from weight_bus.transports.base import check_range
 
 # Chosen by measurement on one host: 5x the default list's speed, and a list without tcp fails to connect.
@@ -22,7 +25,11 @@ UCX_TRANSPORTS = "tcp,cma,posix,sysv,self"
 _MEMORY = "DRAM"
 _POLL_S = 50e-6
 _KNOWN_PEERS = 4
+_KNOWN_BUFFERS = 256
+_NOTHING = memoryview(b"")
 _SERVE_EVERY_S = 0.004
+# Enough to keep a network busy while a piece is hashed. Within a host UCX copies as it posts: one would do as well.
+_IN_FLIGHT = 4
 
 
 class NixlExporter:
@@ -46,7 +53,7 @@ class NixlExporter:
             self._arenas.append((arena, _register(self._agent, arena.address, nbytes)))
         return arena
 
-    def export(self, arena: Arena) -> Source:
+    def export(self, arena: Arena, draft: Manifest | None = None) -> Source:  # noqa: ARG002
         with self._lock:
             metadata = self._agent.get_agent_metadata()
         return NixlSource(
@@ -83,26 +90,43 @@ class NixlReader:
         return isinstance(source, NixlSource)
 
     def read(self, source: Source, offset: int, out: memoryview) -> None:
+        for _ in self.read_many(source, [(offset, out)]):
+            pass
+
+    def read_many(self, source: Source, pieces: Iterable[tuple[int, memoryview]]) -> Iterator[int]:
         if not isinstance(source, NixlSource):
             raise TransportError(f"the nixl reader cannot read a {type(source).__name__}")
-        check_range(source.length, offset, len(out))
         if source.address <= 0 or source.address + source.length >= 1 << 64:
             raise TransportError(
                 f"{source.agent} offers {source.length} bytes at the impossible address {source.address}"
             )
-        if not len(out):
-            return
-        self._meet(source)
-        self._register_buffer(out)
-        self._transfer(source, offset, out)
+        while len(self._buffers) > _KNOWN_BUFFERS:
+            self._forget_buffer(next(iter(self._buffers)))
+        waiting = enumerate(pieces)
+        flying: deque[_Flight] = deque()
+        more = True
+        try:
+            while more or flying:
+                while more and len(flying) < _IN_FLIGHT:
+                    index, (offset, out) = next(waiting, (-1, (0, _NOTHING)))
+                    more = index >= 0
+                    if more:
+                        flying.append(self._post(source, index, offset, out))
+                if flying:
+                    self._land(source, flying[0])
+                    yield flying.popleft().index
+        except TransportError:
+            _release(flying)
+            self._forget(source.agent)
+            raise
+        finally:
+            _release(flying)
 
     def close(self) -> None:
         for peer in list(self._peers):
             self._forget(peer)
-        for view, registration in self._buffers.values():
-            self._agent.deregister_memory(registration)
-            view.release()
-        self._buffers.clear()
+        for address in list(self._buffers):
+            self._forget_buffer(address)
 
     def _meet(self, source: NixlSource) -> None:
         if self._peers.get(source.agent) == source.metadata:
@@ -131,39 +155,72 @@ class NixlReader:
             whole.release()
             return
         if known is not None:
-            self._agent.deregister_memory(known[1])
+            self._forget_buffer(address)
         # The view is kept: memory that NIXL knows must not be freed and given to something else.
         self._buffers[address] = (whole, _register(self._agent, address, whole.nbytes))
 
-    def _transfer(self, source: NixlSource, offset: int, out: memoryview) -> None:
-        what = f"READ of {len(out)} bytes from {source.agent}"
+    def _forget_buffer(self, address: int) -> None:
+        view, registration = self._buffers.pop(address)
+        self._agent.deregister_memory(registration)
+        view.release()
+
+    def _post(self, source: NixlSource, index: int, offset: int, out: memoryview) -> _Flight:
+        check_range(source.length, offset, len(out))
+        flight = _Flight(index, len(out), time.monotonic() + self._deadline_s)
+        if not len(out):
+            return flight
+        self._meet(source)
+        self._register_buffer(out)
         try:
-            handle = self._agent.initialize_xfer(
+            flight.handle = self._agent.initialize_xfer(
                 "READ",
                 self._agent.get_xfer_descs([(address_of(out), len(out), 0)], _MEMORY),
                 self._agent.get_xfer_descs([(source.address + offset, len(out), source.device)], _MEMORY),
                 source.agent,
             )
-            try:
-                state = self._wait(handle)
-            finally:
-                handle.release()
+            flight.state = str(self._agent.transfer(flight.handle))
         except Exception as error:
-            self._forget(source.agent)
-            raise TransportError(f"{what} failed ({error})", "is the publisher gone?") from error
-        if state != "DONE":
-            self._forget(source.agent)
-            found = f"did not end within {self._deadline_s} s" if state == "PROC" else f"ended as {state}"
-            raise TransportError(f"{what} {found}", "is the publisher gone?")
+            flight.release()
+            raise self._lost(source, flight, f"failed ({error})") from error
+        return flight
 
-    def _wait(self, handle: Any) -> str:
-        """Post the transfer and poll it; `PROC` when the deadline passed first."""
-        deadline = time.monotonic() + self._deadline_s
-        state = str(self._agent.transfer(handle))
-        while state == "PROC" and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-            state = str(self._agent.check_xfer_state(handle))
-        return state
+    def _land(self, source: NixlSource, flight: _Flight) -> None:
+        """Poll until the transfer is done, its deadline has passed or it has failed."""
+        try:
+            while flight.state == "PROC" and time.monotonic() < flight.deadline:
+                time.sleep(_POLL_S)
+                flight.state = str(self._agent.check_xfer_state(flight.handle))
+        except Exception as error:
+            raise self._lost(source, flight, f"failed ({error})") from error
+        if flight.state == "PROC":
+            raise self._lost(source, flight, f"did not end within {self._deadline_s} s")
+        if flight.state != "DONE":
+            raise self._lost(source, flight, f"ended as {flight.state}")
+        flight.release()
+
+    def _lost(self, source: NixlSource, flight: _Flight, what: str) -> TransportError:
+        return TransportError(f"READ of {flight.nbytes} bytes from {source.agent} {what}", "is the publisher gone?")
+
+
+@dataclass
+class _Flight:
+    """One READ under way. `state` is NIXL's: DONE, PROC (still going) or an error."""
+
+    index: int
+    nbytes: int
+    deadline: float
+    state: str = "DONE"
+    handle: Any = None
+
+    def release(self) -> None:
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.release()
+
+
+def _release(flying: deque[_Flight]) -> None:
+    while flying:
+        flying.popleft().release()
 
 
 def make_agent(role: str) -> Any:

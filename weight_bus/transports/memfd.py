@@ -1,0 +1,126 @@
+"""A sealed arena: memory without a name that other processes of the same user and host can map without any risk.
+
+    publisher   memfd_create ─► reserve ─► map for writing ─► seal: no shrinking, no growing, no further writer
+    receiver    /proc/PID/fd/N ─► check name, seals and size ─► map for reading
+
+A plain file that shrinks under a mapping kills whoever reads it (SIGBUS); a sealed one cannot shrink. It needs no room
+in /dev/shm, which containers keep small, and it goes with its owner, also by kill -9.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+import uuid
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from services.shared_memory import shm_prefix
+from services.wire.errors import UsageError
+from weight_bus.arena import Arena
+from weight_bus.errors import TransportError
+
+# Python's fcntl has no name for it: what is mapped for writing stays so, nobody else can write or punch holes.
+_SEAL_FUTURE_WRITE = 0x0010
+_NAME = "rollmesh-"
+_PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+
+
+def memfd_available() -> bool:
+    """Whether this system has sealed memory (Linux)."""
+    return hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
+
+
+def is_sealed_path(path: str) -> bool:
+    return _PATH.fullmatch(path) is not None
+
+
+class SealedArena(Arena):
+    """An arena whose descriptor is kept open: `link` is where other processes find it."""
+
+    def __init__(self, memory: mmap.mmap, descriptor: int) -> None:
+        super().__init__(memory)
+        self._descriptor = descriptor
+        self.link = f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        super().close()
+
+
+def sealed_arena(nbytes: int, run_id: str) -> SealedArena:
+    """`nbytes` of sealed memory. Raises UsageError when the machine has not that much left."""
+    free = psutil.virtual_memory().available
+    if nbytes > free:
+        # Reserving it would wake the out-of-memory killer instead of failing.
+        raise _full(nbytes, f"{free} are free")
+    descriptor = os.memfd_create(f"{shm_prefix(run_id)}{uuid.uuid4().hex[:12]}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        memory = mmap.mmap(descriptor, nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise _full(nbytes, str(error.strerror)) from error
+        raise TransportError(f"no sealed arena of {nbytes} bytes could be made ({error})") from error
+    return SealedArena(memory, descriptor)
+
+
+def _full(nbytes: int, why: str) -> UsageError:
+    return UsageError(
+        f"memory has no {nbytes} bytes left for a weight arena ({why})",
+        "free some, serve a smaller dtype or use a larger machine",
+    )
+
+
+class SealedMapping:
+    """Another process's sealed arena, mapped here for reading."""
+
+    def __init__(self, path: str, length: int) -> None:
+        """Raises TransportError unless `path` is now a sealed arena of `length` bytes."""
+        # O_NONBLOCK: the path came over the wire, and opening a pipe would wait.
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise TransportError(f"cannot open {path} ({error.strerror})", "is the publisher gone?") from error
+        try:
+            status = os.fstat(descriptor)
+            self.inode = (status.st_dev, status.st_ino)
+            if not _is_sealed_arena(descriptor, status) or status.st_size != length:
+                raise TransportError(f"{path} is no sealed weight arena of {length} bytes", "is the publisher gone?")
+            self._memory = mmap.mmap(descriptor, length, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"cannot map {path} ({error})") from error
+        finally:
+            os.close(descriptor)
+        self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
+
+    def read(self, offset: int, out: memoryview) -> None:
+        """One memcpy; the interpreter lock is released meanwhile. The range must lie inside."""
+        np.copyto(np.frombuffer(out, dtype=np.uint8), self._bytes[offset : offset + len(out)])
+
+    def close(self) -> None:
+        del self._bytes
+        self._memory.close()
+
+
+def _is_sealed_arena(descriptor: int, status: os.stat_result) -> bool:
+    # Named arena, sealed against shrinking, and every page is there: a hole could still fail when memory is full.
+    if not stat.S_ISREG(status.st_mode) or status.st_blocks * 512 < status.st_size:
+        return False
+    if not Path(f"/proc/self/fd/{descriptor}").readlink().as_posix().startswith(f"/memfd:{_NAME}"):
+        return False
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False
