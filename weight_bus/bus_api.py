@@ -1,71 +1,55 @@
-"""HTTP bodies of the weight bus, and of the weight routes that every rollout server offers to it.
+"""HTTP bodies of the weight routes that every engine offers to the bus; the bus's own stand in `services.wire.weights_api`.
 
-Weight routes of a rollout server (called by the bus only):
+Weight routes of an engine (called by the bus only):
 
-| route                  | body                     | answer        |
-|------------------------|--------------------------|---------------|
-| `POST /weights/stage`  | encoded Manifest (bytes) | StageAnswer   |
-| `POST /weights/commit` | CommitCall               | CommitAnswer  |
-| `GET /weights/digest`  |                          | DigestAnswer  |
+| route                    | body                     | answer        |
+|--------------------------|--------------------------|---------------|
+| `POST /weights/stage`    | encoded Manifest (bytes) | StageAnswer   |
+| `POST /weights/commit`   | CommitCall               | CommitAnswer  |
+| `POST /weights/rollback` | RollbackCall             | CommitAnswer  |
+| `GET /weights/digest`    |                          | DigestAnswer  |
 """
 
 from __future__ import annotations
 
-from services.policies.commit import EngineState, UpdateState
 from services.wire.rollout_api import Body
+from services.wire.weights_api import (
+    EngineDigest,
+    EngineProgress,
+    EngineRegistered,
+    EnginesView,
+    EngineView,
+    RegisterEngine,
+    UpdateView,
+    VerifyView,
+)
 
-
-class RegisterEngine(Body):
-    """`POST /v1/engines`, repeated as the heartbeat that keeps the lease."""
-
-    engine_id: str
-    url: str
-    run_id: str
-    policy_version: int
-
-
-class EngineRegistered(Body):
-    lease_s: float
-    """Heartbeat well within this, or the bus forgets the engine."""
-    latest_version: int | None
-
-
-class EngineView(Body):
-    engine_id: str
-    url: str
-    policy_version: int
-    lease_left_s: float
-
-
-class EnginesView(Body):
-    engines: list[EngineView]
-
-
-class EngineProgress(Body):
-    engine_id: str
-    state: EngineState
-    bytes_read: int = 0
-    stage_ms: float = 0.0
-    flip_ms: float = 0.0
-    why: str | None = None
-    """For `failed`: what the engine said."""
-
-
-class UpdateView(Body):
-    """`GET /v1/updates/{version}` (`?wait_s=` holds the call until the update has settled)."""
-
-    version: int
-    state: UpdateState
-    root_digest: str
-    engines: list[EngineProgress]
-    publish_to_commit_ms: float | None = None
+__all__ = [
+    "CommitAnswer",
+    "CommitCall",
+    "DigestAnswer",
+    "EngineDigest",
+    "EngineProgress",
+    "EngineRegistered",
+    "EngineView",
+    "EnginesView",
+    "RegisterEngine",
+    "RollbackCall",
+    "StageAnswer",
+    "UpdateView",
+    "VerifyView",
+]
 
 
 class StageAnswer(Body):
+    """PREPARED. An engine of several ranks answers once all of them have staged the version."""
+
     version: int
     root_digest: str
     bytes_read: int
     seconds: float
+    rank_digests: list[str] | None = None
+    """The digest that each rank staged, where there are several; the bus checks that all are there and the same."""
 
 
 class CommitCall(Body):
@@ -78,27 +62,12 @@ class CommitAnswer(Body):
     requests_in_flight: int
 
 
+class RollbackCall(Body):
+    """`version`: the one to go back to, which must be the one served before."""
+
+    version: int
+
+
 class DigestAnswer(Body):
     version: int
     root_digest: str
-
-
-class EngineDigest(Body):
-    engine_id: str
-    version: int
-    """−1 for an engine that did not answer."""
-    root_digest: str
-    why: str | None = None
-    """What an engine that could not be asked said."""
-
-
-class VerifyView(Body):
-    """`POST /v1/verify`: digests of what is really served. `match`: every engine serves the latest published bytes.
-
-    Without a published version, or without an engine, there is nothing that could match.
-    """
-
-    version: int | None
-    root_digest: str | None
-    engines: list[EngineDigest]
-    match: bool

@@ -1,249 +1,397 @@
-"""Two-phase commit of weight updates, the barrier policy: nobody flips before everybody can.
+"""Two-phase commit of weight updates over a fleet: who is asked what, and when.
 
-An engine within one update:
+An engine within one update (the fleet policy draws the line in the middle: `fleet_policy`):
 
-    pending ──stage──► staging ──ok──► prepared ──(barrier)──commit──► committing ──ok──► committed
-                          └─────────────────────── failed ◄───────────────┘
-                                                     │ next heartbeat, while attempts last
-                                                     └──► pending
+    pending ──stage──► staging ──ok──► prepared ──(policy)──commit──► committing ──ok──► committed
+       │                  └──────────────────── failed ◄──────────────────┘
+       │                                          │ next heartbeat, while attempts last
+       │                                          └──► pending
+       └──rollback (it serves a withdrawn version)──► rolling_back ──ok──► committed
 
 An update:
 
-    staging ──every live engine prepared or failed──► prepared ──barrier answered──► committed
-       │  └──nobody could be prepared──► failed           │
-       └──newer version──► superseded                     └── a newer version waits for the barrier's answers
+    staging ──policy decides──► prepared ──the decided flips answered──► committed
+       │  └──held: nobody flips before `commit`──► held ──► …
+       ├──nobody could be prepared, the roll stopped, the quorum was missed──► failed ──an engine catches up──► committed
+       ├──newer version──► superseded
+       └──`cancel`, before flips are decided──► cancelled
 
-- The barrier is decided once: as soon as no live engine is pending or staging, and at least one is prepared. Those
-  prepared then flip. An engine that failed keeps its old version and holds up nobody.
-- Before that moment a newer version supersedes the update outright. After it the decided flips are finished first (they
-  are quick), so that engines do not part ways.
-- Who joins later, or comes back after failing, catches up with the latest version by itself.
+    committed or failed ──`rollback`──► rolled_back: engines that serve it go one version back, also those that come later
+
+- An engine that failed keeps its old version. Who joins later, or comes back, is brought to where the fleet is.
+- A newer version supersedes one whose flips are not decided. Decided flips are finished first (they are quick), so
+  that engines do not part ways.
+- An engine has one open question at a time; only a stage may overtake a stage, of an older version, which it ends.
 
 No clock here: whoever drives the machine turns time-outs into answers and lapsed leases into `leave`, so that every
-question is answered and every update settles.
+question is answered and every update settles (or is held, which only an operator may ask for).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections import Counter
+from collections.abc import Iterable
 
-EngineState = Literal["pending", "staging", "prepared", "committing", "committed", "failed"]
-UpdateState = Literal["staging", "prepared", "committed", "failed", "superseded"]
-Phase = Literal["stage", "commit"]
+from services.policies.commit_update import Ask, Member, Phase, Progress, Update
+from services.policies.fleet_policy import BARRIER, FLIPPING, ON_THE_WAY, FleetPolicy
+from services.wire.weight_states import EngineState, UpdateState
 
-_BUSY: tuple[EngineState, ...] = ("pending", "staging", "prepared", "committing")
-_SETTLED: tuple[UpdateState, ...] = ("committed", "failed", "superseded")
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What to ask an engine. Answer it through `CommitMachine.answer`; `serial` tells a late answer from the right one."""
-
-    engine_id: str
-    phase: Phase
-    version: int
-    serial: int
-
-
-@dataclass
-class Progress:
-    """How far one engine is with one update. `why`: what went wrong, for `failed`."""
-
-    state: EngineState
-    attempts: int = 0
-    why: str | None = None
-    serial: int = -1
-
-
-@dataclass
-class Update:
-    """One announced version. Changed by the machine alone; anybody may read it."""
-
-    version: int
-    state: UpdateState = "staging"
-    progress: dict[str, Progress] = field(default_factory=dict)
-
-    @property
-    def settled(self) -> bool:
-        return self.state in _SETTLED
-
-
-@dataclass
-class _Member:
-    policy_version: int
-    doubts: int = 0
+__all__ = ["Ask", "CommitMachine", "Progress", "Update"]
+_BUSY: tuple[EngineState, ...] = (*ON_THE_WAY, "prepared", *FLIPPING)
+_BEGUN: dict[Phase, EngineState] = {"stage": "staging", "commit": "committing", "rollback": "rolling_back"}
 
 
 class CommitMachine:
-    """The barrier policy's state. `attempts`: how often an engine is asked to stage the same version before it is left.
+    """The fleet's state. `attempts`: how often an engine is asked to stage the same version before it is left.
 
-    After any call, ask what `take_asks` returns.
+    After any call, ask what `take_asks` returns. Methods for operators raise ValueError for what cannot be done.
     """
 
-    def __init__(self, attempts: int = 3) -> None:
+    def __init__(self, attempts: int = 3, policy: FleetPolicy = BARRIER) -> None:
         if attempts < 1:
             raise ValueError(f"an engine needs at least one attempt, got {attempts}")
+        self.policy = policy
         self._attempts = attempts
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._current: Update | None = None
         self._queued: Update | None = None
-        self._barrier: frozenset[str] | None = None
+        self._standing: int | None = None
+        self._withdrawn: dict[int, Update] = {}
+        self._highest: int | None = None
+        self._open: dict[str, Ask] = {}
         self._serial = 0
 
     @property
     def latest(self) -> Update | None:
-        """The newest announced update, also while it waits for its predecessor's flips."""
+        """The update that engines are brought to, also while it waits for its predecessor's flips."""
         return self._queued or self._current
+
+    @property
+    def current(self) -> Update | None:
+        """The update that engines are asked about now."""
+        return self._current
+
+    @property
+    def goal(self) -> int | None:
+        """The version that every engine should serve: the latest, but for one that is held."""
+        if self._queued is not None and not self._queued.hold:
+            return self._queued.version
+        if self._current is None:
+            return None
+        return self._standing if self._current.hold else self._current.version
+
+    @property
+    def highest(self) -> int | None:
+        """The highest version ever announced: a new one must be above it."""
+        return self._highest
+
+    @property
+    def withdrawn(self) -> frozenset[int]:
+        """Versions that were cancelled or rolled back, and not asked for again."""
+        return frozenset(self._withdrawn)
 
     @property
     def members(self) -> dict[str, int]:
         """Live engines and the version that each serves, as far as is known."""
         return {engine_id: member.policy_version for engine_id, member in self._members.items()}
 
-    def announce(self, version: int) -> Update:
-        """Take up a new version. Raises ValueError unless it is newer than the latest."""
-        latest = self.latest
-        if latest is not None and version <= latest.version:
-            raise ValueError(f"version {version} is not newer than {latest.version}")
-        update = Update(version)
-        if self._current is not None and self._barrier is not None and not self._current.settled:
-            if self._queued is not None:
-                self._queued.state = "superseded"
-            self._queued = update
-        else:
-            if self._current is not None and not self._current.settled:
-                self._current.state = "superseded"
-            self._begin(update)
-        return update
+    def announce(self, version: int, *, hold: bool = False) -> Update:
+        """Take up a new version. Raises ValueError unless it is newer than every one before."""
+        if self._highest is not None and version <= self._highest:
+            raise ValueError(f"version {version} is not newer than {self._highest}")
+        self._highest = version
+        return self._take_up(Update(version, hold=hold))
 
     def offer_again(self) -> None:
         """The latest version can be had from new sources: engines that failed get all their attempts again."""
         if self._current is not None and self._queued is None:
-            for engine_id in self._members:
-                progress = self._current.progress[engine_id]
-                if progress.state == "failed":
-                    self._current.progress[engine_id] = Progress("pending")
+            self._current.stopped.clear()
+            for engine_id in self._in_state(self._current, "failed"):
+                self._set(self._current, engine_id, Progress("pending"))
+
+    def release(self, version: int) -> Update:
+        """An operator's commit: flip a held version, go on with a stopped roll, offer a withdrawn version again."""
+        latest = self.latest
+        if latest is not None and latest.version == version:
+            latest.hold = False
+            self.offer_again()
+            self._settle()
+            return latest
+        if version in self._withdrawn and version == self._highest:
+            if latest is not None and not latest.settled:
+                raise ValueError(f"version {latest.version} is {latest.state}: wait for it, or cancel it")
+            del self._withdrawn[version]
+            return self._take_up(Update(version))
+        raise ValueError(f"version {version} is past: the newest is {self._highest}")
+
+    def cancel(self, version: int) -> None:
+        """Give up a version of which no flip is decided. Engines that a roll took there already go back."""
+        queued, current = self._queued, self._current
+        if queued is not None and queued.version == version:
+            self._queued = None
+            queued.state = "cancelled"
+            self._withdrawn[version] = queued
+            return
+        if current is None or current.version != version or current.restores:
+            raise ValueError(f"version {version} is not under way")
+        if queued is not None or self._finishing(current):
+            raise ValueError(f"flips to version {version} are decided and under way: roll it back afterwards")
+        if current.settled:
+            raise ValueError(f"version {version} is {current.state}: it can only be rolled back")
+        self._withdraw(current, "cancelled", self._standing)
+
+    def rollback(self, target: int | None = None) -> Update:
+        """Withdraw the latest version and bring engines back to `target` (None: the version before it)."""
+        current = self._current
+        if current is None:
+            raise ValueError("no version was announced yet: nothing can be rolled back")
+        if self._queued is not None or not current.settled:
+            busy = self._queued or current
+            raise ValueError(f"version {busy.version} is {busy.state}: wait for it, or cancel it")
+        if current.restores:
+            raise ValueError(f"the fleet was brought back to version {current.version} already: one step is kept")
+        target = self._before(current) if target is None else target
+        if target is None:
+            raise ValueError(f"no version before {current.version} is known: say which one to go back to")
+        if target >= current.version:
+            raise ValueError(f"version {target} is not older than {current.version}")
+        return self._withdraw(current, "rolled_back", target)
 
     def join(self, engine_id: str, policy_version: int, *, restarted: bool = False) -> None:
         """An engine registered, or said again that it lives and serves `policy_version`.
 
-        `restarted`: it is known to be another process than before. Without that, a version older than the one it
-        committed may have been sent before the commit; a second such message cannot, and means the same.
+        `restarted`: it is known to be another process than before. Without that, a version that contradicts its last
+        flip may have been sent before the flip; a second such message cannot, and means a restart too.
         """
         member = self._members.get(engine_id)
         if member is None or restarted:
-            self._members[engine_id] = _Member(policy_version)
-            self._admit(engine_id)
+            self._open.pop(engine_id, None)
+            self._admit(engine_id, policy_version)
             return
-        if policy_version >= member.policy_version:
-            member.policy_version, member.doubts = policy_version, 0
+        ahead = policy_version > member.policy_version and policy_version not in self._withdrawn
+        if policy_version == member.policy_version:
+            member.doubts = 0
+        elif ahead:
+            # Its answer to the commit was lost or is still on its way, the flip was not.
+            member.policy_version, member.previous, member.doubts = policy_version, member.policy_version, 0
         else:
             member.doubts += 1
             if member.doubts >= 2:
-                self._members[engine_id] = _Member(policy_version)
-                self._admit(engine_id)
+                self._admit(engine_id, policy_version)
                 return
         self._try_again(engine_id)
 
     def leave(self, engine_id: str, why: str) -> None:
         """An engine said goodbye, or its lease lapsed. Updates stop waiting for it."""
-        if self._members.pop(engine_id, None) is None or self._current is None:
+        if self._members.pop(engine_id, None) is None:
             return
-        progress = self._current.progress[engine_id]
+        self._open.pop(engine_id, None)
+        current = self._current
+        if current is None:
+            return
+        progress = current.progress[engine_id]
+        if progress.state == "committing":
+            self._stop_roll(current, engine_id, why)
         if progress.state != "committed":
-            self._current.progress[engine_id] = Progress("failed", why=why)
-        if self._barrier is not None:
-            self._barrier -= {engine_id}
+            self._set(current, engine_id, Progress("failed", why=why))
+        elif current.decided is not None:
+            current.decided.discard(engine_id)
         self._settle()
 
     def answer(self, ask: Ask, failure: str | None = None) -> bool:
         """The answer to an ask; `failure` says what went wrong. Returns False for one that no longer matters."""
-        current = self._current
-        if current is None or current.version != ask.version or ask.engine_id not in self._members:
+        if self._open.get(ask.engine_id) == ask:
+            del self._open[ask.engine_id]
+        member, current = self._members.get(ask.engine_id), self._current
+        if member is None or current is None or current.version != ask.version:
             return False
         progress = current.progress[ask.engine_id]
-        if progress.serial != ask.serial or progress.state not in ("staging", "committing"):
+        if progress.serial != ask.serial or progress.state != _BEGUN[ask.phase]:
             return False
         if failure is not None:
             progress.state, progress.why = "failed", failure
+            self._stop_roll(current, ask.engine_id, failure)
         elif ask.phase == "stage":
-            progress.state = "prepared"
+            progress.state, progress.why = "prepared", None
+            current.stopped.pop(ask.engine_id, None)
         else:
-            progress.state = "committed"
-            self._members[ask.engine_id] = _Member(ask.version)
+            progress.state, progress.why = "committed", None
+            self._flipped(ask, member)
         self._settle()
         return True
 
     def take_asks(self) -> list[Ask]:
         """What to ask whom now. Each ask is handed out once."""
         asks: list[Ask] = []
-        while self._current is not None:
-            current = self._current
-            asks += [self._ask(current, engine_id, "stage") for engine_id in self._in_state(current, "pending")]
-            self._decide(current)
-            if self._barrier is not None:
-                asks += [self._ask(current, engine_id, "commit") for engine_id in self._in_state(current, "prepared")]
+        while (current := self._current) is not None:
+            if self._queued is None:
+                for engine_id in self._in_state(current, "pending"):
+                    asks += self._ask(current, engine_id, self._first_phase(current, engine_id))
+            for engine_id in self._flips(current):
+                asks += self._ask(current, engine_id, "commit")
             self._settle()
             if self._current is current:
                 break
         return asks
 
+    def _take_up(self, update: Update) -> Update:
+        current = self._current
+        if self._queued is not None:
+            self._queued.state = "superseded"
+        if current is not None and self._finishing(current):
+            self._queued = update
+            return update
+        self._queued = None
+        if current is not None and not current.settled:
+            current.state = "superseded"
+        self._begin(update)
+        return update
+
     def _begin(self, update: Update) -> None:
-        self._current, self._barrier = update, None
-        for engine_id, member in self._members.items():
-            update.progress[engine_id] = _first_step(member, update)
+        if self._current is not None and self._current.state == "committed":
+            self._standing = self._current.version
+        self._current = update
+        for engine_id in self._members:
+            update.progress[engine_id] = self._first_step(engine_id, update)
         self._settle()
 
-    def _admit(self, engine_id: str) -> None:
-        if self._current is not None:
-            self._current.progress[engine_id] = _first_step(self._members[engine_id], self._current)
+    def _withdraw(self, update: Update, state: UpdateState, target: int | None) -> Update:
+        """End `update` for good and bring the fleet to `target`; without one, to nowhere: what is served stays."""
+        update.state = state
+        self._withdrawn[update.version] = update
+        target = self._before(update) if target is None else target
+        self._current = self._standing = None
+        if target is None:
+            return update
+        restoring = Update(target, restores=True, decided=set())
+        self._begin(restoring)
+        return restoring
+
+    def _before(self, update: Update) -> int | None:
+        """The version before `update`, from what was committed, else from what its engines served before."""
+        if self._standing is not None:
+            return self._standing
+        members = [member for member in self._members.values() if member.policy_version == update.version]
+        known = Counter(member.previous for member in members if member.previous is not None)
+        return known.most_common(1)[0][0] if known else None
+
+    def _admit(self, engine_id: str, policy_version: int) -> None:
+        self._members[engine_id] = Member(policy_version)
+        current = self._current
+        if current is not None:
+            self._set(current, engine_id, self._first_step(engine_id, current))
             self._settle()
 
     def _try_again(self, engine_id: str) -> None:
-        if self._current is None or (progress := self._current.progress[engine_id]).state != "failed":
+        current = self._current
+        if current is None or (progress := current.progress[engine_id]).state != "failed":
             return
-        if self._members[engine_id].policy_version == self._current.version:
-            # Its answer to the commit was lost, the flip was not.
-            self._current.progress[engine_id] = Progress("committed")
+        if self._members[engine_id].policy_version == current.version:
+            self._set(current, engine_id, Progress("committed"))
+            current.stopped.pop(engine_id, None)
             self._settle()
         elif progress.attempts < self._attempts:
-            self._current.progress[engine_id] = Progress("pending", attempts=progress.attempts, why=progress.why)
+            self._set(current, engine_id, Progress("pending", attempts=progress.attempts, why=progress.why))
 
-    def _ask(self, update: Update, engine_id: str, phase: Phase) -> Ask:
+    def _set(self, update: Update, engine_id: str, progress: Progress) -> None:
+        """Give an engine another place: it is no longer one of those whose flip was decided together."""
+        update.progress[engine_id] = progress
+        if update.decided is not None:
+            update.decided.discard(engine_id)
+
+    def _first_step(self, engine_id: str, update: Update) -> Progress:
+        return Progress("committed" if self._members[engine_id].policy_version == update.version else "pending")
+
+    def _first_phase(self, update: Update, engine_id: str) -> Phase:
+        served = self._members[engine_id].policy_version
+        return "rollback" if served in self._withdrawn and served > update.version else "stage"
+
+    def _ask(self, update: Update, engine_id: str, phase: Phase) -> list[Ask]:
+        """The ask, once the engine has answered what it was asked before."""
+        busy = self._open.get(engine_id)
+        if busy is not None and not (phase == busy.phase == "stage" and busy.version < update.version):
+            return []
         progress = update.progress[engine_id]
         self._serial += 1
-        progress.serial = self._serial
-        progress.state = "staging" if phase == "stage" else "committing"
-        progress.attempts += phase == "stage"
-        return Ask(engine_id, phase, update.version, self._serial)
+        progress.serial, progress.state = self._serial, _BEGUN[phase]
+        progress.attempts += phase != "commit"
+        ask = self._open[engine_id] = Ask(engine_id, phase, update.version, self._serial)
+        return [ask]
+
+    def _flips(self, current: Update) -> list[str]:
+        prepared = self._in_state(current, "prepared")
+        if current.hold or not prepared:
+            return []
+        if current.decided is None and self.policy.name == "rolling":
+            if self._queued is not None:
+                return []
+            flipping = len(self._in_state(current, *FLIPPING))
+            return list(self.policy.next_in_roll(prepared, flipping, bool(current.stopped)))
+        if current.decided is None and self.policy.decides(self._states(current)):
+            current.decided = set(prepared)
+        return [] if current.decided is None else prepared
+
+    def _flipped(self, ask: Ask, member: Member) -> None:
+        left = self._withdrawn.get(member.policy_version)
+        if ask.phase == "rollback" and left is not None:
+            left.progress[ask.engine_id] = Progress("rolled_back")
+        # A heartbeat may have told of the flip before its answer did.
+        previous = member.previous if member.policy_version == ask.version else member.policy_version
+        self._members[ask.engine_id] = Member(ask.version, None if ask.phase == "rollback" else previous)
+
+    def _stop_roll(self, update: Update, engine_id: str, why: str) -> None:
+        if self.policy.name == "rolling" and update.decided is None and update.state != "committed":
+            update.stopped[engine_id] = f"the roll stopped at {engine_id}: {why}"
 
     def _in_state(self, update: Update, *states: EngineState) -> list[str]:
         return [engine_id for engine_id in self._members if update.progress[engine_id].state in states]
 
-    def _decide(self, current: Update) -> None:
-        if self._barrier is not None or self._in_state(current, "pending", "staging"):
-            return
-        if prepared := self._in_state(current, "prepared"):
-            self._barrier = frozenset(prepared)
-            if not current.settled:
-                current.state = "prepared"
+    def _states(self, update: Update) -> list[EngineState]:
+        return [update.progress[engine_id].state for engine_id in self._members]
+
+    def _finishing(self, update: Update) -> bool:
+        """Whether flips are under way, or decided and still to be made."""
+        decided = () if update.decided is None else update.decided & set(self._in_state(update, "prepared"))
+        return bool(decided) or bool(self._in_state(update, *FLIPPING))
+
+    def _waits_for(self, update: Update) -> Iterable[str]:
+        """The engines that the update cannot settle without."""
+        if update.restores:
+            return self._in_state(update, *_BUSY)
+        if update.decided is not None:
+            return update.decided & set(self._in_state(update, *_BUSY))
+        may_flip = not update.hold and not update.stopped and self._missed(update) is None
+        return self._in_state(update, *(_BUSY if may_flip else (*ON_THE_WAY, *FLIPPING)))
+
+    def _missed(self, update: Update) -> str | None:
+        return None if update.decided is not None or update.hold else self.policy.missed(self._states(update))
 
     def _settle(self) -> None:
         current = self._current
-        if current is None or current.state == "superseded":
+        if current is None:
             return
-        held_up = self._members.keys() if self._barrier is None else self._barrier
-        if not current.settled and held_up & set(self._in_state(current, *_BUSY)):
-            return
-        serving = any(progress.state == "committed" for progress in current.progress.values())
-        # Settled stays settled, but a failed update becomes a committed one when an engine catches up with it.
-        if not current.settled or serving:
-            current.state = "committed" if serving else "failed"
-        if self._queued is not None:
+        self._judge(current)
+        if self._queued is not None and not self._finishing(current):
+            if not current.settled:
+                current.state = "superseded"
             queued, self._queued = self._queued, None
             self._begin(queued)
 
-
-def _first_step(member: _Member, update: Update) -> Progress:
-    return Progress("committed" if member.policy_version == update.version else "pending")
+    def _judge(self, update: Update) -> None:
+        if update.state == "committed":
+            return
+        if self._waits_for(update):
+            # A failed update stays failed until an engine has caught up with it.
+            if not update.settled:
+                update.state = "staging" if update.decided is None else "prepared"
+            return
+        stuck = next(iter(update.stopped.values()), None) or self._missed(update)
+        serving = any(progress.state == "committed" for progress in update.progress.values())
+        if update.hold and self._in_state(update, "prepared"):
+            update.state, update.why = "held", None
+        elif stuck is not None:
+            update.state, update.why = "failed", stuck
+        elif serving:
+            update.state, update.why = "committed", None
+        else:
+            update.state = "failed"

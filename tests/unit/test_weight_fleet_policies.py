@@ -1,0 +1,201 @@
+"""Rolling, quorum, held, cancelled and rolled back updates, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.policies.commit import Ask, CommitMachine
+from services.policies.fleet_policy import FleetPolicy
+
+
+def fleet(policy: FleetPolicy, *names: str, version: int = 0) -> CommitMachine:
+    machine = CommitMachine(policy=policy)
+    for name in names:
+        machine.join(name, version)
+    return machine
+
+
+def answer(machine: CommitMachine, asks: list[Ask], **failures: str) -> list[Ask]:
+    """Answer them all; what is asked next."""
+    for ask in asks:
+        machine.answer(ask, failures.get(ask.engine_id))
+    return machine.take_asks()
+
+
+def asked(asks: list[Ask]) -> list[tuple[str, str, int]]:
+    return [(ask.engine_id, ask.phase, ask.version) for ask in asks]
+
+
+def finish(machine: CommitMachine, **failures: str) -> None:
+    asks = machine.take_asks()
+    while asks:
+        asks = answer(machine, asks, **failures)
+
+
+def test_a_roll_flips_one_after_the_other() -> None:
+    machine = fleet(FleetPolicy("rolling"), "a", "b", "c")
+    update = machine.announce(1)
+    flips = answer(machine, machine.take_asks())
+    order = []
+    while flips:
+        assert len(flips) == 1
+        order += asked(flips)
+        flips = answer(machine, flips)
+    assert order == [("a", "commit", 1), ("b", "commit", 1), ("c", "commit", 1)]
+    assert update.state == "committed"
+
+
+def test_a_failure_stops_the_roll_and_an_operator_lets_it_go_on() -> None:
+    machine = fleet(FleetPolicy("rolling"), "a", "b", "c")
+    update = machine.announce(1)
+    flips = answer(machine, machine.take_asks())
+    flips = answer(machine, flips)
+    assert asked(flips) == [("b", "commit", 1)]
+    assert answer(machine, flips, b="out of memory") == []
+    assert (update.state, update.why) == ("failed", "the roll stopped at b: out of memory")
+    assert machine.members == {"a": 1, "b": 0, "c": 0}
+    machine.release(1)
+    finish(machine)
+    assert (update.state, update.why, set(machine.members.values())) == ("committed", None, {1})
+
+
+def test_an_engine_that_dies_while_it_flips_stops_the_roll() -> None:
+    machine = fleet(FleetPolicy("rolling"), "a", "b")
+    update = machine.announce(1)
+    assert len(answer(machine, machine.take_asks())) == 1
+    machine.leave("a", "no heartbeat")
+    assert machine.take_asks() == []
+    assert (update.state, update.why) == ("failed", "the roll stopped at a: no heartbeat")
+    assert machine.members == {"b": 0}
+
+
+def test_a_quorum_flips_and_the_others_follow() -> None:
+    machine = fleet(FleetPolicy("quorum", quorum=0.5), "a", "b", "c", "d")
+    update = machine.announce(1)
+    stages = machine.take_asks()
+    assert answer(machine, stages[:1]) == []
+    flips = answer(machine, stages[1:2])
+    assert asked(flips) == [("a", "commit", 1), ("b", "commit", 1)]
+    answer(machine, flips)
+    assert update.state == "committed"
+    assert asked(answer(machine, stages[2:3])) == [("c", "commit", 1)]
+
+
+def test_without_the_quorum_nobody_flips() -> None:
+    machine = fleet(FleetPolicy("quorum", quorum=1.0), "a", "b")
+    update = machine.announce(1)
+    assert answer(machine, machine.take_asks(), b="bad hash") == []
+    assert (update.state, update.why) == ("failed", "the quorum is missed: 1 of 2 engines, 2 needed")
+    machine.join("b", 0)
+    finish(machine)
+    assert (update.state, machine.members) == ("committed", {"a": 1, "b": 1})
+
+
+@pytest.mark.parametrize(
+    ("share", "live", "needed"), [(0.5, 4, 2), (0.5, 5, 3), (1 / 3, 3, 1), (0.1, 2, 1), (1.0, 7, 7)]
+)
+def test_the_quorum_of_a_fleet(share: float, live: int, needed: int) -> None:
+    assert FleetPolicy("quorum", quorum=share).needed(live) == needed
+
+
+@pytest.mark.parametrize("name", ["barrier", "rolling", "quorum"])
+def test_a_held_update_waits_for_the_operator(name: str) -> None:
+    machine = fleet(FleetPolicy(name), "a", "b")  # type: ignore[arg-type]
+    finish(machine)
+    update = machine.announce(1, hold=True)
+    assert answer(machine, machine.take_asks()) == []
+    assert (update.state, machine.members, machine.goal) == ("held", {"a": 0, "b": 0}, None)
+    machine.release(1)
+    finish(machine)
+    assert (update.state, machine.members, machine.goal) == ("committed", {"a": 1, "b": 1}, 1)
+
+
+def test_a_cancelled_version_is_not_offered_again_unless_asked() -> None:
+    machine = fleet(FleetPolicy(), "a")
+    machine.announce(1)
+    finish(machine)
+    held = machine.announce(2, hold=True)
+    finish(machine)
+    machine.cancel(2)
+    machine.join("late", 0)
+    finish(machine)
+    assert (held.state, machine.members, machine.withdrawn) == ("cancelled", {"a": 1, "late": 1}, frozenset({2}))
+    again = machine.release(2)
+    finish(machine)
+    assert (again.state, machine.members, machine.withdrawn) == ("committed", {"a": 2, "late": 2}, frozenset())
+
+
+def test_cancelling_a_stopped_roll_is_a_rollback() -> None:
+    machine = fleet(FleetPolicy("rolling"), "a", "b", version=4)
+    update = machine.announce(5)
+    flips = answer(machine, machine.take_asks())
+    answer(machine, answer(machine, flips), b="broken")
+    with pytest.raises(ValueError, match="only be rolled back"):
+        machine.cancel(5)
+    back = machine.rollback()
+    assert asked(machine.take_asks()) == [("a", "rollback", 4)]
+    assert (back.version, update.state) == (4, "rolled_back")
+
+
+def test_decided_flips_cannot_be_cancelled() -> None:
+    machine = fleet(FleetPolicy(), "a")
+    machine.announce(1)
+    flips = answer(machine, machine.take_asks())
+    with pytest.raises(ValueError, match="under way"):
+        machine.cancel(1)
+    answer(machine, flips)
+    with pytest.raises(ValueError, match="only be rolled back"):
+        machine.cancel(1)
+
+
+def test_one_step_back_is_kept_and_a_newer_version_follows() -> None:
+    machine = fleet(FleetPolicy(), "a")
+    for version in (1, 2):
+        machine.announce(version)
+        finish(machine)
+    back = machine.rollback()
+    finish(machine)
+    assert (back.version, back.state, machine.members) == (1, "committed", {"a": 1})
+    with pytest.raises(ValueError, match="one step is kept"):
+        machine.rollback()
+    with pytest.raises(ValueError, match="not newer than 2"):
+        machine.announce(2)
+    machine.announce(3)
+    finish(machine)
+    assert machine.members == {"a": 3}
+
+
+def test_a_heartbeat_from_before_the_rollback_changes_nothing() -> None:
+    machine = fleet(FleetPolicy(), "a")
+    for version in (1, 2):
+        machine.announce(version)
+        finish(machine)
+    machine.rollback()
+    finish(machine)
+    machine.join("a", 2)
+    assert machine.take_asks() == []
+    machine.join("a", 2)
+    assert asked(machine.take_asks()) == [("a", "rollback", 1)]
+
+
+def test_an_engine_that_cannot_go_back_says_why() -> None:
+    machine = fleet(FleetPolicy(), "a", "b")
+    for version in (1, 2):
+        machine.announce(version)
+        finish(machine)
+    back = machine.rollback()
+    finish(machine, b="version 1 is gone")
+    assert (back.progress["b"].state, back.progress["b"].why) == ("failed", "version 1 is gone")
+    assert machine.members == {"a": 1, "b": 2}
+
+
+def test_nothing_to_roll_back_to_is_said() -> None:
+    machine = fleet(FleetPolicy(), "a")
+    with pytest.raises(ValueError, match="no version was announced"):
+        machine.rollback()
+    machine.join("b", 1)
+    machine.announce(1)
+    finish(machine, a="no")
+    with pytest.raises(ValueError, match="say which one"):
+        machine.rollback()
+    assert machine.rollback(0).version == 0
