@@ -1,42 +1,43 @@
 """The receiver: the engine's side of the bus. It fills shadow memory while the engine decodes, then flips.
 
-    idle ──stage(v)──► staging ──every hash good──► staged(v) ──commit(v)──► idle, serving v
-      ▲                   │                            │
+    idle ──stage(v)──► staging ──every hash good──► staged(v) ──commit(v)──► idle, serving v ──rollback──► idle, serving
+      ▲                   │                            │                                                   the one before
       └──── StageError ───┴──── stage(newer) starts over
 
 Whatever goes wrong before the flip, the old version goes on being served, untouched. Every stage rewrites all of the
-shadow: nothing of an abandoned one can survive into a version.
+shadow: nothing of an abandoned one can survive into a version. After a commit the shadow is the version before, whole,
+until the next stage begins to write: so long one step back takes no more than a flip.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
 import torch
 
-from services.wire.errors import ConflictError
-from weight_bus.arena import Arena, private_arena
-from weight_bus.errors import StageError, TransportError
-from weight_bus.layout import (
-    hash_bytes,
-    plan_mixed_layout,
-    root_digest,
-)
-from weight_bus.manifest import Bucket, Layout, Manifest, Source, check_manifest
-from weight_bus.scatter import BucketPlan, Gather, Scatter, default_plan
+from services.wire.errors import RollmeshError
+from weight_bus.delta_stage import DeltaStage
+from weight_bus.errors import StageError
+from weight_bus.fitting import check_fits, digest_of
+from weight_bus.held import Held, Whole
+from weight_bus.layout import root_digest
+from weight_bus.manifest import Manifest, check_manifest
+from weight_bus.scatter import BucketPlan, Memory, default_plan
+from weight_bus.signing import check_signature
+from weight_bus.staging import DenseStage, Progress, Scratch
 from weight_bus.transports.base import Reader
-from weight_bus.views import dtype_name, flat_bytes
+
+_log = structlog.get_logger()
 
 
 class WeightTarget(Protocol):
     """An engine's weights, by Hugging Face names: what is served, and as much memory again that is not.
 
-    Both mappings have the same names, shapes and dtypes. Tensors may be views into fused ones. After `flip` the two have
-    changed places (or the shadow was copied over; then live stays where it was).
+    Both mappings have the same names, shapes and dtypes. Tensors may be views into fused ones.
     """
 
     def live(self) -> Mapping[str, torch.Tensor]: ...
@@ -44,13 +45,13 @@ class WeightTarget(Protocol):
     def shadow(self) -> Mapping[str, torch.Tensor]: ...
 
     def flip(self) -> None:
-        """Serve the shadow. Called between two decode steps, on the thread that decodes."""
+        """Serve the shadow; what was served is then the shadow. Called between two steps, on the thread that decodes."""
         ...
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A version that lies whole and verified in shadow memory."""
+    """A version that lies whole and verified in shadow memory. `bytes_read`: what travelled for it."""
 
     version: int
     root_digest: str
@@ -61,100 +62,141 @@ class Staged:
 class Receiver:
     """Stages, flips and proves an engine's weights.
 
-    `stage` blocks and belongs on a background thread; `commit` belongs on the decode thread; `digest` may be called on
-    any other. `version` is what the engine serves to begin with.
+    `stage` blocks and belongs on a background thread; `commit` and `rollback` belong on the decode thread; `digest` may be
+    called on any other. `version` is what the engine serves to begin with; `key` the run's weight key, with which every
+    manifest must be signed (None: any is taken).
     """
 
-    def __init__(self, target: WeightTarget, run_id: str, readers: Sequence[Reader], version: int = 0) -> None:
-        self._target = target
+    def __init__(
+        self, target: WeightTarget, run_id: str, readers: Sequence[Reader], version: int = 0, key: str | None = None
+    ) -> None:
+        self.target = target
         self._run_id = run_id
         self._readers = list(readers)
-        self._version = version
+        self._key = key
         self._state = threading.Lock()
         """Held for moments: guards the fields below, and the flip."""
         self._memory = threading.Lock()
         """Held while shadow memory is written or live memory is hashed."""
+        self._held = Held(Whole(version, None))
         self._wanted = version
         self._staged: Staged | None = None
-        self._staged_plan: BucketPlan | None = None
         self._plan: BucketPlan | None = None
-        self._scratch: Arena | None = None
+        self._plans: dict[int, BucketPlan] = {}
+        """By version, of those that are held."""
+        self._progress: Progress | None = None
+        self._scratch = Scratch()
 
     @property
     def version(self) -> int:
         """The version that is served."""
-        return self._version
+        return self._held.served.version
 
     @property
     def staged_version(self) -> int | None:
         """The version that a commit would flip to."""
-        staged = self._staged
+        staged = self._held.staged
         return None if staged is None else staged.version
 
-    def stage(self, manifest: Manifest) -> Staged:
-        """Pull every bucket, verify it and write it into the shadow.
+    @property
+    def kept_version(self) -> int | None:
+        """The version that a rollback would flip to."""
+        kept = self._held.kept
+        return None if kept is None else kept.version
 
-        A newer version supersedes an uncommitted one, also one whose staging is still under way. The version that is
-        already staged, asked for again with the same bytes, is answered from memory. Raises StageError, with the old
-        version untouched, for another run, a version that is not newer, a wrong base, another layout, a bucket whose
-        hash is wrong, or a source that cannot be read.
+    @property
+    def progress(self) -> Progress | None:
+        """Of the stage under way, else of the last one."""
+        return self._progress
+
+    def stage(self, manifest: Manifest) -> Staged:
+        """Bring the version into the shadow, by the delta it offers or from its dense bytes, and verify every bucket.
+
+        A newer version supersedes an uncommitted one, also one whose staging is still under way. What lies whole in the
+        shadow (staged already, or withdrawn by a rollback) needs no reading. Raises StageError, with the old version
+        untouched, for another run, a missing signature, a version that is not newer, another layout, a bucket whose hash
+        is wrong, or sources that cannot be read. The version kept for a rollback is given up when the first byte is read.
         """
-        started = time.monotonic()
         self._admit(manifest)
         with self._memory:
+            progress = Progress(manifest.version, manifest.total_bytes)
             with self._state:
-                staged = self._staged
-                if staged is not None and staged.version == manifest.version:
-                    if staged.root_digest == manifest.root_digest:
-                        return staged
-                    raise StageError(f"version {manifest.version} is staged with other bytes")
+                known = self._known(manifest)
+                if known is not None:
+                    return known
                 self._check_current(manifest)
-                self._staged = self._staged_plan = None
-            plan = self._pull(manifest)
-            staged = Staged(
-                version=manifest.version,
-                root_digest=manifest.root_digest,
-                bytes_read=manifest.layout.total_bytes,
-                seconds=time.monotonic() - started,
-            )
+            plan = self._plan_of(manifest)
+            self._progress = progress
+            read = self._write(manifest, plan, progress)
+            staged = Staged(manifest.version, manifest.root_digest, read, progress.seconds)
             with self._state:
                 self._check_current(manifest)
-                self._staged, self._staged_plan = staged, plan
+                self._held = self._held.with_staged(Whole(manifest.version, manifest.root_digest))
+                self._staged, self._plan = staged, plan
+                self._remember(manifest.version, plan)
         return staged
 
     def commit(self, version: int) -> None:
-        """Flip to the staged `version`. Raises ConflictError unless exactly it is staged."""
+        """Flip to the staged `version`; nothing to do where it is served already. Raises ConflictError if neither."""
         with self._state:
-            if self._staged is None or self._staged.version != version:
-                found = "nothing" if self._staged is None else f"version {self._staged.version}"
-                raise ConflictError(f"version {version} cannot be committed: {found} is staged, {self._version} served")
-            self._target.flip()
-            self._version = version
-            self._plan, self._staged, self._staged_plan = self._staged_plan, None, None
+            if version != self.version:
+                self._serve(self._held.committed(version))
+
+    def rollback(self, version: int) -> None:
+        """Flip back to `version`, which was served before; nothing to do where it is served already.
+
+        Raises ConflictError where it is not kept: only one step back, and only until the next stage has begun to write.
+        """
+        with self._state:
+            if version != self.version:
+                self._serve(self._held.rolled_back(version))
+                self._wanted = version
+
+    def undo(self, version: int) -> None:
+        """Take the flip that served `version` back, where that was the last thing to happen: another rank refused it."""
+        with self._state:
+            if version == self.version:
+                self._serve(self._held.undone())
 
     def digest(self) -> str:
-        """Root digest of the bytes that are really served, in the layout and buckets of the last manifest committed.
+        """Root digest of the bytes that are really served, in the layout and buckets of their manifest.
 
-        Before the first commit: in the layout of the live weights as the target names them. Blocks while a stage runs.
+        Without one: in the layout of the live weights as the target names them. Blocks while a stage runs.
         """
         with self._memory:
             while True:
                 with self._state:
-                    version, plan, live = self._version, self._plan, self._target.live()
-                found = self._hash_live(plan or default_plan(live), live)
-                # A flip meanwhile may have written over what was hashed; no stage can run, so there is at most one.
-                if version == self._version:
+                    served, live = self._held.served, self.target.live()
+                found = digest_of(self._plans.get(served.version) or default_plan(live), live)
+                # A flip meanwhile may have changed what was hashed; no stage can run, so there are few.
+                if served == self._held.served:
                     return found
 
     def close(self) -> None:
         for reader in self._readers:
             reader.close()
-        if self._scratch is not None:
-            self._scratch.close()
-            self._scratch = None
+        self._scratch.close()
+
+    def _serve(self, held: Held) -> None:
+        if held.served != self._held.served:
+            self.target.flip()
+        self._held, self._staged = held, None
+
+    def _known(self, manifest: Manifest) -> Staged | None:
+        """The answer for a version that lies in the shadow already. Raises StageError where that has other bytes."""
+        staged = self._held.staged
+        if staged is not None and staged.version == manifest.version and staged.root_digest != manifest.root_digest:
+            raise StageError(f"version {manifest.version} is staged with other bytes")
+        if not self._held.has(manifest.version, manifest.root_digest):
+            return None
+        if self._staged is None:
+            self._held = self._held.with_staged(Whole(manifest.version, manifest.root_digest))
+            self._staged = Staged(manifest.version, manifest.root_digest, 0, 0.0)
+        return self._staged
 
     def _admit(self, manifest: Manifest) -> None:
         check_manifest(manifest)
+        check_signature(manifest, self._key)
         if manifest.run_id != self._run_id:
             raise StageError(f"a manifest of run {manifest.run_id!r} came to an engine of run {self._run_id!r}")
         if root_digest(bucket.hash for bucket in manifest.buckets) != manifest.root_digest:
@@ -164,84 +206,78 @@ class Receiver:
             self._wanted = manifest.version
 
     def _check_current(self, manifest: Manifest) -> None:
-        if manifest.version <= self._version:
-            raise StageError(f"version {manifest.version} is not newer than {self._version}, which is served")
-        if manifest.version < self._wanted:
-            raise StageError(f"version {manifest.version} is superseded by {self._wanted}")
-        if manifest.base_version is not None and manifest.base_version != self._version:
-            raise StageError(
-                f"version {manifest.version} builds on {manifest.base_version}, this engine serves {self._version}"
-            )
+        if manifest.version <= self.version:
+            raise StageError(f"version {manifest.version} is not newer than {self.version}, which is served")
+        self._check_wanted(manifest.version)
 
-    def _pull(self, manifest: Manifest) -> BucketPlan:
-        shadow = self._target.shadow()
-        plan = self._plan
-        if plan is None or not plan.fits(manifest):
-            _check_layout(manifest.layout, shadow)
-            plan = BucketPlan.of(manifest.layout, [(bucket.offset, bucket.length) for bucket in manifest.buckets])
-        reader, source = self._choose(manifest)
-        scatter = Scatter(plan.layout, shadow)
-        for index, bucket in enumerate(manifest.buckets):
-            if self._wanted != manifest.version:
-                raise StageError(f"version {manifest.version} is superseded by {self._wanted}")
-            out = self._scratch_for(plan).view[: bucket.length]
-            self._read(reader, source, bucket, out, f"version {manifest.version}, bucket {index}")
-            scatter.write(plan.pieces[index], flat_bytes(out))
-        scatter.finish()
-        return plan
+    def _check_wanted(self, version: int) -> None:
+        if version < self._wanted:
+            raise StageError(f"version {version} is superseded by {self._wanted}")
 
-    def _choose(self, manifest: Manifest) -> tuple[Reader, Source]:
-        for reader in self._readers:
-            for source in manifest.owners[0].sources:
-                if reader.can_read(source):
-                    return reader, source
-        offered = ", ".join(type(source).__name__ for source in manifest.owners[0].sources) or "none"
-        known = ", ".join(reader.name for reader in self._readers)
-        raise StageError(
-            f"version {manifest.version}: no source can be read (offered: {offered}; readers: {known})",
-            "use the same weights.transport on both sides",
-        )
+    def _plan_of(self, manifest: Manifest) -> BucketPlan:
+        if self._plan is not None and self._plan.fits(manifest):
+            return self._plan
+        check_fits(manifest.layout, self.target.shadow())
+        return BucketPlan.of_manifest(manifest)
 
-    def _read(self, reader: Reader, source: Source, bucket: Bucket, out: memoryview, what: str) -> None:
+    def _write(self, manifest: Manifest, plan: BucketPlan, progress: Progress) -> int:
+        """Fill the shadow; returns the bytes that travelled."""
+
+        def check() -> None:
+            self._check_wanted(manifest.version)
+
+        delta = self._delta_to_take(manifest, plan, progress, check)
         try:
-            reader.read(source, bucket.offset, out)
-        except TransportError as error:
-            raise StageError(f"{what} could not be read ({error})") from error
-        found = hash_bytes(out)
-        if found != bucket.hash:
-            raise StageError(f"{what} has the hash {found[:16]}…, the manifest says {bucket.hash[:16]}…")
+            dense = DenseStage(manifest, plan, self._readers, self._scratch, progress, check)
+        except StageError:
+            if delta is None:
+                raise
+            dense = None
+        served, shadow = self._begin_to_write(manifest, plan)
+        if delta is not None and served.version == manifest.base_version:
+            try:
+                delta.run(Memory(plan.layout, self.target.live()), shadow)
+            except RollmeshError as error:
+                check()
+                if dense is None:
+                    raise
+                _log.warning("delta not taken, dense bytes instead", version=manifest.version, why=str(error))
+            else:
+                return progress.bytes_read
+        if dense is None:
+            raise StageError(
+                f"version {manifest.version} can be had as a delta from {manifest.base_version} only, and "
+                f"{served.version} is served"
+            )
+        progress.begin_anew(manifest.total_bytes)
+        dense.run(shadow)
+        return progress.bytes_read
 
-    def _hash_live(self, plan: BucketPlan, live: Mapping[str, torch.Tensor]) -> str:
-        gather = Gather(plan.layout, live)
-        hashes = []
-        for (_, length), pieces in zip(plan.ranges, plan.pieces, strict=True):
-            view = self._scratch_for(plan).view[:length]
-            gather.read(pieces, flat_bytes(view))
-            hashes.append(hash_bytes(view))
-        return root_digest(hashes)
+    def _delta_to_take(
+        self, manifest: Manifest, plan: BucketPlan, progress: Progress, check: Callable[[], None]
+    ) -> DeltaStage | None:
+        """The delta, where this engine serves its base, byte for byte, and has a source of it within reach."""
+        delta, served = manifest.delta, self._held.served
+        if delta is None or served.version != delta.base_version:
+            return None
+        # Loaded from a folder, these bytes were never hashed in the manifest's buckets.
+        digest = served.root_digest or digest_of(plan, self.target.live())
+        if digest != delta.base_digest:
+            _log.warning("another base is served", version=manifest.version, base=delta.base_version)
+            return None
+        try:
+            return DeltaStage(manifest, delta, plan, self._readers, self._scratch, progress, check)
+        except StageError as error:
+            _log.warning("delta out of reach", version=manifest.version, why=str(error))
+            return None
 
-    def _scratch_for(self, plan: BucketPlan) -> Arena:
-        if self._scratch is None or self._scratch.nbytes < plan.largest:
-            self._scratch = private_arena(plan.largest)
-        return self._scratch
+    def _begin_to_write(self, manifest: Manifest, plan: BucketPlan) -> tuple[Whole, Memory]:
+        """What is served, and the shadow: nothing can flip any more until a version is staged."""
+        with self._state:
+            self._check_current(manifest)
+            self._held, self._staged = self._held.writing(), None
+            return self._held.served, Memory(plan.layout, self.target.shadow())
 
-
-def _check_layout(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
-    offered = {entry.name: entry for entry in layout.tensors}
-    missing, unknown = sorted(tensors.keys() - offered.keys()), sorted(offered.keys() - tensors.keys())
-    if missing or unknown:
-        raise StageError(
-            f"the manifest lacks {_some(missing)} and names {_some(unknown)} that this engine does not know",
-            "publish the model that the engine serves",
-        )
-    for name, entry in offered.items():
-        shape, dtype = tuple(tensors[name].shape), dtype_name(tensors[name].dtype)
-        if (shape, dtype) != (entry.shape, entry.dtype):
-            raise StageError(f"{name} is {dtype}{list(shape)} here, {entry.dtype}{list(entry.shape)} in the manifest")
-    planned = plan_mixed_layout({entry.name: (entry.shape, entry.dtype) for entry in layout.tensors})
-    if planned != layout:
-        raise StageError("the manifest's offsets are not those its names, shapes and dtypes give")
-
-
-def _some(names: list[str]) -> str:
-    return "nothing" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    def _remember(self, version: int, plan: BucketPlan) -> None:
+        held = {self.version, version}
+        self._plans = {known: own for known, own in self._plans.items() if known in held} | {version: plan}

@@ -1,81 +1,170 @@
-"""Between the buckets of an arena and the tensors of a model: writing buckets into tensors, reading them back out."""
+"""Between the buckets of arenas and the tensors of a model: which bytes of which tensor lie in which bucket, and where.
+
+    bucket   | piece of t0 |pad| piece of t1 … |          Piece: tensor, its offset, the bucket's offset, length
+    memory   t0 ▓▓▓▓▓▓▓      t1 ▓▓▓▓▓▓▓▓                  host memory of contiguous tensors is read and written in place
+
+What is not contiguous, or not in host memory, is written through a copy. Padding is zero by definition.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from blake3 import blake3
 
 from weight_bus.layout import Piece, bucket_pieces, plan_buckets, plan_mixed_layout
-from weight_bus.manifest import Layout, Manifest
-from weight_bus.views import bytes_under, dtype_name
+from weight_bus.manifest import Layout, Manifest, Shard
+from weight_bus.views import bytes_under, dtype_name, flat_bytes
 
 DEFAULT_BUCKET_BYTES = 16 << 20
+_ZEROS = bytes(4096)
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """A layout cut into buckets, and the tensor pieces of each: the same from version to version."""
+    """Arenas cut into buckets, and the tensor pieces of each: the same from version to version.
+
+    `ranges`: `(owner, offset, length)` of each bucket; `shards` says what lies in each owner's arena (None: the layout).
+    """
 
     layout: Layout
-    ranges: list[tuple[int, int]]
+    shards: list[list[Shard] | None]
+    ranges: list[tuple[int, int, int]]
     pieces: list[list[Piece]]
 
     @classmethod
-    def of(cls, layout: Layout, ranges: list[tuple[int, int]]) -> BucketPlan:
-        return cls(layout, ranges, [bucket_pieces(layout, offset, length) for offset, length in ranges])
+    def of(cls, layout: Layout, shards: list[list[Shard] | None], ranges: list[tuple[int, int, int]]) -> BucketPlan:
+        held = [None if own is None else sorted(own, key=lambda shard: shard.offset) for own in shards]
+        return cls(layout, shards, ranges, [_pieces(layout, held[owner], at, length) for owner, at, length in ranges])
+
+    @classmethod
+    def of_manifest(cls, manifest: Manifest) -> BucketPlan:
+        return cls.of(manifest.layout, [owner.shards for owner in manifest.owners], _ranges(manifest))
 
     @property
     def largest(self) -> int:
-        return max(length for _, length in self.ranges)
+        return max(length for _, _, length in self.ranges)
 
     def fits(self, manifest: Manifest) -> bool:
-        return manifest.layout == self.layout and self.ranges == [(b.offset, b.length) for b in manifest.buckets]
+        return (
+            manifest.layout == self.layout
+            and self.ranges == _ranges(manifest)
+            and self.shards == [owner.shards for owner in manifest.owners]
+        )
 
 
-class Scatter:
-    """Writes buckets into tensors. One that is not contiguous is put together beside it and copied at the end."""
+class Memory:
+    """The bytes of a set of tensors, by their number in the layout. Slices of host memory are views, never copies."""
 
-    def __init__(self, layout: Layout, shadow: Mapping[str, torch.Tensor]) -> None:
-        self._strided: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._bytes = []
-        for entry in layout.tensors:
-            tensor = shadow[entry.name]
-            if not tensor.is_contiguous():
-                whole = torch.empty(entry.shape, dtype=tensor.dtype)
-                self._strided.append((tensor, whole))
-                tensor = whole
-            self._bytes.append(bytes_under(tensor))
+    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = [tensors[entry.name].detach() for entry in layout.tensors]
+        self._host = [_host_bytes(tensor) for tensor in self._tensors]
+        self._beside: dict[int, torch.Tensor] = {}
+        """What is being written of tensors that are not contiguous."""
+        self._copies: dict[int, torch.Tensor] = {}
+        """What they held when they were read."""
+
+    def in_place(self, piece: Piece) -> memoryview | None:
+        """The piece's own memory; None where it is not contiguous host memory."""
+        host = self._host[piece.tensor]
+        return None if host is None else host[piece.tensor_offset : piece.tensor_offset + piece.length]
 
     @torch.inference_mode()
-    def write(self, pieces: list[Piece], bucket: torch.Tensor) -> None:
-        for piece in pieces:
-            into = self._bytes[piece.tensor]
-            if piece.length != into.numel():
-                into = into[piece.tensor_offset : piece.tensor_offset + piece.length]
-            into.copy_(bucket[piece.bucket_offset : piece.bucket_offset + piece.length])
+    def write(self, piece: Piece, data: memoryview) -> None:
+        """Put `data` in the piece's place; what is not contiguous is seen by others after `finish`."""
+        host = self.in_place(piece)
+        if host is not None:
+            copy_bytes(data, host)
+            return
+        tensor = self._tensors[piece.tensor]
+        if not tensor.is_contiguous():
+            tensor = self._beside.setdefault(piece.tensor, tensor.contiguous())
+        bytes_under(tensor)[piece.tensor_offset : piece.tensor_offset + piece.length].copy_(flat_bytes(data))
+
+    @torch.inference_mode()
+    def read(self, piece: Piece) -> memoryview:
+        """The piece's bytes: its own memory where that can be, else a copy."""
+        host = self.in_place(piece)
+        if host is not None:
+            return host
+        tensor = self._tensors[piece.tensor]
+        if not tensor.is_contiguous():
+            tensor = self._copies.setdefault(piece.tensor, tensor.contiguous())
+        part = bytes_under(tensor)[piece.tensor_offset : piece.tensor_offset + piece.length]
+        return part.cpu().numpy().data
 
     @torch.inference_mode()
     def finish(self) -> None:
-        for tensor, whole in self._strided:
-            tensor.copy_(whole)
+        """Bring what was written beside tensors that are not contiguous into them."""
+        for number, whole in self._beside.items():
+            self._tensors[number].copy_(whole)
+        self._beside.clear()
+        self._copies.clear()
+
+    @torch.inference_mode()
+    def copy_from(self, other: Memory, *, at_once: int = DEFAULT_BUCKET_BYTES) -> None:
+        """Take over all bytes of a set of the same layout, in pieces that keep neither lock nor core for long."""
+        pairs = zip(self._host, other._host, self._tensors, other._tensors, strict=True)
+        for mine, theirs, tensor, source in pairs:
+            if mine is None or theirs is None:
+                tensor.copy_(source)
+                continue
+            for start in range(0, len(mine), at_once):
+                copy_bytes(theirs[start : start + at_once], mine[start : start + at_once])
 
 
-class Gather:
-    """Reads buckets back out of tensors, padding zeroed."""
-
-    def __init__(self, layout: Layout, live: Mapping[str, torch.Tensor]) -> None:
-        self._bytes = [bytes_under(live[entry.name].detach().contiguous()) for entry in layout.tensors]
-
-    def read(self, pieces: list[Piece], bucket: torch.Tensor) -> None:
-        bucket.zero_()
-        for piece in pieces:
-            found = self._bytes[piece.tensor][piece.tensor_offset : piece.tensor_offset + piece.length]
-            bucket[piece.bucket_offset : piece.bucket_offset + piece.length].copy_(found)
+def bucket_hash(pieces: list[Piece], length: int, memory: Memory) -> str:
+    """blake3 of a bucket whose pieces lie in `memory`, padding taken as zeros; hexadecimal."""
+    digest = blake3()
+    position = 0
+    for piece in pieces:
+        _pad(digest, piece.bucket_offset - position)
+        digest.update(memory.read(piece))
+        position = piece.bucket_offset + piece.length
+    _pad(digest, length - position)
+    return str(digest.hexdigest())
 
 
 def default_plan(live: Mapping[str, torch.Tensor]) -> BucketPlan:
     """The plan of weights that came without a manifest: in the order given, buckets of default size."""
     layout = plan_mixed_layout({name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in live.items()})
-    return BucketPlan.of(layout, plan_buckets(layout.total_bytes, DEFAULT_BUCKET_BYTES))
+    ranges = [(0, offset, length) for offset, length in plan_buckets(layout.total_bytes, DEFAULT_BUCKET_BYTES)]
+    return BucketPlan.of(layout, [None], ranges)
+
+
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """`target[:] = source`, without the interpreter lock that a memoryview would keep."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _ranges(manifest: Manifest) -> list[tuple[int, int, int]]:
+    return [(bucket.owner, bucket.offset, bucket.length) for bucket in manifest.buckets]
+
+
+def _pieces(layout: Layout, shards: list[Shard] | None, offset: int, length: int) -> list[Piece]:
+    """`shards` ascend by offset."""
+    if shards is None:
+        return bucket_pieces(layout, offset, length)
+    return list(_shard_pieces(shards, offset, length))
+
+
+def _shard_pieces(shards: list[Shard], offset: int, length: int) -> Iterator[Piece]:
+    for shard in shards:
+        start, stop = max(shard.offset, offset), min(shard.offset + shard.nbytes, offset + length)
+        if start < stop:
+            yield Piece(shard.tensor, shard.tensor_offset + start - shard.offset, start - offset, stop - start)
+
+
+def _host_bytes(tensor: torch.Tensor) -> memoryview | None:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    return bytes_under(tensor).numpy().data
+
+
+def _pad(digest: blake3, length: int) -> None:
+    while length > 0:
+        digest.update(_ZEROS[:length])
+        length -= len(_ZEROS)

@@ -1,0 +1,43 @@
+"""Whether a manifest's layout is that of an engine's tensors, and the digest of what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from weight_bus.errors import StageError
+from weight_bus.layout import plan_mixed_layout, root_digest
+from weight_bus.manifest import Layout
+from weight_bus.scatter import BucketPlan, Memory, bucket_hash
+from weight_bus.views import dtype_name
+
+
+def digest_of(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Root digest of what lies in `tensors`, in the buckets of `plan`."""
+    memory = Memory(plan.layout, tensors)
+    return root_digest(
+        bucket_hash(pieces, length, memory) for (_, _, length), pieces in zip(plan.ranges, plan.pieces, strict=True)
+    )
+
+
+def check_fits(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise StageError, naming what differs, unless the layout is that of these tensors by names, shapes and dtypes."""
+    offered = {entry.name: entry for entry in layout.tensors}
+    missing, unknown = sorted(tensors.keys() - offered.keys()), sorted(offered.keys() - tensors.keys())
+    if missing or unknown:
+        raise StageError(
+            f"the manifest lacks {_some(missing)} and names {_some(unknown)} that this engine does not know",
+            "publish the model that the engine serves",
+        )
+    for name, entry in offered.items():
+        shape, dtype = tuple(tensors[name].shape), dtype_name(tensors[name].dtype)
+        if (shape, dtype) != (entry.shape, entry.dtype):
+            raise StageError(f"{name} is {dtype}{list(shape)} here, {entry.dtype}{list(entry.shape)} in the manifest")
+    planned = plan_mixed_layout({entry.name: (entry.shape, entry.dtype) for entry in layout.tensors})
+    if planned != layout:
+        raise StageError("the manifest's offsets are not those its names, shapes and dtypes give")
+
+
+def _some(names: list[str]) -> str:
+    return "nothing" if not names else ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,236 @@
+"""Filling shadow memory: a manifest's dense bytes bucket by bucket, each hashed as soon as it is there.
+
+    sources ── read_many ──► the shadow's own memory  (large pieces of contiguous tensors)
+                        └──► scratch ──► the shadow   (small pieces and padding, and what is not contiguous)
+    every byte of a bucket there? ──► hash ──► as the manifest says, or StageError
+
+What travels next is on its way while a bucket is hashed, where the transport can do that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import structlog
+from blake3 import blake3
+
+from weight_bus.arena import Arena, private_arena
+from weight_bus.errors import StageError, TransportError
+from weight_bus.layout import Piece
+from weight_bus.manifest import Manifest, Source
+from weight_bus.scatter import BucketPlan, Memory
+from weight_bus.transports.base import Reader
+
+_log = structlog.get_logger()
+_DIRECT_BYTES = 64 << 10
+"""Smaller pieces are read together with their neighbours: a read costs as much as so many bytes."""
+_SCRATCH_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """One read: `length` bytes at `offset` of a bucket. `piece`: the tensor bytes that it is read into; None: scratch."""
+
+    offset: int
+    length: int
+    piece: Piece | None
+
+
+class Progress:
+    """How far a stage has come. Written by its thread, read by anybody."""
+
+    def __init__(self, version: int, total_bytes: int) -> None:
+        self.version = version
+        self.total_bytes = total_bytes
+        self.bytes_read = 0
+        self._started = time.monotonic()
+
+    def begin_anew(self, total_bytes: int) -> None:
+        self.total_bytes, self.bytes_read = total_bytes, 0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+
+class Scratch:
+    """Host memory that lasts: transports register it once."""
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = None
+
+    def of(self, nbytes: int) -> memoryview:
+        if self._arena is None or self._arena.nbytes < nbytes:
+            self.close()
+            self._arena = private_arena(nbytes)
+        return self._arena.view[:nbytes]
+
+    def close(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+
+
+class DenseStage:
+    """Pulls one manifest's dense bytes.
+
+    `check` raises where the stage is not wanted any more; it is called whenever bytes have arrived. Raises StageError where
+    an owner has no source within reach: before anything is written.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        plan: BucketPlan,
+        readers: Sequence[Reader],
+        scratch: Scratch,
+        progress: Progress,
+        check: Callable[[], None],
+    ) -> None:
+        self._manifest = manifest
+        self._plan = plan
+        self._scratch = scratch
+        self._progress = progress
+        self._check = check
+        what = f"version {manifest.version}"
+        self._candidates = [sources_in_reach(readers, owner.sources, what) for owner in manifest.owners]
+
+    def run(self, memory: Memory) -> None:
+        """Fill `memory`. Raises StageError for a source that cannot be read, or a bucket with other bytes."""
+        for number, candidates in enumerate(self._candidates):
+            buckets = [index for index, (owner, _, _) in enumerate(self._plan.ranges) if owner == number]
+            for reader, source in candidates[:-1]:
+                try:
+                    self._pull(reader, source, buckets, memory)
+                    break
+                except _UnreadableError as error:
+                    _log.warning("source cannot be read", version=self._manifest.version, why=error.what)
+            else:
+                self._pull(*candidates[-1], buckets, memory)
+        memory.finish()
+
+    def _pull(self, reader: Reader, source: Source, buckets: list[int], memory: Memory) -> None:
+        parts = {index: _parts(self._plan.pieces[index], self._plan.ranges[index][2], memory) for index in buckets}
+        needs = {index: sum(part.length for part in parts[index] if part.piece is None) for index in buckets}
+        for window in _windows(buckets, needs):
+            scratch = self._scratch.of(sum(needs[index] for index in window))
+            self._pull_window(reader, source, window, parts, scratch, memory)
+
+    def _pull_window(
+        self,
+        reader: Reader,
+        source: Source,
+        window: list[int],
+        parts: dict[int, list[Part]],
+        scratch: memoryview,
+        memory: Memory,
+    ) -> None:
+        reads: list[tuple[int, memoryview]] = []
+        belongs: list[tuple[int, Part]] = []
+        used = 0
+        for index in window:
+            for part in parts[index]:
+                into = None if part.piece is None else memory.in_place(part.piece)
+                if into is None:
+                    into, used = scratch[used : used + part.length], used + part.length
+                reads.append((self._plan.ranges[index][1] + part.offset, into))
+                belongs.append((index, part))
+        left = {index: len(parts[index]) for index in window}
+        arrived = {index: [number for number, (whose, _) in enumerate(belongs) if whose == index] for index in window}
+        for number in self._arrivals(reader, source, reads, window):
+            self._check()
+            index, part = belongs[number]
+            self._progress.bytes_read += part.length
+            left[index] -= 1
+            if not left[index]:
+                self._verify(index, [reads[each][1] for each in arrived[index]])
+                for each in arrived[index]:
+                    self._hand_on(index, belongs[each][1], reads[each][1], memory)
+
+    def _arrivals(
+        self, reader: Reader, source: Source, reads: list[tuple[int, memoryview]], window: list[int]
+    ) -> Iterator[int]:
+        try:
+            yield from _read_each(reader, source, reads)
+        except TransportError as error:
+            which = f"bucket {window[0]}" if len(window) == 1 else f"buckets {window[0]} to {window[-1]}"
+            raise _UnreadableError(f"version {self._manifest.version}, {which} could not be read ({error})") from error
+
+    def _verify(self, index: int, data: list[memoryview]) -> None:
+        digest = blake3()
+        for part in data:
+            digest.update(part)
+        check_hash(self._manifest, index, str(digest.hexdigest()))
+
+    def _hand_on(self, index: int, part: Part, data: memoryview, memory: Memory) -> None:
+        if part.piece is not None:
+            return
+        end = part.offset + part.length
+        for piece in self._plan.pieces[index]:
+            if part.offset <= piece.bucket_offset < end:
+                start = piece.bucket_offset - part.offset
+                memory.write(piece, data[start : start + piece.length])
+
+
+def _read_each(reader: Reader, source: Source, reads: list[tuple[int, memoryview]]) -> Iterator[int]:
+    for number, (offset, out) in enumerate(reads):
+        reader.read(source, offset, out)
+        yield number
+
+
+class _UnreadableError(StageError):
+    """A source within reach could not be read: another one may be."""
+
+
+def sources_in_reach(readers: Sequence[Reader], sources: Sequence[Source], what: str) -> list[tuple[Reader, Source]]:
+    """Who can read which, in the readers' order of preference. Raises StageError where nobody can read anything."""
+    found = [(reader, source) for reader in readers for source in sources if reader.can_read(source)]
+    if not found:
+        offered = ", ".join(type(source).__name__ for source in sources) or "none"
+        known = ", ".join(reader.name for reader in readers)
+        raise StageError(
+            f"{what}: no source can be read (offered: {offered}; readers: {known})",
+            "use the same weights.transport on both sides",
+        )
+    return found
+
+
+def check_hash(manifest: Manifest, index: int, found: str) -> None:
+    """Raise StageError unless bucket `index` has the hash that the manifest says."""
+    expected = manifest.buckets[index].hash
+    if found != expected:
+        raise StageError(
+            f"version {manifest.version}, bucket {index} has the hash {found[:16]}…, the manifest says {expected[:16]}…"
+        )
+
+
+def _parts(pieces: list[Piece], length: int, memory: Memory) -> list[Part]:
+    """The reads that make a bucket: large pieces in place, and what lies between them together."""
+    parts: list[Part] = []
+    done = 0
+    for piece in pieces:
+        if piece.length < _DIRECT_BYTES or memory.in_place(piece) is None:
+            continue
+        if piece.bucket_offset > done:
+            parts.append(Part(done, piece.bucket_offset - done, None))
+        parts.append(Part(piece.bucket_offset, piece.length, piece))
+        done = piece.bucket_offset + piece.length
+    if done < length:
+        parts.append(Part(done, length - done, None))
+    return parts
+
+
+def _windows(buckets: list[int], needs: dict[int, int]) -> Iterator[list[int]]:
+    """Buckets in order, as many at once as the scratch bound allows, at least one."""
+    window: list[int] = []
+    used = 0
+    for index in buckets:
+        if window and used + needs[index] > _SCRATCH_BYTES:
+            yield window
+            window, used = [], 0
+        window.append(index)
+        used += needs[index]
+    if window:
+        yield window
