@@ -42,7 +42,7 @@ def gateway(
     requests: Annotated[int, typer.Option(min=2, help="Requests a run")] = 192,
     concurrency: Annotated[int, typer.Option(min=2, help="Requests in flight, at both servers together")] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Tokens of an answer, on average")] = 128,
-    pairs: Annotated[int, typer.Option(min=2, help="Single requests for the added latency")] = 200,
+    pairs: Annotated[int, typer.Option(min=2, help="Single requests for the added latency")] = 500,
     groups: Annotated[int, typer.Option(min=1, help="Groups whose siblings ask the same")] = 16,
     siblings: Annotated[int, typer.Option(min=1, help="Sessions of each group")] = 8,
     agents: Annotated[int, typer.Option(min=4, help="Agents that talk while servers are killed")] = 32,

@@ -86,7 +86,7 @@ def make_group_questions(model: Path, *, count: int, max_tokens: int, seed: int)
     system = " ".join([_SYSTEM, f"Rules {seed}:", *rng.choices(_WORDS, k=6)])
     exchanges = []
     for _ in range(count):
-        question = " ".join(rng.choices(_WORDS, k=rng.randint(46, 64)))
+        question = " ".join(rng.choices(_WORDS, k=rng.randint(30, 42)))
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         exchanges.append(Exchange(messages, chat.render(messages), max_tokens))
     return exchanges

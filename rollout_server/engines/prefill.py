@@ -1,14 +1,14 @@
 """Prefill: prompts to keys, values and first logits, each distinct prefix computed once where it can be shared.
 
-newcomers ─► rounds (a prompt waits for another that begins alike) ─► cached prefix ─► one forward ─► rows of `KvSlots`
-                                                          ▲                               │
-                                                          └───────── prompts, answers ────┘
+newcomers ─► equal ones as one ─► rounds (one waits for another that begins alike) ─► cached prefix ─► one forward ─► rows
+                                                                                           ▲               │
+                                                                                           └─ what is held ┘
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,9 +37,9 @@ class Newcomer:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A newcomer, by its number, and where its first `length` tokens' keys and values lie ready."""
+    """A newcomer, the numbers of those that it stands for, and where its first `length` tokens' keys and values lie."""
 
-    number: int
+    numbers: list[int]
     newcomer: Newcomer
     cached: CachedSequence | None = None
     length: int = 0
@@ -68,7 +68,7 @@ class Prefill:
         parts: list[torch.Tensor] = []
         for planned in self._rounds(newcomers):
             for part in _split(planned, self._forward_tokens):
-                order += [plan.number for plan in part]
+                order += [number for plan in part for number in plan.numbers]
                 parts.append(self._together(part))
         return order, parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -94,26 +94,38 @@ class Prefill:
 
     def _rounds(self, newcomers: Sequence[Newcomer]) -> Iterator[list[_Planned]]:
         """The newcomers round by round. Take the next round when the one before is computed: it may read from it."""
-        waiting = list(enumerate(newcomers))
+        waiting = self._equal_as_one(newcomers)
         while waiting:
             planned: list[_Planned] = []
-            later: list[tuple[int, Newcomer]] = []
+            later: list[tuple[list[int], Newcomer]] = []
             begun: set[tuple[str | None, bytes]] = set()
-            for number, newcomer in waiting:
-                plan = self._plan(number, newcomer)
+            for numbers, newcomer in waiting:
+                plan = self._plan(numbers, newcomer)
                 if self._cache is not None and plan.fresh > _WORTH_WAITING:
                     begins = newcomer.salt, newcomer.tokens[: plan.length + _WORTH_WAITING].tobytes()
                     if begins in begun:
-                        later.append((number, newcomer))
+                        later.append((numbers, newcomer))
                         continue
                     begun.add(begins)
                 planned.append(plan)
             yield planned
             waiting = later
 
-    def _plan(self, number: int, newcomer: Newcomer) -> _Planned:
+    def _equal_as_one(self, newcomers: Sequence[Newcomer]) -> list[tuple[list[int], Newcomer]]:
+        """Siblings ask the same: where sharing is allowed, one of them is computed, for the rows of all."""
+        if self._cache is None:
+            return [([number], newcomer) for number, newcomer in enumerate(newcomers)]
+        numbers: dict[tuple[str | None, bytes], list[int]] = {}
+        for number, newcomer in enumerate(newcomers):
+            numbers.setdefault((newcomer.salt, newcomer.tokens.tobytes()), []).append(number)
+        return [
+            (equal, replace(newcomers[equal[0]], copies=sum(newcomers[number].copies for number in equal)))
+            for equal in numbers.values()
+        ]
+
+    def _plan(self, numbers: list[int], newcomer: Newcomer) -> _Planned:
         found = None if self._cache is None else self._cache.longest(newcomer.tokens, newcomer.salt)
-        return _Planned(number, newcomer) if found is None else _Planned(number, newcomer, *found)
+        return _Planned(numbers, newcomer) if found is None else _Planned(numbers, newcomer, *found)
 
     def _together(self, part: Sequence[_Planned]) -> torch.Tensor:
         """One forward over these; those of their cached tokens that fall into it are computed again."""

@@ -67,6 +67,25 @@ def test_newcomers_share_what_they_begin_with(model: Any, forward: PolicyForward
 
 
 @torch.inference_mode()
+def test_siblings_that_ask_the_same_at_once_are_computed_once(model: Any, forward: PolicyForward) -> None:
+    slots = slots_for(forward)
+    prefill = Prefill(forward, slots, CPU, PrefixCache())
+    question, other = tokens(80, 7), tokens(50, 8)
+    prompts, copies = [question, other, question, question], [1, 2, 3, 1]
+    newcomers = [Newcomer(as_tokens(prompt), None, count) for prompt, count in zip(prompts, copies, strict=True)]
+    order, logits = prefill.start(newcomers)
+    assert sorted(order) == [0, 1, 2, 3]
+    rows = [prompts[number] for number in order for _ in range(copies[number])]
+    check_logits(model, logits, rows)
+    assert prefill.computed == 80 + 50
+    step = forward(torch.full((7, 1), 11), slots.window())
+    check_logits(model, step, [[*row, 11] for row in rows])
+    # Under other salts nothing is shared.
+    prefill.start([Newcomer(as_tokens(tokens(70, 9)), salt, 1) for salt in ("a", "b")])
+    assert prefill.computed == 80 + 50 + 70 + 70
+
+
+@torch.inference_mode()
 def test_a_cached_prefix_costs_nothing_and_changes_nothing(model: Any, forward: PolicyForward) -> None:
     slots = slots_for(forward)
     prefill = Prefill(forward, slots, CPU, PrefixCache())
