@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import aiohttp
 
@@ -119,9 +120,12 @@ async def running_vllm_serve(
         "GLOO_SOCKET_IFNAME": "lo",
     }
     url = f"http://{LOOPBACK}:{port}"
-    async with running("vllm serve", command, folder, environment=environment) as child:
-        await child.until(lambda: _answers(http, f"{url}/health"), _THEIRS_WITHIN_S)
-        yield HttpArm(http, url, child.tail, sessions=False)
+    # It leaves its sockets behind; a socket's path must be short.
+    with TemporaryDirectory(prefix="rollmesh-") as sockets:
+        environment["VLLM_RPC_BASE_PATH"] = sockets
+        async with running("vllm serve", command, folder, environment=environment) as child:
+            await child.until(lambda: _answers(http, f"{url}/health"), _THEIRS_WITHIN_S)
+            yield HttpArm(http, url, child.tail, sessions=False)
 
 
 async def _answers(http: aiohttp.ClientSession, url: str) -> bool:

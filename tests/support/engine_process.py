@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 
@@ -77,7 +78,8 @@ def rollout_server_process(
     return engine_process(arguments, port=port, probe="/readyz", log=log, deadline_s=60.0, environment={})
 
 
-def vllm_process(folder: Path, port: int, log: Path, *options: str) -> AbstractAsyncContextManager[EngineProcess]:
+@asynccontextmanager
+async def vllm_process(folder: Path, port: int, log: Path, *options: str) -> AsyncIterator[EngineProcess]:
     """vLLM's own server over `folder`, in float32 and eager, with its token route and the routes for operators."""
     arguments = ["vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "policy"]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-num-seqs", "32"]
@@ -93,4 +95,10 @@ def vllm_process(folder: Path, port: int, log: Path, *options: str) -> AbstractA
         "GLOO_SOCKET_IFNAME": "lo",
         "ROLLMESH_VLLM_LIVE_WEIGHTS": "1",
     }
-    return engine_process(arguments, port=port, probe="/health", log=log, deadline_s=240.0, environment=environment)
+    # It leaves its sockets behind; a socket's path must be short.
+    with TemporaryDirectory(prefix="rollmesh-") as sockets:
+        environment["VLLM_RPC_BASE_PATH"] = sockets
+        async with engine_process(
+            arguments, port=port, probe="/health", log=log, deadline_s=240.0, environment=environment
+        ) as running:
+            yield running
