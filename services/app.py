@@ -86,7 +86,7 @@ def _error(status: int, detail: ErrorDetail, headers: dict[str, str] | None) -> 
 
 
 def require_loopback(host: str) -> None:
-    """Raise UsageError for an address other than loopback: services carry no keys yet (promise 6: no open door)."""
+    """Raise UsageError for an address other than loopback: a service without keys is no open door (promise 6)."""
     try:
         local = ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -95,12 +95,13 @@ def require_loopback(host: str) -> None:
         raise UsageError(f"{host} is not a loopback address", "bind 127.0.0.1: services cannot be opened without keys")
 
 
-def open_port(host: str, port: int) -> socket.socket:
+def open_port(host: str, port: int, *, keyed: bool = False) -> socket.socket:
     """Bind `host:port` now, before anything slow, so that a port in use is known at once; `serve` listens on it.
 
-    Raises UsageError for an address that is not loopback or that is taken.
+    `keyed`: every route asks for a key. Raises UsageError for an address that is taken, or not loopback without keys.
     """
-    require_loopback(host)
+    if not keyed:
+        require_loopback(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Named, because asyncio sets TCP_NODELAY only where it is: without it a kept connection loses 40 ms a call.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -15,6 +15,7 @@ from services.policies.admission import LOOKAHEAD
 from services.wire.errors import UsageError
 from services.wire.kv_policy import KvPolicy
 from services.wire.task_name import parse_task
+from services.wire.weight_states import FleetPolicyName
 
 EngineName = Literal["auto", "torch", "vllm"]
 TransportName = Literal["auto", "nixl", "shm"]
@@ -120,6 +121,12 @@ class TrainerSettings(Section):
 
 
 class WeightSettings(Section):
+    policy: FleetPolicyName = Field(
+        default="barrier",
+        description="When engines flip to a new version: all together, a share of them first, or one after the other",
+    )
+    quorum: float = Field(default=0.5, gt=0.0, le=1.0, description="Share of the live engines, for policy quorum")
+    rolling_at_once: int = Field(default=1, ge=1, description="Engines that flip at the same time, for policy rolling")
     transport: TransportName = Field(default="auto", description="auto: nixl where it is installed, else shm")
     bucket_mib: int = Field(default=16, ge=1, le=1024)
     stage_timeout_s: float = Field(default=30.0, gt=0.0)

@@ -7,29 +7,41 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version as package_version
 
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI
 
 from services.app import Stop, make_app
-from weight_bus.bus_api import EngineRegistered, EnginesView, RegisterEngine, UpdateView, VerifyView
+from services.body_limit import BodyLimit
+from services.policies.fleet_policy import BARRIER, FleetPolicy
+from weight_bus.admin_routes import admin_routes
+from weight_bus.bus_access import BusAccess
 from weight_bus.coordinator import Coordinator
-from weight_bus.manifest import decode_manifest
+from weight_bus.engine_client import EngineClient
+from weight_bus.fleet_calls import FleetCalls
+from weight_bus.snapshots import Snapshots
 
 LEASE_S = 5.0
+MANIFEST_LIMIT = 256 << 20
+"""A manifest of a hundred thousand shards has some ten MiB."""
 
 
-def build_app(run_id: str, stage_timeout_s: float, *, lease_s: float = LEASE_S, stop: Stop | None = None) -> FastAPI:
+def build_app(
+    run_id: str,
+    stage_timeout_s: float,
+    *,
+    lease_s: float = LEASE_S,
+    policy: FleetPolicy = BARRIER,
+    admin_key: str | None = None,
+    weights_key: str | None = None,
+    engine_key: str | None = None,
+    stop: Stop | None = None,
+) -> FastAPI:
     """The bus of one run. `stage_timeout_s` bounds every call to an engine.
 
-    | route                                | body             | answer                                          |
-    |--------------------------------------|------------------|-------------------------------------------------|
-    | `POST /v1/engines`                   | RegisterEngine   | EngineRegistered; repeated, it is the heartbeat |
-    | `DELETE /v1/engines/{id}`            |                  | 204                                             |
-    | `GET /v1/engines`                    |                  | EnginesView                                     |
-    | `POST /v1/updates?wait_s=`           | encoded Manifest | UpdateView; 202 new, 200 known, 409 conflict    |
-    | `GET /v1/updates/{version}?wait_s=`  |                  | UpdateView, once settled or `wait_s` have passed |
-    | `POST /v1/verify`                    |                  | VerifyView                                      |
+    `admin_key`: every route asks for it. `weights_key`: manifests must bear its signature. `engine_key`: is shown to
+    engines. `GET /docs` and `/openapi.json` describe the routes.
     """
-    coordinator = Coordinator(run_id, timeout_s=stage_timeout_s, lease_s=lease_s)
+    client = EngineClient(stage_timeout_s, engine_key)
+    coordinator = Coordinator(run_id, client, lease_s=lease_s, policy=policy, weights_key=weights_key)
     if stop is not None:
         stop.on_stop = coordinator.release_waiters
 
@@ -45,38 +57,7 @@ def build_app(run_id: str, stage_timeout_s: float, *, lease_s: float = LEASE_S, 
             await coordinator.close()
 
     app = make_app("weight-bus", package_version("rollmesh"), lifespan, not_ready=list)
-
-    @app.post("/v1/engines")
-    async def register(engine: RegisterEngine) -> EngineRegistered:
-        return coordinator.register(engine)
-
-    @app.delete("/v1/engines/{engine_id}", status_code=204)
-    async def deregister(engine_id: str) -> None:
-        coordinator.deregister(engine_id)
-
-    @app.get("/v1/engines")
-    async def engines() -> EnginesView:
-        return coordinator.engines()
-
-    @app.post("/v1/updates")
-    async def announce(
-        request: Request, response: Response, wait_s: float = Query(default=0.0, ge=0.0, le=60.0)
-    ) -> UpdateView:
-        payload = await request.body()
-        manifest = decode_manifest(payload)
-        response.status_code = 202 if coordinator.announce(manifest, payload) else 200
-        if wait_s:
-            await coordinator.wait_settled(manifest.version, wait_s)
-        return coordinator.view(manifest.version)
-
-    @app.get("/v1/updates/{version}")
-    async def update(version: int, wait_s: float = Query(default=0.0, ge=0.0, le=60.0)) -> UpdateView:
-        if wait_s:
-            await coordinator.wait_settled(version, wait_s)
-        return coordinator.view(version)
-
-    @app.post("/v1/verify")
-    async def verify() -> VerifyView:
-        return await coordinator.verify()
-
+    app.add_middleware(BodyLimit, limit_bytes=MANIFEST_LIMIT)
+    calls, snapshots = FleetCalls(coordinator, client), Snapshots(coordinator, run_id, weights_key)
+    app.include_router(admin_routes(BusAccess(admin_key), coordinator, calls, snapshots))
     return app

@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from services.wire.errors import DeadlineError
-from weight_bus.bus_api import EngineRegistered, EnginesView, RegisterEngine, UpdateView, VerifyView
+from services.wire.weight_states import SETTLED
+from services.wire.weights_api import EngineRegistered, EnginesView, RegisterEngine, UpdateView, VerifyView
 from weight_bus.http_errors import raise_for_error
 from weight_bus.manifest import Manifest, encode_manifest
 
@@ -25,14 +26,19 @@ class BusClient:
     """Calls of one run. Every call may be repeated safely, so a bus that cannot be reached is tried for `deadline_s`.
 
     Methods raise the typed error that the bus answered (ConflictError, NotFoundError, UsageError …), or DeadlineError
-    when it could not be reached in time. Use it as an asynchronous context manager, or `close` it.
+    when it could not be reached in time. `key`: the bus's admin key, where it has one. Use it as an asynchronous context
+    manager, or `close` it.
     """
 
-    def __init__(self, base_url: str, run_id: str, *, deadline_s: float = 15.0) -> None:
+    def __init__(self, base_url: str, run_id: str, *, deadline_s: float = 15.0, key: str | None = None) -> None:
         self._base_url = base_url.rstrip("/")
         self._run_id = run_id
         self._deadline_s = deadline_s
-        self._http = httpx.AsyncClient(base_url=self._base_url, timeout=httpx.Timeout(10.0, read=_LONGEST_POLL_S + 10))
+        self._http = httpx.AsyncClient(
+            base_url=self._base_url,
+            timeout=httpx.Timeout(10.0, read=_LONGEST_POLL_S + 10),
+            headers={} if key is None else {"authorization": f"Bearer {key}"},
+        )
 
     async def __aenter__(self) -> BusClient:
         return self
@@ -56,20 +62,29 @@ class BusClient:
         return await self._call(UpdateView, "POST", f"/v1/updates?wait_s={wait_s:g}", body, _MSGPACK)
 
     async def wait_settled(self, version: int, deadline_s: float) -> UpdateView:
-        """Wait until the update is committed, failed or superseded. Raises DeadlineError when it is not by then."""
+        """Wait until the update has settled, or is held. Raises DeadlineError when it is neither by then."""
         end = time.monotonic() + deadline_s
         while True:
             left = max(0.0, end - time.monotonic())
             view = await self._call(UpdateView, "GET", f"/v1/updates/{version}?wait_s={min(left, _LONGEST_POLL_S):.3f}")
-            if view.state in ("committed", "failed", "superseded"):
+            if view.state in SETTLED or view.state == "held":
                 return view
             if time.monotonic() >= end:
                 slow = ", ".join(f"{engine.engine_id} is {engine.state}" for engine in view.engines)
                 raise DeadlineError(f"weight update {version} has not settled after {deadline_s} s ({slow})")
 
-    async def register(self, engine_id: str, url: str, policy_version: int) -> EngineRegistered:
+    async def register(
+        self, engine_id: str, url: str, policy_version: int, *, staged_version: int | None = None, ranks: int = 1
+    ) -> EngineRegistered:
         """Join, or keep the lease: repeat it well within `lease_s`, with the version that is really served."""
-        body = RegisterEngine(engine_id=engine_id, url=url, run_id=self._run_id, policy_version=policy_version)
+        body = RegisterEngine(
+            engine_id=engine_id,
+            url=url,
+            run_id=self._run_id,
+            policy_version=policy_version,
+            staged_version=staged_version,
+            ranks=ranks,
+        )
         return await self._call(EngineRegistered, "POST", "/v1/engines", body.model_dump_json().encode(), _JSON)
 
     async def deregister(self, engine_id: str) -> None:

@@ -11,23 +11,45 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(
-    help="Coordinate weight updates: every engine stages in the background, all flip between two decode steps.\n\n"
+    help="Coordinate weight updates: every engine stages in the background, then flips between two decode steps: all "
+    "together, or as weights.policy says. `rollmesh weights` operates it.\n\n"
     "Example: rollmesh weight-bus --run-id demo --port 8200"
 )
 def weight_bus(
     run_id: Annotated[str, typer.Option(help="The run whose engines and updates this bus serves")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on")],
-    host: Annotated[str, typer.Option(help="Address to listen on (loopback)")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that is not loopback needs both keys")
+    ] = "127.0.0.1",
     config: Annotated[Path | None, typer.Option(help="Configuration of the run (TOML)")] = None,
+    policy: Annotated[str | None, typer.Option(help="barrier, rolling or quorum; else weights.policy")] = None,
+    admin_key_file: Annotated[Path | None, typer.Option(help="Every caller must show the key in this file")] = None,
+    weights_key_file: Annotated[
+        Path | None, typer.Option(help="The run's weight key: manifests that it did not sign are refused")
+    ] = None,
+    engine_key_file: Annotated[Path | None, typer.Option(help="Key that the engines ask of the bus")] = None,
 ) -> None:
     from services.app import Stop, open_port, serve
     from services.config_file import load_settings
+    from services.key_files import read_key
+    from services.policies.fleet_policy import FleetPolicy
 
-    settings = load_settings(config, [])
+    weights = load_settings(config, [] if policy is None else [f"weights.policy={policy}"]).weights
+    admin_key = None if admin_key_file is None else read_key(admin_key_file)
+    weights_key = None if weights_key_file is None else read_key(weights_key_file)
     # Bound before anything slow: a port in use is known at once.
-    listener = open_port(host, port)
+    listener = open_port(host, port, keyed=admin_key is not None and weights_key is not None)
 
     from weight_bus.app import build_app
 
     stop = Stop()
-    serve(build_app(run_id, settings.weights.stage_timeout_s, stop=stop), host, port, listener=listener, stop=stop)
+    bus = build_app(
+        run_id,
+        weights.stage_timeout_s,
+        policy=FleetPolicy(weights.policy, quorum=weights.quorum, at_once=weights.rolling_at_once),
+        admin_key=admin_key,
+        weights_key=weights_key,
+        engine_key=None if engine_key_file is None else read_key(engine_key_file),
+        stop=stop,
+    )
+    serve(bus, host, port, listener=listener, stop=stop)

@@ -1,73 +1,80 @@
 """The coordinator: drives the pure commit machine over HTTP, and keeps engines' leases.
 
-    announce / register / answer ──► CommitMachine ──► asks ──► one owned task each ──► engine ──► answer …
+    announce / register / answer / operate ──► CommitMachine ──► asks ──► one owned task each ──► engine ──► answer …
 
-All of it runs on one event loop; every call to an engine is bounded, so every update settles.
+All of it runs on one event loop; every call to an engine is bounded, so every update settles. Nothing is written down: a
+bus that was restarted learns from heartbeats what each engine serves, and from the publisher, who announces the newest
+version again as soon as the bus has forgotten it, what they should; a version that lies staged is answered from memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
-from services.policies.commit import Ask, CommitMachine, Progress, Update
+from services.policies.commit import CommitMachine
+from services.policies.commit_update import Ask, Update
+from services.policies.fleet_policy import BARRIER, FleetPolicy
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
-from weight_bus.bus_api import (
-    EngineDigest,
-    EngineProgress,
+from services.wire.weight_states import EngineState, EventKind
+from services.wire.weights_api import (
     EngineRegistered,
     EnginesView,
     EngineView,
     RegisterEngine,
+    RollbackView,
     UpdateView,
-    VerifyView,
+    VersionsView,
 )
 from weight_bus.engine_client import EngineClient
+from weight_bus.events import EventLog
 from weight_bus.manifest import Manifest
+from weight_bus.prepared import why_not_prepared
+from weight_bus.signing import check_signature
+from weight_bus.update_records import Record
 
 _log = structlog.get_logger()
 _KEPT_UPDATES = 64
+_TOLD: dict[EngineState, EventKind] = {
+    "staging": "staging",
+    "prepared": "prepared",
+    "committed": "committed",
+    "rolled_back": "rolled_back",
+    "failed": "failed",
+}
 
 
 @dataclass
 class _Engine:
     url: str
+    ranks: int
+    staged_version: int | None
     lease_ends: float
 
 
-@dataclass
-class _Figures:
-    bytes_read: int = 0
-    stage_ms: float = 0.0
-    flip_ms: float = 0.0
-
-
-@dataclass
-class _Record:
-    """One update with what the machine does not need: its bytes' names, the clock, the figures."""
-
-    update: Update
-    root_digest: str
-    payload: bytes
-    announced: float
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
-    commit_ms: float | None = None
-    figures: dict[str, _Figures] = field(default_factory=dict)
-
-
 class Coordinator:
-    """`timeout_s` bounds each call to an engine; an engine unheard of for `lease_s` is forgotten. `close` it."""
+    """An engine unheard of for `lease_s` is forgotten. `weights_key`: manifests must bear its signature. `close` it."""
 
-    def __init__(self, run_id: str, *, timeout_s: float, lease_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        client: EngineClient,
+        *,
+        lease_s: float = 5.0,
+        policy: FleetPolicy = BARRIER,
+        weights_key: str | None = None,
+    ) -> None:
+        self.events = EventLog()
         self._run_id = run_id
+        self._client = client
         self._lease_s = lease_s
-        self._machine = CommitMachine()
-        self._client = EngineClient(timeout_s)
+        self._weights_key = weights_key
+        self._machine = CommitMachine(policy=policy)
         self._engines: dict[str, _Engine] = {}
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, Record] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def watch_leases(self) -> None:
@@ -87,19 +94,38 @@ class Coordinator:
         await self._client.close()
 
     def release_waiters(self) -> None:
-        """Answer all long polls now: the service is ending."""
+        """Answer all long polls and end all streams now: the service is ending."""
+        self.events.close()
         for record in self._records.values():
-            record.settled.set()
+            record.resting.set()
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """Where each live engine is."""
+        return {engine_id: engine.url for engine_id, engine in self._engines.items()}
+
+    @property
+    def goal(self) -> tuple[int, str] | None:
+        """The version that every engine should serve, and its digest (empty where the bus never saw its manifest)."""
+        goal = self._machine.goal
+        return None if goal is None else (goal, self._record(goal).root_digest)
+
+    @property
+    def next_version(self) -> int:
+        """One more than the newest version that the bus has heard of."""
+        return 1 + max([self._machine.highest or 0, *self._machine.members.values()])
 
     def register(self, engine: RegisterEngine) -> EngineRegistered:
         """A new engine, or the heartbeat of a known one. Raises ConflictError for an engine of another run."""
         self._check_run(engine.run_id, f"engine {engine.engine_id}")
         url = engine.url.rstrip("/")
         known = self._engines.get(engine.engine_id)
-        if known is None:
-            _log.info("engine joined", engine=engine.engine_id, url=url, policy_version=engine.policy_version)
-        self._engines[engine.engine_id] = _Engine(url, time.monotonic() + self._lease_s)
         restarted = known is not None and known.url != url
+        if known is None or restarted:
+            _log.info("engine joined", engine=engine.engine_id, url=url, policy_version=engine.policy_version)
+            self.events.add("joined", engine_id=engine.engine_id, version=engine.policy_version)
+        lease_ends = time.monotonic() + self._lease_s
+        self._engines[engine.engine_id] = _Engine(url, engine.ranks, engine.staged_version, lease_ends)
         self._machine.join(engine.engine_id, engine.policy_version, restarted=restarted)
         self._pump()
         latest = self._machine.latest
@@ -111,8 +137,7 @@ class Coordinator:
             self._drop(engine_id, "the engine left")
 
     def engines(self) -> EnginesView:
-        now = time.monotonic()
-        versions = self._machine.members
+        now, versions = time.monotonic(), self._machine.members
         return EnginesView(
             engines=[
                 EngineView(
@@ -120,75 +145,119 @@ class Coordinator:
                     url=engine.url,
                     policy_version=versions[engine_id],
                     lease_left_s=max(0.0, engine.lease_ends - now),
+                    staged_version=engine.staged_version,
+                    ranks=engine.ranks,
                 )
                 for engine_id, engine in self._engines.items()
             ]
         )
 
-    def announce(self, manifest: Manifest, payload: bytes) -> bool:
+    def announce(self, manifest: Manifest, payload: bytes, *, hold: bool = False) -> bool:
         """Start an update; False for one that is known by the same bytes, whose sources are refreshed.
 
-        `payload`: the encoded manifest, passed on to the engines. Raises ConflictError for another run, a version older
-        than the latest, or the latest with other bytes.
+        `payload`: the encoded manifest, passed on to the engines. Raises SignatureError, and ConflictError for another
+        run, an unknown version that is not newer than all before, or a known one with other bytes.
         """
         self._check_run(manifest.run_id, f"manifest of version {manifest.version}")
-        latest = self._machine.latest
-        if latest is not None and manifest.version <= latest.version:
-            return self._repeat(manifest, payload, latest)
-        update = self._machine.announce(manifest.version)
-        self._records[manifest.version] = _Record(update, manifest.root_digest, payload, time.monotonic())
+        check_signature(manifest, self._weights_key)
+        highest = self._machine.highest
+        if highest is not None and manifest.version <= highest:
+            self._repeat(manifest, payload, highest)
+            return False
+        update = self._machine.announce(manifest.version, hold=hold)
+        self._records[manifest.version] = Record(update, time.monotonic(), manifest, payload)
+        self.events.add("announced", version=manifest.version)
         while len(self._records) > _KEPT_UPDATES:
             self._records.pop(next(iter(self._records)))
         self._pump()
         return True
 
-    async def wait_settled(self, version: int, wait_s: float) -> None:
-        """Return when the update has settled or `wait_s` have passed. Raises NotFoundError for an unknown version."""
+    def release(self, version: int) -> UpdateView:
+        """An operator's commit. Raises NotFoundError, and ConflictError for a version that is past."""
+        self._record(version)
+        try:
+            self._adopt(self._machine.release(version))
+        except ValueError as error:
+            raise ConflictError(f"version {version} cannot be committed: {error}") from error
+        self._pump()
+        return self.view(version)
+
+    def cancel(self, version: int) -> UpdateView:
+        """Withdraw a version before its flips. Raises NotFoundError, and ConflictError when it is too late."""
+        self._record(version)
+        try:
+            self._machine.cancel(version)
+        except ValueError as error:
+            raise ConflictError(f"version {version} cannot be cancelled: {error}") from error
+        if (current := self._machine.current) is not None:
+            self._adopt(current)
+        self._pump()
+        return self.view(version)
+
+    def rollback(self, target: int | None) -> RollbackView:
+        """Withdraw the latest version. Raises ConflictError when there is nothing to go back to."""
+        before = self._machine.current
+        try:
+            update = self._machine.rollback(target)
+        except ValueError as error:
+            raise ConflictError(f"nothing is rolled back: {error}") from error
+        assert before is not None
+        self._adopt(update)
+        self._pump()
+        return RollbackView(withdrawn=before.version, update=self.view(update.version))
+
+    async def wait_resting(self, version: int, wait_s: float) -> None:
+        """Return when nothing but an operator is waited for, or `wait_s` have passed. Raises NotFoundError."""
         record = self._record(version)
         try:
             async with asyncio.timeout(wait_s):
-                await record.settled.wait()
+                await record.resting.wait()
         except TimeoutError:
             return
 
     def view(self, version: int) -> UpdateView:
-        record = self._record(version)
-        return UpdateView(
-            version=version,
-            state=record.update.state,
-            root_digest=record.root_digest,
-            engines=[_progress(record, *item) for item in record.update.progress.items()],
-            publish_to_commit_ms=record.commit_ms,
-        )
+        return self._record(version).view(self._machine.policy.name)
 
-    async def verify(self) -> VerifyView:
-        """Ask every live engine for the digest of what it serves."""
-        latest = self._machine.latest
-        digests = await asyncio.gather(*(self._digest(engine_id) for engine_id in list(self._engines)))
-        if latest is None:
-            return VerifyView(version=None, root_digest=None, engines=digests, match=False)
-        expected = (latest.version, self._record(latest.version).root_digest)
-        match = bool(digests) and all((found.version, found.root_digest) == expected for found in digests)
-        return VerifyView(version=expected[0], root_digest=expected[1], engines=digests, match=match)
+    def versions(self) -> VersionsView:
+        latest, serving = self._machine.latest, self._machine.members
+        return VersionsView(
+            latest=None if latest is None else latest.version,
+            versions=[
+                record.summary(
+                    [engine_id for engine_id, served in serving.items() if served == version],
+                    withdrawn=version in self._machine.withdrawn,
+                )
+                for version, record in sorted(self._records.items(), reverse=True)
+            ],
+        )
 
     def _check_run(self, run_id: str, what: str) -> None:
         if run_id != self._run_id:
             raise ConflictError(f"{what} belongs to run {run_id!r}, this bus serves {self._run_id!r}")
 
-    def _repeat(self, manifest: Manifest, payload: bytes, latest: Update) -> bool:
-        if manifest.version < latest.version:
-            raise ConflictError(f"version {manifest.version} is older than {latest.version}, which is published")
-        record = self._record(manifest.version)
-        if record.root_digest != manifest.root_digest:
+    def _repeat(self, manifest: Manifest, payload: bytes, highest: int) -> None:
+        record = self._records.get(manifest.version)
+        if record is None:
+            raise ConflictError(f"version {manifest.version} is older than {highest}, which is published")
+        if record.manifest is not None and record.root_digest != manifest.root_digest:
             raise ConflictError(
                 f"version {manifest.version} is published with other bytes", "a version is one set of bytes for ever"
             )
-        record.payload = payload
-        self._machine.offer_again()
-        self._pump()
-        return False
+        record.manifest, record.payload = manifest, payload
+        latest = self._machine.latest
+        if latest is not None and latest.version == manifest.version:
+            self._machine.offer_again()
+            self._pump()
 
-    def _record(self, version: int) -> _Record:
+    def _adopt(self, update: Update) -> None:
+        """Keep an update that the machine made by itself under its version."""
+        record = self._records.get(update.version)
+        if record is None:
+            self._records[update.version] = Record(update, time.monotonic())
+        elif record.update is not update:
+            record.begin_again(update, time.monotonic())
+
+    def _record(self, version: int) -> Record:
         record = self._records.get(version)
         if record is None:
             raise NotFoundError(f"the weight bus knows no update {version}")
@@ -196,42 +265,50 @@ class Coordinator:
 
     def _drop(self, engine_id: str, why: str) -> None:
         del self._engines[engine_id]
+        self.events.add("left", engine_id=engine_id, why=why)
         self._machine.leave(engine_id, why)
         self._pump()
 
     def _pump(self) -> None:
-        """Carry out what the machine wants next; note what has settled."""
+        """Carry out what the machine wants next; tell watchers and long polls what came of it."""
         for ask in self._machine.take_asks():
             engine = self._engines[ask.engine_id]
-            task = asyncio.create_task(self._carry_out(ask, engine.url), name=f"{ask.phase} {ask.version}")
+            task = asyncio.create_task(self._carry_out(ask, engine), name=f"{ask.phase} {ask.version}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        for record in self._records.values():
-            if record.update.settled and not record.settled.is_set():
-                self._note_settled(record)
+        for version, record in self._records.items():
+            if record.told_state != record.update.state:
+                self._tell_state(record)
+            if record.update is self._machine.current or version in self._machine.withdrawn:
+                self._tell_engines(record)
 
-    def _note_settled(self, record: _Record) -> None:
+    def _tell_engines(self, record: Record) -> None:
+        for engine_id, progress in record.update.progress.items():
+            if record.told.get(engine_id) == progress.state:
+                continue
+            record.told[engine_id] = progress.state
+            if (kind := _TOLD.get(progress.state)) is not None:
+                self.events.add(kind, version=record.update.version, engine_id=engine_id, why=progress.why)
+
+    def _tell_state(self, record: Record) -> None:
+        update = record.update
+        record.told_state = update.state
+        if update.state in ("staging", "prepared"):
+            record.resting.clear()
+            return
         milliseconds = (time.monotonic() - record.announced) * 1e3
-        if record.update.state == "committed":
+        if update.state == "committed" and record.commit_ms is None:
             record.commit_ms = milliseconds
-        record.settled.set()
-        log = _log.warning if record.update.state == "failed" else _log.info
-        log("weight update", version=record.update.version, state=record.update.state, ms=round(milliseconds, 1))
+        record.resting.set()
+        self.events.add(update.state, version=update.version, why=update.why)
+        log = _log.warning if update.state == "failed" else _log.info
+        log("weight update", version=update.version, state=update.state, ms=round(milliseconds, 1), why=update.why)
 
-    async def _carry_out(self, ask: Ask, url: str) -> None:
+    async def _carry_out(self, ask: Ask, engine: _Engine) -> None:
         record = self._records[ask.version]
-        figures = record.figures.setdefault(ask.engine_id, _Figures())
-        started = time.monotonic()
         failure: str | None = None
         try:
-            if ask.phase == "stage":
-                staged = await self._client.stage(url, record.payload)
-                figures.bytes_read = staged.bytes_read
-                figures.stage_ms = (time.monotonic() - started) * 1e3
-                if (staged.version, staged.root_digest) != (ask.version, record.root_digest):
-                    failure = f"{url} staged version {staged.version}, digest {staged.root_digest[:16]}…"
-            else:
-                figures.flip_ms = (await self._client.commit(url, ask.version)).flip_ms
+            failure = await self._ask(ask, engine, record)
         except RollmeshError as error:
             failure = str(error)
         except Exception as error:  # noqa: BLE001 - see below
@@ -245,21 +322,17 @@ class Coordinator:
             self._engines[ask.engine_id].lease_ends = time.monotonic() + self._lease_s
         self._pump()
 
-    async def _digest(self, engine_id: str) -> EngineDigest:
-        try:
-            found = await self._client.digest(self._engines[engine_id].url)
-        except RollmeshError as error:
-            return EngineDigest(engine_id=engine_id, version=-1, root_digest="", why=str(error))
-        return EngineDigest(engine_id=engine_id, version=found.version, root_digest=found.root_digest)
-
-
-def _progress(record: _Record, engine_id: str, progress: Progress) -> EngineProgress:
-    figures = record.figures.get(engine_id, _Figures())
-    return EngineProgress(
-        engine_id=engine_id,
-        state=progress.state,
-        bytes_read=figures.bytes_read,
-        stage_ms=figures.stage_ms,
-        flip_ms=figures.flip_ms,
-        why=progress.why,
-    )
+    async def _ask(self, ask: Ask, engine: _Engine, record: Record) -> str | None:
+        """Carry an ask out; why it failed where the engine did not say so itself."""
+        figures, started = record.figures_of(ask.engine_id), time.monotonic()
+        if ask.phase == "commit":
+            figures.flip_ms = (await self._client.commit(engine.url, ask.version)).flip_ms
+        elif ask.phase == "rollback":
+            figures.flip_ms = (await self._client.rollback(engine.url, ask.version)).flip_ms
+        elif record.payload is None:
+            return f"the bus never saw the manifest of version {ask.version}: have its publisher announce it again"
+        else:
+            staged = await self._client.stage(engine.url, record.payload)
+            figures.bytes_read, figures.stage_ms = staged.bytes_read, (time.monotonic() - started) * 1e3
+            return why_not_prepared(staged, ask.version, record.root_digest, engine.ranks)
+        return None

@@ -1,15 +1,18 @@
-"""The bus's calls to an engine's weight routes; whatever goes wrong is an EngineCallError that says what."""
+"""The bus's calls to an engine; whatever goes wrong is an EngineCallError that says what."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TypeVar
 
 import httpx
+import msgspec
 from pydantic import BaseModel, ValidationError
 
 from services.wire.errors import RollmeshError
-from weight_bus.bus_api import CommitAnswer, CommitCall, DigestAnswer, StageAnswer
+from services.wire.weight_states import PauseMode
+from weight_bus.bus_api import CommitAnswer, CommitCall, DigestAnswer, RollbackCall, StageAnswer
 from weight_bus.http_errors import raise_for_error
 
 _MSGPACK = {"content-type": "application/msgpack"}
@@ -24,12 +27,26 @@ class EngineCallError(RollmeshError):
     code = "engine"
 
 
-class EngineClient:
-    """Connections to all engines. `timeout_s` bounds each call as a whole."""
+class _Drawn(msgspec.Struct):
+    token_ids: list[int]
 
-    def __init__(self, timeout_s: float) -> None:
+
+class _GenerateAnswer(msgspec.Struct):
+    """As much of vLLM's answer to a token call as a canary needs."""
+
+    choices: list[_Drawn]
+
+
+_generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
+
+
+class EngineClient:
+    """Connections to all engines. `timeout_s` bounds each call as a whole; `key` is shown to every engine."""
+
+    def __init__(self, timeout_s: float, key: str | None = None) -> None:
         self._timeout_s = timeout_s
-        self._http = httpx.AsyncClient(timeout=None)
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._http = httpx.AsyncClient(timeout=None, headers=headers)
 
     async def stage(self, url: str, manifest: bytes) -> StageAnswer:
         return await self._call(StageAnswer, "POST", f"{url}/weights/stage", manifest, _MSGPACK)
@@ -38,8 +55,29 @@ class EngineClient:
         body = CommitCall(version=version).model_dump_json().encode()
         return await self._call(CommitAnswer, "POST", f"{url}/weights/commit", body, _JSON)
 
+    async def rollback(self, url: str, version: int) -> CommitAnswer:
+        body = RollbackCall(version=version).model_dump_json().encode()
+        return await self._call(CommitAnswer, "POST", f"{url}/weights/rollback", body, _JSON)
+
     async def digest(self, url: str) -> DigestAnswer:
         return await self._call(DigestAnswer, "GET", f"{url}/weights/digest", None, None)
+
+    async def draw(self, url: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """The tokens that greedy decoding draws after `prompt`."""
+        sampling = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
+        body = msgspec.json.encode({"token_ids": list(prompt), "sampling_params": sampling})
+        content = await self._send("POST", f"{url}/inference/v1/generate", body, _JSON)
+        try:
+            return _generate_decoder.decode(content).choices[0].token_ids
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise EngineCallError(f"{url} answered a token call with something else than tokens ({error})") from error
+
+    async def pause(self, url: str, mode: PauseMode) -> None:
+        # vLLM's route would drop every prefix with the cache; a pause by hand changes no weights.
+        await self._send("POST", f"{url}/pause?mode={mode}&clear_cache=false", None, None)
+
+    async def resume(self, url: str) -> None:
+        await self._send("POST", f"{url}/resume", None, None)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -47,14 +85,19 @@ class EngineClient:
     async def _call(
         self, answer: type[_Answer], method: str, url: str, body: bytes | None, headers: dict[str, str] | None
     ) -> _Answer:
+        content = await self._send(method, url, body, headers)
+        try:
+            return answer.model_validate_json(content)
+        except ValidationError as error:
+            raise EngineCallError(f"{url} answered something else than {answer.__name__}") from error
+
+    async def _send(self, method: str, url: str, body: bytes | None, headers: dict[str, str] | None) -> bytes:
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._http.request(method, url, content=body, headers=headers)
-            raise_for_error(response)
-            return answer.model_validate_json(response.content)
         except TimeoutError as error:
             raise EngineCallError(f"{url} did not answer within {self._timeout_s} s") from error
         except httpx.HTTPError as error:
             raise EngineCallError(f"{url} could not be reached ({error!r})") from error
-        except ValidationError as error:
-            raise EngineCallError(f"{url} answered something else than {answer.__name__}") from error
+        raise_for_error(response)
+        return response.content

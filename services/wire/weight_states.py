@@ -31,5 +31,4 @@ EventKind = Literal[
     "superseded",
     "cancelled",
     "rolled_back",
-    "settled",
 ]
