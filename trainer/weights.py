@@ -1,9 +1,9 @@
 """Weights on their way out: published on the training thread, announced and followed in the background.
 
-    training thread   publish(v) ─ cast into an arena ─► manifest
-    background        step record durable? ─► announce(v) ─► settled: committed | superseded | failed
+    training thread   publish(v) ─ cast into an arena, which is leased ─► Publication
+    background        step record durable? ─► manifest ─► announce(v) ─► settled: committed | superseded | failed ─► release
 
-The publisher has two arenas: v is not published before v − 2 has settled, lest a receiver read a mixture.
+The publisher has two arenas: v is not published before v − 2 is released, lest a receiver read a mixture.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import structlog
 from torch import Tensor
 
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
+from services.wire.weight_states import SETTLED
 from trainer.background import Background
 from weight_bus.bus_api import UpdateView, VerifyView
 from weight_bus.bus_client import BusClient
 from weight_bus.manifest import Manifest
+from weight_bus.publication import Publication
 from weight_bus.publisher import Publisher
 
-_SETTLED = ("committed", "failed", "superseded")
 _POLL_S = 5.0
 _RETRY_S = 0.25
 
@@ -68,19 +69,20 @@ class WeightUpdates:
         Raises WeightsError when none does within `deadline_s`.
         """
         self._base = version
-        manifest = self._publisher.publish(version, weights).manifest()
-        self._background.call(self._until_committed(manifest, deadline_s), f"version {version}", deadline_s + 30)
+        publication = self._publisher.publish(version, weights)
+        self._background.call(self._first_committed(publication, deadline_s), f"version {version}", deadline_s + 30)
 
     def publish(self, version: int, weights: Mapping[str, Tensor], durable: Future[None]) -> None:
         """Publish `version`; it is announced once `durable` (the record of the step that made it) has come true.
 
-        Blocks for the copy, and until update `version − 2` has settled. Raises DeadlineError if that takes too long.
+        Blocks for the copy, and until an update before the last has settled. Raises DeadlineError if that takes too long.
         """
-        before = self._following.pop(version - 2, None)
-        if before is not None:
-            self._wait_for(before, version - 2)
-        manifest = self._publisher.publish(version, weights).manifest()
-        self._following[version] = self._background.spawn(self._follow(manifest, durable), f"weight update {version}")
+        for before in [update for update, future in self._following.items() if future.done()]:
+            self._wait_for(self._following.pop(before), before)
+        publication = self._publisher.publish(version, weights, leased=True)
+        self._following[version] = self._background.spawn(
+            self._follow(publication, durable), f"weight update {version}"
+        )
 
     def finish(self, version: int, deadline_s: float) -> None:
         """Wait until engines serve the last `version`. Raises WeightsError when none does within `deadline_s`."""
@@ -106,10 +108,14 @@ class WeightUpdates:
     async def close(self) -> None:
         await self._bus.close()
 
-    async def _follow(self, manifest: Manifest, durable: Future[None]) -> UpdateView:
-        await asyncio.wrap_future(durable)
-        started = time.perf_counter()
-        view = await self._settled(manifest, self._settle_s)
+    async def _follow(self, publication: Publication, durable: Future[None]) -> UpdateView:
+        try:
+            await asyncio.wrap_future(durable)
+            manifest = await asyncio.wrap_future(publication.future)
+            started = time.perf_counter()
+            view = await self._settled(manifest, self._settle_s)
+        finally:
+            self._publisher.release(publication.version)
         if view.publish_to_commit_ms is not None:
             self.call_overhead_ms = (time.perf_counter() - started) * 1e3 - view.publish_to_commit_ms
         self._note(view)
@@ -129,7 +135,7 @@ class WeightUpdates:
 
     async def _announced(self, manifest: Manifest, deadline_s: float) -> UpdateView:
         view = await self._bus.announce(manifest, wait_s=min(deadline_s, _POLL_S))
-        if view.state in _SETTLED:
+        if view.state in SETTLED:
             return view
         try:
             return await self._bus.wait_settled(manifest.version, deadline_s)
@@ -137,6 +143,9 @@ class WeightUpdates:
             # The bus was restarted meanwhile and has forgotten; it is told again.
             await self._bus.announce(manifest)
             return await self._bus.wait_settled(manifest.version, deadline_s)
+
+    async def _first_committed(self, publication: Publication, deadline_s: float) -> None:
+        await self._until_committed(await asyncio.wrap_future(publication.future), deadline_s)
 
     async def _until_committed(self, manifest: Manifest, deadline_s: float) -> None:
         """Announce until committed: an update without any engine fails at once, and engines may still be loading."""

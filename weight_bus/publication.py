@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
-from services.wire.errors import DeadlineError
+from services.wire.errors import DeadlineError, NotReadyError
 from weight_bus.manifest import Manifest
 
 MANIFEST_DEADLINE_S = 60.0
@@ -19,9 +19,11 @@ class Publication:
         self.future = future
 
     def manifest(self, timeout_s: float = MANIFEST_DEADLINE_S) -> Manifest:
-        """Wait for the manifest. Raises what making it raised, or DeadlineError."""
+        """Wait for the manifest. Raises what making it raised, DeadlineError, or NotReadyError from a closed publisher."""
         try:
             return self.future.result(timeout=timeout_s)
+        except CancelledError as error:
+            raise NotReadyError(f"the publisher was closed before version {self.version} had a manifest") from error
         except FutureTimeout as error:
             if self.future.done():
                 raise

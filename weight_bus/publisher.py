@@ -1,128 +1,276 @@
 """The publisher: the trainer's side of the bus. It casts the weights into an arena once and says what lies there.
 
-    publish(v)    arena[v mod 2] ◄─ cast ─ tensors;  hash the buckets;  manifest of v
-                  arena[v−1 mod 2] stays whole, so that a receiver which still stages v−1 can end
+    training thread   publish(v)   wait for a free half ─► cast-copy ─► Publication                    returns
+    background        hash the buckets ─► exchange with the other ranks ─► delta to v−1 ─► sign ─► manifest of v
 
-A receiver that is two versions behind finds its arena overwritten, sees it by the hash and takes the newer version.
+    halves   |v−1, staged by receivers|   |v, just published|      the next version goes where the older one lies
+
+A half is not written over while its version is leased (announced and not settled) or still being hashed: `publish` waits
+for it, up to a deadline. A receiver that is two versions behind finds other bytes, sees it by the hash and takes the
+newer version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import torch
 
-from services.wire.errors import ConflictError, UsageError
-from weight_bus.arena import Arena
-from weight_bus.layout import hash_bytes, plan_buckets, plan_layout, root_digest
-from weight_bus.manifest import Bucket, Layout, Manifest, Owner
+from services.wire.errors import ConflictError, RollmeshError, UsageError
+from weight_bus.arena import Arena, populate
+from weight_bus.delta_maker import DeltaMaker
+from weight_bus.errors import TransportError
+from weight_bus.halves import HALVES, Halves
+from weight_bus.layout import hash_bytes, plan_buckets, root_digest
+from weight_bus.manifest import Bucket, Delta, Layout, Manifest, Owner, check_manifest
+from weight_bus.owner_plan import OwnerPlan, local_part, plan_owner
 from weight_bus.publication import Publication
+from weight_bus.ranks import Ranks
+from weight_bus.signing import sign
 from weight_bus.transports.base import Exporter
-from weight_bus.views import dtype_of, flat_bytes, tensor_at
+from weight_bus.views import dtype_of, flat_bytes
 
 _PARALLEL_HASH_BYTES = 1 << 20
+_HASH_THREADS = 2
+_DELTA_TRANSPORTS = ("nixl", "shm")
+"""Those whose receivers read what they choose. A broadcast sends all to all, and a file is read by who has no base."""
+
+
+class RankPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one publishing rank tells the others of a version: what it owns, or why it could not."""
+
+    version: int
+    layout_digest: str
+    owner: Owner
+    buckets: list[Bucket]
+    error: str = ""
 
 
 class Publisher:
-    """One trainer's publisher. Not thread-safe: call it from the training thread.
+    """One trainer's publisher, or one rank's of it. `publish` is called from one thread.
 
     `tensors` are the named weights (Hugging Face names, any shape, device or floating dtype; a tied weight under one
-    name only). Their names, order and shapes are fixed for the publisher's life. `dtype` is the serving dtype by name.
-    Raises UsageError for a dtype that cannot be served, TransportError when no arena can be had.
+    name only). Their names, order and shapes are fixed for the publisher's life. `dtype` is the serving dtype by name,
+    `key` the run's weight key. A delta is offered where it is no larger than `delta_max_ratio` of the dense bytes (0:
+    never), over nixl and shm, by one rank alone. With `ranks`, tensors may be DTensors (FSDP2) and every rank publishes its
+    own part.
+    Raises UsageError for what cannot be served, TransportError when no arena can be had.
     """
 
     def __init__(
-        self, run_id: str, tensors: Mapping[str, torch.Tensor], dtype: str, exporter: Exporter, bucket_bytes: int
+        self,
+        run_id: str,
+        tensors: Mapping[str, torch.Tensor],
+        dtype: str,
+        exporter: Exporter,
+        bucket_bytes: int,
+        *,
+        key: str | None = None,
+        wait_s: float = 60.0,
+        delta_max_ratio: float = 0.0,
+        ranks: Ranks | None = None,
     ) -> None:
-        dtype_of(dtype)
-        self._run_id = run_id
-        self._exporter = exporter
-        self._layout = plan_layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}, dtype)
-        self._ranges = plan_buckets(self._layout.total_bytes, bucket_bytes)
+        self._run_id, self._exporter, self._key, self._wait_s, self._ranks = run_id, exporter, key, wait_s, ranks
+        self._plan = plan_owner(tensors, dtype, None if ranks is None else ranks.rank)
+        self._ranges = plan_buckets(self._plan.total_bytes, bucket_bytes)
         # Both before the first export: a source may describe all registered memory.
-        self._halves = [_Half(exporter.allocate(self._layout.total_bytes), self._layout) for _ in range(2)]
+        self._arenas = [_Half(exporter, self._plan, dtype_of(dtype)) for _ in range(HALVES)]
+        offers = ranks is None and exporter.name in _DELTA_TRANSPORTS and delta_max_ratio > 0
+        self._deltas = DeltaMaker(exporter, self.layout, delta_max_ratio) if offers else None
+        self._halves = Halves()
+        self._newest: int | None = None
+        """The version whose bytes were put in place last, and its half; the training thread's."""
+        self._newest_half = 1
         self._latest: Manifest | None = None
+        """The manifest made last, and its half; the background thread's."""
+        self._latest_half = 1
+        self._background = ThreadPoolExecutor(1, "weight-publisher")
 
     @property
     def layout(self) -> Layout:
-        return self._layout
+        return self._plan.layout
 
     @property
     def latest(self) -> Manifest | None:
-        """The manifest of the version published last."""
+        """The manifest that was made last."""
         return self._latest
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Publication:
-        """As `_publish`; the manifest is had from the Publication."""
-        future: Future[Manifest] = Future()
-        future.set_result(self._publish(version, tensors))
-        return Publication(version, future)
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, leased: bool = False) -> Publication:
+        """Put `version` in place; its manifest is made in the background and had from the Publication.
 
-    def _publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> Manifest:
-        """Put `version` in place and return its manifest. Blocks for one cast-copy and one hash of all bytes.
-
-        The same version with the same bytes answers its first manifest again. Raises ConflictError for the same version
-        with other bytes or an older one, UsageError when names or shapes are not those the publisher was made for.
+        Blocks for one cast-copy of all bytes, and until the half it goes into is free. `leased`: the half is kept until
+        `release(version)`, or until making the manifest fails. The same version with the same bytes answers its first
+        manifest again; with other bytes the Publication fails with ConflictError, and nothing was touched that a
+        receiver may read. Raises ConflictError for an older version, DeadlineError when no half comes free in time,
+        UsageError when names or shapes are not those the publisher was made for.
         """
-        latest = self._latest
-        if latest is not None and version < latest.version:
-            raise ConflictError(f"version {version} is older than {latest.version}, which is published")
+        newest = self._newest
+        if newest is not None and version < newest:
+            raise ConflictError(f"version {version} is older than {newest}, which is published")
         self._check(tensors)
-        again = latest is not None and version == latest.version
-        # A repeated version goes into the other half: receivers may be reading the first.
-        half = self._halves[(version + again) % 2]
-        half.fill(tensors)
-        hashes = [half.hash(offset, length) for offset, length in self._ranges]
-        root = root_digest(hashes)
-        if latest is not None and again:
-            if root != latest.root_digest:
-                raise ConflictError(f"version {version} is published with other bytes", "take one optimizer step first")
-            return latest
-        self._latest = Manifest(
-            run_id=self._run_id,
-            version=version,
-            layout=self._layout,
-            buckets=[
-                Bucket(offset=offset, length=length, hash=bucket_hash)
-                for (offset, length), bucket_hash in zip(self._ranges, hashes, strict=True)
-            ],
-            root_digest=root,
-            owners=[Owner(total_bytes=self._layout.total_bytes, sources=[self._exporter.export(half.arena)])],
-        )
-        return self._latest
+        again = version == newest
+        half = 1 - self._newest_half
+        self._halves.begin(half, version, leased=leased and not again, wait_s=self._wait_s)
+        try:
+            self._arenas[half].fill(tensors)
+        except BaseException:
+            self._halves.abandon(half, version)
+            raise
+        self._halves.copied(half, version)
+        if not again:
+            self._newest, self._newest_half = version, half
+        return Publication(version, self._background.submit(self._make, version, half, again))
+
+    def release(self, version: int) -> None:
+        """The version has settled: its half may be written over. A version that is not leased is nothing to release."""
+        self._halves.let_go("announced and not settled", version)
 
     def close(self) -> None:
         """Withdraw the arenas. Engines keep what they serve; nothing more can be staged."""
-        self._halves.clear()
+        self._background.shutdown(wait=True, cancel_futures=True)
+        self._arenas.clear()
         self._exporter.close()
 
     def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if not self._halves:
+        if not self._arenas:
             raise UsageError("the publisher is closed", "make a new one")
-        if len(tensors) != len(self._layout.tensors):
-            raise UsageError(f"{len(tensors)} tensors to publish, {len(self._layout.tensors)} planned", "give them all")
-        for entry in self._layout.tensors:
+        if len(tensors) != len(self.layout.tensors):
+            raise UsageError(f"{len(tensors)} tensors to publish, {len(self.layout.tensors)} planned", "give them all")
+        for entry in self.layout.tensors:
             tensor = tensors.get(entry.name)
             if tensor is None or tuple(tensor.shape) != entry.shape:
                 found = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
                 raise UsageError(f"tensor {entry.name} is {found}, planned was {entry.shape}", "make a new publisher")
 
+    def _make(self, version: int, half: int, again: bool) -> Manifest:
+        try:
+            draft = self._draft(version, half)
+            if again:
+                return self._same_again(draft)
+            manifest = self._offered(draft, half)
+        except BaseException:
+            if again:
+                self._halves.abandon(half, version)
+            else:
+                self.release(version)
+            raise
+        finally:
+            self._halves.let_go("being hashed", version, half)
+        self._latest, self._latest_half = manifest, half
+        return manifest
+
+    def _same_again(self, draft: Manifest) -> Manifest:
+        latest = self._latest
+        if latest is None or latest.version != draft.version:
+            raise ConflictError(f"version {draft.version} could not be published at first", "publish a newer version")
+        if latest.root_digest != draft.root_digest:
+            raise ConflictError(
+                f"version {draft.version} is published with other bytes", "take one optimizer step first"
+            )
+        return latest
+
+    def _draft(self, version: int, half: int) -> Manifest:
+        """The version's manifest without signature and delta; a publisher alone leaves its sources out, too."""
+        owners, buckets = self._alone(half) if self._ranks is None else self._with_ranks(self._ranks, version, half)
+        draft = Manifest(
+            run_id=self._run_id,
+            version=version,
+            layout=self.layout,
+            owners=owners,
+            buckets=buckets,
+            root_digest=root_digest(bucket.hash for bucket in buckets),
+        )
+        check_manifest(draft)
+        return draft
+
+    def _alone(self, half: int) -> tuple[list[Owner], list[Bucket]]:
+        return [Owner(total_bytes=self._plan.total_bytes, sources=[])], self._hash(half, 0)
+
+    def _with_ranks(self, ranks: Ranks, version: int, half: int) -> tuple[list[Owner], list[Bucket]]:
+        parts = [
+            msgspec.msgpack.decode(part, type=RankPart)
+            for part in ranks.exchange(self._part(version, half, ranks.rank))
+        ]
+        for number, part in enumerate(parts):
+            if part.error:
+                raise TransportError(f"rank {number} could not publish version {version} ({part.error})")
+            if (part.version, part.layout_digest) != (version, self.layout.digest):
+                raise ConflictError(
+                    f"rank {number} publishes version {part.version} of layout {part.layout_digest[:16]}…, "
+                    f"rank {ranks.rank} version {version} of {self.layout.digest[:16]}…"
+                )
+        return [part.owner for part in parts], [bucket for part in parts for bucket in part.buckets]
+
+    def _part(self, version: int, half: int, rank: int) -> bytes:
+        arena, error, buckets = self._arenas[half].arena, "", []
+        owner = Owner(total_bytes=self._plan.total_bytes, sources=[], shards=self._plan.shards)
+        try:
+            buckets = self._hash(half, rank)
+            sources = [] if arena is None else [self._exporter.export(arena)]
+            owner = msgspec.structs.replace(owner, sources=sources)
+        except RollmeshError as failed:
+            # The others must hear of it, or they wait for this rank until the deadline.
+            error = str(failed)
+        return msgspec.msgpack.encode(
+            RankPart(version=version, layout_digest=self.layout.digest, owner=owner, buckets=buckets, error=error)
+        )
+
+    def _hash(self, half: int, owner: int) -> list[Bucket]:
+        view = self._arenas[half].view
+        return [
+            Bucket(owner=owner, offset=offset, length=length, hash=_hash(view[offset : offset + length]))
+            for offset, length in self._ranges
+        ]
+
+    def _offered(self, draft: Manifest, half: int) -> Manifest:
+        """The draft with its sources, its delta and its signature."""
+        arena = self._arenas[half].arena
+        if self._ranks is None and arena is not None:
+            source = self._exporter.export(arena, draft)
+            draft = msgspec.structs.replace(draft, owners=[Owner(total_bytes=arena.nbytes, sources=[source])])
+        delta = self._delta(half)
+        if delta is not None:
+            draft = msgspec.structs.replace(draft, kind="delta", base_version=delta.base_version, delta=delta)
+        return sign(draft, self._key)
+
+    def _delta(self, half: int) -> Delta | None:
+        base, other = self._latest, 1 - half
+        if self._deltas is None or base is None or self._latest_half != other:
+            return None
+        if not self._halves.hold_base(other, base.version):
+            return None
+        try:
+            old, new = self._arenas[other].view, self._arenas[half].view
+            return self._deltas.make(half, base, old, new, lambda: self._halves.wanted(other))
+        finally:
+            self._halves.let_go("the base of a delta", base.version, other)
+
 
 class _Half:
-    """One of the two arenas, with its tensors as views."""
+    """One of the two arenas, with what this rank owns as views. An owner of nothing has none."""
 
-    def __init__(self, arena: Arena, layout: Layout) -> None:
-        self.arena = arena
-        flat = flat_bytes(arena.view)
-        self._views = {entry.name: tensor_at(flat, entry) for entry in layout.tensors}
+    def __init__(self, exporter: Exporter, plan: OwnerPlan, dtype: torch.dtype) -> None:
+        self.arena: Arena | None = exporter.allocate(plan.total_bytes) if plan.total_bytes else None
+        self._views: dict[str, torch.Tensor] = {}
+        if self.arena is not None:
+            populate(self.arena)
+            flat = flat_bytes(self.arena.view)
+            for piece in plan.pieces:
+                part = flat[piece.offset : piece.offset + piece.nbytes]
+                self._views[piece.name] = part.view(dtype).view(piece.shape)
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(b"") if self.arena is None else self.arena.view
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, view in self._views.items():
-                view.copy_(tensors[name])
+        if self._views:
+            with torch.no_grad():
+                # One call for all: with thousands of small tensors Python would take as long as the copies.
+                torch._foreach_copy_(list(self._views.values()), [local_part(tensors[name]) for name in self._views])
 
-    def hash(self, offset: int, length: int) -> str:
-        # The training thread waits for this: large buckets are hashed on all cores.
-        threads = 1 if length < _PARALLEL_HASH_BYTES else 2
-        return hash_bytes(self.arena.view[offset : offset + length], threads=threads)
+
+def _hash(data: memoryview) -> str:
+    return hash_bytes(data, threads=1 if len(data) < _PARALLEL_HASH_BYTES else _HASH_THREADS)

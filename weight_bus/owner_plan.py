@@ -1,0 +1,105 @@
+"""What one publishing rank owns of the weights, and where in its arena each piece lies.
+
+    plain tensor            rank 0
+    DTensor, Replicate      the rank at coordinate 0 of that mesh dimension
+    DTensor, Shard(0)       each rank its own rows, uneven ones included: a contiguous range of the tensor's bytes
+
+No weight is gathered: each rank copies its local rows, and the manifest says where they belong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from services.wire.errors import UsageError
+from weight_bus import manifest as wire
+from weight_bus.layout import ITEM_BYTES, aligned, plan_layout
+from weight_bus.manifest import Layout
+from weight_bus.views import dtype_of
+
+
+@dataclass(frozen=True)
+class OwnedPiece:
+    """Tensor `name`, of which `shape` is held here, from byte `offset` of the arena."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class OwnerPlan:
+    """`shards` is None for the one owner of everything, whose arena is the whole layout."""
+
+    layout: Layout
+    total_bytes: int
+    pieces: list[OwnedPiece]
+    shards: list[wire.Shard] | None
+
+
+def plan_owner(tensors: Mapping[str, torch.Tensor], dtype: str, rank: int | None) -> OwnerPlan:
+    """What rank `rank` of several owns of `tensors` served in `dtype`; None: there is no other rank.
+
+    Raises UsageError for a DTensor that is placed otherwise than by Replicate and Shard(0), or that nobody shares.
+    """
+    dtype_of(dtype)
+    layout = plan_layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}, dtype)
+    if rank is None:
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                raise UsageError(f"{name} is spread over ranks, and this publisher is alone", "give it the ranks")
+        pieces = [OwnedPiece(entry.name, entry.shape, entry.offset, entry.nbytes) for entry in layout.tensors]
+        return OwnerPlan(layout, layout.total_bytes, pieces, None)
+    pieces, shards, position = [], [], 0
+    for number, entry in enumerate(layout.tensors):
+        rows = _owned_rows(entry.name, tensors[entry.name], rank)
+        if rows is None:
+            continue
+        start, shape = rows
+        row_bytes = ITEM_BYTES[dtype]
+        for size in shape[1:]:
+            row_bytes *= size
+        nbytes = row_bytes * (shape[0] if shape else 1)
+        if not nbytes:
+            continue
+        pieces.append(OwnedPiece(entry.name, shape, position, nbytes))
+        shards.append(wire.Shard(tensor=number, tensor_offset=start * row_bytes, offset=position, nbytes=nbytes))
+        position = aligned(position + nbytes)
+    return OwnerPlan(layout, position, pieces, shards)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of `tensor` that lie on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _owned_rows(name: str, tensor: torch.Tensor, rank: int) -> tuple[int, tuple[int, ...]] | None:
+    """First row and shape of what this rank owns; None for nothing."""
+    if not isinstance(tensor, DTensor):
+        return (0, tuple(tensor.shape)) if rank == 0 else None
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    start, rows, mine = 0, tensor.shape[0] if tensor.ndim else 1, True
+    for dimension, placement in enumerate(tensor.placements):
+        if type(placement) is Replicate:
+            mine = mine and coordinate[dimension] == 0
+        elif type(placement) is Shard and placement.dim == 0:
+            # As torch.chunk cuts: all of the same size, the last shorter, the rest empty.
+            chunk = -(-rows // tensor.device_mesh.size(dimension))
+            first = min(rows, coordinate[dimension] * chunk)
+            start, rows = start + first, min(rows - first, chunk)
+        else:
+            raise UsageError(
+                f"{name} is placed {placement}, which is no range of its bytes",
+                "shard weights by rows, or replicate them",
+            )
+    local = tuple(tensor.to_local().shape)
+    if mine and tensor.ndim and local[0] != rows:
+        raise UsageError(f"{name} has {local[0]} rows on this rank, {rows} were expected", "shard it by fully_shard")
+    return (start, local) if mine else None
