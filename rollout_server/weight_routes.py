@@ -1,13 +1,14 @@
-"""Weight routes, called by the weight bus: stage in the background, commit between two decode steps, tell the digest."""
+"""Weight routes, called by the weight bus: stage in the background, flip between two decode steps, tell the digest."""
 
 from __future__ import annotations
 
 import structlog
 from fastapi import APIRouter, Request
 
+from rollout_server.engines.base import CommitReport
 from rollout_server.route_errors import ERRORS
 from rollout_server.server import RolloutServer
-from weight_bus.bus_api import CommitAnswer, CommitCall, DigestAnswer, StageAnswer
+from weight_bus.bus_api import CommitAnswer, CommitCall, DigestAnswer, RollbackCall, StageAnswer
 
 _log = structlog.get_logger()
 _MANIFEST_BODY = {"requestBody": {"required": True, "content": {"application/msgpack": {"schema": {"type": "string"}}}}}
@@ -26,15 +27,22 @@ def weight_routes(server: RolloutServer) -> APIRouter:
             root_digest=report.root_digest,
             bytes_read=report.bytes_read,
             seconds=report.seconds,
+            rank_digests=report.rank_digests,
         )
 
     @router.post("/commit")
     async def commit(call: CommitCall) -> CommitAnswer:
         """Serve the staged version from the next decode step on."""
-        parts = server.parts()
-        report = await parts.engine.commit(call.version)
-        parts.gate.notify()
-        _log.info("commit", version=report.version, flip_ms=round(report.flip_ms, 3), running=report.requests_in_flight)
+        return _served("commit", await server.parts().engine.commit(call.version))
+
+    @router.post("/rollback")
+    async def rollback(call: RollbackCall) -> CommitAnswer:
+        """Serve the version before the last commit again; it is kept until the next stage begins to write."""
+        return _served("rollback", await server.parts().engine.rollback(call.version))
+
+    def _served(what: str, report: CommitReport) -> CommitAnswer:
+        server.parts().gate.notify()
+        _log.info(what, version=report.version, flip_ms=round(report.flip_ms, 3), running=report.requests_in_flight)
         return CommitAnswer(
             version=report.version, flip_ms=report.flip_ms, requests_in_flight=report.requests_in_flight
         )

@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from services.wire.errors import ConflictError, WireError
 from weight_bus.manifest import decode_manifest
+from weight_bus.vllm_settings import weights_key
 from weight_bus.vllm_worker import Attachment
 
 
@@ -52,16 +53,14 @@ class ManifestTransfer(WeightTransferEngine[ManifestInit, ManifestUpdate]):  # t
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._attached: Attachment | None = None
-        self._run_id = ""
         self._staged: int | None = None
 
     def init_transfer_engine(self, init_info: ManifestInit) -> None:
-        """Build the views and start the readers, once a run; again it changes nothing."""
-        if self._attached is not None and init_info.run_id == self._run_id:
-            return
-        self.shutdown()
-        self._attached = Attachment(self.model, init_info.run_id, init_info.transport)
-        self._run_id = init_info.run_id
+        """Build the views and start the readers, once a run; again it changes nothing.
+
+        Raises ConflictError where the engine has joined the bus of another run.
+        """
+        self._attached = Attachment.on(self.model, init_info.run_id, init_info.transport, weights_key())
 
     def start_weight_update(self) -> None:
         self._staged = None
@@ -92,5 +91,5 @@ class ManifestTransfer(WeightTransferEngine[ManifestInit, ManifestUpdate]):  # t
 
     def shutdown(self) -> None:
         attached, self._attached = self._attached, None
-        if attached is not None:
+        if attached is not None and not attached.fixed:
             attached.close()

@@ -24,10 +24,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from services.wire.errors import ConflictError, UsageError
+from services.wire.errors import ConflictError, RollmeshError
 from services.wire.kv_policy import KvPolicy
 from weight_bus.vllm_kv import KvMemory
-from weight_bus.vllm_protocol import SCRATCH, Committed, decode_reply, encode_reply, failure
+from weight_bus.vllm_protocol import SCRATCH, Committed, encode_reply, failure, read_reply
+from weight_bus.vllm_ranks import agree, agreed
 
 
 def install() -> None:
@@ -38,6 +39,7 @@ def install() -> None:
     EngineCore.rollmesh_attach = attach
     EngineCore.rollmesh_stage = stage
     EngineCore.rollmesh_commit = commit
+    EngineCore.rollmesh_rollback = rollback
     EngineCore.rollmesh_digest = digest
     if current_platform.is_cpu():
         keep_linears_live()
@@ -60,49 +62,61 @@ def _never(*_: object) -> bool:
     return False
 
 
-def attach(core: Any, run_id: str, transport: str, kv_policy: KvPolicy) -> bytes:
-    """Called once, before the first request."""
+def attach(core: Any, run_id: str, transport: str, kv_policy: KvPolicy, key: str | None = None) -> bytes:
+    """Called once, before the first request. `key`: the run's weight key; None takes manifests unsigned."""
     try:
+        _check_steps(core)
         core.rollmesh_kv = KvMemory(core, kv_policy)
-    except UsageError as error:
+    except RollmeshError as error:
         return encode_reply(failure(error))
-    reply: bytes = core.model_executor.collective_rpc("rollmesh_attach", args=(run_id, transport))[0]
-    return reply
+    return agree(core.model_executor.collective_rpc("rollmesh_attach", args=(run_id, transport, key)))
 
 
 def stage(core: Any, manifest: bytes) -> Future[bytes]:
-    """The loop answers when the future is done and goes on stepping meanwhile."""
-    future: Future[bytes] = core.model_executor.collective_rpc("rollmesh_stage", args=(manifest,))[0]
-    return future
+    """Prepared when every rank is. The loop answers when the future is done and goes on stepping meanwhile."""
+    return agreed(core.model_executor.collective_rpc("rollmesh_stage", args=(manifest,)))
 
 
 def digest(core: Any) -> Future[bytes]:
-    future: Future[bytes] = core.model_executor.collective_rpc("rollmesh_digest")[0]
-    return future
+    return agreed(core.model_executor.collective_rpc("rollmesh_digest"))
 
 
 def commit(core: Any, version: int) -> bytes:
-    """Flip and relabel between two steps. Tokens of later steps carry `version`, those of earlier ones do not.
+    """Flip all ranks and relabel between two steps: tokens of later steps carry `version`, those of earlier ones do not."""
+    return _serve(core, "rollmesh_flip", version)
 
-    The KV memory is seen to first: should that fail, the old version goes on being served.
-    """
-    if core.batch_queue is not None:
-        overlap = ConflictError(
-            "steps overlap here, a commit between them would mis-tag tokens", "async_scheduling=False"
-        )
-        return encode_reply(failure(overlap))
+
+def rollback(core: Any, version: int) -> bytes:
+    """As `commit`, back to the version that was served before the last one."""
+    return _serve(core, "rollmesh_flip_back", version)
+
+
+def _serve(core: Any, method: str, version: int) -> bytes:
+    """The KV memory is seen to first: should that fail, the old version goes on being served."""
     running, _ = core.scheduler.get_request_counts()
     kv: KvMemory | None = getattr(core, "rollmesh_kv", None)
     try:
+        _check_steps(core)
         if kv is not None:
             kv.turn_over()
     except Exception as error:  # noqa: BLE001 - crosses a process boundary: raised again on the other side
         return encode_reply(failure(error))
-    reply: bytes = core.model_executor.collective_rpc("rollmesh_flip", args=(version, running))[0]
-    with contextlib.suppress(Exception):
-        if isinstance(decode_reply(reply), Committed):
-            core.set_weight_version(str(version))
+    replies = core.model_executor.collective_rpc(method, args=(version, running))
+    reply = agree(replies)
+    if isinstance(read_reply(reply), Committed):
+        core.set_weight_version(str(version))
+    elif any(isinstance(read_reply(each), Committed) for each in replies):
+        # Some ranks flipped and some did not: an engine serves all of one version or all of another.
+        core.model_executor.collective_rpc("rollmesh_unflip", args=(version,))
     return reply
+
+
+def _check_steps(core: Any) -> None:
+    if core.batch_queue is not None:
+        raise ConflictError(
+            "steps overlap here, a commit between them would mis-tag tokens",
+            "start vLLM with --no-async-scheduling (async_scheduling=False)",
+        )
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from services.wire.errors import ConflictError, NotReadyError, RollmeshError, UsageError, WireError
-from weight_bus.errors import StageError, TransportError
+from weight_bus.errors import SignatureError, StageError, TransportError
 
 LIVE_WEIGHTS = "ROLLMESH_VLLM_LIVE_WEIGHTS"
 """Environment variable: `1` asks the plug-in to make this vLLM's weights replaceable while it serves."""
@@ -23,12 +23,13 @@ WORKER_EXTENSION = "weight_bus.vllm_worker.RollmeshWorker"
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
-    """A version lies whole and verified in shadow memory."""
+    """A version lies whole and verified in shadow memory. `rank_digests`: of each rank, where there are several."""
 
     version: int
     root_digest: str
     bytes_read: int
     seconds: float
+    rank_digests: list[str] | None = None
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
@@ -62,7 +63,8 @@ Reply = Staged | Committed | Digest | Attached | Failed
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _KINDS: dict[str, type[RollmeshError]] = {
-    kind.code: kind for kind in (StageError, TransportError, ConflictError, UsageError, WireError, NotReadyError)
+    kind.code: kind
+    for kind in (StageError, SignatureError, TransportError, ConflictError, UsageError, WireError, NotReadyError)
 }
 
 
@@ -77,9 +79,14 @@ def failure(error: Exception) -> Failed:
     return Failed(code=RollmeshError.code, what=f"{type(error).__name__}: {error}")
 
 
+def read_reply(payload: bytes) -> Reply:
+    """The reply, also where it is a failure."""
+    return _decoder.decode(payload)
+
+
 def decode_reply(payload: bytes) -> Reply:
     """The reply, or the failure it carries, raised as the kind it had in the engine core."""
-    reply = _decoder.decode(payload)
+    reply = read_reply(payload)
     if isinstance(reply, Failed):
         raise _KINDS.get(reply.code, RollmeshError)(reply.what, reply.remedy)
     return reply

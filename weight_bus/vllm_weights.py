@@ -22,7 +22,12 @@ class VllmWeights:
     """A model's weights as the receiver wants them (`weight_bus.receiver.WeightTarget`).
 
     On a CPU `flip` points every parameter at its other storage (microseconds, no bytes are moved). On a GPU it copies the
-    shadow over the live storage, because CUDA graphs have captured the addresses.
+    shadow over the live storage, because CUDA graphs have captured the addresses; a third set of the same size holds what
+    is served, so that it can be the shadow afterwards and the version before can be served again:
+
+        live    v    ◄─ copy ─┐     v + 1
+        shadow  v + 1 ────────┘     v         (was the twin)
+        twin    v                   v + 1     (was the shadow)
 
     Raises StageError, naming the tensor, for a weight that cannot be replaced in place.
     """
@@ -33,8 +38,10 @@ class VllmWeights:
         with torch.no_grad():
             # A copy, not merely memory: rows of padding are in no manifest and must be the same in both.
             self._spare = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+            self._twin = {name: tensor.clone() for name, tensor in self._spare.items()} if self._in_place else {}
         self._live = dict(hugging_face_views(model, {name: p.data for name, p in self._parameters.items()}))
         self._shadow = dict(hugging_face_views(model, self._spare))
+        self._twin_views = dict(hugging_face_views(model, self._twin))
 
     @property
     def storage(self) -> Mapping[str, torch.Tensor]:
@@ -57,6 +64,8 @@ class VllmWeights:
             with torch.no_grad():
                 torch._foreach_copy_([p.data for p in self._parameters.values()], list(self._spare.values()))
             torch.cuda.current_stream().synchronize()
+            self._spare, self._twin = self._twin, self._spare
+            self._shadow, self._twin_views = self._twin_views, self._shadow
             return
         for name, parameter in self._parameters.items():
             self._spare[name], parameter.data = parameter.data, self._spare[name]

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from services.wire.errors import ConflictError
+from weight_bus.background import background_threads
 from weight_bus.manifest import decode_manifest
 from weight_bus.receiver import Receiver
 from weight_bus.transports.select import make_readers
@@ -22,19 +23,50 @@ from weight_bus.vllm_packing import PackedLinears
 from weight_bus.vllm_protocol import Attached, Committed, Digest, Reply, Staged, encode_reply, failure
 from weight_bus.vllm_weights import VllmWeights, check_linears_are_live
 
+_ATTRIBUTE = "rollmesh_attachment"
+
 
 class Attachment:
     """A receiver on a worker's model, and the threads it stages on: two, so that a newer version can supersede one."""
 
-    def __init__(self, model: torch.nn.Module, run_id: str, transport: str) -> None:
+    def __init__(self, model: torch.nn.Module, run_id: str, transport: str, key: str | None = None) -> None:
         check_linears_are_live(model)
+        self.run_id = run_id
+        self.fixed = False
+        """For the life of the engine; else another run may take its place."""
         self.weights = VllmWeights(model)
         self.packed = PackedLinears(model)
         self.packed.pack(0, self.weights.storage)
         self.packed.flip(0)
-        self.threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rollmesh-weights")
+        self.threads = background_threads("rollmesh-weights")
         # A NIXL agent takes one to two seconds to start: meanwhile the engine already decodes.
-        self.receiver = self.threads.submit(lambda: Receiver(self.weights, run_id, make_readers(transport)))
+        self.receiver = self.threads.submit(lambda: Receiver(self.weights, run_id, make_readers(transport), key=key))
+
+    def served(self) -> Receiver:
+        """The receiver, once it is there. Raises ConflictError before: nothing can be staged yet."""
+        if not self.receiver.done():
+            raise ConflictError("nothing is staged", "the readers are being started")
+        return self.receiver.result()
+
+    @classmethod
+    def on(
+        cls, model: torch.nn.Module, run_id: str, transport: str, key: str | None = None, *, fixed: bool = False
+    ) -> Attachment:
+        """The model's own; made where it has none of this run. Raises ConflictError where another run's is `fixed`.
+
+        One for all: whoever changes the weights, by vLLM's routes or by ours, must know of every flip.
+        """
+        found = model.__dict__.get(_ATTRIBUTE)
+        if isinstance(found, Attachment):
+            if found.run_id == run_id:
+                return found
+            if found.fixed:
+                raise ConflictError(f"this engine takes manifests of run {found.run_id!r}, not of {run_id!r}")
+            found.close()
+        made = cls(model, run_id, transport, key)
+        made.fixed = fixed
+        model.__dict__[_ATTRIBUTE] = made
+        return made
 
     def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
@@ -46,11 +78,11 @@ class RollmeshWorker:
     model_runner: Any
     rollmesh_attachment: Attachment | None = None
 
-    def rollmesh_attach(self, run_id: str, transport: str) -> bytes:
+    def rollmesh_attach(self, run_id: str, transport: str, key: str | None = None) -> bytes:
         """Build the views and start the readers. Called once, before the first request."""
 
         def attach() -> Reply:
-            attached = Attachment(self.model_runner.get_model(), run_id, transport)
+            attached = Attachment.on(self.model_runner.get_model(), run_id, transport, key, fixed=True)
             self.rollmesh_attachment = attached
             live = attached.weights.live().values()
             return Attached(tensors=len(live), total_bytes=sum(tensor.nbytes for tensor in live))
@@ -82,17 +114,29 @@ class RollmeshWorker:
     def rollmesh_flip(self, version: int, running: int) -> bytes:
         """Serve the staged `version` from the next step on."""
 
-        def flip() -> Reply:
-            receiver = self._attached().receiver
-            if not receiver.done():
-                raise ConflictError(f"version {version} cannot be committed: nothing is staged")
+        return self._serve(version, running, lambda receiver: receiver.commit(version))
+
+    def rollmesh_flip_back(self, version: int, running: int) -> bytes:
+        """Serve `version` again from the next step on, which was served before the last flip."""
+        return self._serve(version, running, lambda receiver: receiver.rollback(version))
+
+    def rollmesh_unflip(self, version: int) -> None:
+        """Take the flip to `version` back: another rank did not follow."""
+        attached = self._attached()
+        receiver = attached.served()
+        receiver.undo(version)
+        attached.packed.flip(receiver.version)
+
+    def _serve(self, version: int, running: int, change: Callable[[Receiver], None]) -> bytes:
+        def serve() -> Reply:
+            attached = self._attached()
             started = time.monotonic()
-            receiver.result().commit(version)
-            self._attached().packed.flip(version)
+            change(attached.served())
+            attached.packed.flip(version)
             ended = time.monotonic()
             return Committed(version=version, flip_ms=(ended - started) * 1e3, running=running, at=ended)
 
-        return _reply(flip)
+        return _reply(serve)
 
     def _attached(self) -> Attachment:
         if self.rollmesh_attachment is None:

@@ -3,6 +3,7 @@
     generate(request) ──► delta ──► delta(finished)          one asynchronous iterator a request
     stage(manifest)   ──► shadow memory                      while requests run
     commit(version)   ──► flip between two decode steps      requests in flight go on under the new version
+    rollback(version) ──► flip back, once                    likewise
 
 An engine serves all of one version or all of another, never a mixture. Requests in flight at a commit carry two version
 spans; what becomes of their keys and values is the engine's KV policy, stamped on each span.
@@ -69,12 +70,13 @@ class GenerationDelta:
 
 @dataclass(frozen=True)
 class StageReport:
-    """A version lies whole and verified in shadow memory."""
+    """A version lies whole and verified in shadow memory. `rank_digests`: of each rank, where an engine has several."""
 
     version: int
     root_digest: str
     bytes_read: int
     seconds: float
+    rank_digests: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,18 @@ class Engine(Protocol):
         ...
 
     async def commit(self, version: int) -> CommitReport:
-        """Flip to the staged `version` between two decode steps. Raises ConflictError unless exactly it is staged."""
+        """Flip to the staged `version` between two decode steps. Raises ConflictError unless exactly it is staged.
+
+        The version that is served already is answered again.
+        """
+        ...
+
+    async def rollback(self, version: int) -> CommitReport:
+        """Serve `version` again, as at a commit: the one before the last commit, until the next stage begins to write.
+
+        The version that is served already is answered again. Raises ConflictError for one that is not kept. A newer one
+        than the withdrawn can be staged; the withdrawn one only where somebody asks for that.
+        """
         ...
 
     async def weights_digest(self) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
 
@@ -175,9 +175,17 @@ class HttpEngine:
         return await self._updates.stage(manifest, self._traits())
 
     async def commit(self, version: int) -> CommitReport:
-        report = await self._updates.commit(version, self._traits(), len(self._flights))
-        self._commits += 1
-        self._cadence.commit()
+        return await self._serve(version, self._updates.commit)
+
+    async def rollback(self, version: int) -> CommitReport:
+        return await self._serve(version, self._updates.rollback)
+
+    async def _serve(self, version: int, change: Callable[[int, Traits, int], Awaitable[CommitReport]]) -> CommitReport:
+        again = self._updates.serves(version)
+        report = await change(version, self._traits(), len(self._flights))
+        if not again:
+            self._commits += 1
+            self._cadence.commit()
         return report
 
     async def weights_digest(self) -> str:
@@ -214,7 +222,9 @@ class HttpEngine:
         try:
             await self._open.wait()
             self._standing.check()
-            flight.flow = flow = Flow(flight.request, self._standing.version, self._standing.known)
+            flight.flow = flow = Flow(
+                flight.request, self._standing.version, self._standing.known, self._standing.older
+            )
             try:
                 await self._draw(flight, flow)
             except EngineLostError:

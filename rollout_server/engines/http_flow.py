@@ -20,13 +20,17 @@ class OtherWeightsError(NotReadyError):
 class Flow:
     """One request's samples. `version`: what its tokens are drawn with, where the peer does not say.
 
-    `known`: the versions that may be seen; it grows while requests run.
+    `known`: the versions that may be seen; it grows while requests run. `older`: those among them that the engine was told
+    to go back to; any other that is older than `version` is a surprise.
     """
 
-    def __init__(self, request: GenerationRequest, version: int, known: Collection[int]) -> None:
+    def __init__(
+        self, request: GenerationRequest, version: int, known: Collection[int], older: Collection[int] = ()
+    ) -> None:
         self._request = request
         self._version = version
         self._known = known
+        self._older = older
         # Greedy samples are drawn once (`generate_body`).
         self._copies = request.n if request.sampling.temperature == 0.0 else 1
         self._drawn = [0] * (request.n // self._copies)
@@ -88,7 +92,7 @@ class Flow:
         """What the peer says about versions must agree with what was committed there."""
         if choice.version_spans is not None:
             seen = {span.version for span in choice.version_spans}
-            strange = {str(version) for version in seen if version < self._version or version not in self._known}
+            strange = {str(version) for version in seen if not self._expected(version)}
         else:
             labels = {span.version for span in choice.weight_versions or ()}
             strange = {label for label in labels if not _is(label, self._version)}
@@ -97,6 +101,9 @@ class Flow:
                 f"the engine drew with version {', '.join(sorted(strange))} where {self._version} was committed",
                 "send the request to another server; this one takes none until a commit",
             )
+
+    def _expected(self, version: int) -> bool:
+        return version in self._known and (version >= self._version or version in self._older)
 
 
 def _is(label: str, version: int) -> bool:

@@ -119,6 +119,10 @@ class Peer:
     async def finish_update(self, version: int) -> None:
         await self._send("POST", "/finish_weight_update", _CALL_S, {"weight_version": str(version)})
 
+    async def rollback(self, version: int) -> None:
+        """Raises NotFoundError where the engine has no such route."""
+        await self._send("POST", "/weights/rollback", _CALL_S, {"version": version})
+
     async def checksums(self) -> dict[str, str]:
         return (await self._call(_Checksums, "POST", "/weight_checker", _BYTES_S, {"action": "checksum"})).checksums
 

@@ -31,6 +31,8 @@ class Standing:
         """What tokens are stamped with; after a loss of weights the version that the engine says."""
         self.known: set[int] = set()
         """Versions that tokens may carry: those committed since the engine was found, and one being committed."""
+        self.older: set[int] = set()
+        """Those among them that the engine went back to."""
 
     @property
     def failure(self) -> str | None:
@@ -67,11 +69,15 @@ class Standing:
         elif version != self.version or self._strange is not None:
             self._strange = self._strange or f"it says version {label} where {self.version} was committed"
             self.version = version
-        self.known = {self.version}
+        self.known, self.older = {self.version}, set()
 
     def estrange(self, why: str) -> None:
         """It drew with weights that nobody committed through this server."""
         self._strange = why
+
+    def rolling_back(self, version: int) -> None:
+        """From now on tokens of this older version are no surprise, also to requests that were sent under a newer one."""
+        self.older.add(version)
 
     def committing(self, version: int) -> None:
         """From now on tokens may be of `version` too."""

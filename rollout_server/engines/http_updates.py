@@ -84,15 +84,45 @@ class Updates:
         Raises ConflictError unless exactly `version` is staged.
         """
         async with self._turn:
+            if self.serves(version):
+                return CommitReport(version, 0.0, in_flight)
             if version != self._staged:
                 raise ConflictError(f"version {version} is not staged ({self._staged} is)", "stage it first")
             self._staged = None
-            started = time.monotonic()
-            if traits.ours:
-                await self._finish(version)
-            else:
-                in_flight = await self._commit_alone(version)
-            return CommitReport(version, (time.monotonic() - started) * 1e3, in_flight)
+            return await self._serve(version, self._peer.finish_update, traits, in_flight)
+
+    async def rollback(self, version: int, traits: Traits, in_flight: int) -> CommitReport:
+        """As `commit`. Raises ConflictError where the engine keeps no older version, or has no route for it."""
+        async with self._turn:
+            if self.serves(version):
+                return CommitReport(version, 0.0, in_flight)
+            try:
+                self._standing.rolling_back(version)
+                if not traits.ours:
+                    # Before requests are ended for it: the version that is served is answered, nothing changes.
+                    await self._peer.rollback(self._standing.version)
+                report = await self._serve(version, self._peer.rollback, traits, in_flight)
+            except NotFoundError as error:
+                raise ConflictError(
+                    f"the engine at {self._peer.url} has no /weights/rollback, it keeps no older version",
+                    "publish the old weights as a new version, or start it with VLLM_PLUGINS=rollmesh",
+                ) from error
+            self._staged = None
+            return report
+
+    def serves(self, version: int) -> bool:
+        """Whether the engine is known to serve it already: a commit or rollback would change nothing."""
+        return self._standing.failure is None and version == self._standing.version
+
+    async def _serve(
+        self, version: int, change: Callable[[int], Awaitable[None]], traits: Traits, in_flight: int
+    ) -> CommitReport:
+        started = time.monotonic()
+        if traits.ours:
+            await self._finish(version, change)
+        else:
+            in_flight = await self._alone(version, change)
+        return CommitReport(version, (time.monotonic() - started) * 1e3, in_flight)
 
     async def digest(self) -> str:
         """Raises NotFoundError where the engine does not tell it."""
@@ -108,24 +138,24 @@ class Updates:
         """The engine began anew: nothing is staged there."""
         self._staged = None
 
-    async def _commit_alone(self, version: int) -> int:
+    async def _alone(self, version: int, change: Callable[[int], Awaitable[None]]) -> int:
         """With no request in flight; returns how many were ended for it."""
         try:
             ended = await self._stand_still()
             # Also what the engine has not yet noticed to be over, and prefixes that the old weights computed.
             await self._peer.pause("abort", clear_cache=True)
             try:
-                await self._finish(version)
+                await self._finish(version, change)
             finally:
                 await self._peer.resume()
         finally:
             self._go_on()
         return ended
 
-    async def _finish(self, version: int) -> None:
+    async def _finish(self, version: int, change: Callable[[int], Awaitable[None]]) -> None:
         self._standing.committing(version)
         try:
-            await self._peer.finish_update(version)
+            await change(version)
         except RollmeshError:
             # It may have done it all the same: what it says now counts.
             label = await self._peer.weight_label()

@@ -11,7 +11,7 @@ The reference that the tests compare against, and what runs where vLLM is not in
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from rollout_server.engines.sampler import Sampler
 from rollout_server.engines.torch_weights import ModelWeights
 from services.wire.errors import NotReadyError, UsageError
 from services.wire.kv_policy import KvPolicy
+from weight_bus.background import background_threads
 from weight_bus.manifest import decode_manifest
 from weight_bus.receiver import Receiver
 from weight_bus.transports.base import Reader
@@ -78,6 +79,7 @@ class TorchEngine:
         transport: str,
         seed: int,
         kv_policy: KvPolicy = "keep",
+        weights_key: str | None = None,
     ) -> None:
         if dtype not in _DTYPES:
             raise UsageError(f"weights of dtype {dtype!r} cannot be served", f"known: {', '.join(_DTYPES)}")
@@ -89,6 +91,7 @@ class TorchEngine:
         self._transport = transport
         self._seed = seed
         self._kv_policy: KvPolicy = kv_policy
+        self._weights_key = weights_key
         self._streams = DeltaStreams()
         self._weight_threads: ThreadPoolExecutor | None = None
         self._readers: list[Reader] | None = None
@@ -122,8 +125,7 @@ class TorchEngine:
     async def start(self) -> None:
         """Load the model, rehearse its decoding and start the decode thread. Raises UsageError if it cannot be served."""
         batch, self._receiver = await asyncio.to_thread(self._load)
-        # Two: a newer version must be able to supersede one whose staging is under way.
-        self._weight_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weights")
+        self._weight_threads = background_threads("weights")
         self._decode = DecodeLoop(
             batch,
             version=FIRST_VERSION,
@@ -172,8 +174,19 @@ class TorchEngine:
         return StageReport(staged.version, staged.root_digest, staged.bytes_read, staged.seconds)
 
     async def commit(self, version: int) -> CommitReport:
-        receiver, decode = self._weights()
-        flip_ms, in_flight = await decode.commit(version, lambda: receiver.commit(version))
+        receiver, _ = self._weights()
+        return await self._serve(version, lambda: receiver.commit(version))
+
+    async def rollback(self, version: int) -> CommitReport:
+        receiver, _ = self._weights()
+        return await self._serve(version, lambda: receiver.rollback(version))
+
+    async def _serve(self, version: int, flip: Callable[[], None]) -> CommitReport:
+        decode = self._running()
+        if version == decode.version:
+            # Asked again: its answer was lost.
+            return CommitReport(version, 0.0, decode.running)
+        flip_ms, in_flight = await decode.commit(version, flip)
         return CommitReport(version, flip_ms, in_flight)
 
     async def weights_digest(self) -> str:
@@ -251,7 +264,7 @@ class TorchEngine:
         )
         readers = self._readers or make_readers(self._transport)
         self._readers = None
-        receiver = Receiver(ModelWeights(model), self._run_id, readers, FIRST_VERSION)
+        receiver = Receiver(ModelWeights(model), self._run_id, readers, FIRST_VERSION, self._weights_key)
         return batch, receiver
 
 

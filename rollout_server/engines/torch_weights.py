@@ -20,7 +20,8 @@ class ModelWeights:
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = dict(model.named_parameters())
         self._live = {name: parameter.data for name, parameter in self._parameters.items()}
-        self._shadow = {name: torch.empty_like(tensor) for name, tensor in self._live.items()}
+        # A copy, so that its pages are there before the first version is staged.
+        self._shadow = {name: tensor.clone() for name, tensor in self._live.items()}
 
     def live(self) -> Mapping[str, torch.Tensor]:
         """The weights being served."""
@@ -31,7 +32,7 @@ class ModelWeights:
         return self._shadow
 
     def flip(self) -> None:
-        """Shadow becomes live and live becomes shadow. Call it between two steps."""
+        """Shadow becomes live and live becomes shadow. Call it between two steps; a second one serves the old version."""
         # The tensors must stay ordinary ones, also when the decode thread flips in its inference mode.
         with torch.inference_mode(False):
             for name, parameter in self._parameters.items():

@@ -29,9 +29,9 @@ from rollout_server.engines.base import (
     join,
 )
 from rollout_server.engines.model_config import eos_token_ids
-from rollout_server.engines.request_check import check_request, drawable_stops
 from rollout_server.engines.vllm_meter import StepMeter
 from rollout_server.engines.vllm_outputs import to_delta
+from rollout_server.engines.vllm_sampling import vllm_parameters
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.kv_policy import KvPolicy
 from services.wire.sampling import SamplingParams
@@ -66,11 +66,13 @@ class VllmEngine:
         transport: str,
         seed: int,
         kv_policy: KvPolicy = "keep",
+        weights_key: str | None = None,
     ) -> None:
         self._plan = vllm_launch.Plan(model=model, dtype=dtype, max_running=max_running, seed=seed, kv_policy=kv_policy)
         self._run_id = run_id
         self._threads = threads
         self._transport = transport
+        self._weights_key = weights_key
         self._preloaded = False
         self._llm: Any = None
         self._scratch = Path()
@@ -129,7 +131,8 @@ class VllmEngine:
         self._eos = eos_token_ids(self._plan.model)
         self._max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
         await self._llm.get_supported_tasks()
-        attached = await self._call(Attached, "rollmesh_attach", self._run_id, self._transport, self._plan.kv_policy)
+        run = self._run_id, self._transport, self._plan.kv_policy, self._weights_key
+        attached = await self._call(Attached, "rollmesh_attach", *run)
         await self._rehearse()
         _log.info("engine_ready", engine="vllm", model=str(self._plan.model), weight_bytes=attached.total_bytes)
 
@@ -138,7 +141,9 @@ class VllmEngine:
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        parameters = self._parameters(request)
+        parameters = vllm_parameters(
+            request, max_model_len=self._max_model_len, vocabulary=self._vocabulary, eos_token_ids=self._eos
+        )
         if request.request_id in self._live:
             raise ConflictError(f"request {request.request_id} is running already")
         if not self._live:
@@ -207,10 +212,20 @@ class VllmEngine:
             root_digest=staged.root_digest,
             bytes_read=staged.bytes_read,
             seconds=staged.seconds,
+            rank_digests=staged.rank_digests,
         )
 
     async def commit(self, version: int) -> CommitReport:
-        committed = await self._call(Committed, "rollmesh_commit", version)
+        return await self._serve("rollmesh_commit", version)
+
+    async def rollback(self, version: int) -> CommitReport:
+        return await self._serve("rollmesh_rollback", version)
+
+    async def _serve(self, method: str, version: int) -> CommitReport:
+        if version == self._version:
+            # Asked again: its answer was lost.
+            return CommitReport(version=version, flip_ms=0.0, requests_in_flight=len(self._live))
+        committed = await self._call(Committed, method, version)
         self._version = committed.version
         self._meter.committed(committed.at)
         return CommitReport(version=committed.version, flip_ms=committed.flip_ms, requests_in_flight=committed.running)
@@ -344,42 +359,6 @@ class VllmEngine:
         state = self._llm.output_processor.request_states.get(sample_id)
         starts: Sequence[tuple[str, int]] = () if state is None else state.weight_version_starts
         return starts
-
-    def _parameters(self, request: GenerationRequest) -> Any:
-        """The request's vLLM parameters. Raises as `check_request` does."""
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.sampling_params import SamplingParams as VllmSampling
-
-        check_request(request, max_model_len=self._max_model_len, vocabulary=self._vocabulary, eos_token_ids=self._eos)
-        sampling = request.sampling
-        limit = min(sampling.max_tokens, self._max_model_len - len(request.prompt_token_ids))
-        try:
-            parameters = VllmSampling(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=max(sampling.top_k, 0),
-                min_p=sampling.min_p,
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                repetition_penalty=sampling.repetition_penalty,
-                min_tokens=min(max(sampling.min_tokens - request.resumed, 0), limit),
-                seed=sampling.seed,
-                max_tokens=limit,
-                # All of them: vLLM has no tokenizer here and does not know the end-of-sequence ids by itself.
-                stop_token_ids=sorted(drawable_stops(sampling, self._vocabulary, self._eos)),
-                ignore_eos=True,
-                logprobs=min(request.top_logprobs, self._vocabulary),
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
-                stream_interval=request.delta_every,
-                skip_clone=True,
-            )
-        except ValueError as error:
-            raise UsageError(f"vLLM refuses the sampling parameters ({error})") from error
-        # Set afterwards: vLLM refuses several greedy samples when asked for them at once, and draws them all the same.
-        parameters.n = request.n
-        return parameters
 
 
 def _sample_id(internal_id: str, n: int, index: int) -> str:

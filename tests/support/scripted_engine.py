@@ -43,6 +43,7 @@ class ScriptedEngine:
         self._step_s = step_s
         self._version = 0
         self._staged: StageReport | None = None
+        self._before: tuple[int, str] | None = None
         self._digest = "initial"
         self._running = asyncio.Event()
         self._running.set()
@@ -126,7 +127,15 @@ class ScriptedEngine:
     async def commit(self, version: int) -> CommitReport:
         if self._staged is None or self._staged.version != version:
             raise ConflictError(f"version {version} is not staged")
+        self._before = self._version, self._digest
         self._version, self._digest, self._staged = version, self._staged.root_digest, None
+        self._commits += 1
+        return CommitReport(version=version, flip_ms=0.01, requests_in_flight=len(self._active))
+
+    async def rollback(self, version: int) -> CommitReport:
+        if self._before is None or self._before[0] != version:
+            raise ConflictError(f"version {version} is not kept")
+        (self._version, self._digest), self._before = self._before, None
         self._commits += 1
         return CommitReport(version=version, flip_ms=0.01, requests_in_flight=len(self._active))
 

@@ -1,0 +1,80 @@
+"""What a plain `vllm serve` is told about the mesh, by environment variables: vLLM's command line is its own.
+
+| variable                    | meaning                                               | without it           |
+|-----------------------------|-------------------------------------------------------|----------------------|
+| `ROLLMESH_RUN_ID`           | the run whose manifests are taken                     | no routes of ours    |
+| `ROLLMESH_BUS_URL`          | the weight bus to register with                       | it joins none        |
+| `ROLLMESH_ENGINE_ID`        | what it is called there                               | `vllm-HOST-PORT`     |
+| `ROLLMESH_ENGINE_URL`       | where the bus finds it                                | `http://HOST:PORT`   |
+| `ROLLMESH_TRANSPORT`        | the run's `weights.transport`                         | `auto`               |
+| `ROLLMESH_KV_POLICY`        | `salt`, `recompute`; `keep` without prefix cache only | `salt`               |
+| `ROLLMESH_ADMIN_KEY_FILE`   | the key that `/weights/*` wants as bearer             | loopback only        |
+| `ROLLMESH_BUS_KEY_FILE`     | the key that is shown to the bus                      | none is shown        |
+| `ROLLMESH_WEIGHTS_KEY_FILE` | the key that manifests are signed with                | any manifest is taken |
+
+Importing this module imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast, get_args
+
+from services.key_files import read_key
+from services.wire.errors import UsageError
+from services.wire.kv_policy import KvPolicy
+
+_WEIGHTS_KEY = "ROLLMESH_WEIGHTS_KEY_FILE"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """`bus_url` None: updates come from whoever calls the routes."""
+
+    run_id: str
+    bus_url: str | None
+    engine_id: str
+    url: str
+    transport: str
+    kv_policy: KvPolicy
+    admin_key: str | None
+    bus_key: str | None
+    weights_key: str | None
+
+
+def read_settings(host: str, port: int, environment: Mapping[str, str] | None = None) -> EngineSettings | None:
+    """The settings of a vLLM that listens on `host:port`; None where it was given no run.
+
+    Raises UsageError for a policy that is unknown or a key that cannot be read.
+    """
+    given = os.environ if environment is None else environment
+    run_id = given.get("ROLLMESH_RUN_ID")
+    if not run_id:
+        return None
+    policy = given.get("ROLLMESH_KV_POLICY", "salt")
+    if policy not in get_args(KvPolicy):
+        raise UsageError(f"no KV policy {policy!r}", f"ROLLMESH_KV_POLICY: {', '.join(get_args(KvPolicy))}")
+    return EngineSettings(
+        run_id=run_id,
+        bus_url=given.get("ROLLMESH_BUS_URL") or None,
+        engine_id=given.get("ROLLMESH_ENGINE_ID") or f"vllm-{host}-{port}",
+        url=(given.get("ROLLMESH_ENGINE_URL") or f"http://{host}:{port}").rstrip("/"),
+        transport=given.get("ROLLMESH_TRANSPORT", "auto"),
+        kv_policy=cast("KvPolicy", policy),
+        admin_key=_key(given, "ROLLMESH_ADMIN_KEY_FILE"),
+        bus_key=_key(given, "ROLLMESH_BUS_KEY_FILE"),
+        weights_key=_key(given, _WEIGHTS_KEY),
+    )
+
+
+def weights_key() -> str | None:
+    """The key with which manifests must be signed. Raises UsageError for a file that holds none."""
+    return _key(os.environ, _WEIGHTS_KEY)
+
+
+def _key(environment: Mapping[str, str], name: str) -> str | None:
+    path = environment.get(name)
+    return read_key(Path(path)) if path else None
