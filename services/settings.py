@@ -18,7 +18,7 @@ from services.wire.task_name import parse_task
 from services.wire.weight_states import FleetPolicyName
 
 EngineName = Literal["auto", "torch", "vllm"]
-TransportName = Literal["auto", "nixl", "shm"]
+TransportName = Literal["auto", "nixl", "shm", "nccl", "file"]
 
 
 def _known_task(name: str) -> str:
@@ -127,7 +127,14 @@ class WeightSettings(Section):
     )
     quorum: float = Field(default=0.5, gt=0.0, le=1.0, description="Share of the live engines, for policy quorum")
     rolling_at_once: int = Field(default=1, ge=1, description="Engines that flip at the same time, for policy rolling")
-    transport: TransportName = Field(default="auto", description="auto: nixl where it is installed, else shm")
+    transport: TransportName = Field(
+        default="auto",
+        description="auto: nixl where it is installed, else shm; nccl: broadcast (gloo without a GPU); file: snapshots",
+    )
+    file_root: Path | None = Field(
+        default=None, description="Folder of snapshots; the only one that engines read weight files from"
+    )
+    file_keep: int = Field(default=2, ge=1, description="Snapshots kept, for transport file")
     bucket_mib: int = Field(default=16, ge=1, le=1024)
     stage_timeout_s: float = Field(default=30.0, gt=0.0)
 

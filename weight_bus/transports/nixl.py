@@ -25,7 +25,7 @@ UCX_TRANSPORTS = "tcp,cma,posix,sysv,self"
 _MEMORY = "DRAM"
 _POLL_S = 50e-6
 _KNOWN_PEERS = 4
-_KNOWN_BUFFERS = 256
+_KNOWN_BUFFERS = 4096
 _NOTHING = memoryview(b"")
 _SERVE_EVERY_S = 0.004
 # Enough to keep a network busy while a piece is hashed. Within a host UCX copies as it posts: one would do as well.

@@ -1,12 +1,20 @@
-"""Which transport a name means on this machine: `auto` is nixl where it is installed, else shm."""
+"""Which transport a name means on this machine: `auto` is nixl where it is installed, else shm.
+
+nixl   READ of registered memory        shm    one copy on the same host
+nccl   broadcast, gloo without a GPU    file   safetensors snapshots
+"""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 from services.wire.errors import UsageError
 from weight_bus.transports.base import Exporter, Reader
+from weight_bus.transports.file import FileExporter, FileReader
 from weight_bus.transports.shm import ShmExporter, ShmReader
+
+_KNOWN = ("nixl", "shm", "nccl", "file")
 
 
 def nixl_installed() -> bool:
@@ -15,7 +23,7 @@ def nixl_installed() -> bool:
 
 
 def resolve(name: str) -> str:
-    """`nixl` or `shm`. Raises UsageError for an unknown name, or for nixl where it is missing."""
+    """`nixl`, `shm`, `nccl` or `file`. Raises UsageError for an unknown name, or for nixl where it is missing."""
     if name == "auto":
         return "nixl" if nixl_installed() else "shm"
     if name == "nixl" and not nixl_installed():
@@ -23,24 +31,65 @@ def resolve(name: str) -> str:
             "the nixl transport is not installed",
             "pip install 'nixl-cu12>=1.5,<2' (Linux) or set weights.transport=shm",
         )
-    if name not in ("nixl", "shm"):
-        raise UsageError(f"no weight transport {name!r}", "known: auto, nixl, shm")
+    if name not in _KNOWN:
+        raise UsageError(f"no weight transport {name!r}", f"known: auto, {', '.join(_KNOWN)}")
     return name
 
 
-def make_exporter(name: str, run_id: str) -> Exporter:
-    """The publisher's side of the transport `name` (`auto`, `nixl`, `shm`). Raises UsageError as `resolve` does."""
-    if resolve(name) == "shm":
-        return ShmExporter(run_id)
-    from weight_bus.transports.nixl import NixlExporter
+def make_exporter(
+    name: str,
+    run_id: str,
+    *,
+    host: str = "127.0.0.1",
+    file_root: Path | None = None,
+    file_keep: int = 2,
+    key: str | None = None,
+    model_folder: Path | None = None,
+) -> Exporter:
+    """The publisher's side of the transport `name`. Raises UsageError as `resolve` does, or for file without a folder.
 
-    return NixlExporter()
+    `host`: the address that broadcasts are offered at. `file_root`, `file_keep`, `key`, `model_folder`: for snapshots,
+    see `FileExporter`.
+    """
+    match resolve(name):
+        case "shm":
+            return ShmExporter(run_id)
+        case "file":
+            return FileExporter(_needed(file_root), keep=file_keep, key=key, model_folder=model_folder)
+        case "nccl":
+            from weight_bus.transports.collective_exporter import CollectiveExporter
+
+            return CollectiveExporter(host)
+        case _:
+            from weight_bus.transports.nixl import NixlExporter
+
+            return NixlExporter()
 
 
-def make_readers(name: str, deadline_s: float = 30.0) -> list[Reader]:
-    """Readers in order of preference: the named one first, then what else could reach a source."""
-    if resolve(name) == "shm":
-        return [ShmReader()]
-    from weight_bus.transports.nixl import NixlReader
+def make_readers(name: str, deadline_s: float = 30.0, *, file_root: Path | None = None) -> list[Reader]:
+    """Readers in order of preference: the named one first, then what else could reach a source.
 
-    return [NixlReader(deadline_s), ShmReader()]
+    `file_root`: the folder that weight files may be read from; without it none is.
+    """
+    found = resolve(name)
+    readers: list[Reader] = []
+    if found == "nixl":
+        from weight_bus.transports.nixl import NixlReader
+
+        readers.append(NixlReader(deadline_s))
+    elif found == "nccl":
+        from weight_bus.transports.collective import CollectiveReader
+
+        readers.append(CollectiveReader(deadline_s))
+    elif found == "file":
+        return [FileReader(_needed(file_root)), ShmReader()]
+    readers.append(ShmReader())
+    if file_root is not None:
+        readers.append(FileReader(file_root))
+    return readers
+
+
+def _needed(file_root: Path | None) -> Path:
+    if file_root is None:
+        raise UsageError("the file transport has no folder", "set weights.file_root")
+    return file_root
