@@ -15,6 +15,7 @@ COMMANDS = {
     "rollout-server": Command("rollout_server.cli:app", "Run a rollout server"),
     "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers"),
     "weight-bus": Command("weight_bus.cli:app", "Run the weight bus"),
+    "weights": Command("clients.weights_cli:app", "See and steer which weights engines serve"),
     "run-environment": Command("clients.cli:app", "Run an environment against rollout servers"),
     "demonstrations": Command("clients.demonstrations_cli:app", "Write demonstrations of a task for `sft`"),
     "bench": Command("services.cli:BENCHES", "Measure a part of the mesh"),
@@ -28,6 +29,7 @@ BENCHES = Dispatcher(
         "loop": Command("services.supervisor.bench_loop:app", "The whole loop beside TRL's GRPOTrainer"),
         "rollout": Command("rollout_server.bench.rollout:app", "The rollout server beside its engine and vllm serve"),
         "gateway": Command("rollout_server.bench.gateway:app", "The gateway beside bare engines, and servers killed"),
+        "weights": Command("weight_bus.bench.weights:app", "Weight updates under load beside paused reloads"),
     },
 )
 

@@ -2,6 +2,8 @@
 
 What it says means nothing. It is there so that an engine does the work of a model of a given size, on any machine and
 without a download.
+
+python -m rollout_server.bench.policy FOLDER HIDDEN_SIZE LAYERS SEED       with a tied output head
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ _CHATML = (
 )
 
 
-def save_random_policy(folder: Path, *, hidden_size: int, layers: int, seed: int) -> int:
+def save_random_policy(folder: Path, *, hidden_size: int, layers: int, seed: int, tied: bool = False) -> int:
     """Write model, tokenizer and chat template as one Hugging Face folder; returns the number of parameters.
 
-    The same sizes and seed give the same bytes. `hidden_size` must be a multiple of 32.
+    The same sizes and seed give the same bytes. `hidden_size` must be a multiple of 32. `tied`: the output head is the
+    embedding.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -44,7 +47,7 @@ def save_random_policy(folder: Path, *, hidden_size: int, layers: int, seed: int
         num_key_value_heads=hidden_size // HEAD_DIM,
         head_dim=HEAD_DIM,
         intermediate_size=3 * hidden_size,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         max_position_embeddings=MAX_MODEL_LEN,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -76,3 +79,14 @@ def _tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=MAX_MODEL_LEN,
         clean_up_tokenization_spaces=False,
     )
+
+
+def _main() -> None:
+    import sys
+
+    folder, hidden_size, layers, seed = sys.argv[1:]
+    save_random_policy(Path(folder), hidden_size=int(hidden_size), layers=int(layers), seed=int(seed), tied=True)
+
+
+if __name__ == "__main__":
+    _main()

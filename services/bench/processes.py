@@ -94,8 +94,12 @@ async def running(
     *,
     environment: Mapping[str, str] | None = None,
     piped: bool = False,
+    line_bytes: int = 1 << 16,
 ) -> AsyncIterator[Child]:
-    """A process for the time of the block, its log in `folder`. `piped`: its input and output are ours to use."""
+    """A process for the time of the block, its log in `folder`.
+
+    `piped`: its input and output are ours to use, with lines of up to `line_bytes`.
+    """
     log = folder / f"{name.replace(' ', '-')}.log"
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
@@ -105,6 +109,7 @@ async def running(
             stderr=output,
             env={**os.environ, **(environment or {})},
             start_new_session=True,
+            limit=line_bytes,
         )
     child = Child(name, process, log)
     try:

@@ -1,0 +1,1 @@
+"""Benchmarks of the weight bus; reached by `rollmesh bench weights`."""

