@@ -140,7 +140,7 @@ class Publisher:
             raise UsageError(f"{len(tensors)} tensors to publish, {len(self.layout.tensors)} planned", "give them all")
         for entry in self.layout.tensors:
             tensor = tensors.get(entry.name)
-            if tensor is None or tuple(tensor.shape) != entry.shape:
+            if tensor is None or tensor.shape != entry.shape:
                 found = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
                 raise UsageError(f"tensor {entry.name} is {found}, planned was {entry.shape}", "make a new publisher")
 
@@ -253,13 +253,15 @@ class _Half:
 
     def __init__(self, exporter: Exporter, plan: OwnerPlan, dtype: torch.dtype) -> None:
         self.arena: Arena | None = exporter.allocate(plan.total_bytes) if plan.total_bytes else None
-        self._views: dict[str, torch.Tensor] = {}
+        self._names: list[str] = []
+        self._views: list[torch.Tensor] = []
         if self.arena is not None:
             populate(self.arena)
             flat = flat_bytes(self.arena.view)
             for piece in plan.pieces:
                 part = flat[piece.offset : piece.offset + piece.nbytes]
-                self._views[piece.name] = part.view(dtype).view(piece.shape)
+                self._names.append(piece.name)
+                self._views.append(part.view(dtype).view(piece.shape))
 
     @property
     def view(self) -> memoryview:
@@ -269,7 +271,7 @@ class _Half:
         if self._views:
             with torch.no_grad():
                 # One call for all: with thousands of small tensors Python would take as long as the copies.
-                torch._foreach_copy_(list(self._views.values()), [local_part(tensors[name]) for name in self._views])
+                torch._foreach_copy_(self._views, [local_part(tensors[name]) for name in self._names])
 
 
 def _hash(data: memoryview) -> str:
