@@ -271,16 +271,23 @@ class Coordinator:
 
     def _pump(self) -> None:
         """Carry out what the machine wants next; tell watchers and long polls what came of it."""
+        # Also before: who is prepared is so for no longer than it takes to be asked to commit.
+        self._tell()
         for ask in self._machine.take_asks():
             engine = self._engines[ask.engine_id]
             task = asyncio.create_task(self._carry_out(ask, engine), name=f"{ask.phase} {ask.version}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        for version, record in self._records.items():
+        self._tell()
+
+    def _tell(self) -> None:
+        current = self._machine.current
+        # What engines leave is told before where they arrive.
+        for version, record in sorted(self._records.items(), key=lambda item: item[1].update is current):
+            if record.update is current or version in self._machine.withdrawn:
+                self._tell_engines(record)
             if record.told_state != record.update.state:
                 self._tell_state(record)
-            if record.update is self._machine.current or version in self._machine.withdrawn:
-                self._tell_engines(record)
 
     def _tell_engines(self, record: Record) -> None:
         for engine_id, progress in record.update.progress.items():

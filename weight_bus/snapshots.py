@@ -38,7 +38,6 @@ class Snapshots:
 
 def _manifest(folder: Path, run_id: str, version: int) -> Manifest:
     # Hashing needs a library that the bus has no other use for.
-    from weight_bus.snapshot import manifest_of_folder  # type: ignore[import-untyped,unused-ignore]
+    from weight_bus.snapshot import manifest_of_folder
 
-    manifest: Manifest = manifest_of_folder(folder, run_id, version)
-    return manifest
+    return manifest_of_folder(folder, run_id, version)
