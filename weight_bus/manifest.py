@@ -173,7 +173,7 @@ def decode_manifest(payload: bytes) -> Manifest:
     """Decode and check. Raises WireError for bytes that are no manifest, or a manifest that is not sound."""
     try:
         manifest = _decoder.decode(payload)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
         raise WireError(f"{len(payload)} bytes are no weight manifest ({error})") from error
     check_manifest(manifest)
     return manifest
