@@ -136,6 +136,12 @@ class WeightSettings(Section):
     )
     file_keep: int = Field(default=2, ge=1, description="Snapshots kept, for transport file")
     bucket_mib: int = Field(default=16, ge=1, le=1024)
+    delta: Literal["auto", "off"] = Field(
+        default="auto", description="auto: sparse changes are offered as a delta beside the dense bytes (nixl, shm)"
+    )
+    delta_max_ratio: float = Field(
+        default=0.25, gt=0.0, le=1.0, description="Largest share of the dense bytes that a delta may take"
+    )
     stage_timeout_s: float = Field(default=30.0, gt=0.0)
 
 
