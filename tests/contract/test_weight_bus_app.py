@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import httpx
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from services.app import open_port  # noqa: E402
 from services.wire.errors import ConflictError, DeadlineError, NotFoundError, WireError  # noqa: E402
 from tests.conftest import free_port, wait_for_port  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, make_weights, served  # noqa: E402
@@ -241,3 +243,15 @@ def test_the_command_is_ready_and_ends_quickly_on_sigterm(run_id: str) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_another_address_than_loopback_needs_both_keys(run_id: str, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("a-key-of-sixteen-letters")
+    command = [sys.executable, "-m", "services", "weight-bus", "--run-id", run_id, "--port", str(free_port())]
+    answer = subprocess.run(
+        [*command, "--host", "0.0.0.0", "--admin-key-file", str(key)], capture_output=True, text=True, timeout=60
+    )
+    assert answer.returncode == 2
+    assert "not a loopback address" in answer.stderr
+    open_port("0.0.0.0", 0, keyed=True).close()
