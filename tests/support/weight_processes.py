@@ -1,0 +1,148 @@
+"""The processes of a small weight mesh, for tests that kill them: a publisher, engines with real receivers, a bus.
+
+They are forked from a server that has torch in memory, so that one is started in a moment. Most versions change few of
+the numbers, so that deltas are offered; reads are slowed down, so that a stage lasts long enough to be hit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+
+import torch
+
+from services.app import Stop, make_server, open_port
+from services.policies.fleet_policy import FleetPolicy
+from tests.weight_parts import PlainTarget, SmallEngine, make_weights
+from weight_bus.app import build_app
+from weight_bus.arena import Arena
+from weight_bus.bus_client import BusClient
+from weight_bus.manifest import Manifest, Source, encode_manifest
+from weight_bus.membership import Membership
+from weight_bus.publisher import Publisher
+from weight_bus.receiver import Receiver
+from weight_bus.transports.base import Exporter, Reader
+from weight_bus.transports.select import make_exporter, make_readers
+
+BUCKET_BYTES = 64 << 10
+SCALE = 3000
+READ_DEADLINE_S = 2.0
+STAGE_TIMEOUT_S = 4.0
+LEASE_S = 1.0
+SLOWER_BY_S = 0.01
+"""A piece takes that much longer: a stage of all bytes half a second, one of a delta a tenth."""
+
+
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.weight_processes"])
+    return context
+
+
+def weights_of(version: int) -> dict[str, torch.Tensor]:
+    """Two per cent of the numbers are this version's own; every third version, all are new."""
+    weights = make_weights(version // 3, scale=SCALE)
+    generator = torch.Generator().manual_seed(version)
+    for tensor in weights.values():
+        flat = tensor.view(-1)
+        place = torch.randint(len(flat), (1 + len(flat) // 50,), generator=generator)
+        flat[place] = torch.randn(len(place), generator=generator)
+    return weights
+
+
+class SlowReader:
+    """Another reader, a little later."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.name = reader.name
+        self._reader = reader
+
+    def can_read(self, source: Source) -> bool:
+        return self._reader.can_read(source)
+
+    def read(self, source: Source, offset: int, out: memoryview) -> None:
+        time.sleep(SLOWER_BY_S)
+        self._reader.read(source, offset, out)
+
+    def read_many(self, source: Source, pieces: Iterable[tuple[int, memoryview]]) -> Iterator[int]:
+        for index in self._reader.read_many(source, pieces):
+            time.sleep(SLOWER_BY_S)
+            yield index
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class KnownArenas:
+    """Another exporter whose arenas' bytes can be spoilt."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self.name = exporter.name
+        self._exporter = exporter
+        self._arenas: list[Arena] = []
+
+    def allocate(self, nbytes: int) -> Arena:
+        self._arenas.append(self._exporter.allocate(nbytes))
+        return self._arenas[-1]
+
+    def export(self, arena: Arena, draft: Manifest | None = None) -> Source:
+        return self._exporter.export(arena, draft)
+
+    def close(self) -> None:
+        self._exporter.close()
+
+    def flip_a_bit(self, place: int) -> None:
+        """In every arena, one bit of the byte at `place`; a second call mends it."""
+        for arena in self._arenas:
+            arena.view[place] ^= 0x10
+
+
+def run_publisher(run_id: str, transport: str, orders: Connection) -> None:
+    """Answers `publish VERSION` with the encoded manifest, `flip PLACE` (a bit of it) with nothing."""
+    torch.set_num_threads(1)
+    exporter = KnownArenas(make_exporter(transport, run_id))
+    publisher = Publisher(run_id, weights_of(0), "float32", exporter, BUCKET_BYTES, delta_max_ratio=0.25)
+    while True:
+        order, _, number = orders.recv_bytes().decode().partition(" ")
+        if order == "publish":
+            publication = publisher.publish(int(number), weights_of(int(number)))
+            orders.send_bytes(encode_manifest(publication.manifest(20.0)))
+        else:
+            exporter.flip_a_bit(int(number))
+            orders.send_bytes(b"")
+
+
+def run_engine(run_id: str, name: str, port: int, bus_url: str, transport: str) -> None:
+    """An engine that serves `weights_of(0)` to begin with, registered with the bus."""
+    torch.set_num_threads(1)
+    asyncio.run(_engine(run_id, name, port, bus_url, transport))
+
+
+async def _engine(run_id: str, name: str, port: int, bus_url: str, transport: str) -> None:
+    readers = [SlowReader(reader) for reader in make_readers(transport, READ_DEADLINE_S)]
+    receiver = Receiver(PlainTarget(weights_of(0)), run_id, readers)
+    bus = BusClient(bus_url, run_id, deadline_s=1.0)
+    url = f"http://127.0.0.1:{port}"
+    membership = Membership(bus, name, url, lambda: receiver.version, lambda: receiver.staged_version)
+    server = make_server(SmallEngine(name, receiver).app(), Stop())
+    beating = asyncio.create_task(membership.run())
+    try:
+        await server.serve([open_port("127.0.0.1", port)])
+    finally:
+        beating.cancel()
+
+
+def run_bus(run_id: str, port: int, policy: FleetPolicy) -> None:
+    stop = Stop()
+    app = build_app(run_id, STAGE_TIMEOUT_S, lease_s=LEASE_S, policy=policy, stop=stop)
+    make_server(app, stop).run([open_port("127.0.0.1", port)])
+
+
+def end(process: ForkServerProcess) -> None:
+    """At once, in whatever state it is."""
+    process.kill()
+    process.join(10)
