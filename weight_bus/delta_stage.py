@@ -14,6 +14,7 @@ import numpy as np
 
 from weight_bus.delta import DecodedDelta, decode
 from weight_bus.errors import StageError, TransportError
+from weight_bus.fitting import pace_beside
 from weight_bus.layout import bucket_pieces, hash_bytes
 from weight_bus.manifest import Delta, DeltaBucket, Manifest
 from weight_bus.scatter import BucketPlan, Memory, bucket_hash
@@ -49,15 +50,18 @@ class DeltaStage:
     def run(self, live: Memory, shadow: Memory) -> None:
         """Raises StageError for a source that cannot be read, or bytes that are not those of the manifest."""
         self._progress.total_bytes = self._delta.total_bytes
-        shadow.copy_from(live)
+        pace = pace_beside(shadow)
+        shadow.copy_from(live, pace.rest)
         for number, bucket in enumerate(self._delta.buckets):
             self._check()
             self._apply(bucket, decode(self._read(number, bucket), bucket.target_length), shadow)
             self._progress.bytes_read += bucket.length
+            pace.rest()
         shadow.finish()
         for index, (pieces, (_, _, length)) in enumerate(zip(self._plan.pieces, self._plan.ranges, strict=True)):
             self._check()
             check_hash(self._manifest, index, bucket_hash(pieces, length, shadow))
+            pace.rest()
 
     def _read(self, number: int, bucket: DeltaBucket) -> memoryview:
         code = self._scratch.of(bucket.length)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from weight_bus.background import BESIDE_DECODING, Pace
 from weight_bus.errors import StageError
 from weight_bus.layout import plan_mixed_layout, root_digest
 from weight_bus.manifest import Layout
@@ -16,9 +17,17 @@ from weight_bus.views import dtype_name
 def digest_of(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> str:
     """Root digest of what lies in `tensors`, in the buckets of `plan`."""
     memory = Memory(plan.layout, tensors)
-    return root_digest(
-        bucket_hash(pieces, length, memory) for (_, _, length), pieces in zip(plan.ranges, plan.pieces, strict=True)
-    )
+    pace = pace_beside(memory)
+    hashes = []
+    for (_, _, length), pieces in zip(plan.ranges, plan.pieces, strict=True):
+        hashes.append(bucket_hash(pieces, length, memory))
+        pace.rest()
+    return root_digest(hashes)
+
+
+def pace_beside(memory: Memory) -> Pace:
+    """How fast to work beside decoding from such memory: a GPU has its own."""
+    return Pace(BESIDE_DECODING if memory.on_host else 1.0)
 
 
 def check_fits(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:

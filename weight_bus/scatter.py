@@ -8,7 +8,7 @@ What is not contiguous, or not in host memory, is written through a copy. Paddin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,11 @@ class Memory:
         self._copies: dict[int, torch.Tensor] = {}
         """What they held when they were read."""
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the tensors lie in the memory that this process computes with."""
+        return all(tensor.device.type == "cpu" for tensor in self._tensors)
+
     def in_place(self, piece: Piece) -> memoryview | None:
         """The piece's own memory; None where it is not contiguous host memory."""
         host = self._host[piece.tensor]
@@ -105,8 +110,8 @@ class Memory:
         self._copies.clear()
 
     @torch.inference_mode()
-    def copy_from(self, other: Memory, *, at_once: int = DEFAULT_BUCKET_BYTES) -> None:
-        """Take over all bytes of a set of the same layout, in pieces that keep neither lock nor core for long."""
+    def copy_from(self, other: Memory, rest: Callable[[], None], *, at_once: int = 4 << 20) -> None:
+        """Take over all bytes of a set of the same layout; `rest` is called between pieces."""
         pairs = zip(self._host, other._host, self._tensors, other._tensors, strict=True)
         for mine, theirs, tensor, source in pairs:
             if mine is None or theirs is None:
@@ -114,6 +119,7 @@ class Memory:
                 continue
             for start in range(0, len(mine), at_once):
                 copy_bytes(theirs[start : start + at_once], mine[start : start + at_once])
+                rest()
 
 
 def bucket_hash(pieces: list[Piece], length: int, memory: Memory) -> str:

@@ -10,14 +10,17 @@ What travels next is on its way while a bucket is hashed, where the transport ca
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import structlog
 from blake3 import blake3
 
 from weight_bus.arena import Arena, private_arena
+from weight_bus.background import Pace
 from weight_bus.errors import StageError, TransportError
+from weight_bus.fitting import pace_beside
 from weight_bus.layout import Piece
 from weight_bus.manifest import Manifest, Source
 from weight_bus.scatter import BucketPlan, Memory
@@ -94,11 +97,13 @@ class DenseStage:
         self._scratch = scratch
         self._progress = progress
         self._check = check
+        self._pace = Pace(1.0)
         what = f"version {manifest.version}"
         self._candidates = [sources_in_reach(readers, owner.sources, what) for owner in manifest.owners]
 
     def run(self, memory: Memory) -> None:
         """Fill `memory`. Raises StageError for a source that cannot be read, or a bucket with other bytes."""
+        self._pace = pace_beside(memory)
         for number, candidates in enumerate(self._candidates):
             buckets = [index for index, (owner, _, _) in enumerate(self._plan.ranges) if owner == number]
             for reader, source in candidates[:-1]:
@@ -129,31 +134,34 @@ class DenseStage:
     ) -> None:
         reads: list[tuple[int, memoryview]] = []
         belongs: list[tuple[int, Part]] = []
+        arrived: dict[int, list[int]] = {index: [] for index in window}
         used = 0
         for index in window:
             for part in parts[index]:
                 into = None if part.piece is None else memory.in_place(part.piece)
                 if into is None:
                     into, used = scratch[used : used + part.length], used + part.length
+                arrived[index].append(len(reads))
                 reads.append((self._plan.ranges[index][1] + part.offset, into))
                 belongs.append((index, part))
         left = {index: len(parts[index]) for index in window}
-        arrived = {index: [number for number, (whose, _) in enumerate(belongs) if whose == index] for index in window}
-        for number in self._arrivals(reader, source, reads, window):
-            self._check()
-            index, part = belongs[number]
-            self._progress.bytes_read += part.length
-            left[index] -= 1
-            if not left[index]:
-                self._verify(index, [reads[each][1] for each in arrived[index]])
-                for each in arrived[index]:
-                    self._hand_on(index, belongs[each][1], reads[each][1], memory)
+        with closing(self._arrivals(reader, source, reads, window)) as arrivals:
+            for number in arrivals:
+                self._check()
+                index, part = belongs[number]
+                self._progress.bytes_read += part.length
+                left[index] -= 1
+                if not left[index]:
+                    self._verify(index, [reads[each][1] for each in arrived[index]])
+                    for each in arrived[index]:
+                        self._hand_on(index, belongs[each][1], reads[each][1], memory)
+                self._pace.rest()
 
     def _arrivals(
         self, reader: Reader, source: Source, reads: list[tuple[int, memoryview]], window: list[int]
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         try:
-            yield from _read_each(reader, source, reads)
+            yield from reader.read_many(source, reads)
         except TransportError as error:
             which = f"bucket {window[0]}" if len(window) == 1 else f"buckets {window[0]} to {window[-1]}"
             raise _UnreadableError(f"version {self._manifest.version}, {which} could not be read ({error})") from error
@@ -172,12 +180,6 @@ class DenseStage:
             if part.offset <= piece.bucket_offset < end:
                 start = piece.bucket_offset - part.offset
                 memory.write(piece, data[start : start + piece.length])
-
-
-def _read_each(reader: Reader, source: Source, reads: list[tuple[int, memoryview]]) -> Iterator[int]:
-    for number, (offset, out) in enumerate(reads):
-        reader.read(source, offset, out)
-        yield number
 
 
 class _UnreadableError(StageError):

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from weight_bus.background import BESIDE_DECODING, Pace
+
 
 class Product:
     """`cpu_linear` of one layer. `packed`: None multiplies by the weight that the layer passes."""
@@ -63,7 +65,10 @@ class PackedLinears:
         """Pack `version`'s weights, which lie in `storage` by the model's own parameter names."""
         if not can_pack():
             return
-        packed = [_pack(storage[name]) for name, _ in self._layers]
+        pace, packed = Pace(BESIDE_DECODING), []
+        for name, _ in self._layers:
+            packed.append(_pack(storage[name]))
+            pace.rest()
         with self._lock:
             # The version before has been written over. Freed here, not between two steps.
             self._kept = None
@@ -74,6 +79,8 @@ class PackedLinears:
     def flip(self, version: int) -> None:
         """`version` is served from now on."""
         with self._lock:
+            if version == self._served:
+                return
             copies: Sequence[Any] = [None] * len(self._layers)
             for known in (self._ready, self._kept):
                 if known is not None and known[0] == version:
