@@ -12,7 +12,6 @@ from rollout_server.engine_routes import engine_routes
 from rollout_server.engines.base import Engine
 from rollout_server.engines.errors import EngineCrashedError
 from rollout_server.group_routes import group_routes
-from rollout_server.membership import Bus
 from rollout_server.model_routes import model_routes
 from rollout_server.server import RolloutServer, ServerPlan
 from rollout_server.session_routes import session_routes
@@ -21,6 +20,7 @@ from rollout_server.weight_routes import weight_routes
 from rollout_server.weight_update_routes import weight_update_routes
 from services.app import Stop, error_answer, make_app
 from services.body_limit import BodyLimit
+from weight_bus.membership import Bus
 
 
 def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: Stop) -> FastAPI:

@@ -32,7 +32,6 @@ from rollout_server.engines.base import Engine
 from rollout_server.finishing import Finisher, Origin
 from rollout_server.groups import GroupRegistry
 from rollout_server.journal import Journal
-from rollout_server.membership import Bus, Membership
 from rollout_server.publishing import Publisher
 from rollout_server.rendering import Renderer
 from rollout_server.session_opening import SessionOpener
@@ -48,6 +47,7 @@ from services.settings import RunSettings
 from services.stream import TrajectoryLog, TrajectoryWriter
 from services.waits import WaitBoard
 from services.wire.errors import ConflictError, DrainingError, NotReadyError, RollmeshError
+from weight_bus.membership import Bus, Membership
 
 MODEL_DEADLINE_S = 600.0
 CLOSE_WITHIN_S = 5.0
@@ -105,7 +105,15 @@ class RolloutServer:
         self._engine = engine
         self._stop = stop
         self._membership = (
-            None if bus is None else Membership(bus, plan.server_id, plan.url, lambda: engine.policy_version)
+            None
+            if bus is None
+            else Membership(
+                bus,
+                plan.server_id,
+                plan.url,
+                lambda: engine.policy_version,
+                lambda: engine.status().staged_version,
+            )
         )
         self._parts: Parts | None = None
         self._phase = "starting"

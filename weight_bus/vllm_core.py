@@ -27,7 +27,7 @@ from typing import Any
 from services.wire.errors import ConflictError, RollmeshError
 from services.wire.kv_policy import KvPolicy
 from weight_bus.vllm_kv import KvMemory
-from weight_bus.vllm_protocol import SCRATCH, Committed, encode_reply, failure, read_reply
+from weight_bus.vllm_protocol import SCRATCH, Committed, Pending, encode_reply, failure, read_reply
 from weight_bus.vllm_ranks import agree, agreed
 
 
@@ -36,8 +36,10 @@ def install() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
 
+    EngineCore.rollmesh_extend = extend
     EngineCore.rollmesh_attach = attach
     EngineCore.rollmesh_stage = stage
+    EngineCore.rollmesh_poll = poll
     EngineCore.rollmesh_commit = commit
     EngineCore.rollmesh_rollback = rollback
     EngineCore.rollmesh_digest = digest
@@ -62,6 +64,13 @@ def _never(*_: object) -> bool:
     return False
 
 
+def extend(core: Any) -> None:
+    """Called before `attach` in a vLLM whose worker class was not ours to choose."""
+    from weight_bus.vllm_worker import extend_worker
+
+    core.model_executor.collective_rpc(extend_worker)
+
+
 def attach(core: Any, run_id: str, transport: str, kv_policy: KvPolicy, key: str | None = None) -> bytes:
     """Called once, before the first request. `key`: the run's weight key; None takes manifests unsigned."""
     try:
@@ -72,13 +81,28 @@ def attach(core: Any, run_id: str, transport: str, kv_policy: KvPolicy, key: str
     return agree(core.model_executor.collective_rpc("rollmesh_attach", args=(run_id, transport, key)))
 
 
-def stage(core: Any, manifest: bytes) -> Future[bytes]:
+def stage(core: Any, manifest: bytes) -> Future[bytes] | bytes:
     """Prepared when every rank is. The loop answers when the future is done and goes on stepping meanwhile."""
-    return agreed(core.model_executor.collective_rpc("rollmesh_stage", args=(manifest,)))
+    return _in_background(core, "rollmesh_stage", manifest)
 
 
-def digest(core: Any) -> Future[bytes]:
-    return agreed(core.model_executor.collective_rpc("rollmesh_digest"))
+def digest(core: Any) -> Future[bytes] | bytes:
+    return _in_background(core, "rollmesh_digest")
+
+
+def poll(core: Any, ticket: int) -> bytes:
+    """What all ranks say of a piece of work, or Pending while one is at it."""
+    replies = core.model_executor.collective_rpc("rollmesh_poll", args=(ticket,))
+    return agree(replies) if all(replies) else encode_reply(Pending(ticket=ticket))
+
+
+def _in_background(core: Any, method: str, *arguments: Any) -> Future[bytes] | bytes:
+    """A worker in this process answers with a future. Those in others are asked again and again: they can send none."""
+    if hasattr(core.model_executor, "driver_worker"):
+        return agreed(core.model_executor.collective_rpc(method, args=arguments))
+    core.rollmesh_tickets = ticket = getattr(core, "rollmesh_tickets", 0) + 1
+    core.model_executor.collective_rpc("rollmesh_start", args=(ticket, method, arguments))
+    return encode_reply(Pending(ticket=ticket))
 
 
 def commit(core: Any, version: int) -> bytes:

@@ -42,6 +42,9 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
 
 
 class Digest(msgspec.Struct, frozen=True, kw_only=True, tag="digest"):
+    """Of the bytes that are really served, as `version`."""
+
+    version: int = 0
     root_digest: str
 
 
@@ -52,13 +55,19 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
     total_bytes: int
 
 
+class Pending(msgspec.Struct, frozen=True, kw_only=True, tag="pending"):
+    """The workers are processes of their own and at work: ask `rollmesh_poll` for `ticket` again, until it is done."""
+
+    ticket: int
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     code: str
     what: str
     remedy: str = ""
 
 
-Reply = Staged | Committed | Digest | Attached | Failed
+Reply = Staged | Committed | Digest | Attached | Pending | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

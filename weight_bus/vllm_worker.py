@@ -24,6 +24,7 @@ from weight_bus.vllm_protocol import Attached, Committed, Digest, Reply, Staged,
 from weight_bus.vllm_weights import VllmWeights, check_linears_are_live
 
 _ATTRIBUTE = "rollmesh_attachment"
+_REMEMBERED = 8
 
 
 class Attachment:
@@ -77,6 +78,7 @@ class RollmeshWorker:
 
     model_runner: Any
     rollmesh_attachment: Attachment | None = None
+    rollmesh_work: dict[int, Future[bytes]] | None = None
 
     def rollmesh_attach(self, run_id: str, transport: str, key: str | None = None) -> bytes:
         """Build the views and start the readers. Called once, before the first request."""
@@ -107,9 +109,31 @@ class RollmeshWorker:
 
     def rollmesh_digest(self) -> Future[bytes]:
         """Hash what is really served, on a thread."""
-        return self._attached().threads.submit(
-            _reply, lambda: Digest(root_digest=self._attached().receiver.result().digest())
-        )
+
+        def hashed() -> Reply:
+            receiver = self._attached().receiver.result()
+            while True:
+                version = receiver.version
+                root_digest = receiver.digest()
+                if version == receiver.version:  # else a flip came between, and the pair would be a lie
+                    return Digest(version=version, root_digest=root_digest)
+
+        return self._attached().threads.submit(_reply, hashed)
+
+    def rollmesh_start(self, ticket: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Begin `rollmesh_stage` or `rollmesh_digest` where futures cannot be sent; `rollmesh_poll` asks for the answer."""
+        if self.rollmesh_work is None:
+            self.rollmesh_work = {}
+        self.rollmesh_work[ticket] = getattr(self, method)(*arguments)
+        while len(self.rollmesh_work) > _REMEMBERED:
+            del self.rollmesh_work[min(self.rollmesh_work)]
+
+    def rollmesh_poll(self, ticket: int) -> bytes:
+        """The reply; empty while the work goes on."""
+        work = (self.rollmesh_work or {}).get(ticket)
+        if work is None:
+            return encode_reply(failure(ConflictError(f"no work {ticket} is known here", "begin again")))
+        return work.result() if work.done() else b""
 
     def rollmesh_flip(self, version: int, running: int) -> bytes:
         """Serve the staged `version` from the next step on."""
@@ -142,6 +166,13 @@ class RollmeshWorker:
         if self.rollmesh_attachment is None:
             raise ConflictError("the engine core has no receiver yet")
         return self.rollmesh_attachment
+
+
+def extend_worker(wrapper: Any) -> None:
+    """Give a worker the methods of `RollmeshWorker`, where vLLM was started without naming it on its command line."""
+    kind = type(wrapper.worker)
+    if not issubclass(kind, RollmeshWorker):
+        wrapper.worker.__class__ = type(kind.__name__, (kind, RollmeshWorker), {})
 
 
 def _reply(work: Callable[[], Reply]) -> bytes:

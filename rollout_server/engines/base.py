@@ -95,6 +95,7 @@ class EngineStatus:
     `stalls_ms`: for each commit of which enough decode steps around it were seen: the longest gap between tokens around
     it less the median undisturbed gap (`cadence`). `prefill_tokens`: for how many tokens keys and values were computed
     that were not being drawn: of prompts, and of running requests computed anew; those found in a prefix cache not counted.
+    `staged_version`: what a commit would serve.
     """
 
     name: str
@@ -108,6 +109,7 @@ class EngineStatus:
     failure: str | None = None
     """Why the engine serves nothing any more; None while it does."""
     prefill_tokens: int = 0
+    staged_version: int | None = None
 
 
 @runtime_checkable

@@ -205,6 +205,7 @@ class HttpEngine:
             commits=self._commits,
             stalls_ms=self._cadence.stalls_ms(),
             failure="not started" if self._watching is None else self._standing.failure,
+            staged_version=self._updates.staged_version,
         )
 
     async def close(self) -> None:

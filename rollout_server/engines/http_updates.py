@@ -55,6 +55,10 @@ class Updates:
     def busy(self) -> bool:
         return self._turn.locked()
 
+    @property
+    def staged_version(self) -> int | None:
+        return self._staged
+
     async def stage(self, manifest: bytes, traits: Traits) -> StageReport:
         """Raises StageError for an engine that takes no manifests, and what the engine answers."""
         decoded = decode_manifest(manifest)

@@ -208,6 +208,7 @@ class TorchEngine:
             stalls_ms=decode.stalls_ms(),
             failure=None if decode.failure is None else decode.failure.what,
             prefill_tokens=decode.prefill_tokens,
+            staged_version=None if self._receiver is None else self._receiver.staged_version,
         )
 
     async def close(self) -> None:

@@ -83,6 +83,7 @@ class VllmEngine:
         self._computed_anew: dict[str, list[int]] = {}
         """vLLM's id of a sample → how many tokens it had each time that its prefill was done again."""
         self._version = 0
+        self._staged: int | None = None
         self._paused = False
         self._vocabulary = 0
         self._eos: tuple[int, ...] = ()
@@ -206,7 +207,9 @@ class VllmEngine:
         self._paused = False
 
     async def stage(self, manifest: bytes) -> StageReport:
+        self._staged = None
         staged = await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_STAGE_DEADLINE_S)
+        self._staged = staged.version
         return StageReport(
             version=staged.version,
             root_digest=staged.root_digest,
@@ -226,7 +229,7 @@ class VllmEngine:
             # Asked again: its answer was lost.
             return CommitReport(version=version, flip_ms=0.0, requests_in_flight=len(self._live))
         committed = await self._call(Committed, method, version)
-        self._version = committed.version
+        self._version, self._staged = committed.version, None
         self._meter.committed(committed.at)
         return CommitReport(version=committed.version, flip_ms=committed.flip_ms, requests_in_flight=committed.running)
 
@@ -247,6 +250,7 @@ class VllmEngine:
             stalls_ms=self._meter.stalls_ms(),
             failure=self._failure(),
             prefill_tokens=self._meter.prefill_tokens,
+            staged_version=self._staged,
         )
 
     async def close(self) -> None:

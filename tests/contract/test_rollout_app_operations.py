@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rollout_server.engines.errors import EngineCrashedError
-from rollout_server.membership import Membership
 from services.wire.errors import DeadlineError
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
@@ -19,6 +18,7 @@ from tests.weight_parts import served
 from weight_bus.app import build_app
 from weight_bus.bus_api import EngineRegistered
 from weight_bus.bus_client import BusClient
+from weight_bus.membership import Membership
 
 
 @pytest.fixture
@@ -114,7 +114,9 @@ async def test_readiness_follows_the_lease() -> None:
     class FlakyBus:
         up = False
 
-        async def register(self, engine_id: str, url: str, policy_version: int) -> EngineRegistered:
+        async def register(
+            self, engine_id: str, url: str, policy_version: int, *, staged_version: int | None = None
+        ) -> EngineRegistered:
             if not self.up:
                 raise DeadlineError("nobody listens")
             return EngineRegistered(lease_s=0.1, latest_version=None)

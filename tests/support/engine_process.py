@@ -79,13 +79,15 @@ def rollout_server_process(
 
 
 @asynccontextmanager
-async def vllm_process(folder: Path, port: int, log: Path, *options: str) -> AsyncIterator[EngineProcess]:
+async def vllm_process(
+    folder: Path, port: int, log: Path, *options: str, environment: dict[str, str] | None = None
+) -> AsyncIterator[EngineProcess]:
     """vLLM's own server over `folder`, in float32 and eager, with its token route and the routes for operators."""
     arguments = ["vllm.entrypoints.openai.api_server", "--model", str(folder), "--served-model-name", "policy"]
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-num-seqs", "32"]
     arguments += ["--enforce-eager", "--generation-config", "vllm", "--disable-uvicorn-access-log"]
     arguments += ["--kv-cache-memory-bytes", str(64 << 20), "--enable-scale-out", *options]
-    environment = {
+    variables = {
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -94,11 +96,12 @@ async def vllm_process(folder: Path, port: int, log: Path, *options: str) -> Asy
         "VLLM_SERVER_DEV_MODE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "ROLLMESH_VLLM_LIVE_WEIGHTS": "1",
+        **(environment or {}),
     }
     # It leaves its sockets behind; a socket's path must be short.
     with TemporaryDirectory(prefix="rollmesh-") as sockets:
-        environment["VLLM_RPC_BASE_PATH"] = sockets
+        variables["VLLM_RPC_BASE_PATH"] = sockets
         async with engine_process(
-            arguments, port=port, probe="/health", log=log, deadline_s=240.0, environment=environment
+            arguments, port=port, probe="/health", log=log, deadline_s=240.0, environment=variables
         ) as running:
             yield running

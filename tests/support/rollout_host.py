@@ -14,7 +14,6 @@ from redis.asyncio import Redis
 
 from rollout_server.app import make_rollout_app
 from rollout_server.engines.base import Engine
-from rollout_server.membership import Bus
 from rollout_server.server import ServerPlan
 from services.app import Stop, make_server, open_port
 from services.ledger import Ledger
@@ -23,6 +22,7 @@ from services.settings import RunSettings
 from services.stream import TrajectoryReader
 from services.wire.trajectory import Trajectory, decode_trajectory
 from tests.support.until import until as until
+from weight_bus.membership import Bus
 
 SAMPLING = {"max_tokens": 24}
 

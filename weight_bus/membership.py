@@ -1,4 +1,4 @@
-"""Membership of the weight bus: register, then heartbeat well within the lease.
+"""An engine's membership of the weight bus: register, then heartbeat well within the lease.
 
 unregistered ──register──► registered ──heartbeat──► registered
      ▲                        │ the bus does not answer: keep trying; past the lease, unregistered
@@ -27,7 +27,9 @@ _log = structlog.get_logger()
 class Bus(Protocol):
     """What membership needs of `weight_bus.bus_client.BusClient`."""
 
-    async def register(self, engine_id: str, url: str, policy_version: int) -> EngineRegistered: ...
+    async def register(
+        self, engine_id: str, url: str, policy_version: int, *, staged_version: int | None = None
+    ) -> EngineRegistered: ...
 
     async def deregister(self, engine_id: str) -> None: ...
 
@@ -35,13 +37,25 @@ class Bus(Protocol):
 
 
 class Membership:
-    """Keeps one engine known to the bus. `run` is a task owned by the server."""
+    """Keeps one engine known to the bus. `run` is a task owned by the server.
 
-    def __init__(self, bus: Bus, engine_id: str, url: str, policy_version: Callable[[], int]) -> None:
+    `policy_version`, `staged_version`: what the engine serves and what a commit would serve; a bus that has begun anew
+    learns from them where its engines are.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        engine_id: str,
+        url: str,
+        policy_version: Callable[[], int],
+        staged_version: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self._bus = bus
         self._engine_id = engine_id
         self._url = url
         self._policy_version = policy_version
+        self._staged_version = staged_version
         self._lease_ends: float | None = None
         self._reason = "has not answered yet"
 
@@ -56,7 +70,9 @@ class Membership:
         failing = False
         while True:
             try:
-                answer = await self._bus.register(self._engine_id, self._url, self._policy_version())
+                answer = await self._bus.register(
+                    self._engine_id, self._url, self._policy_version(), staged_version=self._staged_version()
+                )
             except RollmeshError as error:
                 self._reason = f"answers: {error}"
                 if not failing:

@@ -1,0 +1,100 @@
+"""The engine of a plain `vllm serve`, seen from its API process: calls to the engine core, each with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from typing import Any, TypeVar
+
+import structlog
+
+from services.wire.errors import DeadlineError, NotReadyError, RollmeshError, UsageError
+from weight_bus.vllm_protocol import Attached, Committed, Digest, Pending, Staged, decode_reply
+from weight_bus.vllm_settings import EngineSettings
+
+_log = structlog.get_logger()
+_BYTES_S = 600.0
+_CALL_S = 60.0
+_POLL_S = 0.02
+_Answer = TypeVar("_Answer", Attached, Staged, Committed, Digest)
+
+
+class PlainEngine:
+    """Not usable before `attach`: every call then raises NotReadyError. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self.policy_version = 0
+        self.staged_version: int | None = None
+        self.admin_key: str | None = None
+        self._core: Any = None
+
+    async def attach(self, engine_client: Any, settings: EngineSettings) -> None:
+        """Build views into the live weights, in the core. Raises what stands against it, with what to change."""
+        self._core = engine_client.engine_core
+        self.admin_key = settings.admin_key
+        try:
+            async with asyncio.timeout(_CALL_S):
+                await self._core.call_utility_async("rollmesh_extend")
+        except TimeoutError as error:
+            raise DeadlineError(f"vLLM did not answer within {_CALL_S:g} s", "see its log") from error
+        run = settings.run_id, settings.transport, settings.kv_policy, settings.weights_key
+        attached = await self._call(Attached, "rollmesh_attach", *run, deadline_s=_BYTES_S)
+        _log.info("takes weights", run_id=settings.run_id, tensors=attached.tensors, weight_bytes=attached.total_bytes)
+
+    async def stage(self, manifest: bytes) -> Staged:
+        self.staged_version = None
+        staged = await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_BYTES_S)
+        self.staged_version = staged.version
+        return staged
+
+    async def commit(self, version: int) -> Committed:
+        return await self._serve("rollmesh_commit", version)
+
+    async def rollback(self, version: int) -> Committed:
+        return await self._serve("rollmesh_rollback", version)
+
+    async def digest(self) -> Digest:
+        digest = await self._call(Digest, "rollmesh_digest", deadline_s=_BYTES_S)
+        self.policy_version = digest.version
+        return digest
+
+    async def _serve(self, method: str, version: int) -> Committed:
+        committed = await self._call(Committed, method, version)
+        self.policy_version, self.staged_version = committed.version, None
+        _log.info(method, version=version, flip_ms=round(committed.flip_ms, 3), running=committed.running)
+        return committed
+
+    async def _call(self, answer: type[_Answer], method: str, *arguments: Any, deadline_s: float = _CALL_S) -> _Answer:
+        if self._core is None:
+            raise NotReadyError("the engine is not started", "wait until it listens")
+        try:
+            async with asyncio.timeout(deadline_s):
+                reply = decode_reply(await self._core.call_utility_async(method, *arguments))
+                while isinstance(reply, Pending):
+                    await asyncio.sleep(_POLL_S)
+                    reply = decode_reply(await self._core.call_utility_async("rollmesh_poll", reply.ticket))
+        except TimeoutError as error:
+            raise DeadlineError(f"vLLM did not answer {method} within {deadline_s:g} s", "see its log") from error
+        if not isinstance(reply, answer):
+            raise RollmeshError(f"vLLM answered {method} with {type(reply).__name__}")
+        return reply
+
+
+def check_address(host: str | None, settings: EngineSettings) -> None:
+    """Raise UsageError for weight routes that are open to others without a key, or an address that nobody can call."""
+    # Without --host vLLM listens on every address.
+    named = host or "0.0.0.0"
+    if settings.admin_key is None and not _is_loopback(named):
+        raise UsageError(
+            f"{named} is not a loopback address, and /weights/* would take anybody's weights",
+            "give --host 127.0.0.1, or a key by ROLLMESH_ADMIN_KEY_FILE",
+        )
+    if settings.bus_url is not None and f"//{named}:" in settings.url and named in ("0.0.0.0", "::"):
+        raise UsageError(f"the bus cannot call {settings.url}", "say where it finds this engine by ROLLMESH_ENGINE_URL")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
