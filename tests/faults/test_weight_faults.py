@@ -15,8 +15,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from clients.weights import WeightsClient
 from tests.support.until import until
-from tests.support.weight_mesh import WeightMesh
+from tests.support.weight_mesh import CATCHES_UP_WITHIN_S, WeightMesh
 from weight_bus.manifest import Manifest, encode_manifest
 from weight_bus.transports.select import nixl_installed
 
@@ -125,3 +126,32 @@ async def test_a_bus_killed_between_prepare_and_commit_is_carried_on_by_the_next
         assert update.state == "committed"
         assert all(engine.stage_ms < 100 for engine in update.engines), "what lay staged was staged again"
         await mesh.check_whole()
+
+
+async def test_a_rollback_reaches_those_that_stood_still_or_begin_anew(run_id: str) -> None:
+    async with mesh_of(run_id, "shm", engines=3) as mesh:
+        for version in (1, 2):
+            await mesh.catch_up(await mesh.publish(version))
+        mesh.stop("e1")
+        mesh.kill("e2")
+        await until(lambda: registered(mesh, 1), 10.0)
+        with WeightsClient(mesh.bus_url) as operator:
+            back = await asyncio.to_thread(operator.rollback)
+            assert (back.withdrawn, back.update.version) == (2, 1)
+            assert (await asyncio.to_thread(operator.wait, 1, 10)).state == "committed"
+        assert await mesh.served("e0") == (1, mesh.published[1])
+        mesh.go_on("e1")
+        mesh.begin("e2")
+        await until(lambda: everybody_serves(mesh, 1), CATCHES_UP_WITHIN_S)
+        await mesh.catch_up(await mesh.publish(3))
+
+
+async def registered(mesh: WeightMesh, engines: int) -> bool:
+    return len((await mesh.bus.engines()).engines) == engines
+
+
+async def everybody_serves(mesh: WeightMesh, version: int) -> bool:
+    try:
+        return {await mesh.served(name) for name in mesh.names} == {(version, mesh.published[version])}
+    except httpx.TransportError:
+        return False

@@ -20,6 +20,7 @@ from services.policies.fleet_policy import FleetPolicy
 from tests.weight_parts import PlainTarget, SmallEngine, make_weights
 from weight_bus.app import build_app
 from weight_bus.arena import Arena
+from weight_bus.bus_api import CommitAnswer, RollbackCall
 from weight_bus.bus_client import BusClient
 from weight_bus.manifest import Manifest, Source, encode_manifest
 from weight_bus.membership import Membership
@@ -128,7 +129,14 @@ async def _engine(run_id: str, name: str, port: int, bus_url: str, transport: st
     bus = BusClient(bus_url, run_id, deadline_s=1.0)
     url = f"http://127.0.0.1:{port}"
     membership = Membership(bus, name, url, lambda: receiver.version, lambda: receiver.staged_version)
-    server = make_server(SmallEngine(name, receiver).app(), Stop())
+    app = SmallEngine(name, receiver).app()
+
+    @app.post("/weights/rollback")
+    async def rollback(call: RollbackCall) -> CommitAnswer:
+        receiver.rollback(call.version)
+        return CommitAnswer(version=call.version, flip_ms=0.0, requests_in_flight=0)
+
+    server = make_server(app, Stop())
     beating = asyncio.create_task(membership.run())
     try:
         await server.serve([open_port("127.0.0.1", port)])
