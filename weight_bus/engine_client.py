@@ -97,7 +97,7 @@ class EngineClient:
                 response = await self._http.request(method, url, content=body, headers=headers)
         except TimeoutError as error:
             raise EngineCallError(f"{url} did not answer within {self._timeout_s} s") from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EngineCallError(f"{url} could not be reached ({error!r})") from error
         raise_for_error(response)
         return response.content
