@@ -69,6 +69,13 @@ class Episode:
         window = [end - begin for begin, end in pairwise(self.times[slice(*self._window(update))])]
         return max(0.0, (max(window) - self.usual_s) * 1e3)
 
+    def own_gap_ms(self, update: Update) -> float:
+        """What the gap in which the update was over had more than usual: of a moment, the one gap that it fell into."""
+        after = bisect_left(self.times, update.still.end)
+        if not 0 < after < len(self.times):
+            raise ValueError(f"{self.arm}: an update lies outside of the tokens seen: leave more time around it")
+        return (self.times[after] - self.times[after - 1] - self.usual_s) * 1e3
+
     def gaps_around(self, update: Update, reach_s: float) -> list[tuple[float, float]]:
         """`(seconds after the middle of its still span, gap in ms)` of the gaps that end within `reach_s` of it."""
         middle = (update.still.begin + update.still.end) / 2

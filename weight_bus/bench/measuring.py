@@ -8,8 +8,6 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from services.bench.piped import Piped
@@ -35,15 +33,14 @@ from weight_bus.bench.under_test import (
     PROMPT_TOKENS,
     no_spare_core,
     prompts,
+    running_both,
     running_engine,
-    running_publisher,
     save_policy,
 )
 from weight_bus.transports.select import nixl_installed
 
 Say = Callable[[str], None]
 Episodes = dict[str, list[Episode]]
-_WIRE = "weight_bus.bench.wire"
 _SEED = 1
 _MAX_TOKENS = 1900
 # Longer than any episode: an engine whose memory for keys and values grows while it decodes stands still for that.
@@ -77,16 +74,18 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
     say(f"a random policy of {weight_bytes / 1e6:.0f} MB; {shape.streams} streams decode while it is updated")
     figures: dict[str, EngineFigures] = {}
     episodes: dict[str, Episodes] = {}
+    publish: list[float] = []
     for name in shape.engines:
         bench = _EngineBench(shape, name, model, folder, transports, say)
         figures[name], episodes[name] = await bench.run()
-    async with running_publisher(model, folder) as publisher:
-        publish = await _publishing(publisher, transports, shape.rounds)
+        publish += bench.publish
     wire: dict[str, list[float]] = {}
-    if shape.wire:
-        wire = await _wire(weight_bytes, shape.rounds, folder, say)
+    if shape.wire and nixl_installed():
+        from weight_bus.bench.wire import measure_wire
+
+        wire = await measure_wire(weight_bytes, shape.rounds, folder, say)
     else:
-        notes.append("the wire alone: not asked for")
+        notes.append("the wire alone: not measured")
     setting = Setting(
         weight_bytes=weight_bytes,
         hidden_size=shape.hidden_size,
@@ -124,19 +123,19 @@ class _EngineBench:
         self._transports = transports
         self._say = say
         self._rng = random.Random(_SEED)
+        self.publish: list[float] = []
 
     async def run(self) -> tuple[EngineFigures, Episodes]:
+        """Afterwards `publish` has what `publish` blocks ÷ a memcpy, by round."""
         streams = self._shape.streams
-        async with (
-            running_publisher(self._model, self._folder) as publisher,
-            running_engine(self._name, self._model, self._folder, streams) as engine,
-        ):
+        async with running_both(self._name, self._model, self._folder, streams) as (publisher, engine):
             ways = Ways(engine, publisher, self._folder, self._transports)
             await self._warm_up(engine, ways)
             episodes = await self._rounds(ways)
             exact = None
             if self._shape.exact_updates:
                 exact = await self._exactness(engine, publisher, ways)
+            self.publish = await _publishing(publisher, self._transports, self._shape.rounds)
         return judge_engine(episodes, exact), episodes
 
     async def _warm_up(self, engine: Piped, ways: Ways) -> None:
@@ -160,7 +159,11 @@ class _EngineBench:
 
     async def _episode(self, ways: Ways, arm: str) -> Episode:
         shape = self._shape
-        begin = Begin(prompts(shape.streams, _SEED), _MAX_TOKENS, plain=arm in PAUSED_WAYS)
+        plain = arm in PAUSED_WAYS
+        begin = Begin(prompts(shape.streams, _SEED), _MAX_TOKENS, plain=plain)
+        if not plain:
+            # Whatever a paused way left behind is gone with a commit of ours, before the turn begins.
+            await ways.update(self._transports[0])
         if arm != CROWDED:
             return await ways.episode(arm, begin, updates=shape.updates, quiet_s=shape.quiet_s)
         async with no_spare_core(self._folder):
@@ -198,10 +201,3 @@ async def _publishing(publisher: Piped, transports: list[str], rounds: int) -> l
         timed = await publisher.ask(TimePublishing(transport, rounds), PublishRounds)
         ratios.append([ours / copy for ours, copy in zip(timed.publish_ms, timed.memcpy_ms, strict=True)])
     return [max(of_round) for of_round in zip(*ratios, strict=True)]
-
-
-async def _wire(nbytes: int, rounds: int, folder: Path, say: Say) -> dict[str, list[float]]:
-    if find_spec(_WIRE) is None:
-        return {}
-    measured: dict[str, list[float]] = await import_module(_WIRE).measure_wire(nbytes, rounds, folder, say)
-    return measured

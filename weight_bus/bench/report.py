@@ -39,6 +39,9 @@ class ArmFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     stall_ms: float
     stalls_ms: list[float]
+    own_gap_ms: float
+    """As the stall, but of that one gap alone in which the update was over: of a commit it says what the flip costs."""
+    own_gaps_ms: list[float]
     still_ms: float
     """From the pause to the end of the resume, or of the commit's call: how long nothing may have been drawn."""
     update_ms: float
@@ -110,12 +113,15 @@ def judge_arm(episodes: Sequence[Episode]) -> ArmFigures:
     """One arm's rounds."""
     seen = [(episode, update) for episode in episodes for update in episode.updates]
     stalls = [episode.stall_ms(update) for episode, update in seen]
+    own = [episode.own_gap_ms(update) for episode, update in seen]
     lost = [episode.tokens_lost(update) for episode, update in seen]
     paces = [episode.pace(update.staging) for episode, update in seen if update.staging is not None]
     steps = [episode.usual_s * 1e3 for episode in episodes]
     return ArmFigures(
         stall_ms=_ms(median(stalls)),
         stalls_ms=[_ms(stall) for stall in stalls],
+        own_gap_ms=_ms(median(own)),
+        own_gaps_ms=[_ms(gap) for gap in own],
         still_ms=_ms(median(update.still.seconds * 1e3 for _, update in seen)),
         update_ms=_ms(median(update.whole.seconds * 1e3 for _, update in seen)),
         tokens_lost=round(median(lost), 2),

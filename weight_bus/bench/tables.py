@@ -21,7 +21,16 @@ def _engine_table(name: str, engine: EngineFigures, bench: WeightsBench) -> Tabl
     table = Table(
         title=f"Weight updates of the {name} engine: {setting.weight_bytes / 1e6:.0f} MB, {setting.streams} streams"
     )
-    for column in ("arm", "stall ms", "least … most", "step ms", "update ms", "tokens lost", "pace while staging"):
+    for column in (
+        "arm",
+        "stall ms",
+        "least … most",
+        "own gap ms",
+        "step ms",
+        "update ms",
+        "tokens lost",
+        "pace while staging",
+    ):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm, figures in engine.arms.items():
         table.add_row(arm, *_cells(figures))
@@ -42,6 +51,7 @@ def _cells(arm: ArmFigures) -> list[str]:
     return [
         f"{arm.stall_ms:.2f}",
         f"{min(arm.stalls_ms):.1f} … {max(arm.stalls_ms):.1f}",
+        f"{arm.own_gap_ms:.2f}",
         f"{arm.decode_step_ms:.1f}",
         f"{arm.update_ms:.0f}",
         f"{arm.tokens_lost:.1f}",

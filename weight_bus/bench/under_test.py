@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import sys
@@ -60,6 +61,21 @@ async def running_publisher(model: Path, scratch: Path) -> AsyncIterator[Piped]:
     command = [*PYTHON, _PUBLISHER_MODULE, str(model), RUN_ID]
     async with running_piped("publisher", command, scratch, start_within_s=_START_WITHIN_S) as piped:
         yield piped
+
+
+@asynccontextmanager
+async def running_both(engine: str, model: Path, scratch: Path, streams: int) -> AsyncIterator[tuple[Piped, Piped]]:
+    """A publisher and an engine, started at the same time: most of a start is imports."""
+    async with AsyncExitStack() as stack:
+        try:
+            async with asyncio.TaskGroup() as starting:
+                publisher = starting.create_task(stack.enter_async_context(running_publisher(model, scratch)))
+                under_test = starting.create_task(
+                    stack.enter_async_context(running_engine(engine, model, scratch, streams))
+                )
+        except* RollmeshError as failures:
+            raise failures.exceptions[0] from None
+        yield publisher.result(), under_test.result()
 
 
 @asynccontextmanager

@@ -37,7 +37,7 @@ def weights(
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each arm, interleaved")] = 5,
     updates: Annotated[int, typer.Option(min=1, help="Updates in a turn")] = 2,
     hidden_size: Annotated[int, typer.Option(min=32, help="Width of the random policy, a multiple of 32")] = 640,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the random policy")] = 12,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random policy")] = 10,
     streams: Annotated[int, typer.Option(min=1, max=16, help="Requests that decode all the time")] = 4,
     quiet_s: Annotated[float, typer.Option(min=0.05, help="Seconds before, between and after updates")] = 1.2,
     exact_updates: Annotated[int, typer.Option(min=0, help="Updates before exactness is checked; 0: not checked")] = 50,
