@@ -43,7 +43,10 @@ SIBLINGS_LAG_S = 1.0
 
 @dataclass(frozen=True)
 class TrainerArguments:
-    """`model`: a Hugging Face folder, which may still be made; `run_dir`: the run folder."""
+    """`model`: a Hugging Face folder, which may still be made; `run_dir`: the run folder.
+
+    `weights_key` signs manifests, `bus_key` opens the weight bus; None where the mesh runs without keys, on loopback.
+    """
 
     run_id: str
     settings: RunSettings
@@ -51,6 +54,8 @@ class TrainerArguments:
     bus_url: str
     model: Path
     run_dir: Path
+    weights_key: str | None = None
+    bus_key: str | None = None
 
 
 class Assembly:
@@ -92,17 +97,32 @@ class Assembly:
         )
 
     def _updates(self, learner: Learner) -> WeightUpdates:
-        run_id, weights = self.arguments.run_id, self.arguments.settings.weights
-        exporter = make_exporter(weights.transport, run_id)
+        arguments, weights = self.arguments, self.arguments.settings.weights
+        exporter = make_exporter(
+            weights.transport,
+            arguments.run_id,
+            file_root=weights.file_root,
+            file_keep=weights.file_keep,
+            key=arguments.weights_key,
+            model_folder=arguments.model,
+        )
+        settle_s = settle_deadline(weights.stage_timeout_s)
         publisher = Publisher(
-            run_id, learner.weights(), self.arguments.settings.model.dtype, exporter, weights.bucket_mib << 20
+            arguments.run_id,
+            learner.weights(),
+            arguments.settings.model.dtype,
+            exporter,
+            weights.bucket_mib << 20,
+            key=arguments.weights_key,
+            wait_s=settle_s,
+            delta_max_ratio=weights.delta_max_ratio if weights.delta == "auto" else 0.0,
         )
         self._stack.callback(publisher.close)
-        bus = BusClient(self.arguments.bus_url, run_id)
+        bus = BusClient(arguments.bus_url, arguments.run_id, key=arguments.bus_key)
         self._close_later(bus.close, "closing the bus client")
         lines = read_metrics(self.folder.metrics)
         committed = max((line.commits for line in lines), default=0)
-        return WeightUpdates(publisher, bus, self.background, settle_deadline(weights.stage_timeout_s), committed)
+        return WeightUpdates(publisher, bus, self.background, settle_s, committed)
 
     def _records(self) -> RunRecords:
         path = self.arguments.model / "tokenizer.json"

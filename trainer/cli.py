@@ -23,19 +23,29 @@ def train(
     run_dir: Annotated[
         Path, typer.Option(help="Run folder: metrics, samples, checkpoints; an interrupted run goes on")
     ],
+    weights_key_file: Annotated[
+        Path | None, typer.Option(help="Key that weight manifests are signed with; bus and engines check it")
+    ] = None,
+    bus_key_file: Annotated[Path | None, typer.Option(help="The weight bus's admin key")] = None,
 ) -> None:
     """Train on the trajectories of a run and publish every version of the policy."""
     from services.config_file import load_settings
     from services.imports import heavy_imports
+    from services.key_files import read_key
     from trainer.formula import describe_loss
 
     settings = load_settings(config, [])
     describe_loss(settings.trainer.loss)
 
+    weights_key = None if weights_key_file is None else read_key(weights_key_file)
+    bus_key = None if bus_key_file is None else read_key(bus_key_file)
+
     with heavy_imports():
         from trainer.assembly import TrainerArguments
         from trainer.run import train as run_trainer
 
-    code = run_trainer(TrainerArguments(run_id, settings, redis_url, bus_url, model, run_dir))
+    code = run_trainer(
+        TrainerArguments(run_id, settings, redis_url, bus_url, model, run_dir, weights_key=weights_key, bus_key=bus_key)
+    )
     if code:
         raise typer.Exit(code)
