@@ -46,6 +46,12 @@ def rollout_server(
     agent_key_file: Annotated[
         Path | None, typer.Option(help="File with the key that environments must show; none: loopback may speak")
     ] = None,
+    bus_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key that the weight bus wants (its --admin-key-file)")
+    ] = None,
+    weights_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key that weights must be signed with; none: any are taken")
+    ] = None,
 ) -> None:
     import asyncio
     import zlib
@@ -58,6 +64,8 @@ def rollout_server(
 
     name = _chosen(engine, url, engine_key_file)
     settings = load_settings(config, [])
+    weights_key = None if weights_key_file is None else read_key(weights_key_file)
+    bus_key = None if bus_key_file is None else read_key(bus_key_file)
     engine_key = None if engine_key_file is None else read_key(engine_key_file)
     asyncio.run(check_reachable(redis_url))
     # Bound before anything slow: a port in use is known at once, and probes are answered while the model loads.
@@ -71,7 +79,7 @@ def rollout_server(
         from rollout_server.server import ServerPlan
         from weight_bus.bus_client import BusClient
 
-        policy = make_engine(name, model, run_id, settings, seed=seed, url=url, key=engine_key)
+        policy = make_engine(name, model, run_id, settings, seed=seed, url=url, key=engine_key, weights_key=weights_key)
         preload = getattr(policy, "preload", None)
         if preload is not None:
             preload()
@@ -85,7 +93,7 @@ def rollout_server(
         agent_key=None if agent_key_file is None else read_key(agent_key_file),
     )
     # A heartbeat that fails is repeated by its owner, so one try may be short.
-    bus = None if bus_url is None else BusClient(bus_url, run_id, deadline_s=2.0)
+    bus = None if bus_url is None else BusClient(bus_url, run_id, deadline_s=2.0, key=bus_key)
     stop = Stop()
     serve(make_rollout_app(plan, policy, bus, stop), host, port, listener=listener, stop=stop)
 

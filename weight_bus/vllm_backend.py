@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from services.wire.errors import ConflictError, WireError
 from weight_bus.manifest import decode_manifest
-from weight_bus.vllm_settings import weights_key
+from weight_bus.vllm_settings import file_root, weights_key
 from weight_bus.vllm_worker import Attachment
 
 
@@ -60,7 +60,7 @@ class ManifestTransfer(WeightTransferEngine[ManifestInit, ManifestUpdate]):  # t
 
         Raises ConflictError where the engine has joined the bus of another run.
         """
-        self._attached = Attachment.on(self.model, init_info.run_id, init_info.transport, weights_key())
+        self._attached = Attachment.on(self.model, init_info.run_id, init_info.transport, weights_key(), file_root())
 
     def start_weight_update(self) -> None:
         self._staged = None

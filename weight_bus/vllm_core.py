@@ -71,14 +71,24 @@ def extend(core: Any) -> None:
     core.model_executor.collective_rpc(extend_worker)
 
 
-def attach(core: Any, run_id: str, transport: str, kv_policy: KvPolicy, key: str | None = None) -> bytes:
-    """Called once, before the first request. `key`: the run's weight key; None takes manifests unsigned."""
+def attach(
+    core: Any,
+    run_id: str,
+    transport: str,
+    kv_policy: KvPolicy,
+    key: str | None = None,
+    file_root: str | None = None,
+) -> bytes:
+    """Called once, before the first request. `key`: the run's weight key; None takes manifests unsigned.
+
+    `file_root`: the folder that weight files may be read from.
+    """
     try:
         _check_steps(core)
         core.rollmesh_kv = KvMemory(core, kv_policy)
     except RollmeshError as error:
         return encode_reply(failure(error))
-    return agree(core.model_executor.collective_rpc("rollmesh_attach", args=(run_id, transport, key)))
+    return agree(core.model_executor.collective_rpc("rollmesh_attach", args=(run_id, transport, key, file_root)))
 
 
 def stage(core: Any, manifest: bytes) -> Future[bytes] | bytes:

@@ -37,7 +37,7 @@ class PlainEngine:
                 await self._core.call_utility_async("rollmesh_extend")
         except TimeoutError as error:
             raise DeadlineError(f"vLLM did not answer within {_CALL_S:g} s", "see its log") from error
-        run = settings.run_id, settings.transport, settings.kv_policy, settings.weights_key
+        run = settings.run_id, settings.transport, settings.kv_policy, settings.weights_key, settings.file_root
         attached = await self._call(Attached, "rollmesh_attach", *run, deadline_s=_BYTES_S)
         _log.info("takes weights", run_id=settings.run_id, tensors=attached.tensors, weight_bytes=attached.total_bytes)
 

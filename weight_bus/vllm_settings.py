@@ -8,6 +8,7 @@
 | `ROLLMESH_ENGINE_URL`       | where the bus finds it                                | `http://HOST:PORT`   |
 | `ROLLMESH_TRANSPORT`        | the run's `weights.transport`                         | `auto`               |
 | `ROLLMESH_KV_POLICY`        | `salt`, `recompute`; `keep` without prefix cache only | `salt`               |
+| `ROLLMESH_FILE_ROOT`        | the folder that weight files may be read from         | none is read         |
 | `ROLLMESH_ADMIN_KEY_FILE`   | the key that `/weights/*` wants as bearer             | loopback only        |
 | `ROLLMESH_BUS_KEY_FILE`     | the key that is shown to the bus                      | none is shown        |
 | `ROLLMESH_WEIGHTS_KEY_FILE` | the key that manifests are signed with                | any manifest is taken |
@@ -43,6 +44,7 @@ class EngineSettings:
     admin_key: str | None
     bus_key: str | None
     weights_key: str | None
+    file_root: str | None
 
 
 def read_settings(host: str, port: int, environment: Mapping[str, str] | None = None) -> EngineSettings | None:
@@ -67,12 +69,18 @@ def read_settings(host: str, port: int, environment: Mapping[str, str] | None = 
         admin_key=_key(given, "ROLLMESH_ADMIN_KEY_FILE"),
         bus_key=_key(given, "ROLLMESH_BUS_KEY_FILE"),
         weights_key=_key(given, _WEIGHTS_KEY),
+        file_root=given.get("ROLLMESH_FILE_ROOT") or None,
     )
 
 
 def weights_key() -> str | None:
     """The key with which manifests must be signed. Raises UsageError for a file that holds none."""
     return _key(os.environ, _WEIGHTS_KEY)
+
+
+def file_root() -> str | None:
+    """The folder that weight files may be read from; None: none is."""
+    return os.environ.get("ROLLMESH_FILE_ROOT") or None
 
 
 def _key(environment: Mapping[str, str], name: str) -> str | None:

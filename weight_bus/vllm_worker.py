@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,14 @@ _REMEMBERED = 8
 class Attachment:
     """A receiver on a worker's model, and the threads it stages on: two, so that a newer version can supersede one."""
 
-    def __init__(self, model: torch.nn.Module, run_id: str, transport: str, key: str | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        run_id: str,
+        transport: str,
+        key: str | None = None,
+        file_root: str | None = None,
+    ) -> None:
         check_linears_are_live(model)
         self.run_id = run_id
         self.fixed = False
@@ -40,8 +48,11 @@ class Attachment:
         self.packed.pack(0, self.weights.storage)
         self.packed.flip(0)
         self.threads = background_threads("rollmesh-weights")
+        root = None if file_root is None else Path(file_root)
         # A NIXL agent takes one to two seconds to start: meanwhile the engine already decodes.
-        self.receiver = self.threads.submit(lambda: Receiver(self.weights, run_id, make_readers(transport), key=key))
+        self.receiver = self.threads.submit(
+            lambda: Receiver(self.weights, run_id, make_readers(transport, file_root=root), key=key)
+        )
 
     def served(self) -> Receiver:
         """The receiver, once it is there. Raises ConflictError before: nothing can be staged yet."""
@@ -51,7 +62,14 @@ class Attachment:
 
     @classmethod
     def on(
-        cls, model: torch.nn.Module, run_id: str, transport: str, key: str | None = None, *, fixed: bool = False
+        cls,
+        model: torch.nn.Module,
+        run_id: str,
+        transport: str,
+        key: str | None = None,
+        file_root: str | None = None,
+        *,
+        fixed: bool = False,
     ) -> Attachment:
         """The model's own; made where it has none of this run. Raises ConflictError where another run's is `fixed`.
 
@@ -64,7 +82,7 @@ class Attachment:
             if found.fixed:
                 raise ConflictError(f"this engine takes manifests of run {found.run_id!r}, not of {run_id!r}")
             found.close()
-        made = cls(model, run_id, transport, key)
+        made = cls(model, run_id, transport, key, file_root)
         made.fixed = fixed
         model.__dict__[_ATTRIBUTE] = made
         return made
@@ -80,11 +98,13 @@ class RollmeshWorker:
     rollmesh_attachment: Attachment | None = None
     rollmesh_work: dict[int, Future[bytes]] | None = None
 
-    def rollmesh_attach(self, run_id: str, transport: str, key: str | None = None) -> bytes:
+    def rollmesh_attach(
+        self, run_id: str, transport: str, key: str | None = None, file_root: str | None = None
+    ) -> bytes:
         """Build the views and start the readers. Called once, before the first request."""
 
         def attach() -> Reply:
-            attached = Attachment.on(self.model_runner.get_model(), run_id, transport, key, fixed=True)
+            attached = Attachment.on(self.model_runner.get_model(), run_id, transport, key, file_root, fixed=True)
             self.rollmesh_attachment = attached
             live = attached.weights.live().values()
             return Attached(tensors=len(live), total_bytes=sum(tensor.nbytes for tensor in live))

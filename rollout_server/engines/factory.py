@@ -27,11 +27,13 @@ def make_engine(
     seed: int | None = None,
     url: str | None = None,
     key: str | None = None,
+    weights_key: str | None = None,
 ) -> Engine:
     """The engine `name` over a complete model folder, not started. `seed`: the settings' own, unless given.
 
     Servers of one mesh must differ in it, or they draw alike. `url`, `key`: where http finds its engine, and what it shows
-    there. Raises UsageError for an unknown name, for http without a URL, or for vllm where it is not installed.
+    there. `weights_key`: manifests must bear its signature. Raises UsageError for an unknown name, for http without a URL,
+    or for vllm where it is not installed.
     """
     if name == "http":
         return _http_engine(model, run_id, settings, url, key)
@@ -49,6 +51,8 @@ def make_engine(
         transport=settings.weights.transport,
         seed=settings.seed if seed is None else seed,
         kv_policy=settings.rollout.kv_policy,
+        weights_key=weights_key,
+        file_root=settings.weights.file_root,
     )
     return cast(Engine, made)
 

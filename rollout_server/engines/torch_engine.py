@@ -63,6 +63,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 class TorchEngine:
     """See `rollout_server.engines.base.Engine`. `transport`: `auto`, `nixl` or `shm`; `threads`: torch's, for decoding.
+    `weights_key`: manifests must bear its signature (None: any is taken). `file_root`: where weight files may be read from.
 
     It serves the folder's weights as version 0. `weights_digest` before the first commit is that of these, in the layout
     of the model's own parameters.
@@ -80,6 +81,7 @@ class TorchEngine:
         seed: int,
         kv_policy: KvPolicy = "keep",
         weights_key: str | None = None,
+        file_root: Path | None = None,
     ) -> None:
         if dtype not in _DTYPES:
             raise UsageError(f"weights of dtype {dtype!r} cannot be served", f"known: {', '.join(_DTYPES)}")
@@ -92,6 +94,7 @@ class TorchEngine:
         self._seed = seed
         self._kv_policy: KvPolicy = kv_policy
         self._weights_key = weights_key
+        self._file_root = file_root
         self._streams = DeltaStreams()
         self._weight_threads: ThreadPoolExecutor | None = None
         self._readers: list[Reader] | None = None
@@ -117,7 +120,7 @@ class TorchEngine:
         """Do what needs no model yet: set the transport up, warm torch and transformers on a toy. Blocks, about 2 s."""
         if self._readers is not None:
             return
-        self._readers = make_readers(self._transport)
+        self._readers = make_readers(self._transport, file_root=self._file_root)
         torch.set_num_threads(self._threads)
         # Modules that transformers imports late, and the recorder of decode steps, cost most of a small model's start.
         PolicyForward(AutoModelForCausalLM.from_config(Qwen3Config(**_TOY), attn_implementation="sdpa").eval())
@@ -263,7 +266,7 @@ class TorchEngine:
             device=device,
             kv_policy=self._kv_policy,
         )
-        readers = self._readers or make_readers(self._transport)
+        readers = self._readers or make_readers(self._transport, file_root=self._file_root)
         self._readers = None
         receiver = Receiver(ModelWeights(model), self._run_id, readers, FIRST_VERSION, self._weights_key)
         return batch, receiver

@@ -67,12 +67,14 @@ class VllmEngine:
         seed: int,
         kv_policy: KvPolicy = "keep",
         weights_key: str | None = None,
+        file_root: Path | None = None,
     ) -> None:
         self._plan = vllm_launch.Plan(model=model, dtype=dtype, max_running=max_running, seed=seed, kv_policy=kv_policy)
         self._run_id = run_id
         self._threads = threads
         self._transport = transport
         self._weights_key = weights_key
+        self._file_root = None if file_root is None else str(file_root)
         self._preloaded = False
         self._llm: Any = None
         self._scratch = Path()
@@ -132,7 +134,7 @@ class VllmEngine:
         self._eos = eos_token_ids(self._plan.model)
         self._max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
         await self._llm.get_supported_tasks()
-        run = self._run_id, self._transport, self._plan.kv_policy, self._weights_key
+        run = self._run_id, self._transport, self._plan.kv_policy, self._weights_key, self._file_root
         attached = await self._call(Attached, "rollmesh_attach", *run)
         await self._rehearse()
         _log.info("engine_ready", engine="vllm", model=str(self._plan.model), weight_bytes=attached.total_bytes)
