@@ -30,14 +30,13 @@ question is answered and every update settles (or is held, which only an operato
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
+from services.policies.commit_state import finishing, in_state, judge
 from services.policies.commit_update import Ask, Member, Phase, Progress, Update
-from services.policies.fleet_policy import BARRIER, FLIPPING, ON_THE_WAY, FleetPolicy
+from services.policies.fleet_policy import BARRIER, FLIPPING, FleetPolicy
 from services.wire.weight_states import EngineState, UpdateState
 
 __all__ = ["Ask", "CommitMachine", "Progress", "Update"]
-_BUSY: tuple[EngineState, ...] = (*ON_THE_WAY, "prepared", *FLIPPING)
 _BEGUN: dict[Phase, EngineState] = {"stage": "staging", "commit": "committing", "rollback": "rolling_back"}
 
 
@@ -344,54 +343,21 @@ class CommitMachine:
             update.stopped[engine_id] = f"the roll stopped at {engine_id}: {why}"
 
     def _in_state(self, update: Update, *states: EngineState) -> list[str]:
-        return [engine_id for engine_id in self._members if update.progress[engine_id].state in states]
+        return in_state(update, self._members, *states)
 
     def _states(self, update: Update) -> list[EngineState]:
         return [update.progress[engine_id].state for engine_id in self._members]
 
     def _finishing(self, update: Update) -> bool:
-        """Whether flips are under way, or decided and still to be made."""
-        decided = () if update.decided is None else update.decided & set(self._in_state(update, "prepared"))
-        return bool(decided) or bool(self._in_state(update, *FLIPPING))
-
-    def _waits_for(self, update: Update) -> Iterable[str]:
-        """The engines that the update cannot settle without."""
-        if update.restores:
-            return self._in_state(update, *_BUSY)
-        if update.decided is not None:
-            return update.decided & set(self._in_state(update, *_BUSY))
-        may_flip = not update.hold and not update.stopped and self._missed(update) is None
-        return self._in_state(update, *(_BUSY if may_flip else (*ON_THE_WAY, *FLIPPING)))
-
-    def _missed(self, update: Update) -> str | None:
-        return None if update.decided is not None or update.hold else self.policy.missed(self._states(update))
+        return finishing(update, self._members)
 
     def _settle(self) -> None:
         current = self._current
         if current is None:
             return
-        self._judge(current)
+        judge(current, self._members, self.policy)
         if self._queued is not None and not self._finishing(current):
             if not current.settled:
                 current.state = "superseded"
             queued, self._queued = self._queued, None
             self._begin(queued)
-
-    def _judge(self, update: Update) -> None:
-        if update.state == "committed":
-            return
-        if self._waits_for(update):
-            # A failed update stays failed until an engine has caught up with it.
-            if not update.settled:
-                update.state = "staging" if update.decided is None else "prepared"
-            return
-        stuck = next(iter(update.stopped.values()), None) or self._missed(update)
-        serving = any(progress.state == "committed" for progress in update.progress.values())
-        if update.hold and self._in_state(update, "prepared"):
-            update.state, update.why = "held", None
-        elif stuck is not None:
-            update.state, update.why = "failed", stuck
-        elif serving:
-            update.state, update.why = "committed", None
-        else:
-            update.state = "failed"
