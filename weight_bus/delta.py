@@ -71,6 +71,12 @@ def encode(old: Buffer, new: Buffer, word_bytes: int) -> bytes:
     return _HEADER.pack(_MAGIC, word_bytes, changed.size, codes.size) + packed
 
 
+def changed_share(old: Buffer, new: Buffer, word_bytes: int) -> float:
+    """The share of words, 0 to 1, that differ between two ranges as `encode` takes them; 0 for empty ones."""
+    before, after = (np.frombuffer(data, WORD_DTYPES[word_bytes]) for data in (old, new))
+    return float(np.count_nonzero(before != after)) / max(1, before.size)
+
+
 def decode(code: Buffer, target_length: int) -> DecodedDelta:
     """The changes to a range of `target_length` bytes. Raises WireError for bytes that cannot be such a code.
 
