@@ -49,6 +49,7 @@ NEEDS_A_MANIFEST = (
     "/update_weight_version",
     "/weights/stage",
     "/weights/commit",
+    "/weights/rollback",
 )
 """Routes that only succeed for a trainer, after its other calls, or never."""
 BOUND_TO_OTHERS = ("wait_s", "call_id", "min_tokens")
