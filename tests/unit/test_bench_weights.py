@@ -40,9 +40,10 @@ def judged(ours_ms: float, *, exact: Exactness | None = EXACT) -> WeightsBench:
     episodes |= {arm: [episode(arm, 60.0, still_s=0.04)] * 3 for arm in ("file", "gloo", "prefetch")}
     episodes["nothing"] = [episode("nothing", 10.0)] * 3
     return judge(
-        {"torch": judge_engine(episodes, exact)},
+        {"torch": judge_engine(episodes, exact, others_cores=0.0)},
         [1.2, 1.1, 1.4],
         {"nixl_vs_readv": [0.95, 0.91, 0.7]},
+        None,
         setting=Setting(
             weight_bytes=1,
             hidden_size=32,
@@ -167,6 +168,7 @@ def test_a_tiny_run_measures_every_arm_and_leaves_nothing_behind() -> None:
     assert engine["exact"]["tokens_equal"] and engine["exact"]["updates"] == 4
     assert bench["exact"] is True
     assert bench["paused_arms_stall_ms"].keys() == {"file", "gloo", "prefetch"}
+    assert engine["others_cores"] >= 0
     assert bench["decode_step_ms"] > 0 and bench["publish_vs_memcpy"] > 0
     assert all(len(arm["stalls_ms"]) == 1 for arm in engine["arms"].values())
     named = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]

@@ -13,6 +13,7 @@ from pathlib import Path
 from services.bench.piped import Piped
 from services.bench.versions import versions
 from weight_bus.bench.arms import Ways
+from weight_bus.bench.cpu_use import CpuUse
 from weight_bus.bench.exactness import compare
 from weight_bus.bench.gaps import Episode
 from weight_bus.bench.messages import (
@@ -51,7 +52,11 @@ _GREEDY_PROMPTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the command line asks for. `exact_updates`: 0 leaves exactness out; `wire`: measure the transports alone."""
+    """What the command line asks for.
+
+    `exact_updates`: 0 leaves exactness out; `serve`: check that of a plain `vllm serve`, too; `wire`: measure transports
+    alone.
+    """
 
     engines: tuple[str, ...]
     rounds: int
@@ -61,6 +66,7 @@ class Shape:
     streams: int
     quiet_s: float
     exact_updates: int
+    serve: bool
     wire: bool
 
 
@@ -79,6 +85,11 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
         bench = _EngineBench(shape, name, model, folder, transports, say)
         figures[name], episodes[name] = await bench.run()
         publish += bench.publish
+    plain_serve = None
+    if shape.serve:
+        from weight_bus.bench.exact import plain_serve as check_plain_serve
+
+        plain_serve = await check_plain_serve(model, shape.exact_updates, say)
     wire: dict[str, list[float]] = {}
     if shape.wire and nixl_installed():
         from weight_bus.bench.wire import measure_wire
@@ -100,6 +111,7 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
         figures,
         publish,
         wire,
+        plain_serve,
         setting=setting,
         notes=notes,
         load_before=load_before,
@@ -131,12 +143,14 @@ class _EngineBench:
         async with running_both(self._name, self._model, self._folder, streams) as (publisher, engine):
             ways = Ways(engine, publisher, self._folder, self._transports)
             await self._warm_up(engine, ways)
+            used = CpuUse.now()
             episodes = await self._rounds(ways)
+            others = CpuUse.now().others_since(used)
             exact = None
             if self._shape.exact_updates:
                 exact = await self._exactness(engine, publisher, ways)
             self.publish = await _publishing(publisher, self._transports, self._shape.rounds)
-        return judge_engine(episodes, exact), episodes
+        return judge_engine(episodes, exact, others_cores=others), episodes
 
     async def _warm_up(self, engine: Piped, ways: Ways) -> None:
         """Every way once, uncounted, and memory for keys and values that no episode outgrows."""

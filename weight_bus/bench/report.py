@@ -67,6 +67,8 @@ class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
     decode_while_staging: float
     decode_while_staging_crowded: float | None
     exact: Exactness | None
+    others_cores: float
+    """Cores that processes which are none of the benchmark's, and the host of a virtual machine, kept busy meanwhile."""
     arms: dict[str, ArmFigures]
 
 
@@ -97,6 +99,8 @@ class WeightsBench(msgspec.Struct, frozen=True, kw_only=True):
     times_shorter: float
     nothing_stall_ms: float
     engines: dict[str, EngineFigures]
+    plain_serve: Exactness | None
+    """Of a plain `vllm serve` with the plug-in; None where it was not checked."""
     spread: dict[str, list[float]]
     """Round by round: what `publish` and the wire come to of a copy of the same bytes."""
     setting: Setting
@@ -133,7 +137,9 @@ def judge_arm(episodes: Sequence[Episode]) -> ArmFigures:
     )
 
 
-def judge_engine(episodes: Mapping[str, Sequence[Episode]], exact: Exactness | None) -> EngineFigures:
+def judge_engine(
+    episodes: Mapping[str, Sequence[Episode]], exact: Exactness | None, *, others_cores: float
+) -> EngineFigures:
     """All arms of one engine, by name."""
     arms = {name: judge_arm(rounds) for name, rounds in episodes.items()}
     ours = [arm for name, arm in arms.items() if name not in (*PAUSED_WAYS, NOTHING, CROWDED)]
@@ -149,6 +155,7 @@ def judge_engine(episodes: Mapping[str, Sequence[Episode]], exact: Exactness | N
         decode_while_staging=min(arm.pace_while_staging or 0.0 for arm in ours),
         decode_while_staging_crowded=arms[CROWDED].pace_while_staging if CROWDED in arms else None,
         exact=exact,
+        others_cores=round(others_cores, 3),
         arms=arms,
     )
 
@@ -157,6 +164,7 @@ def judge(
     engines: Mapping[str, EngineFigures],
     publish: Sequence[float],
     wire: Mapping[str, Sequence[float]],
+    plain_serve: Exactness | None,
     *,
     setting: Setting,
     notes: Sequence[str],
@@ -167,7 +175,8 @@ def judge(
 ) -> WeightsBench:
     """Put the figures together. `publish`: what it blocks ÷ a memcpy, by round; `wire`: ratios by name and round."""
     each = list(engines.values())
-    exact = None if any(engine.exact is None for engine in each) else all(e.exact and e.exact.exact for e in each)
+    checked = [found for found in (*(engine.exact for engine in each), plain_serve) if found is not None]
+    exact = all(found.exact for found in checked) if checked else None
     nixl, shm = (_median_of(wire.get(name, ())) for name in ("nixl_vs_readv", "shm_vs_memcpy"))
     stall, shorter = max(e.stall_ms for e in each), min(e.times_shorter for e in each)
     published = round(median(publish), 3)
@@ -192,6 +201,7 @@ def judge(
         times_shorter=shorter,
         nothing_stall_ms=max(e.nothing_stall_ms for e in each),
         engines=dict(engines),
+        plain_serve=plain_serve,
         spread={
             "publish_vs_memcpy": [round(value, 3) for value in publish],
             **{name: [round(value, 3) for value in values] for name, values in wire.items()},

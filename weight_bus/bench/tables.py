@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from weight_bus.bench.report import ArmFigures, EngineFigures, WeightsBench
+from weight_bus.bench.report import ArmFigures, EngineFigures, Exactness, WeightsBench
 
 
 def as_tables(bench: WeightsBench) -> Iterator[Table]:
@@ -34,16 +34,18 @@ def _engine_table(name: str, engine: EngineFigures, bench: WeightsBench) -> Tabl
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm, figures in engine.arms.items():
         table.add_row(arm, *_cells(figures))
-    exact = engine.exact
-    if exact is None:
-        table.caption = "exactness: not measured"
-    else:
-        same = "the same" if exact.tokens_equal else "OTHER"
-        table.caption = (
-            f"after {exact.updates} updates {same} {exact.tokens} greedy tokens as a freshly loaded engine, "
-            f"logprobs within {exact.max_logprob_error:.1e}"
-        )
+    table.caption = f"{_exactness(engine.exact)}; others kept {engine.others_cores:.2f} cores busy"
     return table
+
+
+def _exactness(exact: Exactness | None) -> str:
+    if exact is None:
+        return "exactness: not measured"
+    same = "the same" if exact.tokens_equal else "OTHER"
+    return (
+        f"after {exact.updates} updates {same} {exact.tokens} greedy tokens as when freshly loaded, "
+        f"logprobs within {exact.max_logprob_error:.1e}"
+    )
 
 
 def _cells(arm: ArmFigures) -> list[str]:
@@ -72,6 +74,10 @@ def _summary(bench: WeightsBench) -> Table:
         value = getattr(bench, name)
         rounds = ", ".join(f"{figure:.2f}" for figure in bench.spread.get(name, []))
         table.add_row(name, "not measured" if value is None else f"{value:.2f}", rounds)
+    if bench.plain_serve is not None:
+        table.add_row(
+            "plain vllm serve", "exact" if bench.plain_serve.exact else "NOT exact", _exactness(bench.plain_serve)
+        )
     for bar, reached in bench.bars.items():
         table.add_row(bar, "yes" if reached else "NO", "")
     load = ", ".join(f"{figure:.2f}" for figure in bench.load_before)

@@ -41,6 +41,7 @@ def weights(
     streams: Annotated[int, typer.Option(min=1, max=16, help="Requests that decode all the time")] = 4,
     quiet_s: Annotated[float, typer.Option(min=0.05, help="Seconds before, between and after updates")] = 1.2,
     exact_updates: Annotated[int, typer.Option(min=0, help="Updates before exactness is checked; 0: not checked")] = 50,
+    serve: Annotated[bool, typer.Option(help="Check a plain `vllm serve` with the plug-in, too")] = True,
     wire: Annotated[bool, typer.Option(help="Measure the transports alone, beside raw copies")] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the gaps around the updates into this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of tables")] = False,
@@ -64,6 +65,7 @@ def weights(
         streams=streams,
         quiet_s=quiet_s,
         exact_updates=exact_updates,
+        serve=serve and exact_updates > 0 and "vllm" in _engines(engine),
         wire=wire,
     )
     say = Console(stderr=True, soft_wrap=True, highlight=False)
