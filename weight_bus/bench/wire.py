@@ -1,0 +1,128 @@
+"""How fast the transports alone are, beside what the machine can do with the same bytes at best.
+
+    another process   ── process_vm_readv ──►  |         |      nixl_vs_readv = nixl ÷ readv
+     (wire_process)   ── NIXL READ ─────────►  | one     |
+                      ── shm read ──────────►  | warm    |      shm_vs_memcpy = shm ÷ memcpy
+    this process      ── memcpy ────────────►  | arena   |
+
+All four copy the same number of bytes in the same pieces to the same place, one after the other, in turn, each round
+starting with another one. Nothing is hashed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from services.bench.piped import running_piped
+from services.bench.processes import PYTHON
+from services.wire.errors import RollmeshError, UsageError
+from weight_bus.arena import Arena, private_arena
+from weight_bus.bench.wire_process import Offer, Offered
+from weight_bus.layout import hash_bytes
+from weight_bus.transports.base import Reader
+from weight_bus.transports.nixl import NixlReader
+from weight_bus.transports.select import nixl_installed
+from weight_bus.transports.shm import ShmReader
+
+PIECE_BYTES = 16 << 20
+"""As the default bucket."""
+_PASSES = 4
+"""Copies of everything in each round: one alone takes some hundredths of a second."""
+_START_S = 60.0
+
+
+async def measure_wire(nbytes: int, rounds: int, folder: Path, say: Callable[[str], None]) -> dict[str, list[float]]:
+    """One figure a round: the ratios `nixl_vs_readv` and `shm_vs_memcpy`, and `<arm>_gbps` (10^9 bytes/s) of each arm.
+
+    Takes a thread and, now and then, a second process; both want a core. Raises UsageError where NIXL is not installed
+    or the system is not Linux, RollmeshError when bytes arrive that are not those offered.
+    """
+    if not nixl_installed() or sys.platform != "linux":
+        raise UsageError("the wire cannot be measured here", "run on Linux with nixl-cu12 installed")
+    command = [*PYTHON, "weight_bus.bench.wire_process"]
+    async with running_piped("wire publisher", command, folder, start_within_s=_START_S) as publisher:
+        offered = await publisher.ask(Offer(nbytes=nbytes, seed=1), Offered)
+        return await asyncio.to_thread(_measure, offered, nbytes, rounds, say)
+
+
+def _measure(offered: Offered, nbytes: int, rounds: int, say: Callable[[str], None]) -> dict[str, list[float]]:
+    arena, local = private_arena(nbytes), private_arena(nbytes)
+    readers: list[Reader] = [NixlReader(), ShmReader()]
+    pieces = [(offset, min(PIECE_BYTES, nbytes - offset)) for offset in range(0, nbytes, PIECE_BYTES)]
+    try:
+        arms: dict[str, Callable[[], None]] = {
+            "readv": lambda: _readv(offered, arena, pieces),
+            "nixl": lambda: _read(readers[0], offered, arena, pieces),
+            "memcpy": lambda: _memcpy(local, arena, pieces),
+            "shm": lambda: _read(readers[1], offered, arena, pieces),
+        }
+        _read(readers[1], offered, local, pieces)
+        for name, copy in arms.items():
+            # The first pass touches every page; it also proves that the arm moves the bytes.
+            arena.view[:] = bytes(nbytes)
+            copy()
+            if hash_bytes(arena.view) != offered.digest:
+                raise RollmeshError(f"the bytes that {name} copied are not those offered")
+        figures: dict[str, list[float]] = {}
+        for number in range(rounds):
+            speed = _round(arms, nbytes, number)
+            for name, figure in speed.items():
+                figures.setdefault(f"{name}_gbps", []).append(figure)
+            for key, ours, raw in (("nixl_vs_readv", "nixl", "readv"), ("shm_vs_memcpy", "shm", "memcpy")):
+                figures.setdefault(key, []).append(speed[ours] / speed[raw])
+            say(
+                f"wire, round {number + 1}: " + ", ".join(f"{name} {figure:.1f} GB/s" for name, figure in speed.items())
+            )
+        return figures
+    finally:
+        for reader in readers:
+            reader.close()
+        arena.close()
+        local.close()
+
+
+def _round(arms: dict[str, Callable[[], None]], nbytes: int, number: int) -> dict[str, float]:
+    names = list(arms)
+    spent = dict.fromkeys(names, 0.0)
+    for turn in range(_PASSES):
+        first = (number + turn) % len(names)
+        for name in names[first:] + names[:first]:
+            started = time.perf_counter()
+            arms[name]()
+            spent[name] += time.perf_counter() - started
+    return {name: _PASSES * nbytes / seconds / 1e9 for name, seconds in spent.items()}
+
+
+def _read(reader: Reader, offered: Offered, arena: Arena, pieces: list[tuple[int, int]]) -> None:
+    source = offered.nixl if reader.name == "nixl" else offered.shm
+    for _ in reader.read_many(source, ((offset, arena.view[offset : offset + length]) for offset, length in pieces)):
+        pass
+
+
+def _memcpy(source: Arena, arena: Arena, pieces: list[tuple[int, int]]) -> None:
+    for offset, length in pieces:
+        ctypes.memmove(arena.address + offset, source.address + offset, length)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _readv(offered: Offered, arena: Arena, pieces: list[tuple[int, int]]) -> None:
+    readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    readv.restype = ctypes.c_ssize_t
+    for offset, length in pieces:
+        done = 0
+        while done < length:
+            here = _Range(arena.address + offset + done, length - done)
+            there = _Range(offered.address + offset + done, length - done)
+            got = readv(offered.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+            if got <= 0:
+                raise RollmeshError(f"process_vm_readv failed ({os.strerror(ctypes.get_errno())})")
+            done += got
