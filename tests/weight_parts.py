@@ -87,9 +87,11 @@ class SmallEngine:
 
         @app.get("/weights/digest")
         async def digest() -> DigestAnswer:
-            return DigestAnswer(
-                version=self.receiver.version, root_digest=await asyncio.to_thread(self.receiver.digest)
-            )
+            while True:
+                version = self.receiver.version
+                root_digest = await asyncio.to_thread(self.receiver.digest)
+                if version == self.receiver.version:  # else a commit came between, and the pair would be a lie
+                    return DigestAnswer(version=version, root_digest=root_digest)
 
         return app
 

@@ -196,15 +196,16 @@ class Coordinator:
 
     def rollback(self, target: int | None) -> RollbackView:
         """Withdraw the latest version. Raises ConflictError when there is nothing to go back to."""
-        before = self._machine.current
         try:
             update = self._machine.rollback(target)
         except ValueError as error:
             raise ConflictError(f"nothing is rolled back: {error}") from error
-        assert before is not None
+        withdrawn = update.withdraws
+        assert withdrawn is not None
+        self._adopt(self._machine.withdrawn[withdrawn])
         self._adopt(update)
         self._pump()
-        return RollbackView(withdrawn=before.version, update=self.view(update.version))
+        return RollbackView(withdrawn=withdrawn, update=self.view(update.version))
 
     async def wait_resting(self, version: int, wait_s: float) -> None:
         """Return when nothing but an operator is waited for, or `wait_s` have passed. Raises NotFoundError."""

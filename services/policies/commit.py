@@ -30,6 +30,7 @@ question is answered and every update settles (or is held, which only an operato
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from services.policies.commit_state import finishing, in_state, judge
 from services.policies.commit_update import Ask, Member, Phase, Progress, Update
@@ -85,9 +86,9 @@ class CommitMachine:
         return self._highest
 
     @property
-    def withdrawn(self) -> frozenset[int]:
+    def withdrawn(self) -> Mapping[int, Update]:
         """Versions that were cancelled or rolled back, and not asked for again."""
-        return frozenset(self._withdrawn)
+        return self._withdrawn
 
     @property
     def members(self) -> dict[str, int]:
@@ -143,7 +144,7 @@ class CommitMachine:
         """Withdraw the latest version and bring engines back to `target` (None: the version before it)."""
         current = self._current
         if current is None:
-            raise ValueError("no version was announced yet: nothing can be rolled back")
+            return self._withdraw(self._unannounced(target), "rolled_back", target)
         if self._queued is not None or not current.settled:
             busy = self._queued or current
             raise ValueError(f"version {busy.version} is {busy.state}: wait for it, or cancel it")
@@ -172,7 +173,7 @@ class CommitMachine:
             member.doubts = 0
         elif ahead:
             # Its answer to the commit was lost or is still on its way, the flip was not.
-            member.policy_version, member.previous, member.doubts = policy_version, member.policy_version, 0
+            self._serves(engine_id, policy_version)
         else:
             member.doubts += 1
             if member.doubts >= 2:
@@ -199,13 +200,17 @@ class CommitMachine:
 
     def answer(self, ask: Ask, failure: str | None = None) -> bool:
         """The answer to an ask; `failure` says what went wrong. Returns False for one that no longer matters."""
-        if self._open.get(ask.engine_id) == ask:
+        open_still = self._open.get(ask.engine_id) == ask
+        if open_still:
             del self._open[ask.engine_id]
         member, current = self._members.get(ask.engine_id), self._current
-        if member is None or current is None or current.version != ask.version:
+        if member is None or current is None:
             return False
         progress = current.progress[ask.engine_id]
-        if progress.serial != ask.serial or progress.state != _BEGUN[ask.phase]:
+        if (current.version, progress.serial, progress.state) != (ask.version, ask.serial, _BEGUN[ask.phase]):
+            if open_still and failure is None and ask.phase != "stage":
+                # The fleet was sent elsewhere meanwhile, but the engine did flip.
+                self._serves(ask.engine_id, ask.version)
             return False
         if failure is not None:
             progress.state, progress.why = "failed", failure
@@ -262,9 +267,17 @@ class CommitMachine:
         self._current = self._standing = None
         if target is None:
             return update
-        restoring = Update(target, restores=True, decided=set())
+        restoring = Update(target, withdraws=update.version, decided=set())
         self._begin(restoring)
         return restoring
+
+    def _unannounced(self, target: int | None) -> Update:
+        """The newest version that is served, as after a restart of whoever drives the machine."""
+        newest = max(self.members.values(), default=None)
+        if target is None or newest is None or newest <= target:
+            raise ValueError("no version was announced yet: say which one to go back to, older than one that is served")
+        self._highest = newest
+        return Update(newest)
 
     def _before(self, update: Update) -> int | None:
         """The version before `update`, from what was committed, else from what its engines served before."""
@@ -280,6 +293,15 @@ class CommitMachine:
         if current is not None:
             self._set(current, engine_id, self._first_step(engine_id, current))
             self._settle()
+
+    def _serves(self, engine_id: str, version: int) -> None:
+        """An engine flipped without being asked to now: where it should not have, it goes from there."""
+        before, current = self._members[engine_id], self._current
+        if before.policy_version == version:
+            return
+        self._members[engine_id] = Member(version, before.policy_version)
+        if current is not None and current.progress[engine_id].state == "committed" and current.version != version:
+            self._set(current, engine_id, Progress("pending"))
 
     def _try_again(self, engine_id: str) -> None:
         current = self._current

@@ -37,13 +37,13 @@ class Progress:
 class Update:
     """One version that engines are being brought to. Changed by the machine alone; anybody may read it.
 
-    `restores`: it is an earlier version, to which engines that serve a withdrawn one go back.
+    `withdraws`: the version that was cancelled or rolled back for this earlier one, to which engines go back.
     `hold`: nobody flips before an operator says so.
     """
 
     version: int
     hold: bool = False
-    restores: bool = False
+    withdraws: int | None = None
     state: UpdateState = "staging"
     why: str | None = None
     progress: dict[str, Progress] = field(default_factory=dict)
@@ -51,6 +51,10 @@ class Update:
     """Engines whose flip was decided together; None before that. Whoever comes later flips as soon as it can."""
     stopped: dict[str, str] = field(default_factory=dict)
     """What stopped the roll, engine by engine."""
+
+    @property
+    def restores(self) -> bool:
+        return self.withdraws is not None
 
     @property
     def settled(self) -> bool:

@@ -233,3 +233,20 @@ async def test_a_restarted_bus_learns_from_heartbeats_and_the_repeated_announcem
     # It never saw version 1, but the engine keeps it.
     back = (await fleet.http.post("/v1/rollback?wait_s=5")).json()
     assert (back["update"]["version"], back["update"]["state"], fleet.served) == (1, "committed", {"a": 1})
+
+
+async def test_a_bus_killed_while_it_rolls_back_can_be_told_again(fleet: BusFleet) -> None:
+    await fleet.start()
+    for name in ("a", "b"):
+        await fleet.add(name)
+    assert [await fleet.publish(version) for version in (1, 2)] == ["committed", "committed"]
+    fleet.engines["a"].served, fleet.engines["a"].digest = 1, "digest-1"
+    await fleet.start()  # another bus, which knows nothing
+    for name in ("a", "b"):
+        await fleet.beat(name)
+    assert (await fleet.http.post("/v1/rollback")).status_code == 409
+    back = (await fleet.http.post("/v1/rollback?wait_s=5", json={"version": 1})).json()
+    assert (back["withdrawn"], back["update"]["state"], fleet.served) == (2, "committed", {"a": 1, "b": 1})
+    # The publisher tells of the withdrawn version again, which is known by now for what it is.
+    assert await fleet.publish(2) == "rolled_back"
+    assert fleet.served == {"a": 1, "b": 1}
