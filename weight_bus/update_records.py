@@ -10,8 +10,6 @@ from services.wire.weight_states import EngineState, FleetPolicyName
 from services.wire.weights_api import EngineProgress, UpdateView, VersionView
 from weight_bus.manifest import Manifest
 
-_NO_ROWS: dict[str, EngineState] = {}
-
 
 @dataclass
 class Figures:
@@ -48,7 +46,7 @@ class Record:
     def begin_again(self, update: Update, now: float) -> None:
         """The same version, brought to engines once more."""
         self.update, self.announced, self.commit_ms = update, now, None
-        self.told, self.told_state = dict(_NO_ROWS), "staging"
+        self.figures, self.told, self.told_state = {}, {}, "staging"
         self.resting.clear()
 
     def view(self, policy: FleetPolicyName) -> UpdateView:
