@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import stat
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -14,54 +12,21 @@ import pytest
 
 from services.shared_memory import remove_shm_files, shm_directory, shm_prefix
 from services.wire.errors import UsageError
+from tests.contract.transport_peers import NBYTES, Peer, draft_of, exporter_of, pattern, reader_of
 from weight_bus.arena import private_arena
 from weight_bus.errors import TransportError
-from weight_bus.manifest import NixlSource, ShmSource, Source
+from weight_bus.manifest import CollectiveSource, FileSource, NixlSource, ShmSource, Source
 from weight_bus.transports import select
-from weight_bus.transports.base import Exporter, Reader
-from weight_bus.transports.select import make_exporter, make_readers, nixl_installed
+from weight_bus.transports.base import Reader
+from weight_bus.transports.select import nixl_installed
 from weight_bus.transports.shm import ShmExporter, ShmReader, host_identity
 
-NBYTES = 300_000
-NAMES = ["shm", pytest.param("nixl", marks=pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed"))]
-
-
-def pattern(seed: int) -> bytes:
-    return bytes((index * 7 + seed) % 251 for index in range(NBYTES))
-
-
-def serve_arena(name: str, run_id: str, pipe: Connection) -> None:
-    """The other process: exports two arenas, says where, and waits for the end."""
-    exporter = make_exporter(name, run_id)
-    arenas = [exporter.allocate(NBYTES) for _ in range(2)]
-    for seed, arena in enumerate(arenas):
-        arena.view[:] = pattern(seed)
-    pipe.send_bytes(msgspec.msgpack.encode([exporter.export(arena) for arena in arenas]))
-    pipe.recv_bytes()
-    exporter.close()
-
-
-class Peer:
-    """Another process that exports arenas by the transport `name`."""
-
-    def __init__(self, name: str, run_id: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve_arena, args=(name, run_id, theirs))
-        self.process.start()
-        theirs.close()
-        assert self._pipe.poll(30), "the exporting process did not start"
-        self.sources = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=list[Source])
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-    def end(self) -> None:
-        if self.process.is_alive():
-            self._pipe.send_bytes(b"end")
-            self.process.join(10)
-        self.kill()
+NAMES = [
+    "shm",
+    "nccl",
+    "file",
+    pytest.param("nixl", marks=pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed")),
+]
 
 
 @pytest.fixture(params=NAMES)
@@ -70,19 +35,18 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def peer(name: str, run_id: str) -> Iterator[Peer]:
-    peer = Peer(name, run_id)
+def peer(name: str, run_id: str, tmp_path: Path) -> Iterator[Peer]:
+    peer = Peer(name, run_id, tmp_path)
     yield peer
     peer.end()
     remove_shm_files(run_id)
 
 
 @pytest.fixture
-def reader(name: str) -> Iterator[Reader]:
-    readers = make_readers(name, deadline_s=3.0)
-    yield readers[0]
-    for reader in readers:
-        reader.close()
+def reader(name: str, tmp_path: Path) -> Iterator[Reader]:
+    reader = reader_of(name, tmp_path, deadline_s=3.0)
+    yield reader
+    reader.close()
 
 
 def test_the_bytes_of_another_process_arrive_whole_and_by_range(peer: Peer, reader: Reader) -> None:
@@ -116,6 +80,16 @@ def test_a_source_that_lies_about_itself_is_an_error(peer: Peer, reader: Reader)
             msgspec.structs.replace(source, path="/etc/hostname"),
             msgspec.structs.replace(source, path=source.path + "-gone"),
         ]
+    elif isinstance(source, CollectiveSource):
+        lies = [msgspec.structs.replace(source, port=1), msgspec.structs.replace(source, host="nobody.invalid")]
+    elif isinstance(source, FileSource):
+        lies = [
+            msgspec.structs.replace(source, length=2 * NBYTES),
+            msgspec.structs.replace(source, data_offset=-8),
+            msgspec.structs.replace(source, path="/etc/hostname"),
+            msgspec.structs.replace(source, path=source.path + "-gone"),
+            msgspec.structs.replace(source, path=f"{source.path}/../../../hostname"),
+        ]
     else:
         lies = [
             msgspec.structs.replace(source, address=source.address + (1 << 40)),
@@ -131,22 +105,57 @@ def test_a_source_that_lies_about_itself_is_an_error(peer: Peer, reader: Reader)
     buffer.close()
 
 
+def test_many_pieces_arrive_each_where_it_belongs(peer: Peer, reader: Reader) -> None:
+    buffer = private_arena(NBYTES)
+    step = 40_001
+    pieces = [(offset, buffer.view[offset : offset + step]) for offset in range(0, NBYTES, step)]
+    assert sorted(reader.read_many(peer.sources[1], pieces)) == list(range(len(pieces)))
+    assert bytes(buffer.view) == pattern(1)
+    early = reader.read_many(peer.sources[0], pieces)
+    next(early)
+    early.close()  # type: ignore[attr-defined]
+    with pytest.raises(TransportError, match="lie outside a source"):
+        list(reader.read_many(peer.sources[0], [(0, buffer.view[:64]), (NBYTES - 1, buffer.view[:64])]))
+    reader.read(peer.sources[0], 0, buffer.view)
+    assert bytes(buffer.view) == pattern(0)
+
+
+def test_a_publisher_killed_between_two_pieces_is_an_error(peer: Peer, reader: Reader, name: str, run_id: str) -> None:
+    if name == "file":
+        pytest.skip("a snapshot needs nobody")
+    buffer = private_arena(NBYTES)
+
+    def pieces() -> Iterator[tuple[int, memoryview]]:
+        yield 0, buffer.view[:100_000]
+        peer.kill()
+        for offset in range(100_000, 300_000, 50_000):
+            yield offset, buffer.view[offset : offset + 50_000]
+
+    # Gloo may have had the rest under way; joining again finds nobody.
+    with pytest.raises(TransportError):
+        list(reader.read_many(peer.sources[0], pieces()))
+        reader.read(peer.sources[0], 0, buffer.view)
+
+
 def test_a_publisher_that_was_killed_is_an_error_and_the_next_one_is_read(
-    peer: Peer, reader: Reader, name: str, run_id: str
+    peer: Peer, reader: Reader, name: str, run_id: str, tmp_path: Path
 ) -> None:
     buffer = private_arena(NBYTES)
     reader.read(peer.sources[0], 0, buffer.view)
     peer.kill()
     remove_shm_files(run_id)
-    if name == "nixl":
+    if name in ("nixl", "nccl"):
         with pytest.raises(TransportError, match="is the publisher gone"):
             reader.read(peer.sources[0], 0, buffer.view)
+    elif name == "file":
+        # Snapshots outlive whoever wrote them.
+        reader.read(peer.sources[0], 0, buffer.view)
     else:
         for source in peer.sources:
             assert not reader.can_read(source)
             with pytest.raises(TransportError, match="is the publisher gone"):
                 reader.read(source, 0, buffer.view)
-    successor = Peer(name, run_id)
+    successor = Peer(name, run_id, tmp_path)
     try:
         reader.read(successor.sources[1], 0, buffer.view)
         assert bytes(buffer.view) == pattern(1)
@@ -155,8 +164,8 @@ def test_a_publisher_that_was_killed_is_an_error_and_the_next_one_is_read(
     buffer.close()
 
 
-def test_several_readers_read_at_once(peer: Peer, name: str) -> None:
-    readers = [make_readers(name)[0] for _ in range(3)]
+def test_several_readers_read_at_once(peer: Peer, name: str, tmp_path: Path) -> None:
+    readers = [reader_of(name, tmp_path, 10.0) for _ in range(3)]
     buffers = [private_arena(NBYTES) for _ in readers]
     for _ in range(3):
         for reader, buffer in zip(readers, buffers, strict=True):
@@ -166,9 +175,10 @@ def test_several_readers_read_at_once(peer: Peer, name: str) -> None:
         reader.close()
 
 
-def test_closing_leaves_nothing_behind(name: str, run_id: str) -> None:
-    exporter: Exporter = make_exporter(name, run_id)
-    exporter.export(exporter.allocate(NBYTES))
+def test_closing_leaves_nothing_behind(name: str, run_id: str, tmp_path: Path) -> None:
+    exporter = exporter_of(name, run_id, str(tmp_path))
+    arena = exporter.allocate(NBYTES)
+    exporter.export(arena, draft_of(run_id, 1, bytes(arena.view)))
     exporter.close()
     assert list(shm_directory().glob(f"{shm_prefix(run_id)}*")) == []
 
