@@ -9,9 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
+from services.loss_settings import LossSettings
 from services.policies.admission import LOOKAHEAD
+from services.section import Section
 from services.wire.errors import UsageError
 from services.wire.kv_policy import KvPolicy
 from services.wire.task_name import parse_task
@@ -30,10 +32,6 @@ def _known_task(name: str) -> str:
 
 
 TaskText = Annotated[str, AfterValidator(_known_task)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
 
 
 class ModelSettings(Section):
@@ -92,19 +90,6 @@ class GatewaySettings(Section):
         default=200_000, ge=1, description="Sessions, groups and prefixes of which it remembers the server"
     )
     shutdown_s: int = Field(default=30, ge=0, description="How long it answers what is in flight once told to end")
-
-
-class LossSettings(Section):
-    """Each part explicit; the formula in force is printed when the trainer starts."""
-
-    policy: Literal["ppo_clip", "policy_gradient"] = "ppo_clip"
-    anchor: Literal["behaviour", "proximal"] = Field(
-        default="behaviour", description="The policy that the clipped ratio is taken against"
-    )
-    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    clip_high: float = Field(default=0.2, gt=0.0)
-    correction: Literal["none", "truncated_is"] = "none"
-    truncated_is_cap: float = Field(default=2.0, gt=0.0)
 
 
 class TrainerSettings(Section):

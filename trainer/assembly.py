@@ -71,7 +71,10 @@ class Assembly:
         self.reader = self._open_reader()
 
     def learner(self) -> Learner:
-        return Learner(load_policy(self.arguments.model), self.arguments.settings.trainer, BASE_VERSION)
+        settings, folder = self.arguments.settings.trainer, self.arguments.model
+        # The folder holds the run's first policy, also when the trainer is restarted in the middle.
+        reference = load_policy(folder).eval().requires_grad_(False) if settings.loss.kl else None
+        return Learner(load_policy(folder), settings, BASE_VERSION, reference)
 
     def loop(self, identity: Identity, learner: Learner, log: StepLog, interrupt: Interrupt) -> TrainingLoop:
         settings, config = self.arguments.settings, learner.model.config

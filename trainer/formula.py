@@ -1,63 +1,118 @@
 """The loss in force, as text; choices that would silently have no effect are refused. No torch: asked before its import.
 
-    L = −(1/N) Σ over fresh sampled tokens of [weight ·] term         N: fresh sampled tokens of the whole batch
+    L = −(1/N) Σ over fresh sampled tokens of [weight ·] term [− kl·D] [+ entropy·H]
 
-| policy          | term                                   | source                                          |
-|-----------------|----------------------------------------|-------------------------------------------------|
-| ppo_clip        | min(r·A, clip(r, 1−low, 1+high)·A)     | Schulman et al. 2017, arXiv:1707.06347, eq. 7   |
-| policy_gradient | A·log π                                | Williams 1992                                   |
-
-| anchor    | r              | with a correction                                                               |
-|-----------|----------------|---------------------------------------------------------------------------------|
-| behaviour | π / π_beh      | none: the ratio is already taken against the policy that drew the tokens        |
-| proximal  | π / π_prox     | weight on top: decoupled PPO (Hilton et al. 2022, arXiv:2110.00641)             |
+The terms are in `trainer.losses.registry`, weights and masks in `trainer.corrections`. Decoupled PPO (Hilton et al. 2022,
+arXiv:2110.00641) is ppo_clip with anchor = proximal and a token weight; DAPO (arXiv:2503.14476) ppo_clip with a higher
+clip_high and the mean over tokens; Dr. GRPO (arXiv:2503.20783) mean = fixed.
 """
 
 from __future__ import annotations
 
-from services.settings import LossSettings
-from services.wire.errors import UsageError
+import math
+from collections.abc import Iterable
 
-_DEFAULTS = LossSettings()
+from pydantic import BaseModel
+
+from services.loss_settings import CorrectionSettings, LossSettings
+from services.wire.errors import UsageError
+from trainer.losses.registry import LossEntry, find_loss
+
+_ANCHORS = {"behaviour": "π_beh", "proximal": "π_prox", "interpolated": "π_prox"}
+_RATIOS = {"token": "ρ", "sequence": "Πρ", "geometric": "(Πρ)^(1/n)"}
+_MEANS = {
+    "tokens": ("(1/N) Σ", "N = fresh sampled tokens of the batch"),
+    "segments": ("(1/S) Σ_segments (1/n) Σ", "S = segments of the batch, n = fresh sampled tokens of the segment"),
+    "fixed": ("(1/(S·{length})) Σ", "S = segments of the batch"),
+}
 
 
 def describe_loss(loss: LossSettings) -> str:
     """One line with the exact formula in force. Raises UsageError for choices of which one would have no effect."""
-    _refuse_idle_choices(loss)
-    weight = f"min(π_prox/π_beh, {loss.truncated_is_cap:g})·" if loss.correction == "truncated_is" else ""
-    if loss.policy == "policy_gradient":
-        term, legend = "A·log π", []
-    else:
-        term = f"min(r·A, clip(r, 1−{loss.clip_low:g}, 1+{loss.clip_high:g})·A)"
-        legend = [f"r = π/π_{'beh' if loss.anchor == 'behaviour' else 'prox'}"]
-    legend += [
-        "A = (R − mean)/(std + 1e-4) over the group",
-        "N = fresh sampled tokens of the batch",
-        "π_beh = the engine's own logprobs",
-    ]
-    if weight or loss.anchor == "proximal":
-        legend.append("π_prox = the policy before the step")
-    return f"L = −(1/N) Σ {weight}{term};  {', '.join(legend)}"
+    entry = find_loss(loss.policy)
+    _refuse_idle_choices(loss, entry)
+    factor, meaning = _MEANS[loss.mean]
+    term = entry.term.format(**loss.model_dump(exclude={"correction"}))
+    gain = f"{_weight(loss.correction)}{term}"
+    if loss.kl or loss.entropy:
+        kl = f" − {loss.kl:g}·{loss.kl_estimator}(π, π_ref)" if loss.kl else ""
+        gain = f"[{gain}{kl}{f' + {loss.entropy:g}·H(π)' if loss.entropy else ''}]"
+    legend = [*_ratio_legend(loss, entry), "A = (R − mean)/(std + 1e-4) over the group", meaning]
+    legend += [*_correction_legend(loss), "π_beh = the engine's own logprobs"]
+    if loss.kl:
+        legend.append("π_ref = the policy that the run began with")
+    return f"L = −{factor.format(length=loss.fixed_length)} {gain};  {', '.join(legend)}"
 
 
-def _refuse_idle_choices(loss: LossSettings) -> None:
-    if loss.correction == "none" and loss.truncated_is_cap != _DEFAULTS.truncated_is_cap:
-        raise _idle(
-            "truncated_is_cap", loss.truncated_is_cap, "loss.correction=none", "set loss.correction=truncated_is"
-        )
-    if loss.policy == "policy_gradient":
-        for name in ("anchor", "clip_low", "clip_high"):
-            value = getattr(loss, name)
-            if value != getattr(_DEFAULTS, name):
-                raise _idle(
-                    name, value, "loss.policy=policy_gradient, which has no ratio", "leave it out, or use ppo_clip"
-                )
-    elif loss.correction == "truncated_is" and loss.anchor == "behaviour":
+def _ratio_legend(loss: LossSettings, entry: LossEntry) -> Iterable[str]:
+    anchor = _ANCHORS[loss.anchor]
+    if entry.ratio == "segment":
+        yield f"s = (Π π/{anchor})^(1/n) over a segment's n tokens"
+    elif entry.ratio == "token":
+        yield f"r = π/{anchor}"
+    if loss.dual_clip is not None:
+        yield f"not below {loss.dual_clip:g}·A where A < 0"
+    if loss.anchor == "interpolated":
+        yield "log π_prox = log π_beh + d/(d+1)·(log π − log π_beh), d = the token's staleness"
+    elif loss.anchor == "proximal" or _corrects(loss.correction):
+        yield "π_prox = the policy before the step"
+
+
+def _weight(correction: CorrectionSettings) -> str:
+    if correction.weight == "none":
+        return ""
+    ratio = _RATIOS[correction.weight]
+    return f"{ratio}·" if math.isinf(correction.cap) else f"min({ratio}, {correction.cap:g})·"
+
+
+def _correction_legend(loss: LossSettings) -> Iterable[str]:
+    correction = loss.correction
+    if _corrects(correction):
+        yield "ρ = π_prox/π_beh"
+    if correction.mask != "none":
+        yield f"only where {correction.mask_low:g} ≤ {_RATIOS[correction.mask]} ≤ {correction.mask_high:g}"
+    if correction.veto is not None:
+        yield f"no segment with a ρ < {correction.veto:g}"
+
+
+def _corrects(correction: CorrectionSettings) -> bool:
+    return correction.weight != "none" or correction.mask != "none" or correction.veto is not None
+
+
+def _refuse_idle_choices(loss: LossSettings, entry: LossEntry) -> None:
+    changed, correction = _changed(loss), _changed(loss.correction)
+    for name in ("clip_low", "clip_high", "dual_clip"):
+        if name in changed and name not in entry.uses:
+            raise _idle(name, changed[name], f"loss.policy={loss.policy}, which does not read it", "leave it out")
+    if "anchor" in changed and entry.ratio is None:
+        under = f"loss.policy={loss.policy}, which has no ratio"
+        raise _idle("anchor", loss.anchor, under, "leave it out, or use ppo_clip")
+    if "fixed_length" in changed and loss.mean != "fixed":
+        raise _idle("fixed_length", loss.fixed_length, f"loss.mean={loss.mean}", "set loss.mean=fixed")
+    if "kl_estimator" in changed and not loss.kl:
+        raise _idle("kl_estimator", loss.kl_estimator, "loss.kl=0", "set loss.kl")
+    for name, needs in (("cap", "weight"), ("mask_low", "mask"), ("mask_high", "mask")):
+        if name in correction and getattr(loss.correction, needs) == "none":
+            raise _idle(
+                f"correction.{name}", correction[name], f"loss.correction.{needs}=none", f"set it, or leave {name} out"
+            )
+    if loss.correction.weight != "none" and entry.ratio is not None and loss.anchor == "behaviour":
         raise UsageError(
-            "trainer.loss.correction=truncated_is with loss.anchor=behaviour would correct twice: the clipped ratio is "
-            "taken against the behaviour policy already",
-            "set loss.anchor=proximal, or loss.correction=none",
+            f"trainer.loss.correction.weight={loss.correction.weight} with loss.anchor=behaviour would correct twice: the "
+            "ratio is taken against the behaviour policy already",
+            "set loss.anchor=proximal, or loss.correction.weight=none",
         )
+    if loss.correction.mask != "none" and loss.correction.mask_low > loss.correction.mask_high:
+        raise UsageError(
+            f"trainer.loss.correction.mask_low={loss.correction.mask_low} lies above mask_high={loss.correction.mask_high}",
+            "turn them round: every token would be left out",
+        )
+
+
+def _changed(section: BaseModel) -> dict[str, object]:
+    """The choices that are not the defaults."""
+    fields = type(section).model_fields
+    return {name: value for name, value in section if value != fields[name].default}
 
 
 def _idle(name: str, value: object, under: str, remedy: str) -> UsageError:

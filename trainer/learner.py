@@ -1,6 +1,6 @@
 """One optimizer step on one packed batch.
 
-    micro-batch ─► logprobs ─► per-token loss ─► masked sum / N ─► backward        N: fresh tokens of the whole batch, so
+    micro-batch ─► logprobs ─► per-token loss ─► its share / N ─► backward         N: fresh tokens of the whole batch, so
     micro-batch ─► …                                              ─► backward         the split changes nothing
                                                     clip ─► AdamW ─► policy version + 1
 
@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.settings import TrainerSettings
-from trainer.logprobs import token_logprobs
-from trainer.objective import Objective, masked_sum
+from services.wire.errors import UsageError
+from trainer.logprobs import token_logprobs, token_terms
+from trainer.objective import BatchSize, Objective, TokenTerms
 from trainer.packing import MicroBatch, PackedBatch
 from trainer.step_sums import StepSums, TokenStatistics
 
@@ -25,12 +26,22 @@ from trainer.step_sums import StepSums, TokenStatistics
 class Learner:
     """The policy under training, its optimizer, and the version it has reached."""
 
-    def __init__(self, model: PreTrainedModel, settings: TrainerSettings, version: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: TrainerSettings,
+        version: int = 0,
+        reference: PreTrainedModel | None = None,
+    ) -> None:
+        """`reference`: the policy that the run began with. Raises UsageError where the loss needs it and there is none."""
         # No dropout: the ratio to the engine's policy must come from the weights alone.
         self.model = model.eval()
         self.version = version
         self.objective = Objective(settings.loss)
         self._settings = settings
+        if self.objective.needs_reference and reference is None:
+            raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
+        self._reference = reference if self.objective.needs_reference else None
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self._parameters,
@@ -53,7 +64,7 @@ class Learner:
         proximal = [self._proximal(micro) for micro in batch.micro_batches]
         sums = StepSums(self.model.device)
         for micro, before in zip(batch.micro_batches, proximal, strict=True):
-            self._accumulate(micro, before, batch.tokens, sums)
+            self._accumulate(micro, before, batch.size, sums)
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -74,16 +85,33 @@ class Learner:
     def _proximal(self, micro: MicroBatch) -> Tensor | None:
         if not self.objective.needs_proximal:
             return None
-        return token_logprobs(self.model, micro.input_ids, micro.first, micro.temperature)
+        return token_logprobs(self.model, micro.input_ids, micro.first, micro.temperature).view(-1)[micro.places]
 
-    def _accumulate(self, micro: MicroBatch, proximal: Tensor | None, tokens: int, sums: StepSums) -> None:
-        logprobs = token_logprobs(self.model, micro.input_ids, micro.first, micro.temperature)
-        # Where nothing is trained the ratio is to be 1 and not whatever the difference to a padding's 0 would give.
-        behaviour = torch.where(micro.fresh, micro.behaviour, logprobs.detach())
-        judged = self.objective(logprobs, behaviour, proximal, micro.advantages)
-        loss = masked_sum(judged.loss, micro.fresh) / tokens
+    @torch.no_grad()
+    def _of_reference(self, micro: MicroBatch) -> Tensor | None:
+        if self._reference is None:
+            return None
+        return token_logprobs(self._reference, micro.input_ids, micro.first, micro.temperature).view(-1)[micro.places]
+
+    def _accumulate(self, micro: MicroBatch, proximal: Tensor | None, size: BatchSize, sums: StepSums) -> None:
+        logprobs, entropy = token_terms(
+            self.model, micro.input_ids, micro.first, micro.temperature, entropy=self.objective.needs_entropy
+        )
+        terms = TokenTerms(
+            logprobs=logprobs.view(-1)[micro.places],
+            behaviour=micro.behaviour.view(-1)[micro.places],
+            proximal=proximal,
+            advantages=micro.advantages[micro.rows],
+            staleness=micro.staleness,
+            segment=micro.rows,
+            segments=len(micro.advantages),
+            reference=self._of_reference(micro),
+            entropy=None if entropy is None else entropy.view(-1)[micro.places],
+        )
+        judged = self.objective(terms)
+        loss = self.objective.mean(judged.loss, terms.segment, terms.segments, size)
         loss.backward()  # type: ignore[no-untyped-call]
-        sums.add(micro, logprobs.detach(), loss.detach(), judged.clipped)
+        sums.add(micro, logprobs.detach(), loss.detach(), judged)
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:

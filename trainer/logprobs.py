@@ -18,6 +18,19 @@ def token_logprobs(
     `input_ids`: int64 `[B, T]`, padded on the right; `first`: ≥ 1, so that columns nobody asks for cost no logits.
     `temperature`: float32 `[B, T − first]` or `[B, 1]`, what the logits are divided by; None means 1 everywhere.
     Returns float32 `[B, T − first]`; what stands at padding means nothing.
+    """
+    return token_terms(model, input_ids, first, temperature)[0]
+
+
+def token_terms(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    first: int = 1,
+    temperature: Tensor | None = None,
+    *,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """As `token_logprobs`; with `entropy` also that of the distribution that each token was drawn from, in nats.
 
     No attention mask is needed: padding stands on the right, where a causal model's earlier positions cannot see it.
     """
@@ -28,5 +41,10 @@ def token_logprobs(
     if temperature is not None:
         logits = logits / temperature.unsqueeze(-1)
     chosen = logits.gather(-1, input_ids[:, first:].unsqueeze(-1)).squeeze(-1)
-    logprobs: Tensor = chosen - logits.logsumexp(-1)
-    return logprobs
+    normaliser = logits.logsumexp(-1)
+    logprobs: Tensor = chosen - normaliser
+    if not entropy:
+        return logprobs, None
+    # H = log Z − Σ p·z
+    expected = ((logits - normaliser.unsqueeze(-1)).exp() * logits).sum(-1)
+    return logprobs, normaliser - expected

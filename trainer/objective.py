@@ -1,6 +1,7 @@
 """The objective: `LossSettings` resolved into one callable, and the formula it computes as text.
 
-logprobs ──► term (trainer.losses) ──× weight (trainer.corrections)──► per-token loss
+logprobs ──► term (trainer.losses) ──× weight, mask (trainer.corrections)──► + kl, − entropy ──► per-token loss [N]
+                                                             per-token loss ──× 1 over what it is a mean of──► loss
 """
 
 from __future__ import annotations
@@ -10,19 +11,44 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.settings import LossSettings
-from trainer.corrections import truncated_is
+from services.loss_settings import LossSettings
+from trainer.corrections import correction
 from trainer.formula import describe_loss
-from trainer.losses.policy_gradient import policy_gradient
-from trainer.losses.ppo_clip import ppo_clip
+from trainer.interpolation import interpolated
+from trainer.losses.divergence import divergence
+from trainer.losses.registry import find_loss, load_loss
+from trainer.losses.tokens import LossTokens
 
 
 @dataclass(frozen=True)
-class TokenLoss:
-    """`loss`: float `[B, W]`, with gradient. `clipped`: bool `[B, W]`, where the clip binds; None without a clip."""
+class TokenTerms:
+    """The `N` fresh tokens of a micro-batch, flat, all `[N]`; `logprobs` and `entropy` with gradient.
+
+    `behaviour`: the engine's logprobs; `proximal`: those before the step, None where it is the first on its batch (the
+    current ones are meant then); `reference`: of the run's first policy; `entropy`: of the policy there. The last two where
+    the objective needs them. `advantages`; `staleness` in optimizer steps; `segment`: int64, `0 … segments − 1`.
+    """
+
+    logprobs: Tensor
+    behaviour: Tensor
+    proximal: Tensor | None
+    advantages: Tensor
+    staleness: Tensor
+    segment: Tensor
+    segments: int
+    reference: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """`loss`: float `[N]`, with gradient. Bool `[N]`: `clipped`, where a bound of the loss takes the gradient away, and
+    `kept`, what a correction's mask leaves; None without such a part. `weight`: float `[N]`, the correction's."""
 
     loss: Tensor
-    clipped: Tensor | None
+    clipped: Tensor | None = None
+    weight: Tensor | None = None
+    kept: Tensor | None = None
 
 
 class Objective:
@@ -31,32 +57,64 @@ class Objective:
     def __init__(self, settings: LossSettings) -> None:
         self.formula = describe_loss(settings)
         self._settings = settings
+        self._entry = find_loss(settings.policy)
+        self._loss = load_loss(settings.policy)
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the clipped ratio is taken against logprobs of the policy before the step."""
-        return self._settings.policy == "ppo_clip" and self._settings.anchor == "proximal"
+        """Whether the ratio is taken against logprobs of the policy before the step."""
+        return self._entry.ratio is not None and self._settings.anchor == "proximal"
 
-    def __call__(self, logprobs: Tensor, behaviour: Tensor, proximal: Tensor | None, advantages: Tensor) -> TokenLoss:
-        """Per-token loss.
+    @property
+    def needs_reference(self) -> bool:
+        return self._settings.kl > 0.0
 
-        `logprobs`: current, float `[B, W]`, with gradient; `behaviour`: the engine's; `advantages`: `[B, 1]`.
-        `proximal`: those before the step; None where `needs_proximal` is False and the step is the first on its batch (the
-        current ones are meant then).
-        """
+    @property
+    def needs_entropy(self) -> bool:
+        return self._settings.entropy > 0.0
+
+    def __call__(self, terms: TokenTerms) -> Judged:
+        """Per-token loss. What a mask leaves out is 0 and stays in whatever the loss is a mean of."""
         settings = self._settings
-        before = logprobs.detach() if proximal is None else proximal
-        clipped = None
-        if settings.policy == "ppo_clip":
-            anchor = behaviour if settings.anchor == "behaviour" else before
-            loss, clipped = ppo_clip(logprobs, anchor, advantages, settings.clip_low, settings.clip_high)
-        else:
-            loss = policy_gradient(logprobs, advantages)
-        if settings.correction == "truncated_is":
-            loss = loss * truncated_is(before, behaviour, settings.truncated_is_cap)
-        return TokenLoss(loss, clipped)
+        before = terms.logprobs.detach() if terms.proximal is None else terms.proximal
+        if settings.anchor == "interpolated":
+            before = interpolated(terms.logprobs, terms.behaviour, terms.staleness)
+        tokens = LossTokens(
+            logprobs=terms.logprobs,
+            anchor=terms.behaviour if settings.anchor == "behaviour" else before,
+            behaviour=terms.behaviour,
+            proximal=before,
+            advantages=terms.advantages,
+            segment=terms.segment,
+            segments=terms.segments,
+        )
+        judged = self._loss(tokens, settings)
+        loss = judged.loss
+        weight, kept = correction(tokens, settings.correction)
+        if weight is not None:
+            loss = loss * weight
+        if kept is not None:
+            loss = torch.where(kept, loss, torch.zeros((), dtype=loss.dtype, device=loss.device))
+        if terms.reference is not None:
+            loss = loss + settings.kl * divergence(terms.logprobs, terms.reference, settings.kl_estimator)
+        if terms.entropy is not None:
+            loss = loss - settings.entropy * terms.entropy
+        return Judged(loss, judged.clipped, weight, kept)
+
+    def mean(self, loss: Tensor, segment: Tensor, segments: int, of: BatchSize) -> Tensor:
+        """This micro-batch's share of the batch's loss: the shares of all micro-batches add up to it."""
+        if self._settings.mean == "tokens":
+            return loss.sum() / of.tokens
+        if self._settings.mean == "fixed":
+            return loss.sum() / (of.segments * self._settings.fixed_length)
+        ones = torch.ones_like(loss)
+        lengths = torch.zeros(segments, dtype=loss.dtype, device=loss.device).index_add(0, segment, ones)
+        return (loss / lengths[segment]).sum() / of.segments
 
 
-def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum where `mask` is set. What stands elsewhere may be anything, even infinite: it must not become 0 · ∞."""
-    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum()
+@dataclass(frozen=True)
+class BatchSize:
+    """What the loss of a whole batch is a mean of: its fresh tokens, and segments that have any; skipped ones counted."""
+
+    tokens: int
+    segments: int

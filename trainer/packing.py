@@ -24,6 +24,7 @@ from services.wire.packed import Float32Array, Int32Array, unpack_logprobs, unpa
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Trajectory, VersionSpan
 from trainer.advantages import grpo
+from trainer.objective import BatchSize
 from trainer.window import NOT_SAMPLED, Ages, StalenessTally, count_only, judge
 
 
@@ -47,7 +48,10 @@ class MicroBatch:
 
     `input_ids` int64 `[B, T]`. `behaviour` float32. Bool: `sampled`; of those `fresh`, staleness ≤ K, and `current`, as
     `trainer.window.Ages` has it.
-    `advantages` float32 `[B, 1]`. `temperature` float32 `[B, W]`, None when all are 1.
+    `temperature` float32 `[B, W]`, None when all are 1.
+
+    The `N` fresh tokens, flat, row by row: `places` int64 `[N]` says where each lies in a tensor `[B · W]`, `rows` int64
+    `[N]` in which row, `staleness` float32 `[N]` how many optimizer steps it is old. `advantages` float32 `[B]`.
     """
 
     input_ids: Tensor
@@ -58,14 +62,17 @@ class MicroBatch:
     current: Tensor
     advantages: Tensor
     temperature: Tensor | None
+    places: Tensor
+    rows: Tensor
+    staleness: Tensor
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """`tokens`: fresh sampled tokens of the whole batch, those of skipped segments included: the loss's denominator."""
+    """`size`: of the whole batch, skipped segments included: what the loss is a mean of."""
 
     micro_batches: list[MicroBatch]
-    tokens: int
+    size: BatchSize
     tally: StalenessTally
 
 
@@ -109,8 +116,9 @@ def pack(
 ) -> PackedBatch:
     """Pack rows into micro-batches of at most `micro_batch`, neighbours of like length."""
     ordered = sorted(rows, key=lambda row: len(row.token_ids))
+    size = BatchSize(tokens=tally.fresh, segments=tally.segments)
     chunks = [ordered[start : start + micro_batch] for start in range(0, len(ordered), micro_batch)]
-    return PackedBatch([_micro_batch(chunk, padding, device) for chunk in chunks], tally.fresh, tally)
+    return PackedBatch([_micro_batch(chunk, padding, device) for chunk in chunks], size, tally)
 
 
 def _micro_batch(rows: Sequence[Row], padding: int, device: torch.device | None) -> MicroBatch:
@@ -133,18 +141,23 @@ def _micro_batch(rows: Sequence[Row], padding: int, device: torch.device | None)
         if row.temperatures is not None:
             temperatures[index, : len(row.temperatures)] = row.temperatures
     temperatures = temperatures[:, first:]
-    advantages = np.array([[row.advantage] for row in rows], dtype=np.float32)
+    advantages = np.array([row.advantage for row in rows], dtype=np.float32)
+    fresh = ages >= 0
+    places = np.flatnonzero(fresh)
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
     return MicroBatch(
         input_ids=tensor(ids),
         first=first,
         behaviour=tensor(behaviour[:, first:]),
-        fresh=tensor(ages >= 0),
+        fresh=tensor(fresh),
         sampled=tensor(sampled),
         current=tensor(current),
         advantages=tensor(advantages),
         temperature=None if (temperatures == 1.0).all() else tensor(temperatures),
+        places=tensor(places),
+        rows=tensor(places // fresh.shape[1]),
+        staleness=tensor(ages[fresh].astype(np.float32)),
     )

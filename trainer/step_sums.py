@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.objective import Judged
 from trainer.packing import MicroBatch
 
 
@@ -31,6 +32,13 @@ class TokenStatistics:
     ratio_mean: float | None
     ratio_max: float | None
     clip_fraction: float | None
+    """Tokens of rows that were trained whose gradient a bound of the loss took away."""
+    masked_by_correction: float | None
+    """Tokens of rows that were trained which the correction's mask or veto left out."""
+    correction_weight: float | None
+    """Mean weight of the correction; None without one."""
+    effective_samples: float | None
+    """(Σ ratio)² / (n · Σ ratio²), 0 … 1: how evenly tokens count once weighed to the current policy (Kish 1965)."""
     kl: float | None
     """k3 estimate of KL(π_behaviour ‖ π) a token: r − 1 − log r (Schulman 2020, "Approximating KL divergence")."""
 
@@ -38,7 +46,10 @@ class TokenStatistics:
 class StepSums:
     """Adds micro-batches up. Everything stays a tensor until `read`."""
 
-    _SUMS = ("loss", "gap", "current", "gap_all", "sampled", "ratio", "kl", "clipped", "fresh")
+    _SUMS = (
+        *("loss", "gap", "current", "gap_all", "sampled", "ratio", "ratio_squared", "kl"),
+        *("clipped", "left_out", "weight", "weighed", "fresh"),
+    )
     _PEAKS = ("gap", "gap_all", "ratio")
 
     def __init__(self, device: torch.device) -> None:
@@ -46,14 +57,18 @@ class StepSums:
         self._peaks = torch.zeros(len(self._PEAKS), device=device)
 
     @torch.no_grad()
-    def add(self, micro: MicroBatch, logprobs: Tensor, loss: Tensor, clipped: Tensor | None) -> None:
-        """`logprobs`: current, `[B, W]`, without gradient; `loss`: this micro-batch's share; `clipped`: bool `[B, W]`."""
+    def add(self, micro: MicroBatch, logprobs: Tensor, loss: Tensor, judged: Judged) -> None:
+        """`logprobs`: current, `[B, W]`, without gradient; `loss`: this micro-batch's share."""
         difference = logprobs - micro.behaviour
         log_ratio = difference * micro.fresh
         ratio = log_ratio.exp()
         gap = difference.abs()
         gap_all, gap_current, fresh_ratio = gap * micro.sampled, gap * micro.current, ratio * micro.fresh
-        bound = torch.zeros((), device=loss.device) if clipped is None else (clipped & micro.fresh).sum()
+        nothing = torch.zeros((), device=loss.device)
+        bound = nothing if judged.clipped is None else judged.clipped.sum()
+        left_out = nothing if judged.kept is None else (~judged.kept).sum()
+        weight = nothing if judged.weight is None else judged.weight.sum()
+        weighed = nothing if judged.weight is None else micro.fresh.sum()
         self._sums += torch.stack(
             [
                 loss,
@@ -62,8 +77,12 @@ class StepSums:
                 gap_all.sum(),
                 micro.sampled.sum(),
                 fresh_ratio.sum(),
+                fresh_ratio.square().sum(),
                 (ratio - 1.0 - log_ratio).sum(),
                 bound,
+                left_out,
+                weight,
+                weighed,
                 micro.fresh.sum(),
             ]
         )
@@ -86,6 +105,9 @@ class StepSums:
             ratio_mean=_mean(total["ratio"], fresh),
             ratio_max=peak["ratio"] if fresh else None,
             clip_fraction=_mean(total["clipped"], fresh),
+            masked_by_correction=_mean(total["left_out"], fresh),
+            correction_weight=_mean(total["weight"], int(total["weighed"])),
+            effective_samples=_mean(total["ratio"] ** 2 / total["ratio_squared"], fresh) if fresh else None,
             kl=_mean(total["kl"], fresh),
         )
 

@@ -46,6 +46,8 @@ class StalenessTally:
 
     histogram: Counter[int] = field(default_factory=Counter)
     masked: int = 0
+    segments: int = 0
+    """Those of which a token may enter the loss."""
 
     def count(self, span: WindowedSpan) -> None:
         if span.fresh:
@@ -80,10 +82,15 @@ def judge(spans: Iterable[VersionSpan], length: int, policy_version: int, k: int
         if span.staleness > 0:
             current_until = min(current_until, span.start)
         tally.count(span)
-    return Ages(values, current_until)
+    ages = Ages(values, current_until)
+    tally.segments += ages.trains
+    return ages
 
 
 def count_only(spans: Iterable[VersionSpan], policy_version: int, k: int, tally: StalenessTally) -> None:
     """`judge` for a segment whose advantage is 0: it is counted and goes no further. Raises FutureVersionError."""
+    fresh = False
     for span in window(((s.start, s.length, s.version) for s in spans), policy_version, k):
         tally.count(span)
+        fresh = fresh or (span.fresh and span.length > 0)
+    tally.segments += fresh

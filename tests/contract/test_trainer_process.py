@@ -192,7 +192,7 @@ async def test_a_trainer_that_still_waits_for_its_model_stops_at_once(mesh: Mesh
 
 async def test_a_refused_loss_is_one_line_and_needs_no_mesh(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
-    config.write_text('[trainer.loss]\ncorrection = "truncated_is"\n')
+    config.write_text('[trainer.loss.correction]\nweight = "token"\n')
     flags = ["--run-id", "r", "--config", str(config), "--redis-url", "redis://127.0.0.1:1", "--bus-url", "http://x"]
     command = [sys.executable, "-m", "services", "train", *flags, "--model", "m", "--run-dir", str(tmp_path)]
     answer = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)

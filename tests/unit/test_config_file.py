@@ -40,7 +40,7 @@ def test_the_resolved_tree_reads_back_the_same(tmp_path: Path) -> None:
         ("task=running-sum", "task = 'running-sum' cannot be: did you mean 'running-sums'?"),
         ("engine=tensorrt", "known: auto, torch, vllm"),
         ("k=-1", "k = -1 cannot be: Input should be greater than or equal to 0"),
-        ("trainer.loss.policy=ppo", "did you mean 'ppo_clip'?"),
+        ("trainer.loss.anchor=behavior", "did you mean 'behaviour'?"),
         ("trainer=3", "'trainer' is a section, not a value"),
         ("k", "'k' is no override: write section.key=value"),
         ("seed=abc", "seed = 'abc' cannot be"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from services.settings import LossSettings, TrainerSettings
+from services.loss_settings import CorrectionSettings, LossSettings
+from services.settings import TrainerSettings
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment, group_of, grouped, random_trajectories
@@ -92,7 +93,9 @@ def test_gradients_are_those_of_the_formula(fresh_model: Qwen3ForCausalLM) -> No
         torch.testing.assert_close(moments[name].double() / (1 - 0.9), gradient, rtol=2e-3, atol=2e-6)
 
 
-@pytest.mark.parametrize("loss", [LossSettings(), LossSettings(anchor="proximal", correction="truncated_is")])
+@pytest.mark.parametrize(
+    "loss", [LossSettings(), LossSettings(anchor="proximal", correction=CorrectionSettings(weight="token"))]
+)
 def test_the_split_into_micro_batches_changes_nothing(fresh_model: Qwen3ForCausalLM, loss: LossSettings) -> None:
     whole, whole_statistics = learn(fresh_model, mixed_batch(), TrainerSettings(micro_batch=64, loss=loss), version=6)
     split, split_statistics = learn(fresh_model, mixed_batch(), TrainerSettings(micro_batch=1, loss=loss), version=6)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.settings import LossSettings, TrainerSettings
+from services.loss_settings import CorrectionSettings, LossSettings
+from services.settings import TrainerSettings
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment, grouped
 from trainer.learner import Learner
@@ -30,7 +31,9 @@ def play(learner: Learner, step: int, generator: torch.Generator) -> list[Trajec
     return rollouts
 
 
-@pytest.mark.parametrize("loss", [LossSettings(), LossSettings(anchor="proximal", correction="truncated_is")])
+@pytest.mark.parametrize(
+    "loss", [LossSettings(), LossSettings(anchor="proximal", correction=CorrectionSettings(weight="token"))]
+)
 def test_success_climbs(loss: LossSettings) -> None:
     settings = TrainerSettings(learning_rate=5e-3, loss=loss)
     learner = Learner(build_model(seed=1, hidden_size=32, layers=1), settings)

@@ -1,143 +1,200 @@
-"""The loss, piece by piece, against plain float64 arithmetic written out token by token."""
+"""Every policy loss against its published formula, in float64 arithmetic written out token by token, gradients included."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from services.settings import LossSettings
-from services.wire.errors import UsageError
-from trainer.advantages import grpo
-from trainer.corrections import truncated_is
-from trainer.formula import describe_loss
-from trainer.losses.policy_gradient import policy_gradient
-from trainer.losses.ppo_clip import ppo_clip
-from trainer.objective import Objective, masked_sum
+from services.loss_settings import LossSettings
+from trainer.interpolation import interpolated
+from trainer.losses.divergence import Estimator, divergence
+from trainer.losses.registry import load_loss
+from trainer.losses.tokens import LossTokens, TokenLoss
+
+
+@dataclass(frozen=True)
+class Token:
+    now: float
+    anchor: float
+    worth: float
+    segment: int
+
 
 logprob = st.floats(-12.0, -1e-3)
-advantage = st.floats(-4.0, 4.0)
-tokens = st.lists(st.tuples(logprob, logprob, advantage), min_size=1, max_size=12)
+some_tokens = st.lists(
+    st.builds(Token, logprob, logprob, st.floats(-4.0, 4.0), st.integers(0, 2)), min_size=1, max_size=12
+)
+bounds = st.tuples(st.floats(0.05, 0.9), st.floats(0.05, 2.0))
+Oracle = Callable[[Sequence[Token], LossSettings], list[float]]
 
 
-def columns(rows: list[tuple[float, ...]]) -> list[torch.Tensor]:
-    return [torch.tensor([list(column)], dtype=torch.float64) for column in zip(*rows, strict=True)]
+def as_tokens(tokens: Sequence[Token], now: torch.Tensor) -> LossTokens:
+    anchor, worth = (
+        torch.tensor(column, dtype=torch.float64)
+        for column in zip(*((token.anchor, token.worth) for token in tokens), strict=True)
+    )
+    segment = torch.tensor([token.segment for token in tokens])
+    return LossTokens(now, anchor, anchor, anchor, worth, segment, 3)
 
 
-def clipped_term(now: float, anchor: float, worth: float, low: float, high: float) -> tuple[float, float]:
-    """Loss and its derivative by the current logprob, by hand."""
-    ratio = math.exp(now - anchor)
-    bounded = min(max(ratio, 1 - low), 1 + high)
-    free, clipped = ratio * worth, bounded * worth
-    return (-free, -free) if free <= clipped else (-clipped, 0.0)
+def judged(name: str, tokens: Sequence[Token], choice: LossSettings) -> tuple[TokenLoss, list[float]]:
+    """The loss, and the gradient of its sum by each current logprob."""
+    now = torch.tensor([token.now for token in tokens], dtype=torch.float64, requires_grad=True)
+    found = load_loss(name)(as_tokens(tokens, now), choice)
+    found.loss.sum().backward()  # type: ignore[no-untyped-call]
+    assert now.grad is not None
+    return found, now.grad.tolist()
+
+
+def clip(ratio: float, choice: LossSettings) -> float:
+    return min(max(ratio, 1 - choice.clip_low), 1 + choice.clip_high)
+
+
+def by_ppo(tokens: Sequence[Token], choice: LossSettings) -> list[float]:
+    losses = []
+    for token in tokens:
+        ratio = math.exp(token.now - token.anchor)
+        gain = min(ratio * token.worth, clip(ratio, choice) * token.worth)
+        if choice.dual_clip is not None and token.worth < 0:
+            gain = max(gain, choice.dual_clip * token.worth)
+        losses.append(-gain)
+    return losses
+
+
+def by_gspo(tokens: Sequence[Token], choice: LossSettings) -> list[float]:
+    ratio = {}
+    for name in {token.segment for token in tokens}:
+        gaps = [token.now - token.anchor for token in tokens if token.segment == name]
+        ratio[name] = math.exp(math.fsum(gaps) / len(gaps))
+    return [
+        -min(ratio[t.segment] * t.worth, clip(ratio[t.segment], choice) * t.worth)  #
+        for t in tokens
+    ]
+
+
+def by_policy_gradient(tokens: Sequence[Token], choice: LossSettings) -> list[float]:
+    del choice
+    return [-token.worth * token.now for token in tokens]
+
+
+ORACLES: dict[str, Oracle] = {"ppo_clip": by_ppo, "gspo": by_gspo, "policy_gradient": by_policy_gradient}
+
+
+def numerically(oracle: Oracle, tokens: Sequence[Token], choice: LossSettings) -> list[float]:
+    """Central differences of the summed loss by each current logprob."""
+    step, slopes = 1e-5, []
+    for place, token in enumerate(tokens):
+        sums = []
+        for sign in (1, -1):
+            moved = Token(token.now + sign * step, token.anchor, token.worth, token.segment)
+            sums.append(math.fsum(oracle([*tokens[:place], moved, *tokens[place + 1 :]], choice)))
+        slopes.append((sums[0] - sums[1]) / (2 * step))
+    return slopes
+
+
+def at_a_corner(tokens: Sequence[Token], choice: LossSettings) -> bool:
+    """Whether a ratio, of a token or of a segment, lies so near a bound that either derivative is right."""
+    ratios = [math.exp(token.now - token.anchor) for token in tokens]
+    for name in {token.segment for token in tokens}:
+        gaps = [token.now - token.anchor for token in tokens if token.segment == name]
+        ratios.append(math.exp(math.fsum(gaps) / len(gaps)))
+    corners = [1 - choice.clip_low, 1 + choice.clip_high, *([choice.dual_clip] if choice.dual_clip else [])]
+    return any(abs(ratio - corner) < 1e-3 for ratio in ratios for corner in corners)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@settings(max_examples=200, deadline=None)
+@given(tokens=some_tokens, bounds=bounds, dual=st.one_of(st.none(), st.floats(1.5, 4.0)))
+def test_a_loss_is_its_published_formula(
+    name: str, tokens: list[Token], bounds: tuple[float, float], dual: float | None
+) -> None:
+    choice = LossSettings(clip_low=bounds[0], clip_high=bounds[1], dual_clip=dual)
+    found, slopes = judged(name, tokens, choice)
+    assert found.loss.tolist() == pytest.approx(ORACLES[name](tokens, choice), rel=1e-9, abs=1e-12)
+    assume(not at_a_corner(tokens, choice))
+    assert slopes == pytest.approx(numerically(ORACLES[name], tokens, choice), rel=1e-5, abs=1e-5)
 
 
 @settings(max_examples=200, deadline=None)
-@given(tokens, st.floats(0.05, 0.5), st.floats(0.05, 1.0))
-def test_ppo_clip_and_its_gradient(rows: list[tuple[float, float, float]], low: float, high: float) -> None:
-    now, anchor, worth = columns(rows)
-    now.requires_grad_()
-    loss, bound = ppo_clip(now, anchor, worth, low, high)
-    loss.sum().backward()
-    expected = [clipped_term(*row, low, high) for row in rows]
-    assert loss[0].tolist() == pytest.approx([value for value, _ in expected], rel=1e-9)
-    assert now.grad is not None
-    for ours, (_, theirs), (current, old, _) in zip(now.grad[0].tolist(), expected, rows, strict=True):
-        ratio = math.exp(current - old)
-        if min(abs(ratio - 1 + low), abs(ratio - 1 - high)) > 1e-9:  # At the corner either derivative is right.
-            assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12)
-    assert bool((now.grad[bound] == 0).all())
+@given(some_tokens, bounds, st.one_of(st.none(), st.floats(1.5, 4.0)))
+def test_where_a_bound_of_ppo_binds_there_is_no_gradient(
+    tokens: list[Token], bounds: tuple[float, float], dual: float | None
+) -> None:
+    choice = LossSettings(clip_low=bounds[0], clip_high=bounds[1], dual_clip=dual)
+    found, slopes = judged("ppo_clip", tokens, choice)
+    assert found.clipped is not None
+    assert all(slope == 0.0 for slope, bound in zip(slopes, found.clipped.tolist(), strict=True) if bound)
 
 
-def test_ppo_clip_survives_ratios_beyond_float32() -> None:
-    now = torch.tensor([[0.0, 0.0]], requires_grad=True)
-    loss, _ = ppo_clip(now, torch.tensor([[-200.0, -200.0]]), torch.tensor([[1.0, -1.0]]), 0.2, 0.2)
-    loss.sum().backward()
+@settings(max_examples=200, deadline=None)
+@given(some_tokens, bounds)
+def test_cispo_bounds_the_ratio_and_loses_no_gradient(tokens: list[Token], bounds: tuple[float, float]) -> None:
+    choice = LossSettings(policy="cispo", clip_low=bounds[0], clip_high=bounds[1])
+    found, slopes = judged("cispo", tokens, choice)
+    weights = [clip(math.exp(token.now - token.anchor), choice) for token in tokens]
+    expected = [-weight * token.worth for weight, token in zip(weights, tokens, strict=True)]
+    # The weight has no gradient: that of the loss is it, times the advantage.
+    assert slopes == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert found.loss.tolist() == pytest.approx(
+        [slope * token.now for slope, token in zip(expected, tokens, strict=True)], rel=1e-9, abs=1e-12
+    )
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "policy_gradient"])
+@pytest.mark.parametrize("worth", [1.0, -1.0])
+def test_losses_survive_what_float32_cannot_hold(name: str, worth: float) -> None:
+    now = torch.tensor([0.0, -200.0, -1.0], requires_grad=True)
+    anchor = torch.tensor([-200.0, 0.0, -1.0])
+    tokens = LossTokens(now, anchor, anchor, anchor, torch.full((3,), worth), torch.tensor([0, 1, 2]), 3)
+    load_loss(name)(tokens, LossSettings()).loss.sum().backward()  # type: ignore[no-untyped-call]
     assert now.grad is not None and bool(torch.isfinite(now.grad).all())
 
 
-@given(tokens)
-def test_policy_gradient(rows: list[tuple[float, float, float]]) -> None:
-    now, _, worth = columns(rows)
-    assert policy_gradient(now, worth)[0].tolist() == pytest.approx([-a * lp for lp, _, a in rows])
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "policy_gradient"])
+def test_no_token_and_one_token_are_batches_too(name: str) -> None:
+    empty = torch.zeros(0, requires_grad=True)
+    nothing = torch.zeros(0)
+    tokens = LossTokens(empty, nothing, nothing, nothing, nothing, torch.zeros(0, dtype=torch.int64), 1)
+    loss = load_loss(name)(tokens, LossSettings()).loss.sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == 0.0
+    # At the anchor every ratio is 1, at whatever bound: the gradient is the advantage's.
+    _, slopes = judged(name, [Token(-1.0, -1.0, 2.0, 0)], LossSettings())
+    assert slopes == pytest.approx([-2.0])
 
 
-@given(tokens, st.floats(0.5, 5.0))
-def test_truncated_importance_weights(rows: list[tuple[float, float, float]], cap: float) -> None:
-    before, behaviour, _ = columns(rows)
-    expected = [min(math.exp(b - beh), cap) for b, beh, _ in rows]
-    assert truncated_is(before, behaviour, cap)[0].tolist() == pytest.approx(expected)
+@given(logprob, logprob)
+def test_estimates_of_the_divergence(now: float, reference: float) -> None:
+    delta = now - reference
+    expected: dict[Estimator, float] = {
+        "k1": delta,
+        "k2": delta * delta / 2,
+        "k3": math.exp(-delta) - 1 + delta,
+    }
+    for estimator, value in expected.items():
+        found = divergence(
+            torch.tensor(now, dtype=torch.float64), torch.tensor(reference, dtype=torch.float64), estimator
+        )
+        assert found.item() == pytest.approx(value, rel=1e-9, abs=1e-12)
 
 
-@given(st.lists(st.floats(-5, 5), min_size=2, max_size=16))
-def test_grpo_advantages(rewards: list[float]) -> None:
-    mean = math.fsum(rewards) / len(rewards)
-    deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
-    expected = [(r - mean) / (deviation + 1e-4) for r in rewards]
-    assert grpo(rewards) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+def test_the_estimates_are_those_of_the_divergence() -> None:
+    generator = torch.Generator().manual_seed(1)
+    policy, reference = (torch.randn(12, generator=generator, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    exact = float((policy.exp() * (policy - reference)).sum())
+    for estimator in ("k1", "k3"):
+        assert float((policy.exp() * divergence(policy, reference, estimator)).sum()) == pytest.approx(exact)
 
 
-def test_equal_rewards_give_exactly_no_advantage() -> None:
-    assert grpo([0.1] * 7) == [0.0] * 7
-    with pytest.raises(ValueError, match="no siblings"):
-        grpo([1.0])
-
-
-@pytest.mark.parametrize(
-    ("settings_", "expected"),
-    [
-        ({}, lambda now, beh, prox, a: clipped_term(now, beh, a, 0.2, 0.2)[0]),
-        ({"clip_high": 0.28}, lambda now, beh, prox, a: clipped_term(now, beh, a, 0.2, 0.28)[0]),
-        ({"anchor": "proximal"}, lambda now, beh, prox, a: clipped_term(now, prox, a, 0.2, 0.2)[0]),
-        (
-            {"anchor": "proximal", "correction": "truncated_is", "truncated_is_cap": 1.5},
-            lambda now, beh, prox, a: min(math.exp(prox - beh), 1.5) * clipped_term(now, prox, a, 0.2, 0.2)[0],
-        ),
-        ({"policy": "policy_gradient"}, lambda now, beh, prox, a: -a * now),
-        (
-            {"policy": "policy_gradient", "correction": "truncated_is"},
-            lambda now, beh, prox, a: min(math.exp(prox - beh), 2.0) * -a * now,
-        ),
-    ],
-)
-def test_the_objective_computes_what_its_formula_says(settings_: dict[str, object], expected: object) -> None:
-    generator = torch.Generator().manual_seed(3)
-    now, behaviour, before = (-4 * torch.rand(3, 5, generator=generator, dtype=torch.float64) for _ in range(3))
-    worth = torch.randn(3, 1, generator=generator, dtype=torch.float64)
-    objective = Objective(LossSettings(**settings_))
-    loss = objective(now, behaviour, before, worth).loss
-    for row in range(3):
-        for column in range(5):
-            parts = (t[row, column].item() for t in (now, behaviour, before))
-            assert loss[row, column].item() == pytest.approx(expected(*parts, worth[row, 0].item()))  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(
-    ("settings_", "complaint"),
-    [
-        ({"correction": "truncated_is"}, "correct twice"),
-        ({"policy": "policy_gradient", "clip_low": 0.1}, "clip_low=0.1 would have no effect"),
-        ({"policy": "policy_gradient", "clip_high": 0.3}, "clip_high=0.3 would have no effect"),
-        ({"policy": "policy_gradient", "anchor": "proximal"}, "anchor=proximal would have no effect"),
-        ({"truncated_is_cap": 3.0}, "truncated_is_cap=3.0 would have no effect"),
-    ],
-)
-def test_choices_without_effect_are_refused(settings_: dict[str, object], complaint: str) -> None:
-    with pytest.raises(UsageError, match=complaint):
-        describe_loss(LossSettings(**settings_))
-
-
-def test_the_formula_names_its_parts() -> None:
-    assert "clip(r, 1−0.2, 1+0.28)" in describe_loss(LossSettings(clip_high=0.28))
-    assert "r = π/π_beh" in describe_loss(LossSettings())
-    decoupled = describe_loss(LossSettings(anchor="proximal", correction="truncated_is"))
-    assert "min(π_prox/π_beh, 2)" in decoupled and "r = π/π_prox" in decoupled
-    assert "A·log π" in describe_loss(LossSettings(policy="policy_gradient"))
-
-
-def test_masked_sum_ignores_infinities_outside_the_mask() -> None:
-    values = torch.tensor([1.0, math.inf, 2.0])
-    assert masked_sum(values, torch.tensor([True, False, True])).item() == 3.0
+@given(logprob, logprob, st.integers(0, 20))
+def test_the_interpolated_policy_lies_between(now: float, behaviour: float, staleness: int) -> None:
+    share = staleness / (staleness + 1)
+    columns = [torch.tensor(value, dtype=torch.float64) for value in (now, behaviour, float(staleness))]
+    found = interpolated(columns[0], columns[1], columns[2])
+    assert found.item() == pytest.approx((1 - share) * behaviour + share * now, rel=1e-9)

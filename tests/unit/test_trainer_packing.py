@@ -48,7 +48,7 @@ def test_columns_carry_the_tokens_they_belong_to() -> None:
     group = group_of([a_rollout([turns, whole], 1.0, size=2, member=0), a_rollout([turns], 0.0, size=2, member=1)])
     rows, tally = rows_of([group], policy_version=7, k=2)
     packed = pack(rows, tally, micro_batch=8, padding=0)
-    assert packed.tokens == 2 + 3 + 2 and tally.masked == 1
+    assert packed.size.tokens == 2 + 3 + 2 and tally.masked == 1
     assert dict(tally.histogram) == {0: 5, 1: 2}
     (micro,) = packed.micro_batches
     assert micro.input_ids.tolist() == [[9, 8, 5, 6, 0, 0, 0], [9, 8, 5, 6, 0, 0, 0], [4, 4, 4, 1, 2, 3, 5]]
@@ -57,7 +57,7 @@ def test_columns_carry_the_tokens_they_belong_to() -> None:
     assert micro.sampled.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 1, 1]]
     assert micro.current.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
     assert micro.behaviour[2].tolist() == pytest.approx([0.0, -0.1, -0.2, -0.3, -0.4])
-    assert micro.advantages.squeeze(1).tolist() == pytest.approx([0.707, -0.707, 0.707], abs=1e-3)
+    assert micro.advantages.tolist() == pytest.approx([0.707, -0.707, 0.707], abs=1e-3)
     assert micro.temperature is None
 
 
@@ -84,7 +84,7 @@ def test_every_training_token_appears_exactly_once(seed: int, micro_batch: int) 
         )
     )
     assert found == wanted
-    assert packed.tokens == sum(trajectory.sampled_tokens() for trajectory in trajectories)
+    assert packed.size.tokens == sum(trajectory.sampled_tokens() for trajectory in trajectories)
     assert all(len(micro.input_ids) <= micro_batch for micro in packed.micro_batches)
     lengths = [int(micro.input_ids.shape[1]) for micro in packed.micro_batches]
     assert lengths == sorted(lengths)

@@ -7,9 +7,11 @@ Right for tokens of the current policy only; with stale ones it collapses unless
 
 from __future__ import annotations
 
-from torch import Tensor
+from services.loss_settings import LossSettings
+from trainer.losses.tokens import LossTokens, TokenLoss
 
 
-def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """Per-token loss `[B, W]` of `logprobs` `[B, W]` and `advantages` `[B, 1]` or `[B, W]`."""
-    return -advantages * logprobs
+def policy_gradient(tokens: LossTokens, settings: LossSettings) -> TokenLoss:
+    """See the module's docstring."""
+    del settings
+    return TokenLoss(-tokens.advantages * tokens.logprobs)

@@ -1,0 +1,56 @@
+"""What a policy loss sees: the tokens that may enter it, flat, and which segment each belongs to.
+
+micro-batch [B, W] ── where fresh ──► [N]        no padding, no environment's tokens, nothing over K
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LARGEST_LOG_RATIO = 20.0
+"""Beyond e^±20 a float32 ratio overflows sooner or later, and 0 · ∞ in the backward pass would poison every weight."""
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """`N` sampled tokens of `segments` segments. All `[N]` and without gradient, but for `logprobs`.
+
+    `logprobs`: of the policy under training, with gradient; `anchor`: of the policy that the ratio is taken against;
+    `behaviour`: of the engine's that drew the token; `proximal`: of the one before the step. `advantages`: equal within a
+    segment unless a critic gave them. `segment`: int64, `0 … segments − 1`.
+    """
+
+    logprobs: Tensor
+    anchor: Tensor
+    behaviour: Tensor
+    proximal: Tensor
+    advantages: Tensor
+    segment: Tensor
+    segments: int
+
+    def log_ratio(self) -> Tensor:
+        """log π/π_anchor, bounded so that its exponential is finite in float32."""
+        return (self.logprobs - self.anchor).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+    def sum_by_segment(self, values: Tensor) -> Tensor:
+        """`[segments]`: the sum of `values` `[N]` over each segment's tokens."""
+        return torch.zeros(self.segments, dtype=values.dtype, device=values.device).index_add(0, self.segment, values)
+
+    def mean_by_segment(self, values: Tensor) -> Tensor:
+        """`[segments]`: the mean of `values` `[N]` over each segment's tokens; 0 for a segment without any."""
+        return self.sum_by_segment(values) / self.lengths().clamp(min=1)
+
+    def lengths(self) -> Tensor:
+        """`[segments]` float: how many tokens each segment has here."""
+        return self.sum_by_segment(torch.ones_like(self.behaviour))
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """`loss`: `[N]`, with gradient. `clipped`: bool `[N]`, where a bound takes the gradient away; None without a bound."""
+
+    loss: Tensor
+    clipped: Tensor | None = None
