@@ -19,6 +19,11 @@ from weight_bus.transports.select import make_exporter, make_readers
 NBYTES = 300_032
 """A multiple of the alignment, so that it is also the layout of one tensor; no multiple of a chunk or page."""
 CHUNK = 64 << 10
+_PROCESSES = multiprocessing.get_context("forkserver")
+"""Torch takes seconds to import: one clean process does it, and those of the tests are its children."""
+_PROCESSES.set_forkserver_preload(
+    ["weight_bus.transports.collective", "weight_bus.transports.collective_exporter", "tests.contract.transport_peers"]
+)
 STALL_S = 1.5
 WINDOW_S = 0.05
 
@@ -70,9 +75,8 @@ class Peer:
     """Another process that exports arenas by the transport `name`."""
 
     def __init__(self, name: str, run_id: str, folder: Path = Path()) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(name, run_id, str(folder), theirs))
+        self._pipe, theirs = _PROCESSES.Pipe()
+        self.process = _PROCESSES.Process(target=_serve, args=(name, run_id, str(folder), theirs))
         self.process.start()
         theirs.close()
         assert self._pipe.poll(30), "the exporting process did not start"
@@ -110,9 +114,8 @@ class Receiving:
     """Another process that reads one broadcast."""
 
     def __init__(self, source: Source, deadline_s: float = 10.0) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_receive, args=(msgspec.msgpack.encode(source), deadline_s, theirs))
+        self._pipe, theirs = _PROCESSES.Pipe()
+        self.process = _PROCESSES.Process(target=_receive, args=(msgspec.msgpack.encode(source), deadline_s, theirs))
         self.process.start()
         theirs.close()
         assert self.answer() == "ready"
