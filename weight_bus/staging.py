@@ -29,6 +29,8 @@ from weight_bus.transports.base import Reader
 _log = structlog.get_logger()
 _DIRECT_BYTES = 64 << 10
 """Smaller pieces are read together with their neighbours: a read costs as much as so many bytes."""
+_PART_BYTES = 4 << 20
+"""Larger pieces are read in parts: between two of them decoding has the memory's whole bandwidth."""
 _SCRATCH_BYTES = 64 << 20
 
 
@@ -170,6 +172,7 @@ class DenseStage:
         digest = blake3()
         for part in data:
             digest.update(part)
+            self._pace.rest()
         check_hash(self._manifest, index, str(digest.hexdigest()))
 
     def _hand_on(self, index: int, part: Part, data: memoryview, memory: Memory) -> None:
@@ -217,11 +220,17 @@ def _parts(pieces: list[Piece], length: int, memory: Memory) -> list[Part]:
             continue
         if piece.bucket_offset > done:
             parts.append(Part(done, piece.bucket_offset - done, None))
-        parts.append(Part(piece.bucket_offset, piece.length, piece))
+        for start in range(0, piece.length, _PART_BYTES):
+            parts.append(_of_piece(piece, start, min(_PART_BYTES, piece.length - start)))
         done = piece.bucket_offset + piece.length
     if done < length:
         parts.append(Part(done, length - done, None))
     return parts
+
+
+def _of_piece(piece: Piece, start: int, length: int) -> Part:
+    own = Piece(piece.tensor, piece.tensor_offset + start, piece.bucket_offset + start, length)
+    return Part(own.bucket_offset, length, own)
 
 
 def _windows(buckets: list[int], needs: dict[int, int]) -> Iterator[list[int]]:
