@@ -14,6 +14,7 @@ import torch
 
 from services.model_folder import wait_for_model_blocking
 from services.redis_client import check_reachable
+from services.wire.weights_api import VerifyView
 from trainer import checkpoint
 from trainer.assembly import CALL_DEADLINE_S, Assembly, TrainerArguments
 from trainer.background import Background
@@ -25,7 +26,6 @@ from trainer.report import make_report, write_report
 from trainer.resume import Replay, fingerprint, groups_of
 from trainer.run_records import read_metrics
 from trainer.step_log import StepLog
-from weight_bus.bus_api import VerifyView
 
 MODEL_DEADLINE_S = 600.0
 ENGINES_DEADLINE_S = 300.0

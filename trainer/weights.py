@@ -18,8 +18,8 @@ from torch import Tensor
 
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
 from services.wire.weight_states import SETTLED
+from services.wire.weights_api import UpdateView, VerifyView
 from trainer.background import Background
-from weight_bus.bus_api import UpdateView, VerifyView
 from weight_bus.bus_client import BusClient
 from weight_bus.manifest import Manifest
 from weight_bus.publication import Publication

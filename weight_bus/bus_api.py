@@ -13,32 +13,6 @@ Weight routes of an engine (called by the bus only):
 from __future__ import annotations
 
 from services.wire.rollout_api import Body
-from services.wire.weights_api import (
-    EngineDigest,
-    EngineProgress,
-    EngineRegistered,
-    EnginesView,
-    EngineView,
-    RegisterEngine,
-    UpdateView,
-    VerifyView,
-)
-
-__all__ = [
-    "CommitAnswer",
-    "CommitCall",
-    "DigestAnswer",
-    "EngineDigest",
-    "EngineProgress",
-    "EngineRegistered",
-    "EngineView",
-    "EnginesView",
-    "RegisterEngine",
-    "RollbackCall",
-    "StageAnswer",
-    "UpdateView",
-    "VerifyView",
-]
 
 
 class StageAnswer(Body):

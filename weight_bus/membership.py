@@ -15,7 +15,7 @@ from typing import Protocol
 import structlog
 
 from services.wire.errors import RollmeshError
-from weight_bus.bus_api import EngineRegistered
+from services.wire.weights_api import EngineRegistered
 
 RETRY_S = 0.25
 HEARTBEATS_A_LEASE = 3

@@ -12,11 +12,11 @@ import pytest
 
 from rollout_server.engines.errors import EngineCrashedError
 from services.wire.errors import DeadlineError
+from services.wire.weights_api import EngineRegistered
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
 from tests.weight_parts import served
 from weight_bus.app import build_app
-from weight_bus.bus_api import EngineRegistered
 from weight_bus.bus_client import BusClient
 from weight_bus.membership import Membership
 
