@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from itertools import accumulate
+from pathlib import Path
 
 import psutil
 import pytest
@@ -155,10 +156,11 @@ def test_exact_is_token_for_token(found: list[int], logprobs: list[float], equal
     assert seen.exact is (equal and error <= 1e-5)
 
 
-def test_a_tiny_run_measures_every_arm_and_leaves_nothing_behind() -> None:
+def test_a_tiny_run_measures_every_arm_and_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "services", "bench", "weights", "--json", "--engine", "torch"]
     small = ["--rounds", "1", "--updates", "1", "--hidden-size", "64", "--layers", "2", "--streams", "2"]
-    quick = ["--quiet-s", "0.25", "--exact-updates", "4", "--no-wire"]
+    plot = tmp_path / "stall.png"
+    quick = ["--quiet-s", "0.25", "--exact-updates", "4", "--no-wire", "--plot", str(plot)]
     ended = subprocess.run([*command, *small, *quick], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     bench = json.loads(ended.stdout)
@@ -171,5 +173,6 @@ def test_a_tiny_run_measures_every_arm_and_leaves_nothing_behind() -> None:
     assert engine["others_cores"] >= 0
     assert bench["decode_step_ms"] > 0 and bench["publish_vs_memcpy"] > 0
     assert all(len(arm["stalls_ms"]) == 1 for arm in engine["arms"].values())
+    assert plot.read_bytes().startswith(b"\x89PNG")
     named = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in named if "bench.updated_engine" in line or "bench.publisher_process" in line]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weight_bus.bench.gaps import Episode
 
-_REACH_S = 1.0
+_REACH_S = 0.7
 
 
 def plot_gaps(engines: Mapping[str, Mapping[str, Sequence[Episode]]], path: Path) -> None:
@@ -15,7 +15,7 @@ def plot_gaps(engines: Mapping[str, Mapping[str, Sequence[Episode]]], path: Path
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     rows = len(engines)
     columns = max(len(arms) for arms in engines.values())
@@ -37,6 +37,9 @@ def plot_gaps(engines: Mapping[str, Mapping[str, Sequence[Episode]]], path: Path
             panel.axvline(0.0, color="tab:red", linewidth=0.8)
             panel.set_title(f"{engine}: {arm}", fontsize=9)
             panel.set_yscale("log")
+            panel.yaxis.set_major_formatter(ticker.ScalarFormatter())
+            panel.yaxis.set_minor_formatter(ticker.NullFormatter())
+            panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
     figure.supxlabel("seconds from the commit, or the middle of the pause")
     figure.supylabel("gap between tokens, ms")
     path.parent.mkdir(parents=True, exist_ok=True)
