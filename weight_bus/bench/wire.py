@@ -5,8 +5,8 @@
                       ── shm read ──────────►  | warm    |      shm_vs_memcpy = shm ÷ memcpy
     this process      ── memcpy ────────────►  | arena   |
 
-All four copy the same number of bytes in the same pieces to the same place, one after the other, in turn, each round
-starting with another one. Nothing is hashed here.
+All four copy the same number of bytes in the same pieces to the same place, one after the other, each time in another
+random order: what a copy leaves in the caches makes the next one up to a quarter slower or faster. Nothing is hashed here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from weight_bus.transports.shm import ShmReader
 
 PIECE_BYTES = 16 << 20
 """As the default bucket."""
-_PASSES = 4
+_PASSES = 8
 """Copies of everything in each round: one alone takes some hundredths of a second."""
 _START_S = 60.0
 
@@ -70,8 +71,9 @@ def _measure(offered: Offered, nbytes: int, rounds: int, say: Callable[[str], No
             if hash_bytes(arena.view) != offered.digest:
                 raise RollmeshError(f"the bytes that {name} copied are not those offered")
         figures: dict[str, list[float]] = {}
+        rng = random.Random(rounds)
         for number in range(rounds):
-            speed = _round(arms, nbytes, number)
+            speed = _round(arms, nbytes, rng)
             for name, figure in speed.items():
                 figures.setdefault(f"{name}_gbps", []).append(figure)
             for key, ours, raw in (("nixl_vs_readv", "nixl", "readv"), ("shm_vs_memcpy", "shm", "memcpy")):
@@ -87,12 +89,10 @@ def _measure(offered: Offered, nbytes: int, rounds: int, say: Callable[[str], No
         local.close()
 
 
-def _round(arms: dict[str, Callable[[], None]], nbytes: int, number: int) -> dict[str, float]:
-    names = list(arms)
-    spent = dict.fromkeys(names, 0.0)
-    for turn in range(_PASSES):
-        first = (number + turn) % len(names)
-        for name in names[first:] + names[:first]:
+def _round(arms: dict[str, Callable[[], None]], nbytes: int, rng: random.Random) -> dict[str, float]:
+    spent = dict.fromkeys(arms, 0.0)
+    for _ in range(_PASSES):
+        for name in rng.sample(list(arms), len(arms)):
             started = time.perf_counter()
             arms[name]()
             spent[name] += time.perf_counter() - started
