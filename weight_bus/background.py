@@ -1,9 +1,9 @@
 """Threads that must not cost decoding more than they have to: those that stage and hash weights.
 
 What they do runs without the interpreter lock, in pieces. Between pieces they rest: also on a core of their own they share
-the memory's bandwidth, and decoding lives on that. They keep the usual priority: with a lower one they would starve on a
-full machine until a stage runs out of time, and whoever holds the interpreter lock while it waits for a core holds up
-decoding, too.
+the memory's bandwidth, and decoding lives on that. They keep the usual priority. With a lower one, on a machine without an
+idle core, a stage was seen to take minutes (not measured in turns): it could run out of time, and whoever holds the
+interpreter lock while it waits for a core holds up decoding, too.
 """
 
 from __future__ import annotations
