@@ -9,9 +9,9 @@ Everything runs on one machine and shares its cores: on two of them the gateway,
 what they need. Arms that are compared are up together and idle but for the one that is measured; each round runs them in
 a random order.
 
-`gateway_vs_engine`: tokens/s of chat completions, not streamed, each in a session of its own, opened before the clock
-starts ÷ two bare engines at the same time, each with half of the same requests and half of the number in flight, until the
-later one ends.
+`gateway_vs_engine`: tokens/s of chat completions, not streamed, each in a session that its agent opens just before ÷ two
+bare engines at the same time, each with half of the same requests and half of the number in flight, until the later one
+ends.
 `added_latency_ms_p50`: one chat completion alone through the gateway, less a bare engine on the same prompt, in pairs.
 `prefill_vs_optimum`: siblings of many groups, which ask in random order; tokens prefilled in all servers ÷ the nodes of the
 trie of all prompts (each distinct prefix computed once in the whole fleet). `rollout.kv_policy` is `salt`.

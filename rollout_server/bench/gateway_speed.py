@@ -12,6 +12,7 @@ import msgspec
 
 from rollout_server.bench.bare_engine import BareEngine
 from rollout_server.bench.fleet import Fleet
+from rollout_server.bench.http_arm import Opened
 from rollout_server.bench.rate import Rate, in_parallel
 from rollout_server.bench.ratios import Speeds
 from rollout_server.bench.rounds import Arms, SingleArms, in_rounds, one_at_a_time, warm_up
@@ -80,11 +81,10 @@ class GatewaySpeed:
         return await in_parallel(range(len(self._parts)), len(self._parts), load)
 
     async def _through_gateway(self, way: _Way) -> Rate:
-        """All at the gateway; sessions are opened and given up outside the clock and outside the count of CPU."""
+        """All at the gateway, each in a session of its own; they are given up outside the clock and the count of CPU."""
         gateway = self._fleet.gateway
-        opened = await gateway.arm.open(len(self._exchanges))
         gateway_before, http_before = gateway.child.cpu_s(), await self._http_cpu_s()
-        rate = await gateway.arm.timed(self._exchanges, opened, self._concurrency, way)
+        rate, opened = await gateway.arm.as_agents(self._exchanges, self._concurrency, way)
         self.gateway_cpu_s[way] += gateway.child.cpu_s() - gateway_before
         self.http_cpu_s[way] += await self._http_cpu_s() - http_before
         await gateway.arm.give_up(opened)
@@ -92,15 +92,16 @@ class GatewaySpeed:
 
     async def _at_servers(self, way: _Way) -> Rate:
         """Each server is sent its part of the requests itself."""
-        parts = [self._exchanges[part.start : part.stop] for part in self._parts]
-        opened = [await arm.open(len(part)) for arm, part in zip(self._servers, parts, strict=True)]
+        given: list[list[Opened]] = [[] for _ in self._servers]
 
         async def load(number: int) -> int:
-            arm = self._servers[number]
-            return (await arm.timed(parts[number], opened[number], self._at_each, way)).tokens
+            part = self._parts[number]
+            exchanges = self._exchanges[part.start : part.stop]
+            rate, given[number] = await self._servers[number].as_agents(exchanges, self._at_each, way)
+            return rate.tokens
 
-        rate = await in_parallel(range(len(parts)), len(parts), load)
-        for arm, sessions in zip(self._servers, opened, strict=True):
+        rate = await in_parallel(range(len(self._parts)), len(self._parts), load)
+        for arm, sessions in zip(self._servers, given, strict=True):
             await arm.give_up(sessions)
         return rate
 

@@ -57,6 +57,20 @@ class HttpArm:
         await self.give_up(opened)
         return rate
 
+    async def as_agents(self, exchanges: Sequence[Exchange], concurrency: int, way: Way) -> tuple[Rate, list[Opened]]:
+        """As agents do: `concurrency` of them, each of which opens a session, asks in it, and goes on to the next.
+
+        Whoever places sessions sees who is busy at that moment. Returns the sessions, to be given up after the clock.
+        """
+        opened: list[Opened] = []
+
+        async def play(exchange: Exchange) -> int:
+            session = await self.open_one()
+            opened.append(session)
+            return await self.answer(exchange, session, way)
+
+        return await in_parallel(list(exchanges), concurrency, play), opened
+
     async def timed(self, exchanges: Sequence[Exchange], opened: Sequence[Opened], concurrency: int, way: Way) -> Rate:
         """Answer each exchange in a session of its own, of those `opened`; in none, for another server."""
         sessions: Sequence[Opened | None] = opened or [None] * len(exchanges)

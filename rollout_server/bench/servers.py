@@ -120,9 +120,9 @@ async def running_vllm_serve(
         "GLOO_SOCKET_IFNAME": "lo",
     }
     url = f"http://{LOOPBACK}:{port}"
-    # It leaves its sockets behind; a socket's path must be short.
-    with TemporaryDirectory(prefix="rollmesh-") as sockets:
-        environment["VLLM_RPC_BASE_PATH"] = sockets
+    # It leaves sockets and rendezvous files behind; the path of a socket must be short.
+    with TemporaryDirectory(prefix="rollmesh-", ignore_cleanup_errors=True) as sockets:
+        environment["TMPDIR"] = sockets
         async with running("vllm serve", command, folder, environment=environment) as child:
             await child.until(lambda: _answers(http, f"{url}/health"), _THEIRS_WITHIN_S)
             yield HttpArm(http, url, child.tail, sessions=False)

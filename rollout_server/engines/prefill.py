@@ -171,12 +171,15 @@ class Prefill:
 def _split(planned: Sequence[_Planned], forward_tokens: int) -> list[list[_Planned]]:
     """Those of like need together: a forward computes as many tokens of each row as its neediest row needs.
 
-    Cut wherever the tokens that would be computed for nothing outweigh one more forward, `forward_tokens`.
+    Cut wherever the tokens that would be computed for nothing outweigh one more forward, `forward_tokens`: those of all
+    that come before some place, up to the need of the last.
     """
     parts: list[list[_Planned]] = []
     for plan in sorted(planned, key=lambda plan: plan.fresh):
-        if parts and (plan.fresh - parts[-1][-1].fresh) * len(parts[-1]) <= forward_tokens:
-            parts[-1].append(plan)
+        part = parts[-1] if parts else []
+        idle = max((count * (plan.fresh - before.fresh) for count, before in enumerate(part, 1)), default=0)
+        if part and idle <= forward_tokens:
+            part.append(plan)
         else:
             parts.append([plan])
     return parts

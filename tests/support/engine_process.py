@@ -98,9 +98,9 @@ async def vllm_process(
         "ROLLMESH_VLLM_LIVE_WEIGHTS": "1",
         **(environment or {}),
     }
-    # It leaves its sockets behind; a socket's path must be short.
-    with TemporaryDirectory(prefix="rollmesh-") as sockets:
-        variables["VLLM_RPC_BASE_PATH"] = sockets
+    # It leaves sockets and rendezvous files behind; the path of a socket must be short.
+    with TemporaryDirectory(prefix="rollmesh-", ignore_cleanup_errors=True) as sockets:
+        variables["TMPDIR"] = sockets
         async with engine_process(
             arguments, port=port, probe="/health", log=log, deadline_s=240.0, environment=variables
         ) as running:

@@ -146,8 +146,8 @@ async def _serving(model: Path, folder: Path, environment: Mapping[str, str]) ->
     command += ["--max-model-len", "256", "--no-async-scheduling", "--skip-tokenizer-init", "--disable-log-stats"]
     url = f"http://{LOOPBACK}:{port}"
     # A socket's path must be short.
-    with TemporaryDirectory(prefix="rollmesh-") as sockets:
-        variables = {**_SERVE, "VLLM_RPC_BASE_PATH": sockets, **environment}
+    with TemporaryDirectory(prefix="rollmesh-", ignore_cleanup_errors=True) as sockets:
+        variables = {**_SERVE, "TMPDIR": sockets, **environment}
         async with running("vllm serve", command, folder, environment=variables) as child:
             async with httpx.AsyncClient(timeout=5.0) as http:
                 await child.until(lambda: _healthy(http, url), _START_S)
