@@ -71,3 +71,14 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy") / "model"
     save_policy(build_model(seed=0), folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def chat_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with a chat template."""
+    pytest.importorskip("torch")
+    from tests.support.chat_policy import save_chat_policy
+
+    folder = tmp_path_factory.mktemp("chat") / "chat-policy"
+    save_chat_policy(folder)
+    return folder

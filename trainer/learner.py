@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from services.settings import TrainerSettings
 from services.wire.errors import UsageError
 from trainer.logprobs import token_logprobs, token_terms
-from trainer.objective import BatchSize, Objective, TokenTerms
-from trainer.packing import MicroBatch, PackedBatch
+from trainer.objective import Objective, TokenTerms
+from trainer.packing import BatchSize, MicroBatch, PackedBatch
 from trainer.step_sums import StepSums, TokenStatistics
 
 

@@ -17,7 +17,8 @@ from trainer.formula import describe_loss
 from trainer.interpolation import interpolated
 from trainer.losses.divergence import divergence
 from trainer.losses.registry import find_loss, load_loss
-from trainer.losses.tokens import LossTokens
+from trainer.losses.tokens import LossTokens, mean_by_segment
+from trainer.packing import BatchSize
 
 
 @dataclass(frozen=True)
@@ -107,14 +108,4 @@ class Objective:
             return loss.sum() / of.tokens
         if self._settings.mean == "fixed":
             return loss.sum() / (of.segments * self._settings.fixed_length)
-        ones = torch.ones_like(loss)
-        lengths = torch.zeros(segments, dtype=loss.dtype, device=loss.device).index_add(0, segment, ones)
-        return (loss / lengths[segment]).sum() / of.segments
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """What the loss of a whole batch is a mean of: its fresh tokens, and segments that have any; skipped ones counted."""
-
-    tokens: int
-    segments: int
+        return mean_by_segment(loss, segment, segments).sum() / of.segments

@@ -24,7 +24,6 @@ from services.wire.packed import Float32Array, Int32Array, unpack_logprobs, unpa
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Trajectory, VersionSpan
 from trainer.advantages import grpo
-from trainer.objective import BatchSize
 from trainer.window import NOT_SAMPLED, Ages, StalenessTally, count_only, judge
 
 
@@ -65,6 +64,14 @@ class MicroBatch:
     places: Tensor
     rows: Tensor
     staleness: Tensor
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """What the loss of a whole batch is a mean of: its fresh tokens, and segments that have any; skipped ones counted."""
+
+    tokens: int
+    segments: int
 
 
 @dataclass(frozen=True)

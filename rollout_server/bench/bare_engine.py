@@ -8,8 +8,6 @@ python -m rollout_server.bench.bare_engine ENGINE MODEL WORKLOAD MAX_RUNNING
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,11 +19,11 @@ import msgspec
 from rollout_server.bench.rate import Rate, in_parallel
 from rollout_server.bench.workload import TIMED_KV_POLICY, Exchange, load_workload
 from rollout_server.engines.base import Engine, GenerationRequest
-from services.bench.processes import PYTHON, Child, running
-from services.wire.errors import RollmeshError
+from services.bench.piped import Piped, answer_lines, replies_only, running_piped
+from services.bench.processes import PYTHON
 
 _START_WITHIN_S = 300.0
-_LINE_BYTES = 1 << 20
+_LOAD_WITHIN_S = 600.0
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -44,39 +42,18 @@ class Single(msgspec.Struct, frozen=True, tag="single"):
     max_tokens: int
 
 
-class Ready(msgspec.Struct, frozen=True):
-    """The first line: the engine is up."""
-
-
 class BareEngine:
     """The benchmark's end of the pipe."""
 
-    def __init__(self, child: Child) -> None:
-        self._child = child
+    def __init__(self, piped: Piped) -> None:
+        self._piped = piped
 
     async def load(self, first: int, count: int, concurrency: int, *, stream: bool) -> Rate:
-        return await self._ask(Load(first, count, concurrency, stream))
+        return await self._piped.ask(Load(first, count, concurrency, stream), Rate, _LOAD_WITHIN_S)
 
     async def single_s(self, index: int, max_tokens: int) -> float:
         """Seconds that one request takes alone."""
-        return (await self._ask(Single(index, max_tokens))).seconds
-
-    async def _ask(self, command: Load | Single) -> Rate:
-        stdin = self._child.process.stdin
-        assert stdin is not None
-        stdin.write(msgspec.json.encode(command) + b"\n")
-        await stdin.drain()
-        return msgspec.json.decode(await self.line(), type=Rate)
-
-    async def line(self) -> bytes:
-        """The next result. Raises RollmeshError when the process has ended instead."""
-        stdout = self._child.process.stdout
-        assert stdout is not None
-        line = await stdout.readline()
-        if not line:
-            await self._child.process.wait()
-            self._child.check()
-        return line
+        return (await self._piped.ask(Single(index, max_tokens), Rate)).seconds
 
 
 @asynccontextmanager
@@ -85,14 +62,8 @@ async def running_bare_engine(
 ) -> AsyncIterator[BareEngine]:
     """The engine, ready, for the time of the block. Raises RollmeshError when it does not come up."""
     command = [*PYTHON, __name__, engine, str(model), str(workload), str(max_running)]
-    async with running(f"bare {engine} engine", command, folder, piped=True) as child:
-        bare = BareEngine(child)
-        try:
-            async with asyncio.timeout(_START_WITHIN_S):
-                msgspec.json.decode(await bare.line(), type=Ready)
-        except TimeoutError as error:
-            raise RollmeshError(f"the engine was not ready within {_START_WITHIN_S:.0f} s", child.tail()) from error
-        yield bare
+    async with running_piped(f"bare {engine} engine", command, folder, start_within_s=_START_WITHIN_S) as piped:
+        yield BareEngine(piped)
 
 
 class _Driver:
@@ -124,14 +95,7 @@ class _Driver:
 async def _serve(engine: Engine, exchanges: list[Exchange], replies: int) -> None:
     await engine.start()
     try:
-        os.write(replies, msgspec.json.encode(Ready()) + b"\n")
-        reader = asyncio.StreamReader(limit=_LINE_BYTES)
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        driver = _Driver(engine, exchanges)
-        while line := await reader.readline():
-            rate = await driver.run(msgspec.json.decode(line, type=Load | Single))
-            os.write(replies, msgspec.json.encode(rate) + b"\n")
+        await answer_lines(replies, Load | Single, _Driver(engine, exchanges).run)
     finally:
         await engine.close()
 
@@ -144,9 +108,7 @@ def _main() -> None:
     from services.settings import RunSettings
 
     name, model, workload, max_running = sys.argv[1:]
-    # Whatever a library prints belongs to the log, not between the results.
-    replies = os.dup(1)
-    os.dup2(2, 1)
+    replies = replies_only()
     settings = RunSettings()
     settings.rollout.max_running = int(max_running)
     settings.rollout.kv_policy = TIMED_KV_POLICY

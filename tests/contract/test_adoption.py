@@ -16,7 +16,6 @@ from services.registry import Registry
 from services.run_keys import RunKeys
 from services.wire.packed import unpack_mask, unpack_tokens
 from services.wire.trajectory import Trajectory
-from tests.support.chat_policy import save_chat_policy
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -25,13 +24,6 @@ CALL = "x-rollmesh-call"
 
 class Serve(Protocol):
     def __call__(self, engine: ScriptedEngine, server_id: str) -> AbstractAsyncContextManager[Host]: ...
-
-
-@pytest.fixture(scope="module")
-def chat_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy") / "chat"
-    save_chat_policy(folder)
-    return folder
 
 
 @pytest.fixture

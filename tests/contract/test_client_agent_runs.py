@@ -35,17 +35,9 @@ from tests.support.agent_playing import (
     say,
     states,
 )
-from tests.support.chat_policy import save_chat_policy
 from tests.support.rollout_host import hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.until import until
-
-
-@pytest.fixture(scope="module")
-def chat_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chat-policy") / "model"
-    save_chat_policy(folder)
-    return folder
 
 
 async def test_a_run_that_concludes_does_not_wait_for_agents_that_think(

@@ -36,15 +36,7 @@ from tests.support.agent_playing import (
     say,
     states,
 )
-from tests.support.chat_policy import save_chat_policy
 from tests.support.until import until
-
-
-@pytest.fixture(scope="module")
-def chat_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chat-policy") / "model"
-    save_chat_policy(folder)
-    return folder
 
 
 async def test_agents_of_a_run_are_captured_each_in_its_own_session(

@@ -13,7 +13,6 @@ import pytest
 
 from services.settings import RunSettings
 from services.wire.trajectory import RewardSpan, Trajectory
-from tests.support.chat_policy import save_chat_policy
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -22,13 +21,6 @@ class Serve(Protocol):
     def __call__(
         self, engine: ScriptedEngine, settings: RunSettings | None = None, **changes: Any
     ) -> AbstractAsyncContextManager[Host]: ...
-
-
-@pytest.fixture(scope="module")
-def chat_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy") / "chat"
-    save_chat_policy(folder)
-    return folder
 
 
 @pytest.fixture

@@ -7,17 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.chat_policy import save_chat_policy
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.telling_engine import TellingEngine
-
-
-@pytest.fixture(scope="session")
-def chat_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder with a chat template."""
-    folder = tmp_path_factory.mktemp("chat") / "chat-policy"
-    save_chat_policy(folder)
-    return folder
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
     s_i = exp( (1/|y_i|) Σ_t log π(y_t)/π_anchor(y_t) )
     ℓ_t = −min(s_i·A_i, clip(s_i, 1 − low, 1 + high)·A_i)         the same for every token of segment i
 
-The paper means over segments: `loss.mean = segments`. Its bounds are narrow, 3e-4 and 4e-4: s_i is a mean of many tokens.
+y_i are the segment's tokens that may enter the loss: those over K are left out of the ratio too. The paper means over
+segments: `loss.mean = segments`. Its bounds are narrow, 3e-4 and 4e-4: s_i is a mean of many tokens.
 """
 
 from __future__ import annotations

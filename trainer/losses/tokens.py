@@ -37,15 +37,22 @@ class LossTokens:
 
     def sum_by_segment(self, values: Tensor) -> Tensor:
         """`[segments]`: the sum of `values` `[N]` over each segment's tokens."""
-        return torch.zeros(self.segments, dtype=values.dtype, device=values.device).index_add(0, self.segment, values)
+        return sum_by_segment(values, self.segment, self.segments)
 
     def mean_by_segment(self, values: Tensor) -> Tensor:
         """`[segments]`: the mean of `values` `[N]` over each segment's tokens; 0 for a segment without any."""
-        return self.sum_by_segment(values) / self.lengths().clamp(min=1)
+        return mean_by_segment(values, self.segment, self.segments)
 
-    def lengths(self) -> Tensor:
-        """`[segments]` float: how many tokens each segment has here."""
-        return self.sum_by_segment(torch.ones_like(self.behaviour))
+
+def sum_by_segment(values: Tensor, segment: Tensor, segments: int) -> Tensor:
+    """`[segments]`: the sum of `values` `[N]` over the tokens of each; `segment` int64 `[N]`."""
+    return torch.zeros(segments, dtype=values.dtype, device=values.device).index_add(0, segment, values)
+
+
+def mean_by_segment(values: Tensor, segment: Tensor, segments: int) -> Tensor:
+    """As `sum_by_segment`, the mean; 0 for a segment without any token."""
+    lengths = sum_by_segment(torch.ones_like(values), segment, segments)
+    return sum_by_segment(values, segment, segments) / lengths.clamp(min=1)
 
 
 @dataclass(frozen=True)
