@@ -101,10 +101,10 @@ class Learner:
             logprobs=logprobs.view(-1)[micro.places],
             behaviour=micro.behaviour.view(-1)[micro.places],
             proximal=proximal,
-            advantages=micro.advantages[micro.rows],
+            advantages=micro.advantages,
             staleness=micro.staleness,
             segment=micro.rows,
-            segments=len(micro.advantages),
+            segments=len(micro.input_ids),
             reference=self._of_reference(micro),
             entropy=None if entropy is None else entropy.view(-1)[micro.places],
         )

@@ -26,7 +26,8 @@ from trainer.intake import Intake
 from trainer.interrupt import Interrupt
 from trainer.learner import Learner
 from trainer.metrics import StepMetrics, StepTimes, outcome, step_metrics
-from trainer.packing import pack, rows_of
+from trainer.packing import pack
+from trainer.rows import rows_of
 from trainer.run_records import RunRecords
 from trainer.step_log import StepLog, StepRecord
 from trainer.wait_sign import WaitSign

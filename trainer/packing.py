@@ -1,6 +1,6 @@
-"""A batch of groups becomes padded micro-batches of tensors.
+"""Rows become padded micro-batches of tensors.
 
-Group[Trajectory] ──rows_of──► Row a segment ──pack──► MicroBatch × m        rows sorted by length, padded on the right
+Row a segment (`trainer.rows`) ──pack──► MicroBatch × m        rows sorted by length, padded on the right
 
 tokens      p  p  p  s  s  e  s  _  _        p prompt, s sampled, e environment, _ padding
 sampled     0  0  0  1  1  0  1  0  0
@@ -19,26 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.policies.batching import Group
-from services.wire.packed import Float32Array, Int32Array, unpack_logprobs, unpack_tokens
-from services.wire.sampling import SamplingParams
-from services.wire.trajectory import Trajectory, VersionSpan
-from trainer.advantages import grpo
-from trainer.window import NOT_SAMPLED, Ages, StalenessTally, count_only, judge
-
-
-@dataclass(frozen=True)
-class Row:
-    """A segment of `n` tokens that gives a gradient: ids int32 `[n]`, behaviour logprobs float32 `[n]`, ages.
-
-    `temperatures`: float32 `[n]`, with which each sampled token was drawn, 1 elsewhere; None when all are 1.
-    """
-
-    token_ids: Int32Array
-    logprobs: Float32Array
-    ages: Ages
-    advantage: float
-    temperatures: Float32Array | None
+from trainer.rows import Row
+from trainer.window import NOT_SAMPLED, StalenessTally
 
 
 @dataclass(frozen=True)
@@ -50,7 +32,7 @@ class MicroBatch:
     `temperature` float32 `[B, W]`, None when all are 1.
 
     The `N` fresh tokens, flat, row by row: `places` int64 `[N]` says where each lies in a tensor `[B · W]`, `rows` int64
-    `[N]` in which row, `staleness` float32 `[N]` how many optimizer steps it is old. `advantages` float32 `[B]`.
+    `[N]` in which row, `staleness` float32 `[N]` how many optimizer steps it is old, `advantages` float32 `[N]`.
     """
 
     input_ids: Tensor
@@ -83,41 +65,6 @@ class PackedBatch:
     tally: StalenessTally
 
 
-def rows_of(groups: Iterable[Group[Trajectory]], policy_version: int, k: int) -> tuple[list[Row], StalenessTally]:
-    """The segments that give a gradient, judged for a step from `policy_version` under K; all are counted.
-
-    Where the advantage is 0, or nothing sampled is fresh, the loss is exactly 0: such segments skip both passes.
-    """
-    rows, tally = [], StalenessTally()
-    for group in groups:
-        trajectories = [member.payload for member in group.members]
-        advantages = grpo([trajectory.reward for trajectory in trajectories])
-        for trajectory, advantage in zip(trajectories, advantages, strict=True):
-            for segment in trajectory.segments:
-                if advantage == 0.0:
-                    count_only(segment.version_spans, policy_version, k, tally)
-                    continue
-                tokens = unpack_tokens(segment.token_ids)
-                ages = judge(segment.version_spans, len(tokens), policy_version, k, tally)
-                if ages.trains:
-                    logprobs = unpack_logprobs(segment.logprobs)
-                    temperatures = _temperatures(segment.version_spans, len(tokens), trajectory.samplings)
-                    rows.append(Row(tokens, logprobs, ages, advantage, temperatures))
-    return rows, tally
-
-
-def _temperatures(
-    spans: Sequence[VersionSpan], length: int, samplings: Sequence[SamplingParams]
-) -> Float32Array | None:
-    """A session's calls may differ in it: the trainer divides each token's logits by its own."""
-    if all(sampling.temperature == 1.0 for sampling in samplings):
-        return None
-    temperatures = np.ones(length, dtype=np.float32)
-    for span in spans:
-        temperatures[span.start : span.start + span.length] = samplings[span.sampling].temperature
-    return temperatures
-
-
 def pack(
     rows: Iterable[Row], tally: StalenessTally, micro_batch: int, padding: int, device: torch.device | None = None
 ) -> PackedBatch:
@@ -148,7 +95,9 @@ def _micro_batch(rows: Sequence[Row], padding: int, device: torch.device | None)
         if row.temperatures is not None:
             temperatures[index, : len(row.temperatures)] = row.temperatures
     temperatures = temperatures[:, first:]
-    advantages = np.array([row.advantage for row in rows], dtype=np.float32)
+    advantages = np.zeros(shape, dtype=np.float32)
+    for index, row in enumerate(rows):
+        advantages[index, : len(row.advantages)] = row.advantages
     fresh = ages >= 0
     places = np.flatnonzero(fresh)
 
@@ -162,7 +111,7 @@ def _micro_batch(rows: Sequence[Row], padding: int, device: torch.device | None)
         fresh=tensor(fresh),
         sampled=tensor(sampled),
         current=tensor(current),
-        advantages=tensor(advantages),
+        advantages=tensor(advantages[:, first:][fresh]),
         temperature=None if (temperatures == 1.0).all() else tensor(temperatures),
         places=tensor(places),
         rows=tensor(places // fresh.shape[1]),

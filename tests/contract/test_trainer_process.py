@@ -30,8 +30,9 @@ from tests.support.trajectories import a_rollout, a_segment, grouped, random_tra
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, served  # noqa: E402
 from trainer.assembly import load_policy  # noqa: E402
 from trainer.learner import Learner, named_weights  # noqa: E402
-from trainer.packing import pack, rows_of  # noqa: E402
+from trainer.packing import pack  # noqa: E402
 from trainer.report import TrainerReport  # noqa: E402
+from trainer.rows import rows_of  # noqa: E402
 from trainer.run_records import read_metrics  # noqa: E402
 from weight_bus.app import build_app  # noqa: E402
 from weight_bus.bus_client import BusClient  # noqa: E402

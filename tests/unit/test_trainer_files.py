@@ -17,8 +17,9 @@ from tests.support.trajectories import grouped, random_trajectories
 from trainer import checkpoint
 from trainer.folders import appearing
 from trainer.learner import Learner
-from trainer.packing import pack, rows_of
+from trainer.packing import pack
 from trainer.resume import Replay, ReplayError, fingerprint
+from trainer.rows import rows_of
 from trainer.step_log import StepLog, StepLogError, StepRecord
 from trainer.tiny_policy import build_model, save_policy
 

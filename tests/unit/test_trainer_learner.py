@@ -16,7 +16,8 @@ from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment, group_of, grouped, random_trajectories
 from trainer.advantages import grpo
 from trainer.learner import Learner
-from trainer.packing import pack, rows_of
+from trainer.packing import pack
+from trainer.rows import rows_of
 from trainer.step_sums import TokenStatistics
 from trainer.tiny_policy import build_model
 

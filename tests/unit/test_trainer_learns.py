@@ -10,7 +10,8 @@ from services.settings import TrainerSettings
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment, grouped
 from trainer.learner import Learner
-from trainer.packing import pack, rows_of
+from trainer.packing import pack
+from trainer.rows import rows_of
 from trainer.tiny_policy import build_model
 
 WANTED = range(2, 12)  # Ten of 64 tokens are right answers.

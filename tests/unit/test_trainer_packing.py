@@ -11,7 +11,8 @@ from services.policies.staleness import FutureVersionError
 from services.wire.packed import unpack_logprobs, unpack_tokens
 from services.wire.trajectory import VersionSpan
 from tests.support.trajectories import a_rollout, a_segment, group_of, grouped, random_trajectories
-from trainer.packing import pack, rows_of
+from trainer.packing import pack
+from trainer.rows import rows_of
 from trainer.window import NOT_SAMPLED, OVER_K, StalenessTally, judge
 
 
@@ -57,7 +58,7 @@ def test_columns_carry_the_tokens_they_belong_to() -> None:
     assert micro.sampled.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 1, 1]]
     assert micro.current.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
     assert micro.behaviour[2].tolist() == pytest.approx([0.0, -0.1, -0.2, -0.3, -0.4])
-    assert micro.advantages.tolist() == pytest.approx([0.707, -0.707, 0.707], abs=1e-3)
+    assert micro.advantages.tolist() == pytest.approx([0.707] * 2 + [-0.707] * 2 + [0.707] * 3, abs=1e-3)
     assert micro.temperature is None
 
 
