@@ -11,10 +11,9 @@ A session is named by the URL (`/sessions/{id}/…`), by its key as bearer, or b
 
 from __future__ import annotations
 
-import hmac
-
 from fastapi import Request
 
+from services.bearer import bearer, require_key
 from services.session_keys import PREFIX, SessionKeys
 from services.wire.errors import ForbiddenError, UnauthenticatedError
 
@@ -54,8 +53,7 @@ class Access:
 
     def _bearer_session(self, request: Request) -> str | None:
         """The session whose key is shown; None for whoever may do all that an agent may."""
-        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        shown = shown.strip() if scheme.lower() == "bearer" else ""
+        shown = bearer(request.headers.get("authorization"))
         if shown.startswith(PREFIX):
             session_id = self.keys.session_of(shown)
             if session_id is None:
@@ -63,6 +61,5 @@ class Access:
                     "this session key is not one of this run", "use the api_key of POST /sessions"
                 )
             return session_id
-        if self._agent_key is not None and not hmac.compare_digest(shown.encode(), self._agent_key.encode()):
-            raise UnauthenticatedError("no valid key", "send `Authorization: Bearer` with the agent key or a session's")
+        require_key(shown, self._agent_key, "send `Authorization: Bearer` with the agent key or a session's")
         return None

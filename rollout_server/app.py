@@ -13,14 +13,16 @@ from rollout_server.engines.base import Engine
 from rollout_server.engines.errors import EngineCrashedError
 from rollout_server.group_routes import group_routes
 from rollout_server.model_routes import model_routes
+from rollout_server.route_errors import ERRORS
+from rollout_server.served_weights import ServedWeights
 from rollout_server.server import RolloutServer, ServerPlan
 from rollout_server.session_routes import session_routes
 from rollout_server.trajectory_routes import trajectory_routes
-from rollout_server.weight_routes import weight_routes
 from rollout_server.weight_update_routes import weight_update_routes
 from services.app import Stop, error_answer, make_app
 from services.body_limit import BodyLimit
 from weight_bus.membership import Bus
+from weight_bus.weight_routes import weight_routes
 
 
 def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: Stop) -> FastAPI:
@@ -44,8 +46,8 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         model_routes,
         engine_routes,
         weight_update_routes,
-        weight_routes,
         admin_routes,
     ):
         app.include_router(routes(server))
+    app.include_router(weight_routes(ServedWeights(server), ERRORS))
     return app

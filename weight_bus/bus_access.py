@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hmac
 from typing import Annotated, Any
 
 from fastapi import Depends
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from services.wire.errors import UnauthenticatedError
+from services.bearer import require_key
 
 _bearer = HTTPBearer(auto_error=False, scheme_name="adminKey", description="The bus's admin key (`--admin-key-file`)")
 
@@ -23,8 +22,5 @@ class BusAccess:
 
     def require_admin(self, shown: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> None:
         """Raises UnauthenticatedError for a caller without the key."""
-        if self._admin_key is None:
-            return
         credentials = "" if shown is None else shown.credentials
-        if not hmac.compare_digest(credentials.encode(), self._admin_key.encode()):
-            raise UnauthenticatedError("no valid key", "send `Authorization: Bearer` with the bus's admin key")
+        require_key(credentials, self._admin_key, "send `Authorization: Bearer` with the bus's admin key")

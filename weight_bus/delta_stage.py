@@ -8,64 +8,46 @@ hashes run at memory speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 
 from weight_bus.delta import DecodedDelta, decode
 from weight_bus.errors import StageError, TransportError
 from weight_bus.fitting import pace_beside
 from weight_bus.layout import bucket_pieces, hash_bytes
-from weight_bus.manifest import Delta, DeltaBucket, Manifest
-from weight_bus.scatter import BucketPlan, Memory, bucket_hash
-from weight_bus.staging import Progress, Scratch, check_hash, sources_in_reach
-from weight_bus.transports.base import Reader
+from weight_bus.manifest import Delta, DeltaBucket
+from weight_bus.scatter import Memory, bucket_hash
+from weight_bus.staging import StageJob, check_hash, sources_in_reach
 
 
 class DeltaStage:
-    """Takes the delta that a manifest offers, where its base is served. Raises StageError for one out of reach.
+    """Takes the delta that a manifest offers, where its base is served. Raises StageError for one out of reach."""
 
-    `check` raises where the stage is not wanted any more; it is called at every bucket.
-    """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        delta: Delta,
-        plan: BucketPlan,
-        readers: Sequence[Reader],
-        scratch: Scratch,
-        progress: Progress,
-        check: Callable[[], None],
-    ) -> None:
-        self._manifest = manifest
+    def __init__(self, job: StageJob, delta: Delta) -> None:
+        self._job = job
         self._delta = delta
-        self._plan = plan
-        self._scratch = scratch
-        self._progress = progress
-        self._check = check
-        candidates = sources_in_reach(readers, delta.sources, f"the delta of version {manifest.version}")
+        self._plan = job.plan
+        candidates = sources_in_reach(job.readers, delta.sources, f"the delta of version {job.manifest.version}")
         self._reader, self._source = candidates[0]
 
     def run(self, live: Memory, shadow: Memory) -> None:
         """Raises StageError for a source that cannot be read, or bytes that are not those of the manifest."""
-        self._progress.total_bytes = self._delta.total_bytes
+        self._job.progress.total_bytes = self._delta.total_bytes
         pace = pace_beside(shadow)
         shadow.copy_from(live, pace.rest)
         for number, bucket in enumerate(self._delta.buckets):
-            self._check()
+            self._job.check()
             self._apply(bucket, decode(self._read(number, bucket), bucket.target_length), shadow)
-            self._progress.bytes_read += bucket.length
+            self._job.progress.bytes_read += bucket.length
             pace.rest()
         shadow.finish()
         for index, (pieces, (_, _, length)) in enumerate(zip(self._plan.pieces, self._plan.ranges, strict=True)):
-            self._check()
-            check_hash(self._manifest, index, bucket_hash(pieces, length, shadow))
+            self._job.check()
+            check_hash(self._job.manifest, index, bucket_hash(pieces, length, shadow))
             pace.rest()
 
     def _read(self, number: int, bucket: DeltaBucket) -> memoryview:
-        code = self._scratch.of(bucket.length)
-        what = f"version {self._manifest.version}, delta bucket {number}"
+        code = self._job.scratch.of(bucket.length)
+        what = f"version {self._job.manifest.version}, delta bucket {number}"
         try:
             self._reader.read(self._source, bucket.offset, code)
         except TransportError as error:
@@ -79,9 +61,11 @@ class DeltaStage:
         """`change` is of words from the bucket's target; each lies in one tensor."""
         size = change.word_bytes
         done = 0
-        for piece in bucket_pieces(self._manifest.layout, bucket.target_offset, bucket.target_length):
+        for piece in bucket_pieces(self._job.manifest.layout, bucket.target_offset, bucket.target_length):
             if piece.bucket_offset % size or piece.tensor_offset % size or piece.length % size:
-                raise StageError(f"version {self._manifest.version}: delta words of {size} bytes lie across tensors")
+                raise StageError(
+                    f"version {self._job.manifest.version}: delta words of {size} bytes lie across tensors"
+                )
             start, end = piece.bucket_offset // size, (piece.bucket_offset + piece.length) // size
             first, last = np.searchsorted(change.indices, (start, end))
             done += int(last - first)
@@ -95,4 +79,4 @@ class DeltaStage:
             if shadow.in_place(piece) is None:
                 shadow.write(piece, words.view(np.uint8).data)
         if done != len(change.indices):
-            raise StageError(f"version {self._manifest.version}: a delta bucket changes bytes that are no tensor's")
+            raise StageError(f"version {self._job.manifest.version}: a delta bucket changes bytes that are no tensor's")

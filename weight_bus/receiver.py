@@ -12,7 +12,7 @@ until the next stage begins to write: so long one step back takes no more than a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,7 +28,7 @@ from weight_bus.layout import root_digest
 from weight_bus.manifest import Manifest, check_manifest
 from weight_bus.scatter import BucketPlan, Memory, default_plan
 from weight_bus.signing import check_signature
-from weight_bus.staging import DenseStage, Progress, Scratch
+from weight_bus.staging import DenseStage, Progress, Scratch, StageJob
 from weight_bus.transports.base import Reader
 
 _log = structlog.get_logger()
@@ -226,9 +226,10 @@ class Receiver:
         def check() -> None:
             self._check_wanted(manifest.version)
 
-        delta = self._delta_to_take(manifest, plan, progress, check)
+        job = StageJob(manifest, plan, self._readers, self._scratch, progress, check)
+        delta = self._delta_to_take(job)
         try:
-            dense = DenseStage(manifest, plan, self._readers, self._scratch, progress, check)
+            dense = DenseStage(job)
         except StageError:
             if delta is None:
                 raise
@@ -253,20 +254,18 @@ class Receiver:
         dense.run(shadow)
         return progress.bytes_read
 
-    def _delta_to_take(
-        self, manifest: Manifest, plan: BucketPlan, progress: Progress, check: Callable[[], None]
-    ) -> DeltaStage | None:
+    def _delta_to_take(self, job: StageJob) -> DeltaStage | None:
         """The delta, where this engine serves its base, byte for byte, and has a source of it within reach."""
-        delta, served = manifest.delta, self._held.served
+        manifest, delta, served = job.manifest, job.manifest.delta, self._held.served
         if delta is None or served.version != delta.base_version:
             return None
         # Loaded from a folder, these bytes were never hashed in the manifest's buckets.
-        digest = served.root_digest or digest_of(plan, self.target.live())
+        digest = served.root_digest or digest_of(job.plan, self.target.live())
         if digest != delta.base_digest:
             _log.warning("another base is served", version=manifest.version, base=delta.base_version)
             return None
         try:
-            return DeltaStage(manifest, delta, plan, self._readers, self._scratch, progress, check)
+            return DeltaStage(job, delta)
         except StageError as error:
             _log.warning("delta out of reach", version=manifest.version, why=str(error))
             return None

@@ -78,30 +78,27 @@ class Scratch:
             arena.close()
 
 
+@dataclass(frozen=True)
+class StageJob:
+    """What is to be staged, and with what. `check` raises where it is not wanted any more; called as bytes arrive."""
+
+    manifest: Manifest
+    plan: BucketPlan
+    readers: Sequence[Reader]
+    scratch: Scratch
+    progress: Progress
+    check: Callable[[], None]
+
+
 class DenseStage:
-    """Pulls one manifest's dense bytes.
+    """Pulls one manifest's dense bytes. Raises StageError where an owner has no source within reach: before it writes."""
 
-    `check` raises where the stage is not wanted any more; it is called whenever bytes have arrived. Raises StageError where
-    an owner has no source within reach: before anything is written.
-    """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        plan: BucketPlan,
-        readers: Sequence[Reader],
-        scratch: Scratch,
-        progress: Progress,
-        check: Callable[[], None],
-    ) -> None:
-        self._manifest = manifest
-        self._plan = plan
-        self._scratch = scratch
-        self._progress = progress
-        self._check = check
+    def __init__(self, job: StageJob) -> None:
+        self._job = job
+        self._plan = job.plan
         self._pace = Pace(1.0)
-        what = f"version {manifest.version}"
-        self._candidates = [sources_in_reach(readers, owner.sources, what) for owner in manifest.owners]
+        what = f"version {job.manifest.version}"
+        self._candidates = [sources_in_reach(job.readers, owner.sources, what) for owner in job.manifest.owners]
 
     def run(self, memory: Memory) -> None:
         """Fill `memory`. Raises StageError for a source that cannot be read, or a bucket with other bytes."""
@@ -113,7 +110,7 @@ class DenseStage:
                     self._pull(reader, source, buckets, memory)
                     break
                 except _UnreadableError as error:
-                    _log.warning("source cannot be read", version=self._manifest.version, why=error.what)
+                    _log.warning("source cannot be read", version=self._job.manifest.version, why=error.what)
             else:
                 self._pull(*candidates[-1], buckets, memory)
         memory.finish()
@@ -122,7 +119,7 @@ class DenseStage:
         parts = {index: _parts(self._plan.pieces[index], self._plan.ranges[index][2], memory) for index in buckets}
         needs = {index: sum(part.length for part in parts[index] if part.piece is None) for index in buckets}
         for window in _windows(buckets, needs):
-            scratch = self._scratch.of(sum(needs[index] for index in window))
+            scratch = self._job.scratch.of(sum(needs[index] for index in window))
             self._pull_window(reader, source, window, parts, scratch, memory)
 
     def _pull_window(
@@ -149,9 +146,9 @@ class DenseStage:
         left = {index: len(parts[index]) for index in window}
         with closing(self._arrivals(reader, source, reads, window)) as arrivals:
             for number in arrivals:
-                self._check()
+                self._job.check()
                 index, part = belongs[number]
-                self._progress.bytes_read += part.length
+                self._job.progress.bytes_read += part.length
                 left[index] -= 1
                 if not left[index]:
                     self._verify(index, [reads[each][1] for each in arrived[index]])
@@ -166,14 +163,16 @@ class DenseStage:
             yield from reader.read_many(source, reads)
         except TransportError as error:
             which = f"bucket {window[0]}" if len(window) == 1 else f"buckets {window[0]} to {window[-1]}"
-            raise _UnreadableError(f"version {self._manifest.version}, {which} could not be read ({error})") from error
+            raise _UnreadableError(
+                f"version {self._job.manifest.version}, {which} could not be read ({error})"
+            ) from error
 
     def _verify(self, index: int, data: list[memoryview]) -> None:
         digest = blake3()
         for part in data:
             digest.update(part)
             self._pace.rest()
-        check_hash(self._manifest, index, str(digest.hexdigest()))
+        check_hash(self._job.manifest, index, str(digest.hexdigest()))
 
     def _hand_on(self, index: int, part: Part, data: memoryview, memory: Memory) -> None:
         if part.piece is not None:

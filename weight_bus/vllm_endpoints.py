@@ -24,19 +24,20 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import structlog
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 
 from services.app import error_answer
-from services.wire.errors import RollmeshError, UsageError
+from services.wire.errors import DeadlineError, RollmeshError, UsageError
 from weight_bus.bus_client import BusClient
 from weight_bus.membership import Membership
 from weight_bus.vllm_plain import PlainEngine, check_address
 from weight_bus.vllm_protocol import LIVE_WEIGHTS
-from weight_bus.vllm_routes import weight_routes
 from weight_bus.vllm_settings import EngineSettings, read_settings
+from weight_bus.weight_routes import weight_routes
 
 _log = structlog.get_logger()
 _PROBE_S = 0.05
+_LISTENING_S = 60.0
 
 
 class RollmeshEndpoints:
@@ -54,7 +55,7 @@ class RollmeshEndpoints:
         """The routes, where this vLLM was given a run."""
         if not os.environ.get("ROLLMESH_RUN_ID"):
             return
-        app.include_router(weight_routes(self.engine))
+        app.include_router(weight_routes(self.engine, dependencies=[Depends(self.engine.admit)]))
 
         @app.exception_handler(RollmeshError)
         async def on_typed_error(_: Request, error: RollmeshError) -> Response:
@@ -110,15 +111,25 @@ class RollmeshEndpoints:
 
 
 async def _until_listening(host: str, port: int) -> None:
-    """vLLM listens soon after its application has started; the bus calls as soon as it knows of the engine."""
-    while True:
-        try:
-            _, writer = await asyncio.open_connection(host if host != "0.0.0.0" else "127.0.0.1", port)
-        except OSError:
-            await asyncio.sleep(_PROBE_S)
-            continue
-        writer.close()
-        return
+    """vLLM listens soon after its application has started; the bus calls as soon as it knows of the engine.
+
+    Raises DeadlineError.
+    """
+    own = host if host != "0.0.0.0" else "127.0.0.1"
+    try:
+        async with asyncio.timeout(_LISTENING_S):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection(own, port)
+                except OSError:
+                    await asyncio.sleep(_PROBE_S)
+                    continue
+                writer.close()
+                return
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"vLLM did not listen on {own}:{port} within {_LISTENING_S:g} s, and is no member of the bus", "see its log"
+        ) from error
 
 
 async def _end(task: asyncio.Task[None]) -> None:

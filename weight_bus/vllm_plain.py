@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import structlog
+from fastapi import Header
 
+from services.bearer import bearer, require_key
 from services.wire.errors import DeadlineError, NotReadyError, RollmeshError, UsageError
+from weight_bus.bus_api import CommitAnswer, DigestAnswer, StageAnswer
 from weight_bus.vllm_protocol import Attached, Committed, Digest, Pending, Staged, decode_reply
 from weight_bus.vllm_settings import EngineSettings
 
@@ -20,18 +23,21 @@ _Answer = TypeVar("_Answer", Attached, Staged, Committed, Digest)
 
 
 class PlainEngine:
-    """Not usable before `attach`: every call then raises NotReadyError. Used on the event loop."""
+    """`weight_bus.weight_routes.UpdatedEngine`. Not usable before `attach`: every call then raises NotReadyError.
+
+    Used on the event loop.
+    """
 
     def __init__(self) -> None:
         self.policy_version = 0
         self.staged_version: int | None = None
-        self.admin_key: str | None = None
+        self._admin_key: str | None = None
         self._core: Any = None
 
     async def attach(self, engine_client: Any, settings: EngineSettings) -> None:
         """Build views into the live weights, in the core. Raises what stands against it, with what to change."""
         self._core = engine_client.engine_core
-        self.admin_key = settings.admin_key
+        self._admin_key = settings.admin_key
         try:
             async with asyncio.timeout(_CALL_S):
                 await self._core.call_utility_async("rollmesh_extend")
@@ -41,28 +47,38 @@ class PlainEngine:
         attached = await self._call(Attached, "rollmesh_attach", *run, deadline_s=_BYTES_S)
         _log.info("takes weights", run_id=settings.run_id, tensors=attached.tensors, weight_bytes=attached.total_bytes)
 
-    async def stage(self, manifest: bytes) -> Staged:
+    async def admit(self, authorization: Annotated[str | None, Header()] = None) -> None:
+        """A dependency of the routes: with an admin key each call must show it. Raises UnauthenticatedError."""
+        require_key(bearer(authorization), self._admin_key, "send `Authorization: Bearer` with the admin key")
+
+    async def stage(self, manifest: bytes) -> StageAnswer:
         self.staged_version = None
         staged = await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_BYTES_S)
         self.staged_version = staged.version
-        return staged
+        return StageAnswer(
+            version=staged.version,
+            root_digest=staged.root_digest,
+            bytes_read=staged.bytes_read,
+            seconds=staged.seconds,
+            rank_digests=staged.rank_digests,
+        )
 
-    async def commit(self, version: int) -> Committed:
+    async def commit(self, version: int) -> CommitAnswer:
         return await self._serve("rollmesh_commit", version)
 
-    async def rollback(self, version: int) -> Committed:
+    async def rollback(self, version: int) -> CommitAnswer:
         return await self._serve("rollmesh_rollback", version)
 
-    async def digest(self) -> Digest:
-        digest = await self._call(Digest, "rollmesh_digest", deadline_s=_BYTES_S)
-        self.policy_version = digest.version
-        return digest
+    async def digest(self) -> DigestAnswer:
+        found = await self._call(Digest, "rollmesh_digest", deadline_s=_BYTES_S)
+        self.policy_version = found.version
+        return DigestAnswer(version=found.version, root_digest=found.root_digest)
 
-    async def _serve(self, method: str, version: int) -> Committed:
+    async def _serve(self, method: str, version: int) -> CommitAnswer:
         committed = await self._call(Committed, method, version)
         self.policy_version, self.staged_version = committed.version, None
         _log.info(method, version=version, flip_ms=round(committed.flip_ms, 3), running=committed.running)
-        return committed
+        return CommitAnswer(version=committed.version, flip_ms=committed.flip_ms, requests_in_flight=committed.running)
 
     async def _call(self, answer: type[_Answer], method: str, *arguments: Any, deadline_s: float = _CALL_S) -> _Answer:
         if self._core is None:

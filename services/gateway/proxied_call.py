@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
+from services.bearer import bearer
 from services.session_keys import PREFIX
 from services.wire.mesh_headers import BASE_URL_HEADER, CALL_HEADER
 
@@ -73,7 +74,7 @@ class ProxiedCall:
     @property
     def may_name_nothing(self) -> bool:
         """Whether only a header of the token route names its session: the id may be of the client's own making."""
-        return self.path == GENERATE and self.session_id is not None and not _bearer(self.headers).startswith(PREFIX)
+        return self.path == GENERATE and self.session_id is not None and not _shown_key(self.headers).startswith(PREFIX)
 
 
 def read_call(scope: Scope, body: bytes) -> ProxiedCall:
@@ -105,7 +106,7 @@ def read_call(scope: Scope, body: bytes) -> ProxiedCall:
         headers=headers,
         body=body,
         call_id=call_id,
-        session_id=session_id or _of_key(_bearer(headers)) or named or None,
+        session_id=session_id or _of_key(_shown_key(headers)) or named or None,
         group_id=group_id,
     )
 
@@ -118,12 +119,8 @@ def _in_path(path: str) -> tuple[str | None, str | None]:
     return (parts[2] if parts[1] == "sessions" else None), (parts[2] if parts[1] == "groups" else None)
 
 
-def _bearer(headers: Headers) -> str:
-    for name, value in headers:
-        if name == "authorization":
-            scheme, _, shown = value.partition(" ")
-            return shown.strip() if scheme.lower() == "bearer" else ""
-    return ""
+def _shown_key(headers: Headers) -> str:
+    return bearer(next((value for name, value in headers if name == "authorization"), None))
 
 
 def _of_key(key: str) -> str | None:

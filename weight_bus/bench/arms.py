@@ -42,7 +42,6 @@ from weight_bus.bench.messages import (
 
 NOTHING = "nothing"
 _NOTHING_S = 0.3
-_READY_S = 0.1
 
 
 class Ways:
@@ -93,7 +92,6 @@ class Ways:
     def _ours(self, transport: str) -> Callable[[], Awaitable[Update]]:
         async def update() -> Update:
             version, begin, staging = await self.staged(transport)
-            await asyncio.sleep(_READY_S)
             committed = await self._engine.ask(Commit(version), Span)
             # The engine answers right after the flip, before the step that draws the next token has ended.
             return Update(Span(begin, committed.end), Span(committed.end, committed.end), staging)
@@ -112,7 +110,6 @@ class Ways:
                 await self._publisher.ask(Save(self._file), Span)
                 if way == "prefetch":
                     await self._engine.ask(Prefetch(self._file), Span)
-                await asyncio.sleep(_READY_S)
                 still = await self._engine.ask(Reload(way, self._file), Span)
             return Update(Span(begin, still.end), still)
 

@@ -6,7 +6,7 @@
     this process      ── memcpy ────────────►  | arena   |
 
 All four copy the same number of bytes in the same pieces to the same place, one after the other, each time in another
-random order: what a copy leaves in the caches makes the next one up to a quarter slower or faster. Nothing is hashed here.
+random order, since what one leaves in the caches the next one finds. Nothing is hashed here.
 """
 
 from __future__ import annotations

@@ -1,0 +1,49 @@
+"""The weights of one rollout server, as the weight bus updates them: stage in the background, flip between two steps."""
+
+from __future__ import annotations
+
+import structlog
+
+from rollout_server.engines.base import CommitReport
+from rollout_server.server import RolloutServer
+from weight_bus.bus_api import CommitAnswer, DigestAnswer, StageAnswer
+
+_log = structlog.get_logger()
+
+
+class ServedWeights:
+    """`weight_bus.weight_routes.UpdatedEngine` for the engine that `server` runs."""
+
+    def __init__(self, server: RolloutServer) -> None:
+        self._server = server
+
+    async def stage(self, manifest: bytes) -> StageAnswer:
+        report = await self._server.parts().engine.stage(manifest)
+        return StageAnswer(
+            version=report.version,
+            root_digest=report.root_digest,
+            bytes_read=report.bytes_read,
+            seconds=report.seconds,
+            rank_digests=report.rank_digests,
+        )
+
+    async def commit(self, version: int) -> CommitAnswer:
+        return self._served("commit", await self._server.parts().engine.commit(version))
+
+    async def rollback(self, version: int) -> CommitAnswer:
+        return self._served("rollback", await self._server.parts().engine.rollback(version))
+
+    async def digest(self) -> DigestAnswer:
+        engine = self._server.parts().engine
+        while True:
+            version = engine.policy_version
+            root_digest = await engine.weights_digest()
+            if version == engine.policy_version:  # else a commit came between, and the pair would be a lie
+                return DigestAnswer(version=version, root_digest=root_digest)
+
+    def _served(self, what: str, report: CommitReport) -> CommitAnswer:
+        self._server.parts().gate.notify()
+        _log.info(what, version=report.version, flip_ms=round(report.flip_ms, 3), running=report.requests_in_flight)
+        return CommitAnswer(
+            version=report.version, flip_ms=report.flip_ms, requests_in_flight=report.requests_in_flight
+        )
