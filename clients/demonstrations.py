@@ -1,7 +1,7 @@
 """Demonstrations for a short warm start: enough to give a tiny model the format and a clumsy skill, for RL to improve.
 
-The folder's format is `services.wire.demonstrations`; `problems.jsonl` comes on request: train problems in the order a run
-plays them, for other trainers.
+The folder's format is `services.wire.demonstrations`; `problems.jsonl` and `held_out.jsonl` come on request: problems in
+the order a run plays them, for other trainers and for benchmarks.
 
 Only the parts marked as trained are in the loss. Demonstrations are drawn from the train split alone. The recipes are
 found by experiment: `stop_at_accuracy` is what makes the first phase of running-sums dependable over seeds.
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from clients.environment import draws
+from clients.environment import Split, draws
 from clients.environments import make_environment
 from clients.environments.guess_number import HIGHEST, LOWEST, TURNS, GuessNumber, compare
-from clients.environments.running_sums import RunningSums, running_sums
+from clients.environments.running_sums import RunningSums, right_answer, running_sums
 from services.wire.demonstrations import RECIPE, Demonstration, Phase, Question, Recipe
 from services.wire.errors import UsageError
 
@@ -96,12 +96,15 @@ _RECIPES: dict[str, list[tuple[Phase, Demonstrator]]] = {
 }
 
 
-def write_demonstrations(task: str, seed: int, folder: Path, *, problems: int = 0) -> None:
-    """Write recipe, phases, checks and the first `problems` train problems into `folder`; the recipe is written last.
+def write_demonstrations(task: str, seed: int, folder: Path, *, problems: int = 0, held_out: int = 0) -> None:
+    """Write recipe, phases and checks into `folder`, and the first `problems` and `held_out` ones of the two splits.
 
-    Raises UsageError for an unknown task or a folder that cannot be written.
+    The recipe is written last. Raises UsageError for an unknown task, a folder that cannot be written, or problems of a
+    task that has no one right answer.
     """
     make_environment(task)
+    if (problems or held_out) and task != RunningSums.name:
+        raise UsageError(f"{task} has no one right answer that could be written down", "leave the problems out")
     recipe = _RECIPES[task]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,8 +114,9 @@ def write_demonstrations(task: str, seed: int, folder: Path, *, problems: int = 
             _write_lines(folder / phase.file, (Demonstration(demonstrate(index, seed)) for index in numbers))
             first = numbers.stop
         _write_lines(folder / "check.jsonl", _questions(task, range(first, first + CHECKS), seed))
-        if problems:
-            _write_lines(folder / "problems.jsonl", _questions(task, range(problems), seed))
+        for name, split, count in (("problems", "train", problems), ("held_out", "held_out", held_out)):
+            if count:
+                _write_lines(folder / f"{name}.jsonl", _problems(split, count, seed))
         described = Recipe(task=task, seed=seed, phases=[phase for phase, _ in recipe], check="check.jsonl")
         (folder / RECIPE).write_bytes(msgspec.json.format(msgspec.json.encode(described), indent=2) + b"\n")
     except OSError as error:
@@ -122,7 +126,7 @@ def write_demonstrations(task: str, seed: int, folder: Path, *, problems: int = 
 
 
 def _questions(task: str, numbers: range, seed: int) -> Iterator[Question]:
-    """Train problems with their answers; checks take those that no phase demonstrates.
+    """Train problems with their answers, of those that no phase demonstrates.
 
     A game has no one right answer to its opening, so none are written for one.
     """
@@ -132,6 +136,13 @@ def _questions(task: str, numbers: range, seed: int) -> Iterator[Question]:
     for index in numbers:
         problem = environment.problem("train", index, seed)
         yield Question(problem.prompt, problem.solution)
+
+
+def _problems(split: Split, count: int, seed: int) -> Iterator[Question]:
+    environment = RunningSums()
+    for index in range(count):
+        problem = environment.problem(split, index, seed)
+        yield Question(problem.prompt, problem.solution, right_answer(problem.solution))
 
 
 def _write_lines(path: Path, lines: Iterable[msgspec.Struct]) -> None:

@@ -1,7 +1,8 @@
-"""Sampling answers from a policy with plain `transformers`: how the warm start knows when it has taught enough."""
+"""How often a policy answers right: by this the warm start knows when it has taught enough."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -9,46 +10,36 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from services.wire.demonstrations import Question
+from trainer.drawing import Drawn, draw
 
 
-@torch.inference_mode()
 def sampled_accuracy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     checks: Sequence[Question],
     max_new_tokens: int,
-    generator: torch.Generator,
+    generator: torch.Generator | None,
 ) -> float:
-    """Which part of `checks` one sampled answer each (temperature 1) gets right: it ends in `answer` before its end token.
+    """Which part of `checks` one answer each gets right: drawn at temperature 1, or greedily without a `generator`.
 
-    Prompts of one length go through the model together, with a KV cache and without padding.
+    Prompts of one length go through the model together.
     """
-    by_length: dict[int, list[tuple[list[int], str]]] = defaultdict(list)
+    by_length: dict[int, list[tuple[list[int], Question]]] = defaultdict(list)
     for check in checks:
         prompt = tokenizer.encode(check.prompt, add_special_tokens=False)
-        by_length[len(prompt)].append((prompt, check.answer))
+        by_length[len(prompt)].append((prompt, check))
     right = 0
     for same_length in by_length.values():
         prompts = torch.tensor([prompt for prompt, _ in same_length])
-        drawn = draw(model, prompts, tokenizer.eos_token_id, max_new_tokens, generator)
-        for tokens, (_, answer) in zip(drawn, same_length, strict=True):
-            right += tokens is not None and tokenizer.decode(tokens).endswith(answer)
+        answers = draw(model, prompts, tokenizer.eos_token_id, max_new_tokens, generator)
+        for answer, (_, check) in zip(answers, same_length, strict=True):
+            right += is_right(tokenizer, check, answer)
     return right / len(checks)
 
 
-def draw(
-    model: PreTrainedModel, prompts: torch.Tensor, end: int, max_new_tokens: int, generator: torch.Generator
-) -> list[list[int] | None]:
-    """Sample a continuation of each row of `prompts` (int64 `[B, P]`): its tokens before `end`, None if it never ended."""
-    columns: list[torch.Tensor] = []
-    ended = torch.zeros(len(prompts), dtype=torch.bool)
-    inputs, cache = prompts, None
-    while len(columns) < max_new_tokens and not bool(ended.all()):
-        output = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
-        drawn = torch.multinomial(output.logits[:, -1].float().softmax(-1), 1, generator=generator)
-        columns.append(drawn)
-        ended |= drawn.squeeze(1) == end
-        inputs = drawn
-    rows = torch.cat(columns, dim=1).tolist()
-    return [row[: row.index(end)] if end in row else None for row in rows]
+def is_right(tokenizer: PreTrainedTokenizerBase, question: Question, answer: Drawn) -> bool:
+    """Whether an answer ended and is right, as `Question.accepts` says."""
+    if not answer.ended:
+        return False
+    text = str(tokenizer.decode(answer.said))
+    return re.fullmatch(question.accepts, text) is not None if question.accepts else text.endswith(question.answer)

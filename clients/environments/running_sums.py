@@ -21,8 +21,6 @@ from clients.environment import Answer, Ended, NextTurn, Problem, Split, draws, 
 DIGITS = 8
 BASE = 5
 
-_ANSWER = re.compile(r"(?:<[0-4]+>)?([0-4])")
-
 
 def running_sums(digits: str) -> str:
     """`s1 … s8`: the sum modulo 5 of the first, the first two, … digits."""
@@ -31,6 +29,11 @@ def running_sums(digits: str) -> str:
         total = (total + int(digit)) % BASE
         sums.append(str(total))
     return "".join(sums)
+
+
+def right_answer(solution: str) -> str:
+    """The regular expression that all of an answer must match to be right."""
+    return rf"(?:<[0-4]+>)?{solution}"
 
 
 class RunningSums:
@@ -56,6 +59,5 @@ class RunningSumsEpisode:
         return self.problem.prompt
 
     def respond(self, answer: Answer) -> NextTurn | Ended:
-        said = _ANSWER.fullmatch(answer.text) if answer.complete else None
-        success = said is not None and said.group(1) == self.problem.solution
+        success = answer.complete and re.fullmatch(right_answer(self.problem.solution), answer.text) is not None
         return Ended(reward=float(success), success=success)

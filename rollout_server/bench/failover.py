@@ -17,10 +17,10 @@ from redis.asyncio import Redis
 from rollout_server.adoption import incarnation_of
 from rollout_server.bench.fleet import Fleet
 from rollout_server.bench.killed import Kill, Killed
-from rollout_server.bench.rate import first_failure
 from rollout_server.bench.silence import until_heard
 from rollout_server.bench.talking_agents import AgentCall, TalkingAgents
 from rollout_server.bench.workload import Exchange
+from services.bench.failures import first_failure
 from services.redis_client import as_text, connect
 from services.registry import Registry
 from services.run_keys import RunKeys

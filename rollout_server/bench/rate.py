@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from services.bench.failures import first_failure
 from services.wire.errors import RollmeshError
 
 Item = TypeVar("Item")
@@ -47,9 +48,3 @@ async def in_parallel(items: Sequence[Item], concurrency: int, answer: Callable[
     except* RollmeshError as failures:
         raise first_failure(failures) from None
     return Rate(tokens, time.perf_counter() - started)
-
-
-def first_failure(failures: BaseExceptionGroup[RollmeshError]) -> RollmeshError:
-    """The first of what a group of tasks raised, however nested."""
-    first = failures.exceptions[0]
-    return first_failure(first) if isinstance(first, BaseExceptionGroup) else first

@@ -2,6 +2,8 @@
 
 recipe.json ── phases ──► <phase>.jsonl   Demonstration a line
             └─ check ───► check.jsonl     Question a line: a sampled answer must end in `answer`
+
+On request also problems.jsonl and held_out.jsonl, Questions of the train and the held-out split in the order of a run.
 """
 
 from __future__ import annotations
@@ -45,8 +47,13 @@ class Demonstration(msgspec.Struct, frozen=True):
     parts: list[tuple[str, bool]]
 
 
-class Question(msgspec.Struct, frozen=True):
-    """A problem with one right answer."""
+class Question(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A problem with one right answer.
+
+    `accepts`: a regular expression that all of what is said must match to be right, as the task itself judges it; empty:
+    whatever ends in `answer`.
+    """
 
     prompt: str
     answer: str
+    accepts: str = ""

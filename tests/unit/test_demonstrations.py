@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,23 @@ def test_every_demonstrated_sum_is_right_and_the_mixture_is_as_announced(tmp_pat
     for line in (tmp_path / "check.jsonl").open(encoding="utf-8"):
         check = json.loads(line)
         assert check["answer"] == running_sums(check["prompt"][:-1])[-1]
+
+
+def test_problems_of_both_splits_are_those_of_a_run_with_what_they_accept(tmp_path: Path) -> None:
+    write_demonstrations("running-sums", 3, tmp_path, problems=40, held_out=20)
+    environment = RunningSums()
+    for name, split, count in (("problems", "train", 40), ("held_out", "held_out", 20)):
+        lines = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open(encoding="utf-8")]
+        problems = [environment.problem(split, index, 3) for index in range(count)]
+        assert [line["prompt"] for line in lines] == [problem.prompt for problem in problems]
+        for line, problem in zip(lines, problems, strict=True):
+            for text in (f"{digit}{tail}" for digit in range(5) for tail in ("", "3")):
+                for said in (text, f"<01>{text}", f"<>{text}", f"<01{text}"):
+                    judged = environment.start(problem).respond(Answer(said, True))
+                    assert isinstance(judged, Ended)
+                    assert judged.success is (re.fullmatch(line["accepts"], said) is not None)
+    with pytest.raises(UsageError, match="no one right answer"):
+        write_demonstrations("guess-number", 3, tmp_path, problems=1)
 
 
 def test_demonstrated_games_follow_the_rules(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.wire.demonstrations import Question
 from services.wire.errors import UsageError
+from trainer.drawing import Drawn, draw
 from trainer.recipe import folder_digest, read_recipe
-from trainer.sampling_check import draw, sampled_accuracy
+from trainer.sampling_check import is_right, sampled_accuracy
 from trainer.sft import Progress, WarmStartError, _Examples, warm_start
 from trainer.tiny_policy import build_model, build_tokenizer, save_policy
 from trainer.warm_start_cache import deliver, is_delivered, keep, take_cached, warm_start_key
@@ -101,7 +102,31 @@ def test_an_answer_counts_when_it_ends_right_before_its_end_token() -> None:
     checks = [Question("1=", "7"), Question("12=", "7"), Question("3=", "8"), Question("4=", "27")]
     generator = torch.Generator().manual_seed(0)
     assert sampled_accuracy(Parrot(), tokenizer, checks, 4, generator) == 0.5  # type: ignore[arg-type]
-    assert draw(Parrot(), torch.tensor([[5]]), end, 1, generator) == [None]  # type: ignore[arg-type]
+    assert sampled_accuracy(Parrot(), tokenizer, checks, 4, None) == 0.5  # type: ignore[arg-type]
+    [cut_off] = draw(Parrot(), torch.tensor([[5]]), end, 1, generator)  # type: ignore[arg-type]
+    assert not cut_off.ended and len(cut_off.said) == 1
+
+
+def test_logprobs_are_those_of_the_tokens_drawn() -> None:
+    model, generator = build_model(seed=2, hidden_size=32, layers=1).eval(), torch.Generator().manual_seed(0)
+    answers = draw(model, torch.tensor([[5, 6, 7]] * 32), 9, 40, generator)
+    assert any(answer.ended for answer in answers) and not all(answer.ended for answer in answers)
+    for answer in answers:
+        assert (answer.tokens[-1] == 9) is answer.ended and 9 not in answer.said
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[5, 6, 7, *answer.tokens]])).logits[0, 2:-1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(answer.tokens)[:, None]).squeeze(-1)
+        assert answer.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(("text", "right"), [("3", True), ("<12>3", True), ("<12>33", False), ("13", False)])
+def test_a_question_may_say_what_a_right_answer_looks_like(text: str, right: bool) -> None:
+    tokenizer = build_tokenizer()
+    tokens = tokenizer.encode(text + "$", add_special_tokens=False)
+    strict, lax = Question("1=", "3", r"(?:<[0-4]+>)?3"), Question("1=", "3")
+    assert is_right(tokenizer, strict, Drawn(tokens, [0.0] * len(tokens), ended=True)) is right
+    assert is_right(tokenizer, lax, Drawn(tokens, [0.0] * len(tokens), ended=True))
+    assert not is_right(tokenizer, strict, Drawn(tokens[:-1], [0.0] * (len(tokens) - 1), ended=False))
 
 
 def test_the_key_follows_everything_that_goes_in(tmp_path: Path) -> None:
