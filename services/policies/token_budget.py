@@ -1,0 +1,74 @@
+"""Micro-batches by tokens: which rows stand in one forward pass, and on which rank. Pure.
+
+    rows ──longest first, to the rank with least work──► ranks ──by length, while the budget lasts──► micro-batches
+
+A rank's work is Σ n · (12 · width + n) over its rows of n tokens: what a transformer of that width does for a row, in units of
+2 · width multiplications a layer (24 · width² a token for projections and feed-forward, 2 · width · n for causal attention).
+Given out longest first to the least loaded (Graham 1969, "Bounds on multiprocessing timing anomalies"), the most and the
+least loaded rank differ by at most the costliest row.
+
+All ranks get equally many micro-batches, because each pass is a collective where weights are sharded; some may be empty.
+Neighbours in a micro-batch are of like length, which attention over packed rows likes (`trainer.packed_attention`). The
+same lengths give the same split.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+Bin = list[int]
+"""Indices of rows, shortest row first."""
+
+
+def split_rows(lengths: Sequence[int], budget: int, *, ranks: int = 1, width: int = 1024) -> list[list[Bin]]:
+    """The micro-batches of each rank: of at most `budget` tokens, or of one longer row alone.
+
+    `lengths`: tokens of each row; `width`: the model's hidden size. Each row is in exactly one. Raises ValueError for a
+    budget or a number of ranks below 1.
+    """
+    if budget < 1 or ranks < 1:
+        raise ValueError(f"budget and ranks must be ≥ 1, got {budget} and {ranks}")
+    shares = _share(lengths, ranks, width)
+    filled = [_fill(share, lengths, budget) for share in shares]
+    most = max(len(bins) for bins in filled)
+    return [_spread(bins, most) for bins in filled]
+
+
+def work(length: int, width: int) -> int:
+    """What a row of `length` tokens costs, in the units above."""
+    return length * (12 * width + length)
+
+
+def _share(lengths: Sequence[int], ranks: int, width: int) -> list[Bin]:
+    shares: list[Bin] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        load, rank = loads[0]
+        shares[rank].append(index)
+        heapq.heapreplace(loads, (load + work(lengths[index], width), rank))
+    return shares
+
+
+def _fill(rows: Bin, lengths: Sequence[int], budget: int) -> list[Bin]:
+    bins: list[Bin] = []
+    room = 0
+    for index in sorted(rows, key=lambda index: (lengths[index], index)):
+        if not bins or lengths[index] > room:
+            bins.append([])
+            room = budget
+        bins[-1].append(index)
+        room -= lengths[index]
+    return bins
+
+
+def _spread(bins: list[Bin], count: int) -> list[Bin]:
+    """As many as `count`: the fullest are halved, and empty ones added where each holds one row."""
+    bins = list(bins)
+    while len(bins) < count:
+        place = max(range(len(bins)), key=lambda place: len(bins[place]), default=None)
+        if place is None or len(bins[place]) < 2:
+            return bins + [[] for _ in range(count - len(bins))]
+        half = len(bins[place]) // 2
+        bins[place : place + 1] = [bins[place][:half], bins[place][half:]]
+    return bins

@@ -1,0 +1,63 @@
+"""Micro-batches by tokens: nothing lost, nothing twice, within the budget, balanced over ranks, the same each time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.policies.token_budget import split_rows, work
+
+LENGTHS = st.lists(st.integers(1, 300), max_size=60)
+BUDGET = st.integers(1, 700)
+RANKS = st.integers(1, 9)
+
+
+@given(LENGTHS, BUDGET, RANKS)
+def test_each_row_stands_in_exactly_one_micro_batch_within_the_budget(
+    lengths: list[int], budget: int, ranks: int
+) -> None:
+    split = split_rows(lengths, budget, ranks=ranks)
+    assert len(split) == ranks
+    assert len({len(micro_batches) for micro_batches in split}) == 1, "each pass is a collective"
+    every = [micro_batch for micro_batches in split for micro_batch in micro_batches]
+    assert sorted(index for micro_batch in every for index in micro_batch) == list(range(len(lengths)))
+    for micro_batch in every:
+        tokens = [lengths[index] for index in micro_batch]
+        assert sum(tokens) <= budget or len(tokens) == 1
+        assert tokens == sorted(tokens)
+
+
+@given(LENGTHS, BUDGET, RANKS, st.integers(1, 64))
+def test_ranks_differ_by_the_costliest_row_at_most(lengths: list[int], budget: int, ranks: int, width: int) -> None:
+    split = split_rows(lengths, budget, ranks=ranks, width=width)
+    loads = [sum(work(lengths[i], width) for micro_batch in rank for i in micro_batch) for rank in split]
+    assert max(loads) - min(loads) <= max((work(length, width) for length in lengths), default=0)
+
+
+@given(LENGTHS, BUDGET)
+def test_one_rank_needs_no_more_passes_than_half_full_ones(lengths: list[int], budget: int) -> None:
+    """Two neighbouring micro-batches never fit into one."""
+    (micro_batches,) = split_rows(lengths, budget)
+    tokens = [sum(lengths[index] for index in micro_batch) for micro_batch in micro_batches]
+    assert all(first + second > budget for first, second in zip(tokens, tokens[1:], strict=False))
+    assert all(micro_batches)
+
+
+@given(LENGTHS, BUDGET, RANKS)
+def test_the_same_lengths_give_the_same_split(lengths: list[int], budget: int, ranks: int) -> None:
+    assert split_rows(lengths, budget, ranks=ranks) == split_rows(tuple(lengths), budget, ranks=ranks)
+
+
+def test_attention_weighs_a_long_row_more_than_its_tokens() -> None:
+    """Where attention dominates, a row of 1000 tokens outweighs six of 250; in a wide model it takes one of them on."""
+    lengths = [1000, *[250] * 6]
+    for width, rows_of_each in ((1, [1, 6]), (1024, [2, 5])):
+        split = split_rows(lengths, 10_000, ranks=2, width=width)
+        assert [sum(map(len, micro_batches)) for micro_batches in split] == rows_of_each
+
+
+@pytest.mark.parametrize(("budget", "ranks"), [(0, 1), (1, 0)])
+def test_bounds_that_admit_nothing_are_refused(budget: int, ranks: int) -> None:
+    with pytest.raises(ValueError, match="≥ 1"):
+        split_rows([1], budget, ranks=ranks)
