@@ -15,6 +15,7 @@ COMMANDS = {
     "rollout-server": Command("rollout_server.cli:app", "Run a rollout server"),
     "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers"),
     "weight-bus": Command("weight_bus.cli:app", "Run the weight bus"),
+    "rewards": Command("services.rewards.cli:app", "Run the reward service: functions in sandboxes, reward models"),
     "weights": Command("clients.weights_cli:app", "See and steer which weights engines serve"),
     "run-environment": Command("clients.cli:app", "Run an environment against rollout servers"),
     "demonstrations": Command("clients.demonstrations_cli:app", "Write demonstrations of a task for `sft`"),

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field
 
 from services.loss_settings import LossSettings
 from services.policies.admission import LOOKAHEAD
+from services.reward_settings import RewardSettings
 from services.section import Section
 from services.wire.errors import UsageError
 from services.wire.kv_policy import KvPolicy
@@ -147,6 +148,7 @@ class RunSettings(Section):
     warm_start: WarmStartSettings = WarmStartSettings()
     rollout: RolloutSettings = RolloutSettings()
     gateway: GatewaySettings = GatewaySettings()
+    rewards: RewardSettings = RewardSettings()
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightSettings = WeightSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

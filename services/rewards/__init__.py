@@ -1,0 +1,1 @@
+"""The reward service: sandboxed reward functions, reward models over HTTP, and their composition."""

@@ -1,0 +1,45 @@
+"""`rollmesh rewards`: what answers are worth, by functions of yours and by reward models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(
+    help="Judge answers by the components in the configuration's [[rewards.components]]: functions in sandboxed "
+    "processes, reward models over HTTP. Environments send them with POST /v1/rewards.\n\n"
+    "Example: rollmesh rewards --config run.toml --port 8300"
+)
+def rewards(
+    config: Annotated[Path, typer.Option(help="Configuration of the run (TOML)")],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that is not loopback needs the key")
+    ] = "127.0.0.1",
+    run_id: Annotated[str | None, typer.Option(help="The run that is judged for (named in the log)")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="Every caller must show the key in this file")] = None,
+) -> None:
+    from services.app import Stop, open_port, serve
+    from services.config_file import load_settings
+    from services.key_files import read_key
+    from services.wire.errors import UsageError
+
+    settings = load_settings(config, []).rewards
+    if not settings.components:
+        raise UsageError(f"{config} has no reward component", "add a section [[rewards.components]]")
+    key = None if key_file is None else read_key(key_file)
+    listener = open_port(host, port, keyed=key is not None)
+
+    import structlog
+
+    from services.rewards.app import make_rewards_app
+
+    if run_id is not None:
+        structlog.contextvars.bind_contextvars(run=run_id)
+    stop = Stop()
+    serve(make_rewards_app(settings, stop, key=key), host, port, listener=listener, stop=stop)

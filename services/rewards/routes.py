@@ -1,0 +1,72 @@
+"""The routes of the reward service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from services.policies.reward_formula import NotComposed
+from services.rewards.access import RewardAccess
+from services.rewards.judge import Judge
+from services.rewards.metrics import CONTENT_TYPE, RewardMetrics
+from services.rewards.worker_wire import Sample
+from services.wire.errors import NotReadyError
+from services.wire.reward_api import REWARDS_PATH, JudgeSample, RewardFailedError, RewardFormula, RewardGiven
+from services.wire.rollout_api import ErrorBody
+
+_MEANINGS = {
+    401: "No key, or a wrong one",
+    413: "A body that is too large",
+    422: "A body that does not fit",
+    424: "A component has no value and nothing stands in for it: the sample has no reward",
+    429: "Too many samples wait; `Retry-After` says when to ask again",
+    503: "The components are starting, or cannot",
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": why} for status, why in _MEANINGS.items()
+}
+
+
+def reward_routes(access: RewardAccess, judge: Judge, metrics: RewardMetrics) -> APIRouter:
+    """Every route asks for the key where one is configured."""
+    router = APIRouter(tags=["rewards"], dependencies=[access.requirement])
+
+    @router.post(REWARDS_PATH, responses=_ERRORS)
+    async def give_reward(body: JudgeSample) -> RewardGiven:
+        """Judge one answer. A reward has every component's value; what has none is an error, never a zero."""
+        if reasons := judge.not_ready():
+            raise NotReadyError(reasons[0], "try again; see the service's log")
+        sample = Sample(
+            task=body.task,
+            prompt=body.prompt,
+            messages=body.messages,
+            answer=body.answer,
+            complete=body.complete,
+            metadata=body.metadata,
+        )
+        judged = await judge.judge(sample)
+        if isinstance(judged, NotComposed):
+            what = f"component {judged.component} has no value ({judged.failure.cause})"
+            raise RewardFailedError(what, judged.failure.what)
+        return RewardGiven(
+            reward=judged.reward,
+            components=dict(judged.components),
+            substituted={name: str(cause) for name, cause in judged.substituted.items()},
+        )
+
+    @router.get(REWARDS_PATH, responses={401: _ERRORS[401]})
+    async def read_formula() -> RewardFormula:
+        """The formula in force, and its components."""
+        return RewardFormula(formula=judge.formula, components=judge.components(), not_confined=judge.not_confined())
+
+    @router.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, 401: _ERRORS[401]},
+    )
+    async def read_metrics() -> Response:
+        """For Prometheus."""
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    return router
