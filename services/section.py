@@ -7,3 +7,9 @@ from pydantic import BaseModel, ConfigDict
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+def changed_fields(section: BaseModel) -> dict[str, object]:
+    """The choices that are not the defaults."""
+    fields = type(section).model_fields
+    return {name: value for name, value in section if value != fields[name].default}

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from services.advantage_settings import AdvantageSettings
 from services.loss_settings import LossSettings
 from services.policies.admission import LOOKAHEAD
 from services.reward_settings import RewardSettings
@@ -101,6 +102,7 @@ class TrainerSettings(Section):
     clip_grad_norm: float = Field(default=1.0, gt=0.0)
     micro_batch: int = Field(default=64, ge=1, description="Sequences a forward/backward pass")
     loss: LossSettings = LossSettings()
+    advantage: AdvantageSettings = AdvantageSettings()
     threads: int = Field(default=1, ge=1)
     checkpoint_every: int = Field(default=20, ge=1, description="Optimizer steps between checkpoints")
     batch_timeout_s: float = Field(default=120.0, gt=0.0, description="Longest wait for a batch before the run fails")

@@ -4,7 +4,7 @@
 
 The terms are in `trainer.losses.registry`, weights and masks in `trainer.corrections`. Decoupled PPO (Hilton et al. 2022,
 arXiv:2110.00641) is ppo_clip with anchor = proximal and a token weight; DAPO (arXiv:2503.14476) ppo_clip with a higher
-clip_high and the mean over tokens; Dr. GRPO (arXiv:2503.20783) mean = fixed.
+clip_high and the mean over tokens; Dr. GRPO (arXiv:2503.20783) mean = fixed. A is in `trainer.advantages.formula`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from pydantic import BaseModel
-
 from services.loss_settings import CorrectionSettings, LossSettings
+from services.section import changed_fields
+from services.settings import TrainerSettings
 from services.wire.errors import UsageError
+from trainer.advantages.formula import describe_advantage
 from trainer.losses.registry import LossEntry, find_loss
 
 _ANCHORS = {"behaviour": "π_beh", "proximal": "π_prox", "interpolated": "π_prox"}
@@ -25,6 +26,11 @@ _MEANS = {
     "segments": ("(1/S) Σ_segments (1/n) Σ", "S = segments of the batch, n = fresh sampled tokens of the segment"),
     "fixed": ("(1/(S·{length})) Σ", "S = segments of the batch"),
 }
+
+
+def describe(trainer: TrainerSettings) -> str:
+    """Loss and advantage. Raises UsageError as `describe_loss` and `trainer.advantages.formula.describe_advantage` do."""
+    return f"{describe_loss(trainer.loss)};  {describe_advantage(trainer.advantage)}"
 
 
 def describe_loss(loss: LossSettings) -> str:
@@ -37,7 +43,7 @@ def describe_loss(loss: LossSettings) -> str:
     if loss.kl or loss.entropy:
         kl = f" − {loss.kl:g}·{loss.kl_estimator}(π, π_ref)" if loss.kl else ""
         gain = f"[{gain}{kl}{f' + {loss.entropy:g}·H(π)' if loss.entropy else ''}]"
-    legend = [*_ratio_legend(loss, entry), "A = (R − mean)/(std + 1e-4) over the group", meaning]
+    legend = [*_ratio_legend(loss, entry), meaning]
     legend += [*_correction_legend(loss), "π_beh = the engine's own logprobs"]
     if loss.kl:
         legend.append("π_ref = the policy that the run began with")
@@ -80,7 +86,7 @@ def _corrects(correction: CorrectionSettings) -> bool:
 
 
 def _refuse_idle_choices(loss: LossSettings, entry: LossEntry) -> None:
-    changed, correction = _changed(loss), _changed(loss.correction)
+    changed, correction = changed_fields(loss), changed_fields(loss.correction)
     for name in ("clip_low", "clip_high", "dual_clip"):
         if name in changed and name not in entry.uses:
             raise _idle(name, changed[name], f"loss.policy={loss.policy}, which does not read it", "leave it out")
@@ -107,12 +113,6 @@ def _refuse_idle_choices(loss: LossSettings, entry: LossEntry) -> None:
             f"trainer.loss.correction.mask_low={loss.correction.mask_low} lies above mask_high={loss.correction.mask_high}",
             "turn them round: every token would be left out",
         )
-
-
-def _changed(section: BaseModel) -> dict[str, object]:
-    """The choices that are not the defaults."""
-    fields = type(section).model_fields
-    return {name: value for name, value in section if value != fields[name].default}
 
 
 def _idle(name: str, value: object, under: str, remedy: str) -> UsageError:

@@ -74,6 +74,11 @@ class Objective:
     def needs_entropy(self) -> bool:
         return self._settings.entropy > 0.0
 
+    @property
+    def idle_at_zero(self) -> bool:
+        """Whether a token's loss is exactly 0 where its advantage is."""
+        return self._entry.idle_at_zero and not self.needs_reference and not self.needs_entropy
+
     def __call__(self, terms: TokenTerms) -> Judged:
         """Per-token loss. What a mask leaves out is 0 and stays in whatever the loss is a mean of."""
         settings = self._settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
@@ -14,7 +15,7 @@ from services.settings import TrainerSettings
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment, group_of, grouped, random_trajectories
-from trainer.advantages import grpo
+from trainer.advantages.grpo import group_relative
 from trainer.learner import Learner
 from trainer.packing import pack
 from trainer.rows import rows_of
@@ -48,7 +49,7 @@ def reference_gradients(
     exact = copy.deepcopy(model).double()
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for group in grouped(trajectories):
-        advantages = grpo([member.payload.reward for member in group.members])
+        advantages = group_relative(np.array([member.payload.reward for member in group.members])).tolist()
         for member, advantage in zip(group.members, advantages, strict=True):
             for segment in member.payload.segments:
                 ids = torch.frombuffer(bytearray(segment.token_ids), dtype=torch.int32).long()

@@ -1,0 +1,89 @@
+"""What an estimator sees: rewards of trajectories, where in them they were earned, and who is whose sibling.
+
+    trajectory 0        trajectory 1    trajectory 2          T = 3 trajectories of G groups
+    t0 t1 t2 t3         t4 t5           (nothing sampled)     N = 6 sampled tokens, in the order they were drawn
+     0  0  ½  ½          0  1                                 rewards [N]
+          1                1                  ½               outcomes [T]
+
+All arithmetic is in float64. A trajectory's segments count as one chain of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+SMALLEST_STD = 1e-8
+
+
+@dataclass(frozen=True)
+class Scored:
+    """`outcomes`: float64 `[T]`, a trajectory's whole reward. `rewards`: float64 `[N]`, the same at the tokens that earned
+    it; they add up to the outcome where anything was sampled. `trajectory`: int64 `[N]`, ascending: whose token it is.
+    `group`: int64 `[T]`, ascending from 0.
+
+    `trained`: bool `[T]`, False for those that are only compared with. `greedy`: bool `[T]`, drawn without chance.
+    `values`: float64 `[N]`, a critic's estimate before each token; empty without a critic.
+    """
+
+    outcomes: Float64Array
+    rewards: Float64Array
+    trajectory: Int64Array
+    group: Int64Array
+    trained: BoolArray
+    greedy: BoolArray
+    values: Float64Array = field(default_factory=lambda: np.zeros(0))
+
+    def spread(self, of_trajectory: Float64Array) -> Float64Array:
+        """`[N]`: at each token what `of_trajectory` `[T]` says of its trajectory."""
+        return of_trajectory[self.trajectory]
+
+    def by_group(self, judge: Callable[[Float64Array], Float64Array]) -> Float64Array:
+        """`[T]`: `judge` applied to the outcomes `[n]` of each group's siblings that were drawn by chance; others get 0."""
+        judged = np.zeros_like(self.outcomes)
+        for group in np.unique(self.group):
+            siblings = np.flatnonzero((self.group == group) & ~self.greedy)
+            judged[siblings] = judge(self.outcomes[siblings])
+        return judged
+
+    def sums_to_the_end(self, values: Float64Array, factor: float) -> Float64Array:
+        """`[N]`: S_t = x_t + factor · S_{t+1} within each trajectory, S = 0 behind its last token."""
+        return discounted_sums(values, np.bincount(self.trajectory, minlength=len(self.outcomes)), factor)
+
+    def normalised(self, values: Float64Array) -> Float64Array:
+        """`[N]`: (x − mean) / (std + 1e-8), over the tokens that are trained; std with n − 1.
+
+        Exactly 0 where these are all equal.
+        """
+        over = values[self.trained[self.trajectory]]
+        if not len(over) or over.min() == over.max():
+            return np.zeros_like(values)
+        normalised: Float64Array = (values - over.mean()) / (over.std(ddof=1) + SMALLEST_STD)
+        return normalised
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """float64 `[N]` both. `returns`: what a critic's value before each token should have been; None without a critic."""
+
+    advantages: Float64Array
+    returns: Float64Array | None = None
+
+
+def discounted_sums(values: Float64Array, lengths: Int64Array, factor: float) -> Float64Array:
+    """S_t = x_t + factor · S_{t+1} within each run of `lengths` consecutive elements of `values` `[N]`."""
+    sums = values.astype(np.float64, copy=True)
+    last = np.cumsum(lengths) - 1
+    longest_first = np.argsort(-lengths, kind="stable")
+    reach = lengths[longest_first]
+    for back in range(1, int(lengths.max(initial=0))):
+        here = last[longest_first[: np.searchsorted(-reach, -back, side="left")]] - back
+        sums[here] += factor * sums[here + 1]
+    return sums
