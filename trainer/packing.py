@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.wire.packed import Float32Array
 from trainer.rows import Row
 from trainer.window import NOT_SAMPLED, StalenessTally
 
@@ -33,6 +34,7 @@ class MicroBatch:
 
     The `N` fresh tokens, flat, row by row: `places` int64 `[N]` says where each lies in a tensor `[B · W]`, `rows` int64
     `[N]` in which row, `staleness` float32 `[N]` how many optimizer steps it is old, `advantages` float32 `[N]`.
+    With a critic also `values` and `returns`, float32 `[N]`, as `trainer.rows.Row` has them.
     """
 
     input_ids: Tensor
@@ -46,6 +48,8 @@ class MicroBatch:
     places: Tensor
     rows: Tensor
     staleness: Tensor
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,11 @@ def _micro_batch(rows: Sequence[Row], padding: int, device: torch.device | None)
         if row.temperatures is not None:
             temperatures[index, : len(row.temperatures)] = row.temperatures
     temperatures = temperatures[:, first:]
-    advantages = np.zeros(shape, dtype=np.float32)
-    for index, row in enumerate(rows):
-        advantages[index, : len(row.advantages)] = row.advantages
     fresh = ages >= 0
     places = np.flatnonzero(fresh)
+
+    values = None if rows[0].values is None else _fresh([row.values for row in rows], rows)
+    returns = None if rows[0].returns is None else _fresh([row.returns for row in rows], rows)
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -111,9 +115,18 @@ def _micro_batch(rows: Sequence[Row], padding: int, device: torch.device | None)
         fresh=tensor(fresh),
         sampled=tensor(sampled),
         current=tensor(current),
-        advantages=tensor(advantages[:, first:][fresh]),
+        advantages=tensor(_fresh([row.advantages for row in rows], rows)),
         temperature=None if (temperatures == 1.0).all() else tensor(temperatures),
         places=tensor(places),
         rows=tensor(places // fresh.shape[1]),
         staleness=tensor(ages[fresh].astype(np.float32)),
+        values=None if values is None else tensor(values),
+        returns=None if returns is None else tensor(returns),
+    )
+
+
+def _fresh(columns: Sequence[Float32Array | None], rows: Sequence[Row]) -> Float32Array:
+    """`[N]`: what `columns`, `[n]` a row, say of the fresh tokens."""
+    return np.concatenate(
+        [column[row.ages.values >= 0] for column, row in zip(columns, rows, strict=True) if column is not None]
     )
