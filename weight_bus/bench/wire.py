@@ -7,6 +7,9 @@
 
 All four copy the same number of bytes in the same pieces to the same place, one after the other, each time in another
 random order, since what one leaves in the caches the next one finds. Nothing is hashed here.
+
+Where in the machine's memory an arena happens to lie makes copies out of it up to a third faster or slower, of private and
+of shared ones alike. So each arm reads from several, in turn.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from services.bench.piped import running_piped
 from services.bench.processes import PYTHON
 from services.wire.errors import RollmeshError, UsageError
 from weight_bus.arena import Arena, private_arena
-from weight_bus.bench.wire_process import Offer, Offered
+from weight_bus.bench.wire_process import Offer, Offered, OfferedArena
 from weight_bus.layout import hash_bytes
+from weight_bus.manifest import Source
 from weight_bus.transports.base import Reader
 from weight_bus.transports.nixl import NixlReader
 from weight_bus.transports.select import nixl_installed
@@ -33,7 +37,8 @@ from weight_bus.transports.shm import ShmReader
 
 PIECE_BYTES = 16 << 20
 """As the default bucket."""
-_PASSES = 8
+_ARENAS = 4
+_PASSES = 3 * _ARENAS
 """Copies of everything in each round: one alone takes some hundredths of a second."""
 _START_S = 60.0
 
@@ -48,28 +53,29 @@ async def measure_wire(nbytes: int, rounds: int, folder: Path, say: Callable[[st
         raise UsageError("the wire cannot be measured here", "run on Linux with nixl-cu12 installed")
     command = [*PYTHON, "weight_bus.bench.wire_process"]
     async with running_piped("wire publisher", command, folder, start_within_s=_START_S) as publisher:
-        offered = await publisher.ask(Offer(nbytes=nbytes, seed=1), Offered)
+        offered = await publisher.ask(Offer(nbytes=nbytes, seed=1, arenas=_ARENAS), Offered)
         return await asyncio.to_thread(_measure, offered, nbytes, rounds, say)
 
 
 def _measure(offered: Offered, nbytes: int, rounds: int, say: Callable[[str], None]) -> dict[str, list[float]]:
-    arena, local = private_arena(nbytes), private_arena(nbytes)
+    arena, own = private_arena(nbytes), [private_arena(nbytes) for _ in offered.arenas]
     readers: list[Reader] = [NixlReader(), ShmReader()]
     pieces = [(offset, min(PIECE_BYTES, nbytes - offset)) for offset in range(0, nbytes, PIECE_BYTES)]
     try:
-        arms: dict[str, Callable[[], None]] = {
-            "readv": lambda: _readv(offered, arena, pieces),
-            "nixl": lambda: _read(readers[0], offered, arena, pieces),
-            "memcpy": lambda: _memcpy(local, arena, pieces),
-            "shm": lambda: _read(readers[1], offered, arena, pieces),
+        arms: dict[str, Callable[[int], None]] = {
+            "readv": lambda which: _readv(offered.pid, offered.arenas[which], arena, pieces),
+            "nixl": lambda which: _read(readers[0], offered.arenas[which].nixl, arena, pieces),
+            "memcpy": lambda which: _memcpy(own[which], arena, pieces),
+            "shm": lambda which: _read(readers[1], offered.arenas[which].shm, arena, pieces),
         }
-        _read(readers[1], offered, local, pieces)
-        for name, copy in arms.items():
-            # The first pass touches every page; it also proves that the arm moves the bytes.
-            arena.view[:] = bytes(nbytes)
-            copy()
-            if hash_bytes(arena.view) != offered.digest:
-                raise RollmeshError(f"the bytes that {name} copied are not those offered")
+        for which, source in enumerate(offered.arenas):
+            _read(readers[1], source.shm, own[which], pieces)
+            for name, copy in arms.items():
+                # The first pass touches every page; it also proves that the arm moves the bytes.
+                arena.view[:] = bytes(nbytes)
+                copy(which)
+                if hash_bytes(arena.view) != offered.digest:
+                    raise RollmeshError(f"the bytes that {name} copied are not those offered")
         figures: dict[str, list[float]] = {}
         rng = random.Random(rounds)
         for number in range(rounds):
@@ -85,22 +91,21 @@ def _measure(offered: Offered, nbytes: int, rounds: int, say: Callable[[str], No
     finally:
         for reader in readers:
             reader.close()
-        arena.close()
-        local.close()
+        for made in (arena, *own):
+            made.close()
 
 
-def _round(arms: dict[str, Callable[[], None]], nbytes: int, rng: random.Random) -> dict[str, float]:
+def _round(arms: dict[str, Callable[[int], None]], nbytes: int, rng: random.Random) -> dict[str, float]:
     spent = dict.fromkeys(arms, 0.0)
-    for _ in range(_PASSES):
+    for number in range(_PASSES):
         for name in rng.sample(list(arms), len(arms)):
             started = time.perf_counter()
-            arms[name]()
+            arms[name](number % _ARENAS)
             spent[name] += time.perf_counter() - started
     return {name: _PASSES * nbytes / seconds / 1e9 for name, seconds in spent.items()}
 
 
-def _read(reader: Reader, offered: Offered, arena: Arena, pieces: list[tuple[int, int]]) -> None:
-    source = offered.nixl if reader.name == "nixl" else offered.shm
+def _read(reader: Reader, source: Source, arena: Arena, pieces: list[tuple[int, int]]) -> None:
     for _ in reader.read_many(source, ((offset, arena.view[offset : offset + length]) for offset, length in pieces)):
         pass
 
@@ -114,7 +119,7 @@ class _Range(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def _readv(offered: Offered, arena: Arena, pieces: list[tuple[int, int]]) -> None:
+def _readv(pid: int, offered: OfferedArena, arena: Arena, pieces: list[tuple[int, int]]) -> None:
     readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
     readv.restype = ctypes.c_ssize_t
     for offset, length in pieces:
@@ -122,7 +127,7 @@ def _readv(offered: Offered, arena: Arena, pieces: list[tuple[int, int]]) -> Non
         while done < length:
             here = _Range(arena.address + offset + done, length - done)
             there = _Range(offered.address + offset + done, length - done)
-            got = readv(offered.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+            got = readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
             if got <= 0:
                 raise RollmeshError(f"process_vm_readv failed ({os.strerror(ctypes.get_errno())})")
             done += got

@@ -12,19 +12,26 @@ from weight_bus.manifest import Source
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):
-    """Make arenas of `nbytes` pseudo-random bytes that follow from `seed`."""
+    """Make `arenas` pairs of arenas, each of the same `nbytes` pseudo-random bytes that follow from `seed`."""
 
     nbytes: int
     seed: int
+    arenas: int
 
 
-class Offered(msgspec.Struct, frozen=True):
-    """Where the bytes lie. `address`: in the memory of process `pid`, for whoever reads it without a transport."""
+class OfferedArena(msgspec.Struct, frozen=True):
+    """Where the bytes lie. `address`: those of `nixl` in the publisher's memory, to be read without a transport."""
 
-    pid: int
     address: int
     nixl: Source
     shm: Source
+
+
+class Offered(msgspec.Struct, frozen=True):
+    """`pid`: whose memory it is."""
+
+    pid: int
+    arenas: list[OfferedArena]
     digest: str
 
 
@@ -39,18 +46,14 @@ def main() -> None:
     nixl, shm = NixlExporter(), ShmExporter(f"wire-{os.getpid()}")
 
     async def offer(command: Offer) -> Offered:
-        registered, shared = nixl.allocate(command.nbytes), shm.allocate(command.nbytes)
-        np.frombuffer(registered.view, dtype=np.uint8)[:] = np.frombuffer(
-            np.random.default_rng(command.seed).bytes(command.nbytes), dtype=np.uint8
-        )
-        shared.view[:] = registered.view
-        return Offered(
-            pid=os.getpid(),
-            address=registered.address,
-            nixl=nixl.export(registered),
-            shm=shm.export(shared),
-            digest=hash_bytes(shared.view),
-        )
+        content = np.random.default_rng(command.seed).bytes(command.nbytes)
+        # All are there before the first is offered, as a publisher's are: whoever reads meets this process once.
+        made = [(nixl.allocate(command.nbytes), shm.allocate(command.nbytes)) for _ in range(command.arenas)]
+        arenas = []
+        for registered, shared in made:
+            registered.view[:] = shared.view[:] = content
+            arenas.append(OfferedArena(registered.address, nixl.export(registered), shm.export(shared)))
+        return Offered(os.getpid(), arenas, hash_bytes(memoryview(content)))
 
     try:
         asyncio.run(answer_lines(replies, Offer, offer))
