@@ -114,9 +114,10 @@ def write_demonstrations(task: str, seed: int, folder: Path, *, problems: int = 
             _write_lines(folder / phase.file, (Demonstration(demonstrate(index, seed)) for index in numbers))
             first = numbers.stop
         _write_lines(folder / "check.jsonl", _questions(task, range(first, first + CHECKS), seed))
-        for name, split, count in (("problems", "train", problems), ("held_out", "held_out", held_out)):
-            if count:
-                _write_lines(folder / f"{name}.jsonl", _problems(split, count, seed))
+        if problems:
+            _write_lines(folder / "problems.jsonl", _problems("train", problems, seed))
+        if held_out:
+            _write_lines(folder / "held_out.jsonl", _problems("held_out", held_out, seed))
         described = Recipe(task=task, seed=seed, phases=[phase for phase, _ in recipe], check="check.jsonl")
         (folder / RECIPE).write_bytes(msgspec.json.format(msgspec.json.encode(described), indent=2) + b"\n")
     except OSError as error:

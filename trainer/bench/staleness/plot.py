@@ -1,0 +1,36 @@
+"""staleness.svg: held-out accuracy over K, a line a correction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+from trainer.bench.staleness.report import Finals
+from trainer.folders import writing
+
+
+def plot_finals(table: Finals, path: Path) -> None:
+    """Draw means over seeds, with every seed's own value as a dot. matplotlib is imported here: it takes a second."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ks = sorted({k for by_k in table.values() for k in by_k})
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for number, (name, by_k) in enumerate(table.items()):
+        places = [ks.index(k) + 0.05 * (number - len(table) / 2) for k in by_k]
+        [line] = axes.plot(places, [fmean(values) for values in by_k.values()], label=name)
+        for place, values in zip(places, by_k.values(), strict=True):
+            axes.plot([place] * len(values), values, ".", color=line.get_color(), markersize=4)
+    axes.set(
+        xlabel="K: age of the tokens, optimizer steps",
+        ylabel="held-out accuracy of the trainer's policy, greedy",
+        ylim=(0, 1.02),
+        xticks=range(len(ks)),
+        xticklabels=[str(k) for k in ks],
+    )
+    figure.legend(loc="outside right upper")
+    with writing(path):
+        figure.savefig(path, dpi=110)
+    pyplot.close(figure)
