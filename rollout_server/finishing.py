@@ -34,10 +34,11 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Origin:
-    """Where trajectories come from."""
+    """Where trajectories come from. `tokenizer`: digest of the vocabulary that their ids are of."""
 
     run_id: str
     server_id: str
+    tokenizer: str
 
 
 class Finisher:
@@ -136,9 +137,18 @@ class Finisher:
         _log.info("session given up", session=session.session_id, state=state, answers=session.capture.answers)
         session.ending = True
         try:
-            return await self._end(group, session, state)
+            end = await self._end(group, session, state)
         finally:
             session.ending = False
+        if session.terms.purpose == "train" and session.capture.sampled:
+            await self._count_given_up(session)
+        return end
+
+    async def _count_given_up(self, session: Session) -> None:
+        try:
+            await self._ledger.count_given_up(session.capture.sampled)
+        except RedisError as error:
+            _log.warning("a session's length is not counted", session=session.session_id, error=str(error))
 
     async def _end(
         self, group: Group, session: Session, state: SessionState, stream_id: str | None = None, segments: int = 0
@@ -223,6 +233,7 @@ class Finisher:
             reward_components=session.rewards.components,
             reward_spans=spans,
             samplings=capture.samplings,
+            tokenizer=self._origin.tokenizer,
             server_id=self._origin.server_id,
             opened_at=group.opened_at,
             finished_at=time.time(),

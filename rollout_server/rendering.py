@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.vocabulary import vocabulary_digest
 from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ class Renderer:
             raise UsageError(
                 f"{path} is no tokenizer ({error})", "save the tokenizer again (save_pretrained)"
             ) from error
+
+    def vocabulary_digest(self) -> str:
+        """Names the vocabulary (`services.vocabulary`)."""
+        return vocabulary_digest(self._tokenizer.get_vocab())
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of `text`, no special tokens added."""

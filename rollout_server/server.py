@@ -252,7 +252,9 @@ class RolloutServer:
             ),
             dialect=Dialect(self._engine, renderer, plan.model, plan.settings.rollout.renderer),
             publisher=publisher,
-            finisher=Finisher(registry, publisher, ledger, journal, Origin(plan.run_id, plan.server_id)),
+            finisher=Finisher(
+                registry, publisher, ledger, journal, Origin(plan.run_id, plan.server_id, renderer.vocabulary_digest())
+            ),
             log=TrajectoryLog(redis, plan.run_id),
         )
 

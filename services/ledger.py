@@ -9,6 +9,7 @@
 | published        | trajectories | the stream, in one script with the append                       |
 | trained          | trajectories | the trainer, in one script with the acknowledgement             |
 | dropped{cause}   | trajectories | the trainer (published but never trained), by cause             |
+| lengths{bucket}  | sessions     | the stream, as `published`; a rollout server for one given up   |
 
 `opened_groups == closed_groups + open groups` at any moment, whoever is killed; a group counts as dropped once, also where
 a server and two lives of a trainer all find that it is. At the end of a run `published == trained + Σ dropped`.
@@ -26,6 +27,7 @@ from redis.asyncio import Redis
 
 from services.admission_account import AdmissionAccount, Asking, OpenGroupRecord, decode_open_group
 from services.policies.admission import LOOKAHEAD, AdmissionRules
+from services.policies.lengths import Lengths, bucket_of
 from services.redis_client import as_text
 from services.run_keys import RunKeys
 from services.wire.errors import NotReadyError
@@ -150,6 +152,20 @@ class Ledger:
         """Count a group of the stream that will never be trained, so that admission makes up for it: once only."""
         keys = [self._keys.accounts, self._keys.dropped_groups]
         return bool(await self._drop(keys=keys, args=[group_id]))
+
+    async def count_given_up(self, sampled_tokens: int) -> None:
+        """A session drew so many tokens and will not be published: its length counts among those that were drawn."""
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hincrby(self._keys.lengths, str(bucket_of(sampled_tokens)), 1)
+            pipe.hincrby(self._keys.lengths, "total", sampled_tokens)
+            await pipe.execute()
+
+    async def lengths(self) -> Lengths:
+        """How many tokens sessions drew: of those that were published, and of those that were given up."""
+        found = await self._redis.hgetall(self._keys.lengths)
+        counts = {as_text(name): int(count) for name, count in found.items()}
+        total = counts.pop("total", 0)
+        return Lengths({int(bucket): count for bucket, count in counts.items()}, total)
 
     async def begin(self, base_version: int) -> int:
         """Set the version that the run starts from, once; returns the one in force."""

@@ -33,6 +33,16 @@ class RunKeys:
         return self._key("dropped")
 
     @property
+    def dead(self) -> str:
+        """Stream of the newest dead letters."""
+        return self._key("dead")
+
+    @property
+    def lengths(self) -> str:
+        """Hash: bucket of lengths → sessions that drew so many tokens; `total` → tokens of all of them."""
+        return self._key("lengths")
+
+    @property
     def open_groups(self) -> str:
         """Hash: group id → who holds it and since when."""
         return self._key("open-groups")

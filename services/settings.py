@@ -53,6 +53,9 @@ class WarmStartSettings(Section):
 class RolloutSettings(Section):
     groups_per_step: int = Field(default=16, ge=1, description="`batch`: groups that one optimizer step consumes")
     group_size: int = Field(default=8, ge=2, description="Answers to each prompt")
+    min_group_size: int = Field(
+        default=2, ge=2, description="A group that lost siblings is trained with those that finished, if so many did"
+    )
     temperature: float = Field(default=1.0, gt=0.0)
     max_tokens: int = Field(default=24, ge=1, description="Longest answer, in tokens, a turn")
     lookahead: int = Field(

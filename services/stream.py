@@ -1,7 +1,8 @@
 """The trajectory stream: durable, exactly once in, at least once out, acknowledged when the gradient is durable.
 
     rollout server ── publish ──► XADD (once a trajectory id) ──► pending ──► trained | dropped ──► XACK
-                                                                    │
+                                                                    │          │
+                                                                    │          └──► dead letter, with the reason
                               a trainer that died left entries pending: its successor reads them first
 
 Acknowledging does not delete: entries stay until `trim`, so that a trainer can replay its step log.
@@ -16,6 +17,8 @@ from typing import cast
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+from services.dead_letters import KEPT, LARGEST
+from services.policies.lengths import bucket_of
 from services.redis_client import as_text
 from services.run_keys import RunKeys
 from services.wire.errors import ConcludedError, DrainingError
@@ -23,32 +26,44 @@ from services.wire.trajectory import Trajectory, encode_trajectory
 
 GROUP = "trainer"
 
-# ARGV: owner ('' for anybody); then trajectory id, group id and payload, again and again. Append, index and account in one
-# step; answer the first id on a repeat.
+# ARGV: owner ('' for anybody); then trajectory id, group id, bucket of its length, length and payload, again and again.
+# Append, index and account in one step; answer the first id on a repeat.
 _PUBLISH = """
 local concluded = redis.call('HGET', KEYS[3], 'concluded') == '1'
 local ids = {}
-for i = 2, #ARGV, 3 do
+for i = 2, #ARGV, 5 do
   local id = redis.call('HGET', KEYS[2], ARGV[i])
   if not id then
     if ARGV[1] ~= '' and redis.call('HGET', KEYS[5], ARGV[i + 1]) ~= ARGV[1] then
       return redis.error_reply('MOVED ' .. ARGV[i + 1])
     end
     if concluded then return redis.error_reply('CONCLUDED') end
-    id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 2])
+    id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 4])
     redis.call('HSET', KEYS[2], ARGV[i], id)
     redis.call('HINCRBY', KEYS[3], 'published', 1)
     redis.call('HINCRBY', KEYS[4], ARGV[i + 1], 1)
+    redis.call('HINCRBY', KEYS[6], ARGV[i + 2], 1)
+    redis.call('HINCRBY', KEYS[6], 'total', ARGV[i + 3])
   end
   ids[#ids + 1] = id
 end
 return ids
 """
 
-# ARGV[1]: '' when trained, else the cause of the drop; then stream ids. Only what was really pending is counted.
+# ARGV: '' when trained, else the cause of the drop; dead letters to keep, bytes of the largest; then each stream id with
+# the reason ('' for no dead letter). Only what was really pending is counted.
 _SETTLE = """
 local done = 0
-for i = 2, #ARGV do done = done + redis.call('XACK', KEYS[1], 'trainer', ARGV[i]) end
+for i = 4, #ARGV, 2 do
+  local pending = redis.call('XACK', KEYS[1], 'trainer', ARGV[i])
+  done = done + pending
+  if pending == 1 and ARGV[i + 1] ~= '' then
+    local entry = redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i])[1]
+    local payload = entry and entry[2][2] or ''
+    redis.call('XADD', KEYS[4], 'MAXLEN', ARGV[2], '*', 'entry', ARGV[i], 'cause', ARGV[1], 'why', ARGV[i + 1],
+      'size', #payload, 't', #payload <= tonumber(ARGV[3]) and payload or '')
+  end
+end
 if done > 0 then
   if ARGV[1] == '' then redis.call('HINCRBY', KEYS[2], 'trained', done)
   else redis.call('HINCRBY', KEYS[3], ARGV[1], done) end
@@ -70,7 +85,7 @@ class TrajectoryWriter:
 
     def __init__(self, redis: Redis, run_id: str, owner: str = "") -> None:
         keys = RunKeys(run_id)
-        self._keys = [keys.stream, keys.stream_ids, keys.accounts, keys.published_groups, keys.owners]
+        self._keys = [keys.stream, keys.stream_ids, keys.accounts, keys.published_groups, keys.owners, keys.lengths]
         self._owner = owner
         self._publish = redis.register_script(_PUBLISH)
 
@@ -80,9 +95,11 @@ class TrajectoryWriter:
         Raises ConcludedError when the run has concluded, DrainingError when a group is another server's now; of several
         groups, some may then be in the stream.
         """
-        arguments: list[str | bytes] = [self._owner]
+        arguments: list[str | bytes | int] = [self._owner]
         for trajectory in trajectories:
-            arguments += [trajectory.trajectory_id, trajectory.group_id, encode_trajectory(trajectory)]
+            drawn = trajectory.sampled_tokens()
+            arguments += [trajectory.trajectory_id, trajectory.group_id, bucket_of(drawn), drawn]
+            arguments.append(encode_trajectory(trajectory))
         try:
             ids = await self._publish(keys=self._keys, args=arguments)
         except ResponseError as error:
@@ -119,6 +136,8 @@ class TrajectoryReader:
         self._keys = RunKeys(run_id)
         self._consumer = consumer
         self._backlog_from: str | None = "0"
+        self.caught_up = False
+        """Whether the last read took all that was in the stream then."""
         self._settle = redis.register_script(_SETTLE)
 
     async def open(self) -> None:
@@ -140,7 +159,9 @@ class TrajectoryReader:
                 self._backlog_from = entries[-1].stream_id
                 return entries
             self._backlog_from = None
-        return await self._read_from(">", count, block_ms)
+        entries = await self._read_from(">", count, block_ms)
+        self.caught_up = len(entries) < count
+        return entries
 
     async def _read_from(self, position: str, count: int, block_ms: int | None) -> list[StreamEntry]:
         reply = await self._redis.xreadgroup(
@@ -163,19 +184,26 @@ class TrajectoryReader:
 
     async def acknowledge_trained(self, stream_ids: Sequence[str]) -> int:
         """Settle entries whose gradient is durable; returns how many were still pending."""
-        return await self._settle_as("", stream_ids)
+        return await self._settle_as("", dict.fromkeys(stream_ids, ""))
 
-    async def acknowledge_dropped(self, cause: str, stream_ids: Sequence[str]) -> int:
-        """Settle entries that will never be trained, counted under `cause`."""
+    async def acknowledge_dropped(self, cause: str, stream_ids: Sequence[str] | Mapping[str, str]) -> int:
+        """Settle entries that will never be trained, counted under `cause`.
+
+        Where they are given with the reason of each, they become dead letters.
+        """
         if not cause:
             raise ValueError("a drop needs a cause")
-        return await self._settle_as(cause, stream_ids)
+        reasons = stream_ids if isinstance(stream_ids, Mapping) else dict.fromkeys(stream_ids, "")
+        return await self._settle_as(cause, reasons)
 
-    async def _settle_as(self, cause: str, stream_ids: Sequence[str]) -> int:
-        if not stream_ids:
+    async def _settle_as(self, cause: str, reasons: Mapping[str, str]) -> int:
+        if not reasons:
             return 0
-        keys = [self._keys.stream, self._keys.accounts, self._keys.dropped]
-        return int(await self._settle(keys=keys, args=[cause, *stream_ids]))
+        keys = [self._keys.stream, self._keys.accounts, self._keys.dropped, self._keys.dead]
+        arguments: list[str | int] = [cause, KEPT, LARGEST]
+        for stream_id, why in reasons.items():
+            arguments += [stream_id, why]
+        return int(await self._settle(keys=keys, args=arguments))
 
     async def pending(self) -> int:
         """Entries delivered and not yet settled."""

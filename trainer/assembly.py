@@ -19,6 +19,7 @@ from services.redis_client import connect
 from services.run_folder import RunFolder
 from services.settings import RunSettings
 from services.stream import TrajectoryReader
+from services.vocabulary import vocabulary_digest
 from services.waits import WaitBoard
 from services.wire.errors import UsageError
 from trainer.background import Background
@@ -26,6 +27,7 @@ from trainer.intake import Intake
 from trainer.interrupt import Interrupt
 from trainer.learner import Learner
 from trainer.loop import Identity, TrainingLoop
+from trainer.roles import Roles, make_roles
 from trainer.run_records import RunRecords, read_metrics
 from trainer.screening import Screen
 from trainer.step_log import StepLog
@@ -70,21 +72,27 @@ class Assembly:
         self.ledger = Ledger(self.redis, arguments.run_id)
         self.reader = self._open_reader()
 
-    def learner(self) -> Learner:
-        settings, folder = self.arguments.settings.trainer, self.arguments.model
+    def roles(self) -> Roles:
         # The folder holds the run's first policy, also when the trainer is restarted in the middle.
-        reference = load_policy(folder).eval().requires_grad_(False) if settings.loss.kl else None
-        return Learner(load_policy(folder), settings, BASE_VERSION, reference)
+        return make_roles(lambda: load_policy(self.arguments.model), self.arguments.settings, BASE_VERSION)
 
-    def loop(self, identity: Identity, learner: Learner, log: StepLog, interrupt: Interrupt) -> TrainingLoop:
+    def loop(self, identity: Identity, roles: Roles, log: StepLog, interrupt: Interrupt) -> TrainingLoop:
+        learner = roles.learner
         settings, config = self.arguments.settings, learner.model.config
-        screen = Screen(self.arguments.run_id, int(config.vocab_size), int(config.max_position_embeddings))
-        intake = Intake(self._open_reader, self.ledger, screen, lambda: learner.version, SIBLINGS_LAG_S)
+        tokenizer = self._tokenizer()
+        screen = Screen(
+            self.arguments.run_id,
+            int(config.vocab_size),
+            int(config.max_position_embeddings),
+            vocabulary_digest(tokenizer.get_vocab()),
+        )
+        smallest = settings.rollout.min_group_size
+        intake = Intake(self._open_reader, self.ledger, screen, lambda: learner.version, SIBLINGS_LAG_S, smallest)
         padding = config.pad_token_id
         return TrainingLoop(
             identity=identity,
             settings=settings,
-            learner=learner,
+            roles=roles,
             padding=0 if padding is None else int(padding),
             checkpoints=self.folder.checkpoints,
             background=self.background,
@@ -92,7 +100,7 @@ class Assembly:
             reader=self.reader,
             updates=self._updates(learner),
             log=log,
-            records=self._records(),
+            records=self._records(tokenizer),
             sign=WaitSign(WaitBoard(self.redis, self.arguments.run_id, "trainer"), self.background),
             interrupt=interrupt,
             journal=self._stack.enter_context(ThreadPoolExecutor(1, "step-log")),
@@ -127,14 +135,16 @@ class Assembly:
         committed = max((line.commits for line in lines), default=0)
         return WeightUpdates(publisher, bus, self.background, settle_s, committed)
 
-    def _records(self) -> RunRecords:
+    def _tokenizer(self) -> Tokenizer:
         path = self.arguments.model / "tokenizer.json"
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            return Tokenizer.from_file(str(path))
         except Exception as error:  # The tokenizers library raises bare Exceptions.
             raise UsageError(
                 f"{path} is no tokenizer ({error})", "give --model a folder with a tokenizer.json"
             ) from error
+
+    def _records(self, tokenizer: Tokenizer) -> RunRecords:
         records = RunRecords(self.folder.metrics, self.folder.samples, tokenizer)
         self._stack.callback(records.close)
         return records

@@ -2,7 +2,8 @@
 
     Redis ──read──► screen ──► GroupAssembler ──take──► training thread
                       │              │
-                      └── rejected ──┴── spoiled ──► settled as drops, counted by cause; admission makes up for the group
+                      └── rejected ──┴── spoiled ──► settled as drops, counted by cause, kept as dead letters;
+                                                     admission makes up for the group
 
 What was read is kept here until it is settled, so an entry that comes twice (a lost reply, a sweep) is taken once.
 """
@@ -24,7 +25,8 @@ from services.policies.batching import Drop, DropCause, Group, GroupAssembler, M
 from services.stream import StreamEntry, TrajectoryReader
 from services.wire.errors import DeadlineError
 from services.wire.trajectory import Trajectory
-from trainer.screening import Rejected, Screen
+from trainer.arrivals import Arrivals
+from trainer.screening import Rejected, Screen, group_of
 
 _READ = 512
 _BLOCK_MS = 500
@@ -42,7 +44,7 @@ _log = structlog.get_logger()
 
 class Intake:
     """`version`: the newest policy version that exists. `expire_after_s`: how long siblings may lag before their server is
-    asked for.
+    asked for. `smallest`: siblings that a group is trained with at the least, where others of it are lost.
 
     `run` lives on the background loop; `take` is for the training thread.
     """
@@ -54,12 +56,13 @@ class Intake:
         screen: Screen,
         version: Callable[[], int],
         expire_after_s: float,
+        smallest: int = 2,
     ) -> None:
         self._open_reader = open_reader
         self._reader = open_reader()
         self._ledger, self._screen, self._version = ledger, screen, version
         self._expire_after_s = expire_after_s
-        self._assembler: GroupAssembler[Trajectory] = GroupAssembler()
+        self._assembler: GroupAssembler[Trajectory] = GroupAssembler(smallest)
         self._known: set[str] = set()
         self._changed = threading.Condition()
         self._lost: set[str] = set()
@@ -68,7 +71,9 @@ class Intake:
         self._waiting_since: float | None = None
         self._trouble: str | None = None
         self._rejections = 0
-        self._busy_s = 0.0
+        self._owed = Verdict()
+        """Drops that are not settled yet."""
+        self._arrivals = Arrivals()
 
     async def run(self, trained_before: Collection[str] = ()) -> None:
         """Read until cancelled. `trained_before`: entries that the step log holds; they are settled as trained on sight."""
@@ -78,7 +83,7 @@ class Intake:
         while True:
             try:
                 entries = await self._reader.read(_READ, _BLOCK_MS)
-                await self._ingest(entries, trained)
+                await self._ingest(entries, trained, caught_up=self._reader.caught_up)
                 waiting_since = self._waiting_since
                 if waiting_since is not None and time.monotonic() - max(waiting_since, swept) > _SWEEP_AFTER_S:
                     swept = time.monotonic()
@@ -126,10 +131,11 @@ class Intake:
             finally:
                 self._waiting_since = None
 
-    def take_busy_s(self) -> float:
-        """Seconds spent on entries (not on waiting for them) since this was last asked."""
-        busy, self._busy_s = self._busy_s, 0.0
-        return busy
+    def take_arrivals(self) -> Arrivals:
+        """What came since this was last asked."""
+        with self._changed:
+            arrivals, self._arrivals = self._arrivals, Arrivals()
+        return arrivals
 
     def forget(self, entries: Collection[str]) -> None:
         """Entries that are settled now and cannot come again."""
@@ -141,7 +147,7 @@ class Intake:
         started = time.perf_counter()
         await self._reader.acknowledge_trained(entries)
         self.forget(entries)
-        self._busy_s += time.perf_counter() - started
+        self._count_work(started)
 
     async def drain(self) -> int:
         """After the run has concluded (and `run` has been cancelled): drop all that is left; returns how many."""
@@ -153,54 +159,72 @@ class Intake:
             dropped += await reader.acknowledge_dropped(DropCause.RUN_CONCLUDED, ids)
         return dropped
 
-    async def _ingest(self, entries: Sequence[StreamEntry], trained: Collection[str]) -> None:
+    async def _ingest(self, entries: Sequence[StreamEntry], trained: Collection[str], *, caught_up: bool) -> None:
+        """`caught_up`: nothing that was written before these were read is yet to come."""
         started = time.perf_counter()
-        verdict, settled_before = Verdict(), []
+        verdict, settled_before = Verdict(), list[StreamEntry]()
         newest, now = self._version(), time.monotonic()
         judged: list[Member[Trajectory] | Rejected] = []
         for entry in entries:
             if entry.stream_id in trained:
-                settled_before.append(entry.stream_id)
+                settled_before.append(entry)
             elif entry.stream_id not in self._known:
                 judged.append(self._screen.judge(entry, newest))
         with self._changed:
+            # A sibling that an earlier life's batch went without is not the first of a new group.
+            self._assembler.settle(group for group in map(group_of, settled_before) if group is not None)
             for item in judged:
                 self._known.add(item.entry)
-                _extend(verdict, self._assembler.add(item, now) if isinstance(item, Member) else self._reject(item))
-            if len(entries) < _READ:
+                _extend(verdict, self._take_up(item, now) if isinstance(item, Member) else self._reject(item))
+            if caught_up:
                 _extend(verdict, self._assembler.expire(self._lost))
             overdue = self._assembler.overdue(now - self._expire_after_s)
-            if judged:
-                self._changed.notify_all()
+            self._arrivals.dropped.update(str(drop.cause) for drop in verdict.drops)
+            self._changed.notify_all()
+        for group in verdict.spoiled:
+            _log.warning("group will never be trained", group=group)
+        _extend(self._owed, verdict)
         # Siblings end when their agents do. Only a group that its server has closed is waited for in vain; whether it
         # has is asked before the next read, so that siblings written last are not overlooked.
         if now - self._asked_at >= _ASK_EVERY_S or not overdue:
             self._asked_at = now
             self._lost = set(overdue) - await self._ledger.still_open(overdue)
         if settled_before:
-            await self._reader.acknowledge_trained(settled_before)
-        await self._drop(verdict)
-        self._busy_s += time.perf_counter() - started
+            await self._reader.acknowledge_trained([entry.stream_id for entry in settled_before])
+        await self._settle_drops()
+        self._count_work(started)
+
+    def _count_work(self, started: float) -> None:
+        with self._changed:
+            self._arrivals.busy_s += time.perf_counter() - started
+
+    def _take_up(self, member: Member[Trajectory], now: float) -> Verdict:
+        self._arrivals.trajectories += 1
+        self._arrivals.tokens += member.payload.sampled_tokens()
+        return self._assembler.add(member, now)
 
     def _reject(self, rejected: Rejected) -> Verdict:
         self._rejections += 1
         if self._rejections <= 10 or self._rejections % 100 == 0:
             _log.warning("trajectory dropped", cause=str(rejected.cause), why=rejected.why, entry=rejected.entry)
-        verdict = self._assembler.spoil(rejected.group) if rejected.group is not None else Verdict()
-        verdict.drops.append(Drop(rejected.entry, rejected.cause))
+        verdict = Verdict()
+        if rejected.group is not None:
+            verdict = self._assembler.spoil(rejected.group, why=rejected.why)
+        verdict.drops.append(Drop(rejected.entry, rejected.cause, rejected.why))
         return verdict
 
-    async def _drop(self, verdict: Verdict) -> None:
+    async def _settle_drops(self) -> None:
+        """Where Redis fails in the middle, all of it is done once more: neither call counts anything twice."""
         # The group first: once its entries are settled, the successor of a trainer that dies here would not hear of it.
-        for group in verdict.spoiled:
-            _log.warning("group will never be trained", group=group)
+        for group in self._owed.spoiled:
             await self._ledger.drop_group(group)
-        by_cause: dict[DropCause, list[str]] = defaultdict(list)
-        for drop in verdict.drops:
-            by_cause[drop.cause].append(drop.entry)
-        for cause, entries in by_cause.items():
-            await self._reader.acknowledge_dropped(cause, entries)
-            self.forget(entries)
+        by_cause: dict[DropCause, dict[str, str]] = defaultdict(dict)
+        for drop in self._owed.drops:
+            by_cause[drop.cause][drop.entry] = drop.why
+        for cause, reasons in by_cause.items():
+            await self._reader.acknowledge_dropped(cause, reasons)
+            self.forget(reasons)
+        self._owed = Verdict()
 
     async def _sweep(self, trained: Collection[str]) -> None:
         """Read again what was delivered and never settled: the reply to a read may have been lost with its connection."""
@@ -208,7 +232,7 @@ class Intake:
             return
         reader = self._open_reader()
         entries = await reader.read(_READ, 1)
-        await self._ingest(entries, trained)
+        await self._ingest(entries, trained, caught_up=False)
 
     def _missing(self, groups: int) -> str:
         if self._trouble is not None:

@@ -19,8 +19,10 @@ from services.policies.batching import Group
 from services.settings import RunSettings
 from services.stream import TrajectoryReader
 from services.wire.trajectory import Trajectory
+from trainer.arrivals import Arrivals
 from trainer.background import Background
 from trainer.checkpoint import Snapshot, save, snapshot, versions
+from trainer.critic import ValueStatistics
 from trainer.folders import writing
 from trainer.intake import Intake
 from trainer.interrupt import Interrupt
@@ -28,6 +30,7 @@ from trainer.learner import Learner
 from trainer.metrics import StepMetrics, StepTimes, outcome, step_metrics
 from trainer.packing import pack
 from trainer.rows import rows_of
+from trainer.roles import Roles
 from trainer.run_records import RunRecords
 from trainer.step_log import StepLog, StepRecord
 from trainer.wait_sign import WaitSign
@@ -50,7 +53,7 @@ class TrainingLoop:
 
     identity: Identity
     settings: RunSettings
-    learner: Learner
+    roles: Roles
     padding: int
     checkpoints: Path
     background: Background
@@ -66,6 +69,10 @@ class TrainingLoop:
     files: ThreadPoolExecutor
     """One thread: metrics, samples and checkpoints."""
     _settling: list[Future[None]] = field(default_factory=list)
+
+    @property
+    def learner(self) -> Learner:
+        return self.roles.learner
 
     def run(self) -> bool:
         """Train until `settings.steps`; False when an interrupt came first."""
@@ -90,7 +97,7 @@ class TrainingLoop:
 
     def checkpoint(self) -> Future[Path]:
         """Write a checkpoint of the present version, in the background."""
-        taken = snapshot(self.learner, self.identity.run_id, self.identity.fingerprint)
+        taken = snapshot(self.roles, self.identity.run_id, self.identity.fingerprint)
         saved = self.files.submit(self._save, taken)
         self.background.watch(saved, "checkpoint")
         self.background.spawn(self._trim_after(saved), "trim")
@@ -136,12 +143,19 @@ class TrainingLoop:
         self, groups: Sequence[Group[Trajectory]], started: float, taken: float
     ) -> Callable[[float], StepMetrics]:
         rate = self.learner.learning_rate(self.learner.version)
-        rows, tally = rows_of(groups, self.learner.version, self.settings.k)
+        crediting, critic = self.roles.crediting, self.roles.critic
+        credits, credited = crediting.of(groups)
+        rows, tally = rows_of(
+            groups, self.learner.version, self.settings.k, credits, skip_idle=self.roles.skips_idle
+        )
         packed = pack(rows, tally, self.settings.trainer.micro_batch, self.padding, device=self.learner.model.device)
         ready = time.perf_counter()
         statistics = self.learner.step(packed)
+        valued = ValueStatistics() if critic is None else critic.step(packed)
+        crediting.learn(groups)
 
         def finished(trained: float) -> StepMetrics:
+            arrivals = self.intake.take_arrivals()
             return step_metrics(
                 version=self.learner.version,
                 now=time.time(),
@@ -150,14 +164,17 @@ class TrainingLoop:
                 rows_trained=sum(len(micro.input_ids) for micro in packed.micro_batches),
                 learning_rate=rate,
                 statistics=statistics,
-                times=self._times(started, taken, ready, trained),
+                credited=credited,
+                valued=valued,
+                times=self._times(started, taken, ready, trained, arrivals),
+                arrivals=arrivals,
                 commits=self.updates.committed,
                 update=self.updates.newest_state,
             )
 
         return finished
 
-    def _times(self, started: float, taken: float, ready: float, trained: float) -> StepTimes:
+    def _times(self, started: float, taken: float, ready: float, trained: float, arrivals: Arrivals) -> StepTimes:
         now, update = time.perf_counter(), self.updates.newest
         engines = update.engines if update is not None else []
         return StepTimes(
@@ -166,7 +183,7 @@ class TrainingLoop:
             train_ms=(trained - ready) * 1e3,
             publish_ms=(now - trained) * 1e3,
             step_ms=(now - started) * 1e3,
-            stream_ms=self.intake.take_busy_s() * 1e3,
+            stream_ms=arrivals.busy_s * 1e3,
             http_ms=self.updates.call_overhead_ms,
             commit_ms=(update and update.publish_to_commit_ms) or 0.0,
             stage_ms=max((engine.stage_ms for engine in engines), default=0.0),

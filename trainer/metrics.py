@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.policies.batching import Group
+from services.policies.lengths import Lengths
 from services.wire.trajectory import Trajectory
+from trainer.arrivals import Arrivals
+from trainer.crediting import CreditStatistics
+from trainer.critic import ValueStatistics
 from trainer.step_sums import TokenStatistics
 from trainer.window import StalenessTally
 
@@ -22,6 +27,10 @@ class BatchOutcome:
     """Mean of the reward component `success`; of `reward > 0` where an environment has none."""
     response_length: float
     """Mean number of sampled tokens a trajectory."""
+    response_lengths: dict[str, int]
+    """How many trajectories drew so many tokens, by bucket (`services.policies.lengths`)."""
+    lost_siblings: int
+    """Trajectories that its groups are trained without: they expired, were aborted, or their agents failed."""
     mixed_segments: int
     """Segments in which a weight commit fell between two sampled tokens of one answer or of two turns."""
     first_opened_at: float
@@ -51,8 +60,11 @@ class StepTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMetrics(TokenStatistics, BatchOutcome, StepTimes):
+class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutcome, StepTimes):
     """`step` counts from 1; `version` is the policy version that it made. It consumed tokens for `version − 1`.
+
+    Since the line before, `arrived` trajectories fit to be trained came of the stream, with `arrived_length` sampled tokens
+    in the mean (0 where none came), and `dropped` ones will never be trained, by cause.
 
     `tokens`: fresh sampled tokens, the loss's denominator; `masked_tokens`: those over K. `rows_trained`: segments that
     gave a gradient. `update_version`, `update_state`: the weight update that settled last before this line. `commits`:
@@ -72,6 +84,9 @@ class StepMetrics(TokenStatistics, BatchOutcome, StepTimes):
     staleness_histogram: dict[str, int]
     masked_tokens: int
     masked_fraction: float
+    arrived: int
+    arrived_length: float
+    dropped: dict[str, int]
     learning_rate: float
     commits: int
     update_version: int | None
@@ -81,12 +96,16 @@ class StepMetrics(TokenStatistics, BatchOutcome, StepTimes):
 def outcome(groups: Sequence[Group[Trajectory]]) -> BatchOutcome:
     trajectories = [member.payload for group in groups for member in group.members]
     count = len(trajectories)
+    drawn = [trajectory.sampled_tokens() for trajectory in trajectories]
+    lengths = Lengths.of(Counter(drawn))
     return BatchOutcome(
         groups=len(groups),
         trajectories=count,
         reward=sum(trajectory.reward for trajectory in trajectories) / count,
         success=sum(_success(trajectory) for trajectory in trajectories) / count,
-        response_length=sum(trajectory.sampled_tokens() for trajectory in trajectories) / count,
+        response_length=sum(drawn) / count,
+        response_lengths={str(bucket): count for bucket, count in sorted(lengths.buckets.items())},
+        lost_siblings=sum(group.lost for group in groups),
         mixed_segments=sum(
             len({span.version for span in segment.version_spans}) > 1
             for trajectory in trajectories
@@ -105,13 +124,18 @@ def step_metrics(
     rows_trained: int,
     learning_rate: float,
     statistics: TokenStatistics,
+    credited: CreditStatistics,
+    valued: ValueStatistics,
     times: StepTimes,
+    arrivals: Arrivals,
     commits: int,
     update: tuple[int, str] | None,
 ) -> StepMetrics:
     return StepMetrics(
         **vars(batch),
         **vars(statistics),
+        **vars(credited),
+        **vars(valued),
         **vars(times),
         step=version,
         version=version,
@@ -124,6 +148,9 @@ def step_metrics(
         staleness_histogram={str(age): count for age, count in sorted(tally.histogram.items())},
         masked_tokens=tally.masked,
         masked_fraction=tally.masked_fraction,
+        arrived=arrivals.trajectories,
+        arrived_length=arrivals.tokens / max(1, arrivals.trajectories),
+        dropped=dict(sorted(arrivals.dropped.items())),
         learning_rate=learning_rate,
         commits=commits,
         update_version=None if update is None else update[0],

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from services.policies.lengths import Lengths, distance
 from trainer.folders import writing
 from trainer.metrics import StepMetrics
+
+
+class LengthReport(msgspec.Struct, frozen=True):
+    """A distribution of sampled tokens an episode; `buckets` are named by their least length."""
+
+    episodes: int
+    mean: float | None
+    buckets: dict[str, int]
 
 
 class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +52,15 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
     success_last: float | None
     length_first: float | None
     length_last: float | None
+    lengths_generated: LengthReport
+    """Of all sessions that were published or given up: what a session that expired had drawn by then counts."""
+    lengths_trained: LengthReport
+    length_distance: float | None
+    """Between the two (`services.policies.lengths.distance`): 0 where what is trained is what was drawn."""
+    lost_siblings: int
+    """Trajectories that groups were trained without."""
+    dropped: dict[str, int]
+    """Published trajectories that were never trained, by cause."""
 
 
 def make_report(
@@ -53,12 +72,15 @@ def make_report(
     digest_match: bool,
     root_digest: str | None,
     commits: int,
+    generated: Lengths,
+    dropped: Mapping[str, int],
 ) -> TrainerReport:
     tokens = sum(line.tokens for line in lines)
     masked = sum(line.masked_tokens for line in lines)
     gaps = [(line.logprob_gap_mean, line.gap_tokens) for line in lines]
     measured = [(gap, count) for gap, count in gaps if gap is not None]
     largest = [line.logprob_gap_max for line in lines if line.logprob_gap_max is not None]
+    trained = trained_lengths(lines)
     first, last = (lines[0] if lines else None), (lines[-1] if lines else None)
     return TrainerReport(
         run_id=run_id,
@@ -85,7 +107,25 @@ def make_report(
         success_last=None if last is None else last.success,
         length_first=None if first is None else first.response_length,
         length_last=None if last is None else last.response_length,
+        lengths_generated=_report(generated),
+        lengths_trained=_report(trained),
+        length_distance=distance(generated, trained),
+        lost_siblings=sum(line.lost_siblings for line in lines),
+        dropped=dict(dropped),
     )
+
+
+def trained_lengths(lines: Sequence[StepMetrics]) -> Lengths:
+    """Of all that was trained."""
+    buckets: Counter[int] = Counter()
+    for line in lines:
+        buckets.update({int(bucket): count for bucket, count in line.response_lengths.items()})
+    return Lengths(buckets, sum(round(line.response_length * line.trajectories) for line in lines))
+
+
+def _report(lengths: Lengths) -> LengthReport:
+    buckets = {str(bucket): count for bucket, count in sorted(lengths.buckets.items())}
+    return LengthReport(lengths.count, lengths.mean, buckets)
 
 
 def write_report(path: Path, report: TrainerReport) -> None:

@@ -19,6 +19,7 @@ from trainer import checkpoint
 from trainer.assembly import CALL_DEADLINE_S, Assembly, TrainerArguments
 from trainer.background import Background
 from trainer.folders import writing
+from trainer.formula import describe
 from trainer.interrupt import Interrupt
 from trainer.loop import Identity, TrainingLoop
 from trainer.plots import plot_curves
@@ -58,10 +59,11 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
         closing(StepLog(assembly.folder.checkpoints / "steps.jsonl", identity.run_id, identity.fingerprint))
     )
     wait_for_model_blocking(arguments.model, MODEL_DEADLINE_S)
-    learner = assembly.learner()
-    _log.info("loss in force", formula=learner.objective.formula)
+    roles = assembly.roles()
+    learner = roles.learner
+    _log.info("loss in force", formula=describe(arguments.settings.trainer))
     background.call(assembly.ledger.begin(learner.version), "opening the ledger", CALL_DEADLINE_S)
-    loop = assembly.loop(identity, learner, log, interrupt)
+    loop = assembly.loop(identity, roles, log, interrupt)
     consumed = [entry for record in log.records for entry in record.entries]
     _come_back(loop)
     loop.sign.post(f"engines to serve version {learner.version}")
@@ -81,7 +83,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
 
 def _come_back(loop: TrainingLoop) -> None:
     """Bring the learner to the newest version that may ever have been announced."""
-    restored = checkpoint.restore_newest(loop.checkpoints, loop.learner, loop.identity.run_id)
+    restored = checkpoint.restore_newest(loop.checkpoints, loop.roles, loop.identity.run_id)
     replay = Replay.since(loop.learner.version, loop.log.records)
     if restored is not None or replay.records:
         _log.info("coming back", checkpoint=restored, steps_to_repeat=len(replay.records))
@@ -108,16 +110,21 @@ def _conclude(loop: TrainingLoop, assembly: Assembly) -> None:
 
 def _report(loop: TrainingLoop, assembly: Assembly, verified: VerifyView) -> None:
     lines = read_metrics(assembly.folder.metrics)
+    call = loop.background.call
+    generated = call(assembly.ledger.lengths(), "reading the lengths of answers", CALL_DEADLINE_S)
+    accounts = call(assembly.ledger.accounts(), "reading the run's accounts", CALL_DEADLINE_S)
     report = make_report(
         lines,
         run_id=loop.identity.run_id,
-        formula=loop.learner.objective.formula,
+        formula=describe(loop.settings.trainer),
         final_version=loop.learner.version,
         digest_match=verified.match and verified.version == loop.learner.version,
         root_digest=verified.root_digest,
         commits=loop.updates.committed,
+        generated=generated,
+        dropped=accounts.dropped,
     )
     with writing(loop.checkpoints):
         checkpoint.save_final(loop.checkpoints, loop.learner.model, assembly.arguments.model)
     write_report(assembly.folder.trainer_report, report)
-    plot_curves(lines, assembly.folder.curves)
+    plot_curves(lines, generated, assembly.folder.curves)

@@ -2,6 +2,8 @@
 
 entry ──decode──► trajectory ──► ours? ──► drawn from the whole distribution? ──► fits the model? ──► Member
   └──────────────────┴──────────────┴────────────────┴──────────────────────────────┴───────────────► Rejected(cause)
+
+One bad entry must not end a run, nor reach its loss: whatever bytes are in the stream, `judge` answers one of the two.
 """
 
 from __future__ import annotations
@@ -13,8 +15,21 @@ import msgspec
 from services.policies.batching import DropCause, Member
 from services.stream import StreamEntry
 from services.wire.errors import WireError
-from services.wire.packed import unpack_tokens
-from services.wire.trajectory import Trajectory, decode_trajectory
+from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
+from services.wire.trajectory import (
+    ContradictionError,
+    NotFiniteError,
+    Segment,
+    Trajectory,
+    decode_trajectory,
+)
+
+ABOVE_ZERO = 1e-3
+"""A logprob may be above 0 by rounding, not by more."""
+LARGEST_REWARD = 1e12
+"""Beyond, squares of differences between siblings lose what distinguishes them, or overflow."""
+
+Objection = tuple[DropCause, str]
 
 
 @dataclass(frozen=True)
@@ -36,18 +51,22 @@ _headers = msgspec.msgpack.Decoder(_Header)
 
 @dataclass(frozen=True)
 class Screen:
-    """`vocabulary`: token ids lie below it. `longest`: tokens a segment may have."""
+    """`vocabulary`: token ids lie below it. `longest`: tokens a segment may have. `tokenizer`: digest of the vocabulary.
+
+    A trajectory of which the writer knew no tokenizer is judged by its ids alone.
+    """
 
     run_id: str
     vocabulary: int
     longest: int
+    tokenizer: str = ""
 
     def judge(self, entry: StreamEntry, newest_version: int) -> Member[Trajectory] | Rejected:
         """`newest_version`: the newest policy version that exists; a token beyond it lies."""
         try:
             trajectory = decode_trajectory(entry.payload)
         except WireError as error:
-            return Rejected(entry.stream_id, DropCause.UNDECODABLE, str(error), _group_of(entry.payload))
+            return Rejected(entry.stream_id, _cause_of(error), str(error), group_of(entry))
         objection = self._objection(trajectory, newest_version)
         if objection is not None:
             cause, why = objection
@@ -61,30 +80,53 @@ class Screen:
             payload=trajectory,
         )
 
-    def _objection(self, trajectory: Trajectory, newest_version: int) -> tuple[DropCause, str] | None:
+    def _objection(self, trajectory: Trajectory, newest_version: int) -> Objection | None:
         if trajectory.run_id != self.run_id:
             return DropCause.FOREIGN_RUN, f"belongs to run {trajectory.run_id}"
+        if trajectory.tokenizer and self.tokenizer and trajectory.tokenizer != self.tokenizer:
+            what = f"is of vocabulary {trajectory.tokenizer} (server {trajectory.server_id})"
+            return DropCause.TOKENIZER, f"{what}, the trainer's is {self.tokenizer}"
+        if abs(trajectory.reward) > LARGEST_REWARD:
+            return DropCause.BAD_NUMBER, f"has a reward of {trajectory.reward:g}: as good as infinite"
+        if trajectory.sampled_tokens() == 0:
+            return DropCause.EMPTY, "has no sampled token"
         for sampling in trajectory.samplings:
             if not sampling.whole:
                 return DropCause.SAMPLING, f"was drawn with {sampling}: not from the whole distribution"
         if trajectory.group_size < 2:
             return DropCause.INCONSISTENT_GROUP, f"is of a group of {trajectory.group_size}"
         for segment in trajectory.segments:
-            tokens = unpack_tokens(segment.token_ids)
-            if len(tokens) > self.longest:
-                return DropCause.TOO_LONG, f"has a segment of {len(tokens)} tokens, the model takes {self.longest}"
-            if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocabulary):
-                return DropCause.UNKNOWN_TOKEN, f"has a token outside 0 … {self.vocabulary - 1}"
-            if segment.version_spans and segment.version_spans[0].start == 0:
-                return DropCause.INCONSISTENT_GROUP, "has a sampled token with nothing before it"
-            newest = max((span.version for span in segment.version_spans), default=0)
-            if newest > newest_version:
-                return DropCause.FUTURE_VERSION, f"has tokens of version {newest}, the trainer is at {newest_version}"
+            objection = self._of_segment(segment, newest_version)
+            if objection is not None:
+                return objection
+        return None
+
+    def _of_segment(self, segment: Segment, newest_version: int) -> Objection | None:
+        tokens = unpack_tokens(segment.token_ids)
+        if len(tokens) > self.longest:
+            return DropCause.TOO_LONG, f"has a segment of {len(tokens)} tokens, the model takes {self.longest}"
+        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocabulary):
+            return DropCause.UNKNOWN_TOKEN, f"has a token outside 0 … {self.vocabulary - 1}"
+        if segment.version_spans and segment.version_spans[0].start == 0:
+            return DropCause.MALFORMED, "has a sampled token with nothing before it"
+        newest = max((span.version for span in segment.version_spans), default=0)
+        if newest > newest_version:
+            return DropCause.FUTURE_VERSION, f"has tokens of version {newest}, the trainer is at {newest_version}"
+        logprobs = unpack_logprobs(segment.logprobs)[unpack_mask(segment.loss_mask) == 1]
+        if len(logprobs) and float(logprobs.max()) > ABOVE_ZERO:
+            return DropCause.BAD_NUMBER, f"has a logprob of {float(logprobs.max()):g}: no probability is above 1"
         return None
 
 
-def _group_of(payload: bytes) -> str | None:
+def group_of(entry: StreamEntry) -> str | None:
+    """The group that an entry says it is of; None where not even that can be read."""
     try:
-        return _headers.decode(payload).group_id
-    except (msgspec.DecodeError, msgspec.ValidationError):
+        return _headers.decode(entry.payload).group_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _cause_of(error: WireError) -> DropCause:
+    if isinstance(error, NotFiniteError):
+        return DropCause.BAD_NUMBER
+    return DropCause.MALFORMED if isinstance(error, ContradictionError) else DropCause.UNDECODABLE

@@ -1,12 +1,16 @@
 """Batching: trajectories into groups, groups into batches. Pure: the caller brings the clock.
 
     trajectory ──add──► partial group ──last sibling──► complete group ──take──► batch
-                              │                               (oldest opened first)
-                              └── a sibling can never be trained, or never comes ──► spoiled: all its siblings are dropped
+                              │                          ▲    (oldest opened first)
+                              ├── the rest never comes ──┤ enough came: complete without the rest
+                              │                          └ too few: all its siblings are dropped
+                              └── a sibling is unfit ──► spoiled: all its siblings are dropped
 
-Advantages compare siblings, so a group is trained whole or not at all. A batch takes the complete groups that were opened
-first; it does not wait for an older one that is still incomplete (a straggler would stop the run), so a straggler gets
-staler with each step that passes it, and the staleness window judges it token by token when it comes.
+Advantages compare siblings, so a group is trained in one step or not at all; where siblings expired or were given up, with
+those that finished, if they are at least `smallest`. A batch takes the complete groups that were opened first; it does not
+wait for an older one that is still incomplete (a straggler would stop the run), so a straggler gets staler with each step
+that passes it, and the staleness window judges it token by token when it comes. How far a run may pass its oldest group is
+admission's to say (`services.policies.admission`).
 """
 
 from __future__ import annotations
@@ -24,6 +28,15 @@ class DropCause(StrEnum):
     """Why a published trajectory is never trained; the ledger counts drops by these."""
 
     UNDECODABLE = "undecodable"
+    """No trajectory, or one of another schema."""
+    MALFORMED = "malformed"
+    """Its arrays, mask, spans or times contradict each other."""
+    BAD_NUMBER = "bad_number"
+    """A logprob, a reward or a time that cannot be one: no number, infinite, of a probability above 1."""
+    EMPTY = "empty"
+    """The policy drew nothing of it."""
+    TOKENIZER = "tokenizer"
+    """Its ids are of another vocabulary than the trainer's."""
     FOREIGN_RUN = "foreign_run"
     FUTURE_VERSION = "future_version"
     SAMPLING = "sampling"
@@ -32,11 +45,13 @@ class DropCause(StrEnum):
     TOO_LONG = "too_long"
     DUPLICATE = "duplicate"
     """A second trajectory of the same sibling, or one of a group that is settled."""
+    LATE = "late"
+    """Its group is trained without it: it was believed to be lost."""
     INCONSISTENT_GROUP = "inconsistent_group"
     SPOILED_GROUP = "spoiled_group"
     """Sound itself, but a sibling of it can never be trained."""
     INCOMPLETE_GROUP = "incomplete_group"
-    """Siblings of it did not come in time."""
+    """Siblings of it expired or were given up, and too few finished."""
     RUN_CONCLUDED = "run_concluded"
 
 
@@ -54,17 +69,25 @@ class Member(Generic[Payload]):
 
 @dataclass(frozen=True)
 class Group(Generic[Payload]):
-    """A complete group: `members` by index, 0 … group_size − 1."""
+    """A complete group: `members` in order of their index, all of 0 … group_size − 1 unless siblings of it were lost."""
 
     group: str
     ordinal: int
     members: list[Member[Payload]]
 
+    @property
+    def lost(self) -> int:
+        """Siblings that it is trained without."""
+        return self.members[0].group_size - len(self.members)
+
 
 @dataclass(frozen=True)
 class Drop:
+    """`why`: the cause in words."""
+
     entry: str
     cause: DropCause
+    why: str
 
 
 @dataclass(frozen=True)
@@ -97,10 +120,15 @@ class _Gathering(Generic[Payload]):
 class GroupAssembler(Generic[Payload]):
     """Assembles groups and hands out batches. Each entry leaves exactly once: in a batch, or as a drop.
 
-    `remember`: of how many settled groups the ids are kept, so that a late duplicate is known for one.
+    `smallest`: siblings that a group is trained with at the least, where others of it are lost. `remember`: of how many
+    settled groups the ids are kept, so that a late duplicate is known for one. Raises ValueError for `smallest` < 2: one
+    alone has nobody to be compared with.
     """
 
-    def __init__(self, remember: int = 65_536) -> None:
+    def __init__(self, smallest: int = 2, remember: int = 65_536) -> None:
+        if smallest < 2:
+            raise ValueError(f"a group of at least {smallest}: there must be two to compare")
+        self._smallest = smallest
         self._remember = remember
         self._partial: dict[str, _Gathering[Payload]] = {}
         self._complete: dict[str, Group[Payload]] = {}
@@ -113,28 +141,30 @@ class GroupAssembler(Generic[Payload]):
 
     def add(self, member: Member[Payload], now: float) -> Verdict:
         """Take up one trajectory at the time `now` (seconds on any clock that only goes forward)."""
-        late = self._settled.get(member.group)
-        if late is not None or member.group in self._complete:
-            return Verdict([Drop(member.entry, late or DropCause.DUPLICATE)])
+        late = self._settled.get(member.group) or self._complete_cause(member.group)
+        if late is not None:
+            return Verdict([Drop(member.entry, late, f"group {member.group} is settled")])
         gathering = self._partial.get(member.group)
         if gathering is None:
             gathering = _Gathering(member.ordinal, member.group_size, now)
             self._partial[member.group] = gathering
         agrees = (member.ordinal, member.group_size) == (gathering.ordinal, gathering.size)
         if not agrees or not 0 <= member.index < gathering.size:
-            verdict = self.spoil(member.group)
-            verdict.drops.append(Drop(member.entry, DropCause.INCONSISTENT_GROUP))
+            said = f"sibling {member.index} of {member.group_size} in group {member.group}, number {member.ordinal}"
+            why = f"{said}: others of it are of {gathering.size}, number {gathering.ordinal}"
+            verdict = self.spoil(member.group, why=why)
+            verdict.drops.append(Drop(member.entry, DropCause.INCONSISTENT_GROUP, why))
             return verdict
         if member.index in gathering.members:
-            return Verdict([Drop(member.entry, DropCause.DUPLICATE)])
+            first = gathering.members[member.index].entry
+            why = f"sibling {member.index} of group {member.group} came before, as {first}"
+            return Verdict([Drop(member.entry, DropCause.DUPLICATE, why)])
         gathering.members[member.index] = member
         if len(gathering.members) == gathering.size:
-            del self._partial[member.group]
-            members = [gathering.members[index] for index in range(gathering.size)]
-            self._complete[member.group] = Group(member.group, gathering.ordinal, members)
+            self._close(member.group)
         return Verdict()
 
-    def spoil(self, group: str, cause: DropCause = DropCause.SPOILED_GROUP) -> Verdict:
+    def spoil(self, group: str, cause: DropCause = DropCause.SPOILED_GROUP, why: str = "a sibling is unfit") -> Verdict:
         """A sibling of `group` can never be trained: drop those that came, and those that will come."""
         if group in self._settled:
             return Verdict()
@@ -142,17 +172,26 @@ class GroupAssembler(Generic[Payload]):
         complete = self._complete.pop(group, None)
         members = [*gathering.members.values()] if gathering else complete.members if complete else []
         self._settle(group, cause)
-        return Verdict([Drop(member.entry, cause) for member in members], [group])
+        return Verdict([Drop(member.entry, cause, f"group {group}: {why}") for member in members], [group])
 
     def overdue(self, before: float) -> list[str]:
         """The incomplete groups whose first sibling came before the time `before`."""
         return [group for group, gathering in self._partial.items() if gathering.since < before]
 
     def expire(self, groups: Iterable[str]) -> Verdict:
-        """Spoil those of `groups` that are still incomplete: the caller knows that nothing more comes of them."""
+        """Those of `groups` that are still incomplete stay so: the caller knows that nothing more comes of them.
+
+        With `smallest` siblings or more they are complete as they are, else they are dropped.
+        """
         verdict = Verdict()
         for group in [group for group in groups if group in self._partial]:
-            expired = self.spoil(group, DropCause.INCOMPLETE_GROUP)
+            gathering = self._partial[group]
+            have = len(gathering.members)
+            if have >= self._smallest:
+                self._close(group)
+                continue
+            why = f"{have} of {gathering.size} siblings finished, {self._smallest} are wanted"
+            expired = self.spoil(group, DropCause.INCOMPLETE_GROUP, why)
             verdict.drops += expired.drops
             verdict.spoiled += expired.spoiled
         return verdict
@@ -164,7 +203,7 @@ class GroupAssembler(Generic[Payload]):
         chosen = sorted(self._complete.values(), key=lambda group: (group.ordinal, group.group))[:groups]
         for group in chosen:
             del self._complete[group.group]
-            self._settle(group.group, DropCause.DUPLICATE)
+            self._settle(group.group, _late(group))
         return chosen
 
     def settle(self, groups: Iterable[str]) -> None:
@@ -189,7 +228,22 @@ class GroupAssembler(Generic[Payload]):
         gathering = self._partial.get(group)
         return next((member.payload for member in gathering.members.values()), None) if gathering else None
 
+    def _close(self, group: str) -> None:
+        gathering = self._partial.pop(group)
+        members = [gathering.members[index] for index in sorted(gathering.members)]
+        self._complete[group] = Group(group, gathering.ordinal, members)
+
+    def _complete_cause(self, group: str) -> DropCause | None:
+        """What one more trajectory of a complete group is dropped for; None where it is not complete."""
+        complete = self._complete.get(group)
+        return None if complete is None else _late(complete)
+
     def _settle(self, group: str, later: DropCause) -> None:
         self._settled[group] = later
         while len(self._settled) > self._remember:
             self._settled.popitem(last=False)
+
+
+def _late(group: Group[Payload]) -> DropCause:
+    """What one more trajectory of a group that is trained is dropped for."""
+    return DropCause.LATE if group.lost else DropCause.DUPLICATE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 
@@ -53,4 +55,4 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def whole(self) -> bool:
         """Tokens come from the plain softmax at `temperature` > 0: what a trainer can reproduce from token ids alone."""
-        return self.temperature > 0.0 and not self.cuts and not self.shifts
+        return 0.0 < self.temperature < math.inf and not self.cuts and not self.shifts

@@ -25,7 +25,7 @@ from services.wire.kv_policy import KvPolicy
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.sampling import SamplingParams
 
-TRAJECTORY_SCHEMA = 3
+TRAJECTORY_SCHEMA = 4
 
 BreakReason = Literal["template", "compaction", "retokenization", "tools_changed", "truncated", "branch"]
 """Why a context does not extend what was captured before it.
@@ -108,6 +108,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens were drawn: spans name one of these by its index."""
     task_id: str = ""
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
+    tokenizer: str = ""
+    """Digest of the vocabulary that its ids are of (`services.vocabulary`); empty where who wrote it has none."""
     server_id: str
     opened_at: float
     """Unix seconds."""
@@ -117,6 +119,18 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def sampled_tokens(self) -> int:
         """How many tokens of all segments were drawn by the policy."""
         return sum(span.length for segment in self.segments for span in segment.version_spans)
+
+
+class NotFiniteError(WireError):
+    """A logprob, a reward or a time of a trajectory is not a number, or infinite."""
+
+    code = "not_finite"
+
+
+class ContradictionError(WireError):
+    """The parts of a trajectory contradict each other."""
+
+    code = "contradiction"
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -129,10 +143,13 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def decode_trajectory(payload: bytes) -> Trajectory:
-    """Decode and check a stream entry. Raises WireError, naming what is wrong, for bytes no trainer should see."""
+    """Decode and check a stream entry. Raises WireError, naming what is wrong, for bytes no trainer should see.
+
+    It is a NotFiniteError or a ContradictionError where the bytes could be read.
+    """
     try:
         trajectory = _decoder.decode(payload)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"a stream entry of {len(payload)} bytes is no trajectory ({error})") from error
     check_trajectory(trajectory)
     return trajectory
@@ -143,34 +160,53 @@ def check_trajectory(trajectory: Trajectory) -> None:
     name = f"trajectory {trajectory.trajectory_id}"
     if trajectory.schema != TRAJECTORY_SCHEMA:
         raise WireError(f"{name} has schema {trajectory.schema}, this process reads {TRAJECTORY_SCHEMA}")
-    if not math.isfinite(trajectory.reward):
-        raise WireError(f"{name} has the reward {trajectory.reward}")
+    numbers = {"reward": trajectory.reward, "opened_at": trajectory.opened_at, "finished_at": trajectory.finished_at}
+    numbers |= {f"component {key!r}": value for key, value in trajectory.reward_components.items()}
+    numbers |= {f"reward of call {number}": span.reward for number, span in enumerate(trajectory.reward_spans)}
+    for what, number in numbers.items():
+        if not math.isfinite(number):
+            raise NotFiniteError(f"{name} has the {what} {number}")
     for index, segment in enumerate(trajectory.segments):
         _check_segment(f"{name}, segment {index}", segment, len(trajectory.samplings))
+    lengths = [len(segment.loss_mask) for segment in trajectory.segments]
+    for number, span in enumerate(trajectory.reward_spans):
+        length = lengths[span.segment] if 0 <= span.segment < len(lengths) else 0
+        if span.start < 0 or span.length <= 0 or span.start + span.length > length:
+            place = f"{span.length} tokens from {span.start} of segment {span.segment}"
+            raise ContradictionError(f"{name}: the reward of call {number} is for {place}, where there are {length}")
 
 
 def _check_segment(name: str, segment: Segment, samplings: int) -> None:
-    tokens, mask, logprobs = (
-        unpack_tokens(segment.token_ids),
-        unpack_mask(segment.loss_mask),
-        unpack_logprobs(segment.logprobs),
-    )
+    try:
+        tokens, mask, logprobs = (
+            unpack_tokens(segment.token_ids),
+            unpack_mask(segment.loss_mask),
+            unpack_logprobs(segment.logprobs),
+        )
+    except ValueError as error:
+        raise ContradictionError(f"{name}: an array ends in the middle of an element ({error})") from error
     if not len(tokens) == len(mask) == len(logprobs):
-        raise WireError(f"{name}: {len(tokens)} tokens, {len(mask)} mask elements, {len(logprobs)} logprobs")
-    if not bool(np.isfinite(logprobs).all()):
-        raise WireError(f"{name}: a logprob is not finite")
+        raise ContradictionError(f"{name}: {len(tokens)} tokens, {len(mask)} mask elements, {len(logprobs)} logprobs")
+    finite = np.isfinite(logprobs)
+    if not bool(finite.all()):
+        place = int(finite.argmin())
+        raise NotFiniteError(f"{name}: the logprob of token {place} is {logprobs[place]}, not finite")
     covered = np.zeros(len(tokens), dtype=np.uint8)
     previous_end = 0
     for span in segment.version_spans:
         end = span.start + span.length
         if span.start < previous_end or span.length <= 0 or end > len(tokens):
-            raise WireError(f"{name}: version span {_fields(span)} does not fit {len(tokens)} tokens in order")
+            raise ContradictionError(f"{name}: version span {_fields(span)} does not fit {len(tokens)} tokens in order")
         if not 0 <= span.sampling < samplings:
-            raise WireError(f"{name}: version span {_fields(span)} names sampling {span.sampling} of {samplings}")
+            what = f"names sampling {span.sampling} of {samplings}"
+            raise ContradictionError(f"{name}: version span {_fields(span)} {what}")
+        if span.version < 0:
+            raise ContradictionError(f"{name}: version span {_fields(span)} is of no version")
         covered[span.start : end] = 1
         previous_end = end
     if not bool((covered == mask).all()):
-        raise WireError(f"{name}: the version spans cover {int(covered.sum())} tokens, the mask {int(mask.sum())}")
+        what = f"the version spans cover {int(covered.sum())} tokens, the mask {int(mask.sum())}"
+        raise ContradictionError(f"{name}: {what}")
 
 
 def _fields(span: VersionSpan) -> tuple[int, int, int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.policies.batching import DropCause, GroupAssembler, Member
+from services.policies.batching import DropCause, GroupAssembler, Member, Verdict
 
 
 def member(group: str, index: int, *, ordinal: int = 0, size: int = 2, entry: str | None = None) -> Member[str]:
@@ -64,14 +65,41 @@ def test_siblings_that_disagree_spoil_their_group_once() -> None:
     assert later.spoiled == []
 
 
-def test_a_group_whose_siblings_never_come_expires_whole() -> None:
-    assembler: GroupAssembler[str] = GroupAssembler()
-    assembler.add(member("g", 0, size=3), now=5.0)
-    assembler.add(member("g", 1, size=3), now=9.0)
+def test_a_group_of_which_too_few_finished_is_dropped_whole() -> None:
+    assembler: GroupAssembler[str] = GroupAssembler(smallest=3)
+    assembler.add(member("g", 0, size=4), now=5.0)
+    assembler.add(member("g", 1, size=4), now=9.0)
     assert assembler.expire(assembler.overdue(5.0)).spoiled == []
     verdict = assembler.expire(assembler.overdue(5.1))
     assert (sorted(drop.entry for drop in verdict.drops), verdict.spoiled) == (["g/0", "g/1"], ["g"])
-    assert {drop.cause for drop in verdict.drops} == {DropCause.INCOMPLETE_GROUP}
+    assert {(drop.cause, drop.why) for drop in verdict.drops} == {
+        (DropCause.INCOMPLETE_GROUP, "group g: 2 of 4 siblings finished, 3 are wanted")
+    }
+    assert assembler.add(member("g", 2, size=4), now=9.5).drops[0].cause == DropCause.INCOMPLETE_GROUP
+
+
+def test_a_group_of_which_enough_finished_is_trained_with_those_and_in_its_turn() -> None:
+    assembler: GroupAssembler[str] = GroupAssembler(smallest=3)
+    for index in (3, 0, 1):
+        assembler.add(member("g", index, size=4, ordinal=1), now=5.0)
+    for index in (0, 1):
+        assembler.add(member("later", index, ordinal=2), now=5.0)
+    assert assembler.expire(["g", "unheard of"]) == Verdict()
+    late = assembler.add(member("g", 2, size=4, ordinal=1), now=9.0)
+    assert ([drop.cause for drop in late.drops], late.spoiled) == ([DropCause.LATE], [])
+    batch = assembler.take(2)
+    assert batch is not None
+    assert [(group.group, [one.index for one in group.members], group.lost) for group in batch] == [
+        ("g", [0, 1, 3], 1),
+        ("later", [0, 1], 0),
+    ]
+    assert assembler.add(member("g", 2, size=4, ordinal=1), now=9.0).drops[0].cause == DropCause.LATE
+    assert assembler.expire(["g"]) == Verdict()
+
+
+def test_nobody_is_trained_alone() -> None:
+    with pytest.raises(ValueError, match="two to compare"):
+        GroupAssembler(smallest=1)
 
 
 actions = st.lists(
@@ -88,7 +116,8 @@ actions = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(actions)
 def test_under_any_schedule_each_entry_leaves_exactly_once(schedule: list[tuple[str, int, int]]) -> None:
-    """Groups 0 … 3 have two siblings, 4 and 5 have three; indices may lie outside, repeat, come late."""
+    """Groups 0 … 3 have two siblings, 4 and 5 have three, of which two are enough; indices may lie outside, repeat, come
+    late."""
     assembler: GroupAssembler[str] = GroupAssembler()
     came: list[str] = []
     left: list[str] = []
@@ -109,7 +138,9 @@ def test_under_any_schedule_each_entry_leaves_exactly_once(schedule: list[tuple[
             assert batch is None or [one.ordinal for one in batch] == sorted(one.ordinal for one in batch)
             for one in batch or []:
                 trained.append(one.group)
-                assert [m.index for m in one.members] == list(range(one.members[0].group_size))
+                indices = [m.index for m in one.members]
+                assert indices == sorted(set(indices)) and 2 <= len(indices) <= one.members[0].group_size
+                assert one.lost == one.members[0].group_size - len(indices)
                 left += [m.entry for m in one.members]
             continue
         left += [drop.entry for drop in verdict.drops]

@@ -1,0 +1,120 @@
+"""Screening: whatever bytes lie in the stream, they are a sound trajectory or a cause, and never an exception."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.policies.batching import DropCause, Member
+from services.stream import StreamEntry
+from services.vocabulary import vocabulary_digest
+from services.wire.packed import pack_logprobs, pack_mask
+from services.wire.sampling import SamplingParams
+from services.wire.trajectory import RewardSpan, Segment, Trajectory, VersionSpan, encode_trajectory
+from tests.support.trajectories import a_rollout, a_segment
+from trainer.screening import Rejected, Screen, group_of
+
+VOCABULARY = vocabulary_digest({"a": 0, "b": 1})
+SCREEN = Screen("r", vocabulary=64, longest=32, tokenizer=VOCABULARY)
+SOUND = a_rollout([a_segment([5, 6], [7, 8], [-1.0, -2.0], [3, 3])], 1.0)
+_SEGMENT = SOUND.segments[0]
+
+
+def judged(trajectory: Trajectory, newest: int = 3) -> Member[Trajectory] | Rejected:
+    return SCREEN.judge(StreamEntry("1-0", encode_trajectory(trajectory)), newest)
+
+
+def segment(**changes: object) -> dict[str, list[Segment]]:
+    return {"segments": [msgspec.structs.replace(_SEGMENT, **changes)]}
+
+
+def test_a_sound_trajectory_is_a_member() -> None:
+    for tokenizer in ("", VOCABULARY):
+        member = judged(msgspec.structs.replace(SOUND, tokenizer=tokenizer))
+        assert isinstance(member, Member)
+        assert (member.group, member.index, member.group_size) == ("g0", 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("cause", "changes"),
+    [
+        (DropCause.BAD_NUMBER, segment(logprobs=pack_logprobs([0, 0, math.nan, -2]))),
+        (DropCause.BAD_NUMBER, segment(logprobs=pack_logprobs([0, 0, -math.inf, -2]))),
+        (DropCause.BAD_NUMBER, segment(logprobs=pack_logprobs([0, 0, 0.7, -2]))),
+        (DropCause.BAD_NUMBER, {"reward": math.nan}),
+        (DropCause.BAD_NUMBER, {"reward": -1e300}),
+        (DropCause.BAD_NUMBER, {"reward_components": {"success": math.inf}}),
+        (DropCause.BAD_NUMBER, {"reward_spans": [RewardSpan(0, 2, 1, math.nan)]}),
+        (DropCause.BAD_NUMBER, {"opened_at": math.nan}),
+        (DropCause.MALFORMED, segment(loss_mask=pack_mask([0, 0, 1, 1, 1]))),
+        (DropCause.MALFORMED, segment(loss_mask=pack_mask([0, 1, 1, 1]))),
+        (DropCause.MALFORMED, segment(loss_mask=pack_mask([0, 0, 1, 2]))),
+        (DropCause.MALFORMED, segment(token_ids=_SEGMENT.token_ids[:-1])),
+        (DropCause.MALFORMED, segment(version_spans=[VersionSpan(2, 9, 3)])),
+        (DropCause.MALFORMED, segment(version_spans=[VersionSpan(2, 2, -1)])),
+        (DropCause.MALFORMED, segment(version_spans=[VersionSpan(2, 2, 3, sampling=1)])),
+        (DropCause.MALFORMED, {"segments": [a_segment([], [7], [-1.0], [3])]}),
+        (DropCause.MALFORMED, {"reward_spans": [RewardSpan(0, 3, 5, 1.0)]}),
+        (DropCause.MALFORMED, {"reward_spans": [RewardSpan(1, 0, 1, 1.0)]}),
+        (DropCause.EMPTY, {"segments": []}),
+        (DropCause.EMPTY, {"segments": [a_segment([5, 6], [], [], [])]}),
+        (DropCause.INCONSISTENT_GROUP, {"group_size": 0}),
+        (DropCause.FUTURE_VERSION, {"segments": [a_segment([5], [6], [-1.0], [4])]}),
+        (DropCause.UNKNOWN_TOKEN, {"segments": [a_segment([5], [64], [-1.0], [3])]}),
+        (DropCause.TOO_LONG, {"segments": [a_segment([5] * 32, [6], [-1.0], [3])]}),
+        (DropCause.TOKENIZER, {"tokenizer": vocabulary_digest({"a": 1, "b": 0})}),
+        (DropCause.SAMPLING, {"samplings": [SamplingParams(max_tokens=4, top_p=0.9)]}),
+        (DropCause.SAMPLING, {"samplings": [SamplingParams(max_tokens=4, temperature=math.nan)]}),
+        (DropCause.SAMPLING, {"samplings": [SamplingParams(max_tokens=4, temperature=math.inf)]}),
+        (DropCause.FOREIGN_RUN, {"run_id": "another"}),
+        (DropCause.UNDECODABLE, {"schema": 99}),
+    ],
+)
+def test_what_cannot_be_trained_is_rejected_for_what_is_wrong(cause: DropCause, changes: dict[str, object]) -> None:
+    rejected = judged(msgspec.structs.replace(SOUND, **changes))
+    assert isinstance(rejected, Rejected)
+    assert (rejected.cause, rejected.group) == (cause, "g0")
+    assert "g0/0" in rejected.why
+
+
+def test_a_trainer_without_a_tokenizer_judges_by_ids() -> None:
+    entry = StreamEntry("1-0", encode_trajectory(msgspec.structs.replace(SOUND, tokenizer="another")))
+    assert isinstance(replace(SCREEN, tokenizer="").judge(entry, 3), Member)
+
+
+def test_a_vocabulary_is_its_tokens_with_their_ids() -> None:
+    assert vocabulary_digest({"b": 1, "a": 0}) == VOCABULARY
+    others = [{"a": 0}, {"a": 0, "b": 2}, {"a": 0, "b": 1, "c": 2}, {"ab": 0, "": 1}, {"a": 0, "\udc80": 1}]
+    assert len({VOCABULARY, *map(vocabulary_digest, others)}) == 6
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_any_bytes_are_judged(chance: object) -> None:
+    """A sound entry, mutilated: judged without an exception, and what is a member holds what training relies on."""
+    numbers = np.random.default_rng(chance.randrange(1 << 32))  # type: ignore[attr-defined]
+    payload = bytearray(encode_trajectory(SOUND))
+    for _ in range(numbers.integers(1, 6)):
+        place, width = int(numbers.integers(len(payload))), int(numbers.integers(0, 9))
+        payload[place : place + width * int(numbers.integers(2))] = numbers.bytes(int(numbers.integers(0, 9)))
+    entry = StreamEntry("1-0", bytes(payload))
+    verdict = SCREEN.judge(entry, 3)
+    if isinstance(verdict, Rejected):
+        assert verdict.why
+        return
+    assert verdict.payload.sampled_tokens() > 0
+    for part in verdict.payload.segments:
+        assert np.isfinite(np.frombuffer(part.logprobs, "<f4")).all()
+        assert max((span.version for span in part.version_spans), default=0) <= 3
+
+
+def test_a_group_is_read_from_as_little_as_there_is() -> None:
+    assert group_of(StreamEntry("1-0", msgspec.msgpack.encode({"group_id": "g7"}))) == "g7"
+    assert group_of(StreamEntry("1-0", b"\xff" * 40)) is None
+    assert group_of(StreamEntry("1-0", b"\x91" * 100_000)) is None
