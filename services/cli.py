@@ -19,6 +19,7 @@ COMMANDS = {
     "weights": Command("clients.weights_cli:app", "See and steer which weights engines serve"),
     "run-environment": Command("clients.cli:app", "Run an environment against rollout servers"),
     "demonstrations": Command("clients.demonstrations_cli:app", "Write demonstrations of a task for `sft`"),
+    "dead-letters": Command("services.dead_letters_cli:app", "Show trajectories that were dropped, and why"),
     "bench": Command("services.cli:BENCHES", "Measure a part of the mesh"),
 }
 
@@ -30,6 +31,7 @@ BENCHES = Dispatcher(
         "loop": Command("services.supervisor.bench_loop:app", "The whole loop beside TRL's GRPOTrainer"),
         "rollout": Command("rollout_server.bench.rollout:app", "The rollout server beside its engine and vllm serve"),
         "gateway": Command("rollout_server.bench.gateway:app", "The gateway beside bare engines, and servers killed"),
+        "staleness": Command("trainer.bench.staleness.cli:app", "Corrections on tokens that are K optimizer steps old"),
         "weights": Command("weight_bus.bench.weights:app", "Weight updates under load beside paused reloads"),
     },
 )
