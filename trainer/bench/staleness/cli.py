@@ -49,7 +49,7 @@ def staleness(
     say = Console(stderr=True, soft_wrap=True, highlight=False)
     load = os.getloadavg()
     # Ended as Ctrl-C ends it, so that nothing that was started stays behind.
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
         outcomes = asyncio.run(measure(asked, Path(scratch), out, say.print))
     table = finals(outcomes, GREEDY)
