@@ -24,6 +24,7 @@ from clients.play import Played, components
 from clients.repeating import ServerUnreachableError
 from clients.rollout import RolloutClient
 from services.wire.errors import NotFoundError, NotReadyError, RollmeshError
+from services.wire.reward_api import RewardFailedError
 from services.wire.rollout_api import FinishGroup, GroupOpened, SamplingBody
 from services.wire.session_api import FinishSession
 
@@ -142,9 +143,11 @@ async def _play(
 
 
 async def _guarded(environment: AgentEnvironment, problem: Problem, endpoint: AgentEndpoint) -> Ended:
-    """The agent, with whatever it may raise turned into EnvironmentFailedError."""
+    """The agent, with whatever it may raise turned into EnvironmentFailedError, but for a missing reward."""
     try:
         ended = await environment.play(problem, endpoint)
+    except RewardFailedError:
+        raise
     except (Exception, SystemExit) as error:
         raise EnvironmentFailedError(f"{environment.name}: {describe(error)}") from error
     except asyncio.CancelledError as error:

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from clients.agent import AgentEndpoint
-from clients.environment import Answer, Ended, Environment, Problem, Split
+from clients.environment import Answer, Ended, Environment, Judging, Problem, Split
 from services.wire.error_answer import typed_error
 from services.wire.errors import ContextLengthError, RollmeshError, WireError
 
@@ -60,6 +60,8 @@ class ChatEnvironment:
                 reply = episode.respond(answer)
                 if isinstance(reply, Ended):
                     return reply
+                if isinstance(reply, Judging):
+                    return await reply.judge()
                 messages += [message, {"role": "user", "content": reply.text}]
 
 

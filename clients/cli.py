@@ -39,18 +39,25 @@ def run_environment(
     evaluation_problems: Annotated[int, typer.Option(min=1, help="Held-out problems, before and after")] = 256,
     episode_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that an episode may take")] = 600.0,
     retries: Annotated[int, typer.Option(min=0, help="How often a problem is played again whose group was lost")] = 2,
+    rewards_url: Annotated[
+        str | None, typer.Option(envvar="ROLLMESH_REWARDS_URL", help="Reward service, for tasks that it judges")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Only see whether the task can be made; no server needed")
     ] = False,
 ) -> None:
     """Evaluate, play training groups until the run has concluded, evaluate again.
 
-    The agent key, where the servers ask for one, is read from ROLLMESH_AGENT_KEY.
+    Keys, where they are asked for, are read from ROLLMESH_AGENT_KEY and ROLLMESH_REWARDS_KEY.
     """
     from clients.environments import make_task
+    from clients.rewards import RewardsAddress
     from clients.runner import RunnerPlan, run_environment
 
-    made = make_task(task)
+    rewards = None
+    if rewards_url is not None:
+        rewards = RewardsAddress(rewards_url, os.environ.get("ROLLMESH_REWARDS_KEY") or None)
+    made = make_task(task, rewards)
     if check:
         _see_a_problem(made.environment, seed)
         return

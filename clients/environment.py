@@ -6,6 +6,7 @@ An existing agent that calls the policy itself is the other kind: `clients.agent
     environment.start(problem) ──► Episode                         one for each sibling of a group
       episode.first_turn ──► text for the policy                   appended to an empty session
       episode.respond(answer) ──► NextTurn(text) | Ended(reward)   the text is masked: the policy is not trained on it
+                                | Judging(judge)                   somebody else says the reward, in their own time
 
 All siblings of a group play the same problem, so that their rewards can be compared. Problems of the splits `train` and
 `held_out` are disjoint whatever the seed; each environment says in its docstring what is disjoint about them.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -65,13 +66,23 @@ class Ended:
     components: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
+@dataclass(frozen=True)
+class Judging:
+    """The episode is over, and what it was worth takes I/O to tell. `judge` is awaited once, by the runner.
+
+    It may raise: RewardFailedError where there is no reward. The group is lost then; it is never a reward of 0.
+    """
+
+    judge: Callable[[], Awaitable[Ended]] = field(compare=False)
+
+
 class Episode(Protocol):
     """One playing of one problem. It may hold state; it is used by one task at a time."""
 
     @property
     def first_turn(self) -> str: ...
 
-    def respond(self, answer: Answer) -> NextTurn | Ended: ...
+    def respond(self, answer: Answer) -> NextTurn | Ended | Judging: ...
 
 
 @runtime_checkable

@@ -54,7 +54,7 @@ async def evaluate_group(
     if isinstance(environment, AgentEnvironment):
         return await play_apart(client, environment, group, problems, sampling, limits)
     try:
-        return [*await _play_texts(client, environment, group, problems, limits, count_tokens=True)]
+        return [*await _play_texts(client, environment, group, problems, limits, evaluating=True)]
     except asyncio.CancelledError:
         await abort(client, group.session_ids)
         raise
@@ -69,10 +69,10 @@ async def _play_texts(
     problems: Sequence[Problem],
     limits: EpisodeLimits,
     *,
-    count_tokens: bool = False,
+    evaluating: bool = False,
 ) -> list[Played]:
     async with asyncio.timeout(limits.timeout_s):
-        played = await play_group(client, environment, group, problems, count_tokens=count_tokens)
+        played = await play_group(client, environment, group, problems, evaluating=evaluating)
         await client.finish_group(group.group_id, FinishGroup(rewards=[episode.as_reward() for episode in played]))
     return played
 

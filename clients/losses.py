@@ -17,9 +17,13 @@ from typing import Literal
 
 from clients.repeating import ServerUnreachableError
 from services.wire.errors import ContextLengthError, NotReadyError, RollmeshError
+from services.wire.reward_api import RewardFailedError
 
-Cause = Literal["environment", "timeout", "session", "server"]
-"""`environment`: its code or its agent raised. `session`: the server ended it. `server`: out of reach, or not ready."""
+Cause = Literal["environment", "timeout", "reward", "session", "server"]
+"""`environment`: its code or its agent raised. `reward`: none was to be had. `session`: the server ended it.
+
+`server`: out of reach, or not ready.
+"""
 
 LEAST_LOST_IN_A_ROW = 64
 """So many groups lost with none played end a run; more where more are in play at once, which one accident may take all."""
@@ -82,10 +86,12 @@ class Losses:
 
 
 def cause_of(error: Exception) -> Cause:
-    """Which of the four an error is that ended an episode or a group."""
+    """Which of them an error is that ended an episode or a group."""
     match error:
         case TimeoutError():
             return "timeout"
+        case RewardFailedError():
+            return "reward"
         case EnvironmentFailedError() | ContextLengthError() | ValueError():
             # A ValueError: a reward or a component is no finite number.
             return "environment"

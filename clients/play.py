@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from clients.environment import Answer, Ended, Environment, Episode, NextTurn, Problem
+import structlog
+
+from clients.environment import Answer, Ended, Environment, Episode, Judging, NextTurn, Problem
 from clients.losses import EnvironmentFailedError, describe
 from clients.rollout import RolloutClient
-from services.wire.errors import WireError
+from services.wire.errors import RollmeshError, WireError
+from services.wire.reward_api import RewardFailedError
 from services.wire.rollout_api import GroupOpened, SessionReward, TakeTurns, Turn
+
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -35,11 +41,12 @@ async def play_group(
     group: GroupOpened,
     problems: Sequence[Problem],
     *,
-    count_tokens: bool = False,
+    evaluating: bool = False,
 ) -> list[Played]:
     """Play `problems[i]` in session `i` until all episodes have ended; the caller finishes the group.
 
-    Raises EnvironmentFailedError when the environment's code raises.
+    `evaluating`: tokens are counted, and an episode without a reward counts as not solved, for nothing is trained on it.
+    Raises EnvironmentFailedError when the environment's code raises, RewardFailedError where a reward is missing.
     """
     episodes: dict[str, Episode] = {}
     turns: list[Turn] = []
@@ -48,8 +55,9 @@ async def play_group(
         turns.append(Turn(session_id=session, text=text))
     tokens = dict.fromkeys(episodes, 0)
     played: list[Played] = []
+    judging: dict[str, Judging] = {}
     while turns:
-        taken = await client.take_turns(group.group_id, TakeTurns(turns=turns, return_token_ids=count_tokens))
+        taken = await client.take_turns(group.group_id, TakeTurns(turns=turns, return_token_ids=evaluating))
         if len(taken.results) != len(turns):
             raise WireError(f"{client.url} answered {len(taken.results)} turns of {len(turns)}")
         turns = []
@@ -59,9 +67,38 @@ async def play_group(
             reply = _respond(episodes[session], Answer(text=result.text, complete=result.finish_reason == "stop"))
             if isinstance(reply, Ended):
                 played.append(Played(session, reply, tokens[session]))
+            elif isinstance(reply, Judging):
+                judging[session] = reply
             else:
                 turns.append(Turn(session_id=session, text=reply.text))
-    return played
+    judged = await _judge(judging, evaluating)
+    return [*played, *(Played(session, ended, tokens[session]) for session, ended in judged.items())]
+
+
+async def _judge(judging: Mapping[str, Judging], evaluating: bool) -> dict[str, Ended]:
+    """All at once: whoever judges can then take them together."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            ended = {
+                session: tasks.create_task(_judge_one(each, evaluating=evaluating)) for session, each in judging.items()
+            }
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
+    return {session: task.result() for session, task in ended.items()}
+
+
+async def _judge_one(judging: Judging, *, evaluating: bool) -> Ended:
+    try:
+        return await judging.judge()
+    except RewardFailedError as error:
+        if not evaluating:
+            raise
+        _log.warning("episode without a reward in an evaluation, counted as not solved", why=str(error))
+        return Ended(reward=0.0, success=False, components={"reward_failed": 1.0})
+    except RollmeshError:
+        raise
+    except Exception as error:
+        raise EnvironmentFailedError(f"an answer could not be judged: {describe(error)}") from error
 
 
 def _start(environment: Environment, problem: Problem) -> tuple[Episode, str]:
@@ -72,7 +109,7 @@ def _start(environment: Environment, problem: Problem) -> tuple[Episode, str]:
         raise EnvironmentFailedError(f"{environment.name} could not start an episode: {describe(error)}") from error
 
 
-def _respond(episode: Episode, answer: Answer) -> NextTurn | Ended:
+def _respond(episode: Episode, answer: Answer) -> NextTurn | Ended | Judging:
     try:
         return episode.respond(answer)
     except Exception as error:

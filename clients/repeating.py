@@ -21,7 +21,7 @@ class ServerUnreachableError(RollmeshError):
     code = "unreachable"
 
     def __init__(self, url: str, why: str, *, sent: bool) -> None:
-        super().__init__(f"{url} cannot be reached ({why})", "see whether the rollout server runs and is ready")
+        super().__init__(f"{url} cannot be reached ({why})", "see whether it runs and is ready")
         self.sent = sent
 
 

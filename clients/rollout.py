@@ -17,18 +17,10 @@ Error answers come back as the typed errors that the server raised; `clients.rep
 
 from __future__ import annotations
 
-import asyncio
 from types import TracebackType
 
-import aiohttp
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_delay
-from yarl import URL
-
 from clients import calls
-from clients.calls import AnswerT, Call
-from clients.repeating import ServerUnreachableError, first_pause_s, pause, worth_repeating
-from services.wire.error_answer import typed_error
-from services.wire.errors import RollmeshError
+from clients.transport import Transport
 from services.wire.rollout_api import (
     FinishGroup,
     GroupFinished,
@@ -51,9 +43,6 @@ from services.wire.session_api import (
     TrajectoryTokens,
 )
 
-# A server closes a connection that was idle for 5 s; ours must be given up before, or a call meets a closing one.
-_KEEP_ALIVE_S = 3.0
-
 
 class RolloutClient:
     """One server's rollout API. Use as an async context manager; any number of calls may be in flight."""
@@ -63,135 +52,79 @@ class RolloutClient:
 
         `patience_s` bounds the time spent on repeating one call.
         """
-        self.url = url.rstrip("/")
-        self._patience_s = patience_s
-        self._headers = headers(api_key)
-        self._session: aiohttp.ClientSession | None = None
+        self._transport = Transport(url, api_key=api_key, patience_s=patience_s)
+        self.url = self._transport.url
 
     async def __aenter__(self) -> RolloutClient:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
-        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=False)
+        await self._transport.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._transport.__aexit__(kind, error, trace)
 
     async def open_group(self, body: OpenGroup) -> GroupOpened:
         """Open a group, held by the server up to `body.wait_s` for admission.
 
         Raises ConcludedError when the run is over, CapacityError when admission stayed closed throughout.
         """
-        return await self._call(calls.open_group(body))
+        return await self._transport.call(calls.open_group(body))
 
     async def take_turns(self, group_id: str, body: TakeTurns) -> TurnsTaken:
         """Extend sessions and let the policy speak in each. Never repeated once sent: a turn is taken once."""
-        return await self._call(calls.take_turns(group_id, body))
+        return await self._transport.call(calls.take_turns(group_id, body))
 
     async def finish_group(self, group_id: str, body: FinishGroup) -> GroupFinished:
         """Hand in the rewards; the trajectories are published exactly once, however often this is repeated."""
-        return await self._call(calls.finish_group(group_id, body))
+        return await self._transport.call(calls.finish_group(group_id, body))
 
     async def group_state(self, group_id: str) -> GroupState:
         """Which siblings of a group have finished, and which are missing."""
-        return await self._call(calls.group_state(group_id))
+        return await self._transport.call(calls.group_state(group_id))
 
     async def run_state(self, patience_s: float | None = None) -> RunState:
         """How far the run is. `patience_s` overrides the client's, for waiting until a server has started."""
-        return await self._call(calls.run_state(), patience_s)
+        return await self._transport.call(calls.run_state(), patience_s)
 
     async def open_session(self, body: OpenSession) -> SessionOpened:
         """Open a session, held by the server up to `body.wait_s` for admission; repeated calls open it once.
 
         Raises ConflictError for an id that is taken by another body, ConcludedError and CapacityError as `open_group`.
         """
-        return await self._call(calls.open_session(body))
+        return await self._transport.call(calls.open_session(body))
 
     async def session_status(self, session_id: str) -> SessionStatus:
-        return await self._call(calls.session_status(session_id))
+        return await self._transport.call(calls.session_status(session_id))
 
     async def give_reward(self, session_id: str, body: GiveReward) -> SessionStatus:
         """Reward the session, or one of its calls. Raises SessionConcludedError when it has ended."""
-        return await self._call(calls.give_reward(session_id, body))
+        return await self._transport.call(calls.give_reward(session_id, body))
 
     async def finish_session(self, session_id: str, body: FinishSession) -> SessionFinished:
         """End the session and write its trajectory, exactly once however often this is repeated."""
-        return await self._call(calls.finish_session(session_id, body))
+        return await self._transport.call(calls.finish_session(session_id, body))
 
     async def abort_session(self, session_id: str) -> SessionStatus:
         """End the session without a trajectory."""
-        return await self._call(calls.abort_session(session_id))
+        return await self._transport.call(calls.abort_session(session_id))
 
     async def heartbeat(self, session_id: str) -> SessionStatus:
         """Keep an idle session alive. Raises SessionExpiredError or SessionConcludedError when it is too late."""
-        return await self._call(calls.heartbeat(session_id))
+        return await self._transport.call(calls.heartbeat(session_id))
 
     async def delete_session(self, session_id: str) -> None:
         """Forget the session: it is aborted if it is open."""
-        await self._call(calls.delete_session(session_id))
+        await self._transport.call(calls.delete_session(session_id))
 
     async def trajectory_tokens(self, session_id: str) -> TrajectoryTokens:
         """What was captured so far, as tokens."""
-        return await self._call(calls.trajectory_tokens(session_id))
+        return await self._transport.call(calls.trajectory_tokens(session_id))
 
     async def trajectory_messages(self, session_id: str) -> TrajectoryMessages:
         """What was captured so far, as the agent saw it."""
-        return await self._call(calls.trajectory_messages(session_id))
+        return await self._transport.call(calls.trajectory_messages(session_id))
 
     async def trajectories(self, after: str = "", *, limit: int = 100, wait_s: float = 0.0) -> TrajectoryPage:
         """Finished trajectories in the order of their completion; the server waits up to `wait_s` for the first."""
-        return await self._call(calls.trajectories(after, limit, wait_s))
-
-    async def _call(self, call: Call[AnswerT], patience_s: float | None = None) -> AnswerT:
-        try:
-            # Nearly always this is all: the retrying machinery would cost half as much again as the call.
-            content = await self._send(call)
-        except RollmeshError as error:
-            patience_s = self._patience_s if patience_s is None else patience_s
-            pause_s = first_pause_s(error)
-            if not worth_repeating(error) or pause_s > patience_s:
-                raise
-            await asyncio.sleep(pause_s)
-            content = await self._repeat(call, patience_s - pause_s)
-        return call.read(self.url, content)
-
-    async def _repeat(self, call: Call[AnswerT], patience_s: float) -> bytes:
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(worth_repeating),
-            wait=pause,
-            stop=stop_after_delay(patience_s),
-            reraise=True,
-        )
-        content: bytes = await retrying(self._send, call)
-        return content
-
-    async def _send(self, call: Call[AnswerT]) -> bytes:
-        if self._session is None:
-            raise RuntimeError("use the client as an async context manager: async with RolloutClient(url) as client")
-        url = URL(f"{self.url}{call.path}", encoded=True)
-        try:
-            async with self._session.request(
-                call.method,
-                url,
-                headers=call.headers,
-                data=call.payload,
-                timeout=aiohttp.ClientTimeout(total=call.timeout_s),
-            ) as response:
-                content = await response.read()
-        except aiohttp.ClientConnectorError as error:
-            raise ServerUnreachableError(self.url, str(error.os_error.strerror), sent=False) from error
-        except aiohttp.ClientError as error:
-            raise ServerUnreachableError(self.url, str(error) or type(error).__name__, sent=True) from error
-        except TimeoutError as error:
-            raise ServerUnreachableError(self.url, f"no answer in {call.timeout_s:g} s", sent=True) from error
-        if response.status < 400:
-            return content
-        raise typed_error(f"{call.method} {url}", response.status, response.headers.get("Retry-After"), content)
-
-
-def headers(api_key: str | None) -> dict[str, str]:
-    """What every request of a client says."""
-    kind = {"Content-Type": "application/json"}
-    return kind if api_key is None else kind | {"Authorization": f"Bearer {api_key}"}
+        return await self._transport.call(calls.trajectories(after, limit, wait_s))

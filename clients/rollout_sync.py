@@ -19,7 +19,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay
 from clients import calls
 from clients.calls import AnswerT, Call
 from clients.repeating import ServerUnreachableError, first_pause_s, pause, worth_repeating
-from clients.rollout import headers
+from clients.transport import headers
 from services.wire.error_answer import typed_error
 from services.wire.errors import RollmeshError
 from services.wire.rollout_api import (

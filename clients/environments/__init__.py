@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import get_args
 
 from clients.dialect import Dialect
@@ -10,6 +11,7 @@ from clients.environment import Environment
 from clients.environments.guess_number import GuessNumber
 from clients.environments.running_sums import RunningSums
 from clients.group_play import AnyEnvironment
+from clients.rewards import RewardsAddress
 from services.wire.errors import UsageError
 from services.wire.task_name import BUILT_IN as TASKS
 from services.wire.task_name import LIBRARIES, TaskName, parse_task
@@ -25,8 +27,8 @@ class Task:
     dialect: Dialect
 
 
-def make_task(text: str) -> Task:
-    """The task of this name.
+def make_task(text: str, rewards: RewardsAddress | None = None) -> Task:
+    """The task of this name. `rewards`: who judges the answers of tasks that do not do so themselves.
 
     Raises UsageError: with the nearest known name for one that does not exist, with what to install for a library that is
     missing, with what the library says of options it does not take.
@@ -37,7 +39,7 @@ def make_task(text: str) -> Task:
     options = dict(name.options)
     dialect = _dialect(name, options.pop("dialect", None))
     try:
-        return Task(_make(name, options), dialect)
+        return Task(_make(name, options, rewards), dialect)
     except ModuleNotFoundError as error:
         library = LIBRARIES[name.kind]
         if library.module is None or error.name is None or error.name.partition(".")[0] != library.module:
@@ -57,7 +59,7 @@ def make_environment(name: str) -> Environment:
             raise UsageError(f"task {name!r} is not built in", f"built in: {', '.join(TASKS)}")
 
 
-def _make(name: TaskName, options: dict[str, str]) -> AnyEnvironment:
+def _make(name: TaskName, options: dict[str, str], rewards: RewardsAddress | None) -> AnyEnvironment:
     match name.kind:
         case "reasoning-gym":
             from clients.environments.reasoning_gym import ReasoningGym
@@ -67,6 +69,10 @@ def _make(name: TaskName, options: dict[str, str]) -> AnyEnvironment:
             from clients.environments.textarena import textarena_environment
 
             return textarena_environment(name.rest, options)
+        case "prompts":
+            from clients.environments.prompts import Prompts
+
+            return Prompts(Path(name.rest), options, rewards)
         case "verifiers":
             from clients.environments.verifiers import VerifiersEnvironment
 

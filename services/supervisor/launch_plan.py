@@ -3,6 +3,7 @@
     valkey ─PING─► weight-bus ┐
                    rollout-server-0 … n  (imports, then waits for the model folder)
                    gateway               (in front of more than one rollout server)
+                   rewards               (where they are enabled)
                    trainer               (imports, then waits for the model folder; see `Mesh` for when)
                    environment           (waits for the servers)
                    demonstrations ─► sft ─► model folder
@@ -12,8 +13,10 @@ Everything that can overlap does: the warm start runs while the others import to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from services.policies.backoff import RestartPolicy
 from services.run_folder import RunFolder
@@ -31,6 +34,7 @@ class MeshPorts:
     redis: int
     bus: int
     gateway: int
+    rewards: int
     servers: tuple[int, ...]
 
 
@@ -38,17 +42,19 @@ class MeshPorts:
 class LaunchPlan:
     """`warm_start` posts run one after the other, none where a model was given. `valkey` is None with --redis-url.
 
-    `gateway_url`: the one address of all rollout servers, None where there is no gateway.
+    `gateway_url`: the one address of all rollout servers, None where there is no gateway; `rewards_url` likewise.
     """
 
     redis_url: str
     bus_url: str
     server_urls: tuple[str, ...]
     gateway_url: str | None
+    rewards_url: str | None
     valkey: Post | None
     bus: Post
     servers: tuple[Post, ...]
     gateway: Post | None
+    rewards: Post | None
     trainer: Post
     environment: Post
     warm_start: tuple[Post, ...]
@@ -61,6 +67,7 @@ def plan_launch(settings: RunSettings, folder: RunFolder, run_id: str, ports: Me
     bus_url = f"http://{LOOPBACK}:{ports.bus}"
     server_urls = tuple(f"http://{LOOPBACK}:{port}" for port in ports.servers)
     gateway_url = f"http://{LOOPBACK}:{ports.gateway}" if has_gateway(settings) else None
+    rewards_url = f"http://{LOOPBACK}:{ports.rewards}" if settings.rewards.enabled else None
     model = settings.model.path or folder.model
     desk = _Desk(run_id)
     run = ("--run-id", run_id, "--config", str(folder.config))
@@ -70,6 +77,7 @@ def plan_launch(settings: RunSettings, folder: RunFolder, run_id: str, ports: Me
         bus_url=bus_url,
         server_urls=server_urls,
         gateway_url=gateway_url,
+        rewards_url=rewards_url,
         valkey=None if valkey is None else Post(ProcessSpec("valkey", valkey.command()), "service"),
         bus=desk.post("weight-bus", "weight-bus", *run, "--host", LOOPBACK, "--port", str(ports.bus)),
         servers=tuple(
@@ -89,11 +97,14 @@ def plan_launch(settings: RunSettings, folder: RunFolder, run_id: str, ports: Me
             *("gateway", "gateway", *run, "--redis-url", redis_url),
             *("--host", LOOPBACK, "--port", str(ports.gateway)),
         ),
+        rewards=None
+        if rewards_url is None
+        else desk.post("rewards", "rewards", *run, "--host", LOOPBACK, "--port", str(ports.rewards)),
         trainer=desk.post(
             "trainer", "train", *mesh, "--run-dir", str(folder.root), role="job", threads=settings.trainer.threads
         ),
         environment=_environment(
-            settings, folder, run_id, server_urls if gateway_url is None else (gateway_url,), desk
+            settings, folder, run_id, server_urls if gateway_url is None else (gateway_url,), rewards_url, desk
         ),
         warm_start=_warm_start(settings, folder, desk),
     )
@@ -110,10 +121,18 @@ class _Desk:
     run_id: str
 
     def post(
-        self, name: str, command: str, *flags: str, role: Role = "service", threads: int = 1, once: bool = False
+        self,
+        name: str,
+        command: str,
+        *flags: str,
+        role: Role = "service",
+        threads: int = 1,
+        once: bool = False,
+        surroundings: Mapping[str, str] = MappingProxyType({}),
     ) -> Post:
         """A post that runs one of our own commands."""
         surroundings = {
+            **surroundings,
             "ROLLMESH_SERVICE": name,
             "ROLLMESH_RUN_ID": self.run_id,
             "OMP_NUM_THREADS": str(threads),
@@ -127,7 +146,12 @@ class _Desk:
 
 
 def _environment(
-    settings: RunSettings, folder: RunFolder, run_id: str, rollout_urls: tuple[str, ...], desk: _Desk
+    settings: RunSettings,
+    folder: RunFolder,
+    run_id: str,
+    rollout_urls: tuple[str, ...],
+    rewards_url: str | None,
+    desk: _Desk,
 ) -> Post:
     flags: dict[str, object] = {
         "--run-id": run_id,
@@ -143,7 +167,9 @@ def _environment(
     }
     pairs = [part for flag, value in flags.items() for part in (flag, str(value))]
     urls = [part for url in rollout_urls for part in ("--rollout-url", url)]
-    return desk.post("environment", "run-environment", *pairs, *urls, role="job")
+    # In its surroundings, where a task of the user's own finds it too.
+    judged = {} if rewards_url is None else {"ROLLMESH_REWARDS_URL": rewards_url}
+    return desk.post("environment", "run-environment", *pairs, *urls, role="job", surroundings=judged)
 
 
 def _warm_start(settings: RunSettings, folder: RunFolder, desk: _Desk) -> tuple[Post, ...]:

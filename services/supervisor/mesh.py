@@ -59,6 +59,7 @@ class Crew:
     bus: Keeper
     servers: tuple[Keeper, ...]
     gateway: Keeper | None
+    rewards: Keeper | None
     trainer: Keeper
     environment: Keeper
     warm_start: tuple[Keeper, ...]
@@ -66,14 +67,18 @@ class Crew:
     @property
     def services(self) -> tuple[Keeper, ...]:
         """What stands on Valkey and lasts as long as the run."""
-        return (self.bus, *self.servers) if self.gateway is None else (self.bus, *self.servers, self.gateway)
+        return (self.bus, *self.servers, *self._at_the_edge)
+
+    @property
+    def _at_the_edge(self) -> tuple[Keeper, ...]:
+        return tuple(keeper for keeper in (self.gateway, self.rewards) if keeper is not None)
 
     @property
     def in_order_of_stopping(self) -> tuple[tuple[Keeper, ...], ...]:
         """Each rank may still have something to say to the next while it stops."""
         return (
             (*self.warm_start, self.environment, self.trainer, *self.servers),
-            (self.bus,) if self.gateway is None else (self.bus, self.gateway),
+            (self.bus, *self._at_the_edge),
             () if self.valkey is None else (self.valkey,),
         )
 
@@ -102,7 +107,13 @@ class Mesh:
         self._folder.config.write_text(dump_settings(self._settings), encoding="utf-8")
         with PortReservation() as ports:
             servers = tuple(ports.reserve() for _ in range(self._settings.servers))
-            reserved = MeshPorts(redis=ports.reserve(), bus=ports.reserve(), gateway=ports.reserve(), servers=servers)
+            reserved = MeshPorts(
+                redis=ports.reserve(),
+                bus=ports.reserve(),
+                gateway=ports.reserve(),
+                rewards=ports.reserve(),
+                servers=servers,
+            )
             plan = plan_launch(self._settings, self._folder, self._run_id, reserved)
             async with Janitor(shm_directory() / shm_prefix(self._run_id)) as janitor:
                 self._crew = self._hire(plan, janitor)
@@ -130,6 +141,7 @@ class Mesh:
             bus=keep(plan.bus),
             servers=tuple(keep(post) for post in plan.servers),
             gateway=None if plan.gateway is None else keep(plan.gateway),
+            rewards=None if plan.rewards is None else keep(plan.rewards),
             trainer=keep(plan.trainer),
             environment=keep(plan.environment),
             warm_start=tuple(keep(post) for post in plan.warm_start),
@@ -244,6 +256,8 @@ def _named_urls(plan: LaunchPlan) -> list[tuple[str, str]]:
     named += [(post.process.name, url) for post, url in zip(plan.servers, plan.server_urls, strict=True)]
     if plan.gateway is not None and plan.gateway_url is not None:
         named.append((plan.gateway.process.name, plan.gateway_url))
+    if plan.rewards is not None and plan.rewards_url is not None:
+        named.append((plan.rewards.process.name, plan.rewards_url))
     return named
 
 

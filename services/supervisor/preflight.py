@@ -33,6 +33,8 @@ async def preflight(settings: RunSettings) -> tuple[RunSettings, RunFolder, str]
     task = find_task(settings.task)
     if settings.model.path is None and not parse_task(task).built_in:
         raise UsageError(f"task {task} has no demonstrations to warm-start a model with", "name one: model.path=FOLDER")
+    if parse_task(task).kind == "prompts" and not settings.rewards.enabled:
+        raise UsageError(f"task {task} has nobody to judge its answers", "set rewards.enabled and its components")
     await check_task(task)
     if settings.redis_url is not None:
         await check_reachable(settings.redis_url)
@@ -54,6 +56,8 @@ def find_task(task: str) -> str:
     if name.kind == "python" and name.python[0].endswith(".py"):
         file, attribute = name.python
         return str(replace(name, rest=f"{Path(file).expanduser().absolute()}:{attribute}"))
+    if name.kind == "prompts":
+        return str(replace(name, rest=str(Path(name.rest).expanduser().absolute())))
     return task
 
 

@@ -4,6 +4,7 @@ running-sums · guess-number                      built in, with demonstrations 
 reasoning-gym:chain_sum?max_terms=4              a data set of the library, options as its configuration names them
 textarena:GuessTheNumber-v0?max_turns=5          a one-player game of the library
 verifiers:my-environment?split=easy              an environment of the library
+prompts:./questions.jsonl                        prompts of a file, judged by the reward service
 python:my_package.tasks:make  python:./agent.py:make   an object of yours, or what makes one
 """
 
@@ -26,7 +27,7 @@ EXTRA = "rollmesh[environments]"
 
 @dataclass(frozen=True)
 class Library:
-    """Where the tasks of a kind come from. `module` is None for code of the user's; `example` is a whole task name."""
+    """Where the tasks of a kind come from. `module` is None for files of the user's; `example` is a whole task name."""
 
     module: str | None
     extra: str
@@ -39,6 +40,7 @@ LIBRARIES: Mapping[str, Library] = {
     "verifiers": Library(
         "verifiers", "pip install verifiers, in an environment of its own", "verifiers:my-environment"
     ),
+    "prompts": Library(None, "", "prompts:./questions.jsonl"),
     "python": Library(None, "", "python:./agent.py:make"),
 }
 
@@ -71,7 +73,7 @@ class TaskName:
     @property
     def label(self) -> str:
         """A short name for folders and keys: lower-case letters, digits and dashes."""
-        words = f"{self.kind}-{self.rest}"
+        words = f"{self.kind}-{Path(self.rest).stem if self.kind == 'prompts' else self.rest}"
         if self.kind == "python":
             where, attribute = self.python
             words = f"{Path(where).stem if where.endswith('.py') else where}-{attribute}"

@@ -57,7 +57,7 @@ def test_misuse_is_never_restarted() -> None:
 def plan(*overrides: str) -> LaunchPlan:
     settings = load_settings(None, ["engine=torch", *overrides])
     servers = tuple(range(9100, 9100 + settings.servers))
-    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, servers=servers)
+    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=servers)
     return plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports)
 
 
