@@ -3,7 +3,8 @@
 checkpoints/
   step-00000020/   model.safetensors      weights by their Hugging Face names, training dtype
                    optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq, step
-                   meta.json              {"schema", "run_id", "version", "fingerprint"}
+                   critic.safetensors, critic_optimizer.safetensors      the same of a critic, where there is one
+                   meta.json              {"schema", "run_id", "version", "fingerprint", "log_price"}
   final/           a Hugging Face folder with tokenizer, as `transformers` loads it
 
 The two newest are kept: should the newest turn out broken, the one before it still leads back, through the step log.
@@ -25,7 +26,8 @@ from transformers import PreTrainedModel
 
 from services.wire.errors import RollmeshError
 from trainer.folders import appearing, sweep
-from trainer.learner import Learner, named_weights
+from trainer.learner import named_weights
+from trainer.roles import Roles
 
 SCHEMA = 1
 KEEP = 2
@@ -47,27 +49,29 @@ class Meta(msgspec.Struct, frozen=True):
     run_id: str
     version: int
     fingerprint: str
+    log_price: float | None = None
+    """Of a cost (`trainer.advantages.lagrangian`); None where there is none."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copies of everything a checkpoint holds, so that training can go on while it is written."""
+    """Copies of everything a checkpoint holds, so that training can go on while it is written.
+
+    `tensors`: by file, then by name.
+    """
 
     meta: Meta
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    tensors: dict[str, dict[str, Tensor]]
 
 
-def snapshot(learner: Learner, run_id: str, fingerprint: str) -> Snapshot:
-    """Copy the learner's state to the host."""
-    names = {id(parameter): name for name, parameter in learner.model.named_parameters()}
-    state = {
-        f"{names[id(parameter)]}/{key}": value.detach().to("cpu", copy=True)
-        for parameter, values in learner.optimizer.state.items()
-        for key, value in values.items()
-    }
-    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in learner.weights().items()}
-    return Snapshot(Meta(SCHEMA, run_id, learner.version, fingerprint), weights, state)
+def snapshot(roles: Roles, run_id: str, fingerprint: str) -> Snapshot:
+    """Copy the state to the host."""
+    tensors = {}
+    for name, (model, optimizer) in roles.models().items():
+        weights = {key: tensor.detach().to("cpu", copy=True) for key, tensor in named_weights(model).items()}
+        tensors |= {f"{name}.safetensors": weights, _optimizer_file(name): _optimizer_state(model, optimizer)}
+    log_price = None if roles.crediting.price is None else roles.crediting.price.log_value
+    return Snapshot(Meta(SCHEMA, run_id, roles.learner.version, fingerprint, log_price), tensors)
 
 
 def save(folder: Path, taken: Snapshot) -> Path:
@@ -75,8 +79,8 @@ def save(folder: Path, taken: Snapshot) -> Path:
     target = folder / f"{_PREFIX}{taken.meta.version:08d}"
     if not target.exists():
         with appearing(target) as making:
-            save_file(taken.weights, making / "model.safetensors", metadata={"format": "pt"})
-            save_file(taken.optimizer, making / "optimizer.safetensors")
+            for name, tensors in taken.tensors.items():
+                save_file(tensors, making / name, metadata={"format": "pt"})
             (making / "meta.json").write_bytes(msgspec.json.encode(taken.meta))
     for old in versions(folder)[:-KEEP]:
         shutil.rmtree(folder / f"{_PREFIX}{old:08d}", ignore_errors=True)
@@ -89,8 +93,8 @@ def versions(folder: Path) -> list[int]:
     return sorted(int(version) for version in found if version.isdigit())
 
 
-def restore_newest(folder: Path, learner: Learner, run_id: str) -> int | None:
-    """Load the newest readable checkpoint into `learner`; returns its version, or None where there is none.
+def restore_newest(folder: Path, roles: Roles, run_id: str) -> int | None:
+    """Load the newest readable checkpoint into `roles`; returns its version, or None where there is none.
 
     Raises CheckpointError when none that is there can be used.
     """
@@ -98,7 +102,7 @@ def restore_newest(folder: Path, learner: Learner, run_id: str) -> int | None:
     known = versions(folder)
     for version in reversed(known):
         try:
-            _restore(folder / f"{_PREFIX}{version:08d}", learner, run_id)
+            _restore(folder / f"{_PREFIX}{version:08d}", roles, run_id)
             return version
         except (OSError, msgspec.DecodeError, SafetensorError, ValueError, KeyError, CheckpointError) as error:
             _log.warning("checkpoint not usable", version=version, why=str(error))
@@ -119,22 +123,48 @@ def save_final(folder: Path, model: PreTrainedModel, base: Path) -> Path:
     return target
 
 
-def _restore(path: Path, learner: Learner, run_id: str) -> None:
+def _restore(path: Path, roles: Roles, run_id: str) -> None:
     meta = msgspec.json.decode((path / "meta.json").read_bytes(), type=Meta)
     if (meta.schema, meta.run_id) != (SCHEMA, run_id):
         raise CheckpointError(f"{path} belongs to run {meta.run_id}", "choose another --run-dir")
-    weights = load_file(path / "model.safetensors")
-    state = load_file(path / "optimizer.safetensors")
-    live = named_weights(learner.model)
-    if weights.keys() != live.keys() or any(live[name].shape != tensor.shape for name, tensor in weights.items()):
-        raise CheckpointError(f"{path} holds other weights than the model", "give --model the run's own model")
-    with torch.no_grad():
-        for name, tensor in live.items():
-            tensor.copy_(weights[name])
-    parameters = dict(learner.model.named_parameters())
-    learner.optimizer.state.clear()
+    if (meta.log_price is None) != (roles.crediting.price is None):
+        raise CheckpointError(f"{path} is of a run with another advantage.cost", "continue it with its own config.toml")
+    loaded = {
+        name: (load_file(path / f"{name}.safetensors"), load_file(path / _optimizer_file(name)))
+        for name in roles.models()
+    }
+    for name, (model, _) in roles.models().items():
+        live, weights = named_weights(model), loaded[name][0]
+        if weights.keys() != live.keys() or any(live[key].shape != tensor.shape for key, tensor in weights.items()):
+            raise CheckpointError(f"{path} holds other weights than the {name}", "give --model the run's own model")
+    for name, (model, optimizer) in roles.models().items():
+        weights, state = loaded[name]
+        with torch.no_grad():
+            for key, tensor in named_weights(model).items():
+                tensor.copy_(weights[key])
+        _load_optimizer(model, optimizer, state)
+    if roles.crediting.price is not None and meta.log_price is not None:
+        roles.crediting.price.log_value = meta.log_price
+    roles.learner.version = meta.version
+
+
+def _optimizer_file(model: str) -> str:
+    return "optimizer.safetensors" if model == "model" else f"{model}_optimizer.safetensors"
+
+
+def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[id(parameter)]}/{key}": value.detach().to("cpu", copy=True)
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
+    }
+
+
+def _load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    optimizer.state.clear()
     for key, value in state.items():
         name, _, field = key.rpartition("/")
         parameter = parameters[name]
-        learner.optimizer.state[parameter][field] = value.to(parameter.device)
-    learner.version = meta.version
+        optimizer.state[parameter][field] = value.to(parameter.device)

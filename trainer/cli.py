@@ -32,10 +32,10 @@ def train(
     from services.config_file import load_settings
     from services.imports import heavy_imports
     from services.key_files import read_key
-    from trainer.formula import describe_loss
+    from trainer.formula import describe
 
     settings = load_settings(config, [])
-    describe_loss(settings.trainer.loss)
+    describe(settings.trainer)
 
     weights_key = None if weights_key_file is None else read_key(weights_key_file)
     bus_key = None if bus_key_file is None else read_key(bus_key_file)
