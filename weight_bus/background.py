@@ -15,6 +15,15 @@ _WORK_S = 0.002
 """Worked for less than this, nobody rests."""
 BESIDE_DECODING = 0.5
 """The share of a core that staging takes where weights are decoded from the memory that it writes to."""
+_SETTLE_S = 0.1
+
+
+def settle(worked_s: float) -> None:
+    """Wait, once staging is over, until the decode steps that it made longer are over, too; short work, short wait.
+
+    A commit that followed at once would add its own to one of those, and readers would see both as one gap.
+    """
+    time.sleep(min(worked_s, _SETTLE_S))
 
 
 def background_threads(name: str) -> ThreadPoolExecutor:

@@ -22,7 +22,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from services.wire.errors import ConflictError, WireError
-from weight_bus.manifest import decode_manifest
 from weight_bus.vllm_settings import file_root, weights_key
 from weight_bus.vllm_worker import Attachment
 
@@ -77,9 +76,7 @@ class ManifestTransfer(WeightTransferEngine[ManifestInit, ManifestUpdate]):  # t
             payload = base64.b64decode(update_info.manifest, validate=True)
         except (binascii.Error, ValueError) as error:
             raise WireError(f"the manifest is no base64 ({error})") from error
-        staged = self._attached.receiver.result().stage(decode_manifest(payload))
-        self._attached.packed.pack(staged.version, self._attached.weights.spare)
-        self._staged = staged.version
+        self._staged = self._attached.stage(payload).version
 
     def finish_weight_update(self) -> None:
         """Flip to what was staged; with nothing staged, nothing changes and the caller is told."""

@@ -13,13 +13,20 @@ less time than the plain product, on larger ones up to a third. Costs two more c
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from weight_bus.background import BESIDE_DECODING, Pace
+from weight_bus.background import Pace
+
+_SHARE = 0.12
+"""Of a core. Packed products decode as fast as memory can be read, and packing reads and writes as many bytes: at half a
+core (`weight_bus.background`) it took a seventh of their pace away (measured)."""
+# glibc's mallopt.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 class Product:
@@ -60,18 +67,21 @@ class PackedLinears:
             product: Any = Product()
             module.cpu_linear = product
             self._layers.append((names[id(weight)], product))
+        if self._layers and can_pack():
+            _keep_freed_memory()
 
     def pack(self, version: int, storage: Mapping[str, torch.Tensor]) -> None:
         """Pack `version`'s weights, which lie in `storage` by the model's own parameter names."""
         if not can_pack():
             return
-        pace, packed = Pace(BESIDE_DECODING), []
+        with self._lock:
+            # The version before is being written over. Freed first, its memory is there for what follows.
+            self._kept = None
+        pace, packed = Pace(_SHARE), []
         for name, _ in self._layers:
             packed.append(_pack(storage[name]))
             pace.rest()
         with self._lock:
-            # The version before has been written over. Freed here, not between two steps.
-            self._kept = None
             # One that was superseded while it was packed may come late, and its bytes be another's.
             if self._ready is None or self._ready[0] < version:
                 self._ready = version, packed
@@ -94,6 +104,19 @@ class PackedLinears:
 def can_pack() -> bool:
     """Whether this build of vLLM has oneDNN's products."""
     return hasattr(torch.ops._C, "create_onednn_mm_handler")
+
+
+def _keep_freed_memory() -> None:
+    """Have this process's allocator keep what is freed, where it is glibc's.
+
+    It would give it back to the system, whose fresh pages cost as much as the packing itself (measured).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        # Memory of a thread's own arena goes back when its heap is empty, whatever the thresholds say.
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def _pack(weight: torch.Tensor) -> Any:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from services.wire.errors import ConflictError
-from weight_bus.background import background_threads
+from weight_bus.background import background_threads, settle
 from weight_bus.manifest import decode_manifest
 from weight_bus.receiver import Receiver
+from weight_bus.receiver import Staged as StagedVersion
 from weight_bus.transports.select import make_readers
 from weight_bus.vllm_packing import PackedLinears
 from weight_bus.vllm_protocol import Attached, Committed, Digest, Reply, Staged, encode_reply, failure
@@ -53,6 +54,14 @@ class Attachment:
         self.receiver = self.threads.submit(
             lambda: Receiver(self.weights, run_id, make_readers(transport, file_root=root), key=key)
         )
+
+    def stage(self, manifest: bytes) -> StagedVersion:
+        """Pull an encoded manifest's version into shadow memory and pack its products. Raises as the receiver does."""
+        began = time.monotonic()
+        staged = self.receiver.result().stage(decode_manifest(manifest))
+        self.packed.pack(staged.version, self.weights.spare)
+        settle(time.monotonic() - began)
+        return staged
 
     def served(self) -> Receiver:
         """The receiver, once it is there. Raises ConflictError before: nothing can be staged yet."""
@@ -115,9 +124,7 @@ class RollmeshWorker:
         """Pull a version into shadow memory on a thread; the future holds the reply."""
 
         def stage() -> Reply:
-            attached = self._attached()
-            staged = attached.receiver.result().stage(decode_manifest(manifest))
-            attached.packed.pack(staged.version, attached.weights.spare)
+            staged = self._attached().stage(manifest)
             return Staged(
                 version=staged.version,
                 root_digest=staged.root_digest,

@@ -35,7 +35,7 @@ ENGINES = ("torch", "vllm")
 def weights(
     engine: Annotated[str, typer.Option(help="torch, vllm or both")] = "both",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each arm, interleaved")] = 5,
-    updates: Annotated[int, typer.Option(min=1, help="Updates in a turn")] = 2,
+    updates: Annotated[int, typer.Option(min=1, help="Updates in a turn")] = 4,
     hidden_size: Annotated[int, typer.Option(min=32, help="Width of the random policy, a multiple of 32")] = 640,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the random policy")] = 10,
     streams: Annotated[int, typer.Option(min=1, max=16, help="Requests that decode all the time")] = 4,
@@ -46,7 +46,7 @@ def weights(
     plot: Annotated[Path | None, typer.Option(help="Draw the gaps around the updates into this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of tables")] = False,
 ) -> None:
-    """Weight updates under load: ours beside file, gloo and prefetch under pause. About ten minutes by default."""
+    """Weight updates under load: ours beside file, gloo and prefetch under pause. About a quarter of an hour by default."""
     if hidden_size % 32:
         raise UsageError(f"a hidden size of {hidden_size}", "give a multiple of 32")
 
