@@ -14,6 +14,10 @@ from pydantic import BaseModel, ValidationError
 from services.settings import RunSettings
 from services.wire.errors import UsageError
 
+_GONE = {
+    "trainer.micro_batch": "write trainer.micro_batch_tokens: tokens of a pass instead of rows (64 rows of 40: 2560)",
+}
+
 
 def load_settings(path: Path | None, overrides: Sequence[str]) -> RunSettings:
     """The tree from `path` (defaults without one) with `section.key=value` overrides on top.
@@ -65,6 +69,8 @@ def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str
         field = model.model_fields.get(key)
         if field is None:
             known = known_keys()
+            if f"{prefix}{key}" in _GONE:
+                raise UsageError(f"{prefix + key!r} is gone", _GONE[f"{prefix}{key}"])
             near = get_close_matches(f"{prefix}{key}", known, n=1, cutoff=0.4) or get_close_matches(
                 key, [name.rpartition(".")[2] for name in known], n=1, cutoff=0.4
             )

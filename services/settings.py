@@ -103,7 +103,9 @@ class TrainerSettings(Section):
     weight_decay: float = Field(default=0.0, ge=0.0)
     warmup_steps: int = Field(default=5, ge=0)
     clip_grad_norm: float = Field(default=1.0, gt=0.0)
-    micro_batch: int = Field(default=64, ge=1, description="Sequences a forward/backward pass")
+    micro_batch_tokens: int = Field(
+        default=4096, ge=1, description="Tokens of a forward/backward pass; a longer row has one for itself"
+    )
     loss: LossSettings = LossSettings()
     advantage: AdvantageSettings = AdvantageSettings()
     threads: int = Field(default=1, ge=1)

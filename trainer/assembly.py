@@ -88,12 +88,10 @@ class Assembly:
         )
         smallest = settings.rollout.min_group_size
         intake = Intake(self._open_reader, self.ledger, screen, lambda: learner.version, SIBLINGS_LAG_S, smallest)
-        padding = config.pad_token_id
         return TrainingLoop(
             identity=identity,
             settings=settings,
             roles=roles,
-            padding=0 if padding is None else int(padding),
             checkpoints=self.folder.checkpoints,
             background=self.background,
             intake=intake,

@@ -1,15 +1,15 @@
-"""One optimizer step on one packed batch.
+"""Optimizer steps on a packed batch: one, or one for each part of it.
 
-    micro-batch ─► logprobs ─► per-token loss ─► its share / N ─► backward         N: fresh tokens of the whole batch, so
+    micro-batch ─► logprobs ─► per-token loss ─► its share / N ─► backward         N: fresh tokens of the whole part, so
     micro-batch ─► …                                              ─► backward         the split changes nothing
-                                                    clip ─► AdamW ─► policy version + 1
+                                                    clip ─► AdamW ─► policy version + 1 ─► next part
 
 Deterministic: the same weights, optimizer state and batch give the same bytes (a restarted trainer relies on it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from services.settings import TrainerSettings
 from services.wire.errors import UsageError
-from trainer.logprobs import token_logprobs, token_terms
+from trainer.logprobs import sampled_terms
 from trainer.objective import Objective, TokenTerms
+from trainer.packed_forward import PackedForward
 from trainer.packing import BatchSize, MicroBatch, PackedBatch
 from trainer.step_sums import StepSums, TokenStatistics
 
@@ -41,7 +42,8 @@ class Learner:
         self._settings = settings
         if self.objective.needs_reference and reference is None:
             raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
-        self._reference = reference if self.objective.needs_reference else None
+        self._reference = PackedForward(reference) if reference is not None and self.objective.needs_reference else None
+        self._policy = PackedForward(self.model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self._parameters,
@@ -56,12 +58,23 @@ class Learner:
         return named_weights(self.model)
 
     def step(self, batch: PackedBatch) -> TokenStatistics:
-        """One optimizer step; `version` is one more afterwards.
+        """The one optimizer step of a batch that is not split."""
+        (statistics,) = self.steps([batch])
+        return statistics
 
-        A batch that gives no gradient (all advantages 0, or every token over K) is a step all the same: the gradient is
-        zero, and only momentum moves the weights.
+    def steps(self, batch: Sequence[PackedBatch]) -> Iterator[TokenStatistics]:
+        """The optimizer steps of one batch, one for each part of it; `version` is one more after each.
+
+        All parts are held against the policy before the batch, where the loss asks for it: before the first step that is
+        the current one. A part that gives no gradient (all advantages 0, or every token over K) is a step all the same: the
+        gradient is zero, and only momentum moves the weights.
         """
-        proximal = [self._proximal(micro) for micro in batch.micro_batches]
+        nothing: list[Tensor | None] = [None] * len(batch[0].micro_batches)
+        before = [nothing, *([self._proximal(micro) for micro in part.micro_batches] for part in batch[1:])]
+        for part, proximal in zip(batch, before, strict=True):
+            yield self._step(part, proximal)
+
+    def _step(self, batch: PackedBatch, proximal: Sequence[Tensor | None]) -> TokenStatistics:
         sums = StepSums(self.model.device)
         for micro, before in zip(batch.micro_batches, proximal, strict=True):
             self._accumulate(micro, before, batch.size, sums)
@@ -85,28 +98,26 @@ class Learner:
     def _proximal(self, micro: MicroBatch) -> Tensor | None:
         if not self.objective.needs_proximal:
             return None
-        return token_logprobs(self.model, micro.input_ids, micro.first, micro.temperature).view(-1)[micro.places]
+        return sampled_terms(self._policy, micro)[0][micro.chosen]
 
     @torch.no_grad()
     def _of_reference(self, micro: MicroBatch) -> Tensor | None:
         if self._reference is None:
             return None
-        return token_logprobs(self._reference, micro.input_ids, micro.first, micro.temperature).view(-1)[micro.places]
+        return sampled_terms(self._reference, micro)[0][micro.chosen]
 
     def _accumulate(self, micro: MicroBatch, proximal: Tensor | None, size: BatchSize, sums: StepSums) -> None:
-        logprobs, entropy = token_terms(
-            self.model, micro.input_ids, micro.first, micro.temperature, entropy=self.objective.needs_entropy
-        )
+        logprobs, entropy = sampled_terms(self._policy, micro, entropy=self.objective.needs_entropy)
         terms = TokenTerms(
-            logprobs=logprobs.view(-1)[micro.places],
-            behaviour=micro.behaviour.view(-1)[micro.places],
+            logprobs=logprobs[micro.chosen],
+            behaviour=micro.behaviour[micro.chosen],
             proximal=proximal,
             advantages=micro.advantages,
             staleness=micro.staleness,
-            segment=micro.rows,
-            segments=len(micro.input_ids),
+            segment=micro.segment,
+            segments=micro.segments,
             reference=self._of_reference(micro),
-            entropy=None if entropy is None else entropy.view(-1)[micro.places],
+            entropy=None if entropy is None else entropy[micro.chosen],
         )
         judged = self.objective(terms)
         loss = self.objective.mean(judged.loss, terms.segment, terms.segments, size)

@@ -9,38 +9,38 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from trainer.packed_forward import PackedForward
+from trainer.packing import MicroBatch
 
-def token_logprobs(
-    model: PreTrainedModel, input_ids: Tensor, first: int = 1, temperature: Tensor | None = None
-) -> Tensor:
+
+def sampled_terms(policy: PackedForward, micro: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Logprobs, float32 `[M]`, of the sampled tokens of a micro-batch at the temperatures that they were drawn with.
+
+    With `entropy` also that of the distribution that each was drawn from, in nats.
+    """
+    logits = policy.logits(micro.row, micro.places - 1)
+    return _terms(logits, micro.row.input_ids[0, micro.places], micro.temperature, entropy=entropy)
+
+
+def token_logprobs(model: PreTrainedModel, input_ids: Tensor, first: int = 1) -> Tensor:
     """Logprobs of `input_ids[:, first:]`, each given what stands before it.
 
-    `input_ids`: int64 `[B, T]`, padded on the right; `first`: ≥ 1, so that columns nobody asks for cost no logits.
-    `temperature`: float32 `[B, T − first]` or `[B, 1]`, what the logits are divided by; None means 1 everywhere.
-    Returns float32 `[B, T − first]`; what stands at padding means nothing.
+    `input_ids`: int64 `[B, T]`, padded on the right, where a causal model's earlier positions cannot see it; `first`: ≥ 1,
+    so that columns nobody asks for cost no logits. Returns float32 `[B, T − first]`; what stands at padding means nothing.
     """
-    return token_terms(model, input_ids, first, temperature)[0]
+    wanted = torch.arange(first - 1, input_ids.shape[1] - 1, device=input_ids.device)
+    logits = model(input_ids=input_ids, use_cache=False, logits_to_keep=wanted).logits
+    return _terms(logits, input_ids[:, first:], None, entropy=False)[0]
 
 
-def token_terms(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    first: int = 1,
-    temperature: Tensor | None = None,
-    *,
-    entropy: bool = False,
+def _terms(
+    logits: Tensor, tokens: Tensor, temperature: Tensor | None, *, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `token_logprobs`; with `entropy` also that of the distribution that each token was drawn from, in nats.
-
-    No attention mask is needed: padding stands on the right, where a causal model's earlier positions cannot see it.
-    """
-    length = input_ids.shape[1]
-    wanted = torch.arange(first - 1, length - 1, device=input_ids.device)
-    output = model(input_ids=input_ids, use_cache=False, logits_to_keep=wanted)
-    logits = output.logits.float()
+    """`logits` `[…, V]`, `tokens` int64 `[…]`, `temperature` float32 `[…]`, None for 1 everywhere."""
+    logits = logits.float()
     if temperature is not None:
         logits = logits / temperature.unsqueeze(-1)
-    chosen = logits.gather(-1, input_ids[:, first:].unsqueeze(-1)).squeeze(-1)
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     normaliser = logits.logsumexp(-1)
     logprobs: Tensor = chosen - normaliser
     if not entropy:

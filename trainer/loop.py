@@ -29,8 +29,8 @@ from trainer.interrupt import Interrupt
 from trainer.learner import Learner
 from trainer.metrics import StepMetrics, StepTimes, outcome, step_metrics
 from trainer.packing import pack
-from trainer.rows import rows_of
 from trainer.roles import Roles
+from trainer.rows import rows_of
 from trainer.run_records import RunRecords
 from trainer.step_log import StepLog, StepRecord
 from trainer.wait_sign import WaitSign
@@ -49,12 +49,11 @@ class Identity:
 
 @dataclass
 class TrainingLoop:
-    """Everything one step touches. `padding`: a token id for the ends of rows; `checkpoints`: their folder."""
+    """Everything one step touches. `checkpoints`: their folder."""
 
     identity: Identity
     settings: RunSettings
     roles: Roles
-    padding: int
     checkpoints: Path
     background: Background
     intake: Intake
@@ -145,10 +144,8 @@ class TrainingLoop:
         rate = self.learner.learning_rate(self.learner.version)
         crediting, critic = self.roles.crediting, self.roles.critic
         credits, credited = crediting.of(groups)
-        rows, tally = rows_of(
-            groups, self.learner.version, self.settings.k, credits, skip_idle=self.roles.skips_idle
-        )
-        packed = pack(rows, tally, self.settings.trainer.micro_batch, self.padding, device=self.learner.model.device)
+        rows, tally = rows_of(groups, self.learner.version, self.settings.k, credits, skip_idle=self.roles.skips_idle)
+        packed = pack(rows, tally, self.settings.trainer.micro_batch_tokens, self.learner.model.device)
         ready = time.perf_counter()
         statistics = self.learner.step(packed)
         valued = ValueStatistics() if critic is None else critic.step(packed)
@@ -161,7 +158,7 @@ class TrainingLoop:
                 now=time.time(),
                 batch=outcome(groups),
                 tally=tally,
-                rows_trained=sum(len(micro.input_ids) for micro in packed.micro_batches),
+                rows_trained=sum(micro.segments for micro in packed.micro_batches),
                 learning_rate=rate,
                 statistics=statistics,
                 credited=credited,

@@ -1,16 +1,15 @@
-"""Rows become padded micro-batches of tensors.
+"""Rows become micro-batches of tensors, each one packed row: nothing is padded.
 
-Row a segment (`trainer.rows`) ──pack──► MicroBatch × m        rows sorted by length, padded on the right
+Row a segment (`trainer.rows`) ──split by tokens (`services.policies.token_budget`)──► MicroBatch × m
 
-tokens      p  p  p  s  s  e  s  _  _        p prompt, s sampled, e environment, _ padding
-sampled     0  0  0  1  1  0  1  0  0
-fresh       0  0  0  1  0  0  1  0  0        … and staleness ≤ K
-columns              └─ first … T − 1 ─┘     only these are kept: before `first` no row has anything sampled
+tokens      p  p  p  s  s  e  s │ p  p  s        p prompt, s sampled, e environment
+sampled     0  0  0  1  1  0  1 │ 0  0  1        M of them
+fresh       0  0  0  1  0  0  1 │ 0  0  1        N of those: staleness ≤ K
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,35 +18,37 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.wire.packed import Float32Array
+from services.policies.token_budget import split_rows
+from trainer.packed_row import PackedRow, lay_end_to_end
 from trainer.rows import Row
 from trainer.window import NOT_SAMPLED, StalenessTally
+
+Column = Callable[[Row], npt.NDArray[Any]]
+"""What a row says of each of its tokens: `[n]`."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`B` rows padded to `T` tokens; the other tensors are `[B, W]` over the columns `first … T − 1`, `W = T − first`.
+    """Segments that share a forward pass: `row`, and what is known of their tokens, flat, in the order of `row`.
 
-    `input_ids` int64 `[B, T]`. `behaviour` float32. Bool: `sampled`; of those `fresh`, staleness ≤ K, and `current`, as
-    `trainer.window.Ages` has it.
-    `temperature` float32 `[B, W]`, None when all are 1.
+    Of the `M` sampled ones: `places` int64, where each lies in `row`; `behaviour` float32; `current` bool, as
+    `trainer.window.Ages` has it; `temperature` float32, None when all are 1.
 
-    The `N` fresh tokens, flat, row by row: `places` int64 `[N]` says where each lies in a tensor `[B · W]`, `rows` int64
-    `[N]` in which row, `staleness` float32 `[N]` how many optimizer steps it is old, `advantages` float32 `[N]`.
-    With a critic also `values` and `returns`, float32 `[N]`, as `trainer.rows.Row` has them.
+    Of the `N` fresh ones, staleness ≤ K: `chosen` int64, which of the M each is; `segment` int64, of which of the
+    `segments`; `staleness` float32, in optimizer steps; `advantages` float32. With a critic also `values` and `returns`,
+    float32, as `trainer.rows.Row` has them.
     """
 
-    input_ids: Tensor
-    first: int
-    behaviour: Tensor
-    fresh: Tensor
-    sampled: Tensor
-    current: Tensor
-    advantages: Tensor
-    temperature: Tensor | None
+    row: PackedRow
+    segments: int
     places: Tensor
-    rows: Tensor
+    behaviour: Tensor
+    current: Tensor
+    temperature: Tensor | None
+    chosen: Tensor
+    segment: Tensor
     staleness: Tensor
+    advantages: Tensor
     values: Tensor | None = None
     returns: Tensor | None = None
 
@@ -69,64 +70,57 @@ class PackedBatch:
     tally: StalenessTally
 
 
-def pack(
-    rows: Iterable[Row], tally: StalenessTally, micro_batch: int, padding: int, device: torch.device | None = None
-) -> PackedBatch:
-    """Pack rows into micro-batches of at most `micro_batch`, neighbours of like length."""
-    ordered = sorted(rows, key=lambda row: len(row.token_ids))
+def pack(rows: Sequence[Row], tally: StalenessTally, budget: int, device: torch.device | None = None) -> PackedBatch:
+    """Pack rows into micro-batches of at most `budget` tokens; a longer row has one for itself."""
+    split = split_rows([len(row.token_ids) for row in rows], budget)[0]
     size = BatchSize(tokens=tally.fresh, segments=tally.segments)
-    chunks = [ordered[start : start + micro_batch] for start in range(0, len(ordered), micro_batch)]
-    return PackedBatch([_micro_batch(chunk, padding, device) for chunk in chunks], size, tally)
+    return PackedBatch([micro_batch([rows[index] for index in together], device) for together in split], size, tally)
 
 
-def _micro_batch(rows: Sequence[Row], padding: int, device: torch.device | None) -> MicroBatch:
-    shape = (len(rows), max(len(row.token_ids) for row in rows))
-    ids = np.full(shape, padding, dtype=np.int64)
-    behaviour = np.zeros(shape, dtype=np.float32)
-    ages = np.full(shape, NOT_SAMPLED, dtype=np.int16)
-    for index, row in enumerate(rows):
-        length = len(row.token_ids)
-        ids[index, :length] = row.token_ids
-        behaviour[index, :length] = row.logprobs
-        ages[index, :length] = row.ages.values
+def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> MicroBatch:
+    """These rows, in their order, in one pass. Raises ValueError for none, and for one that begins with a sampled token."""
+    if any(row.ages.values[0] != NOT_SAMPLED for row in rows):
+        raise ValueError("a row begins with a sampled token: there is nothing that it was drawn after")
+    ages = np.concatenate([row.ages.values for row in rows])
     sampled = ages != NOT_SAMPLED
-    first = max(1, int(sampled.any(axis=0).argmax()))
-    ages, sampled = ages[:, first:], sampled[:, first:]
-    current_until = np.array([[row.ages.current_until] for row in rows])
-    current = (ages == 0) & (np.arange(first, shape[1]) < current_until)
-    temperatures = np.ones(shape, dtype=np.float32)
-    for index, row in enumerate(rows):
-        if row.temperatures is not None:
-            temperatures[index, : len(row.temperatures)] = row.temperatures
-    temperatures = temperatures[:, first:]
-    fresh = ages >= 0
-    places = np.flatnonzero(fresh)
 
-    values = None if rows[0].values is None else _fresh([row.values for row in rows], rows)
-    returns = None if rows[0].returns is None else _fresh([row.returns for row in rows], rows)
+    def of_sampled(column: Column, dtype: npt.DTypeLike = np.float32) -> Tensor:
+        return tensor(np.concatenate([column(row) for row in rows])[sampled].astype(dtype))
+
+    def of_fresh(column: Column) -> Tensor:
+        return tensor(np.concatenate([column(row) for row in rows])[ages >= 0].astype(np.float32))
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
+    warm = any(row.temperatures is not None for row in rows)
+    segment = np.repeat(np.arange(len(rows)), [len(row.token_ids) for row in rows])
     return MicroBatch(
-        input_ids=tensor(ids),
-        first=first,
-        behaviour=tensor(behaviour[:, first:]),
-        fresh=tensor(fresh),
-        sampled=tensor(sampled),
-        current=tensor(current),
-        advantages=tensor(_fresh([row.advantages for row in rows], rows)),
-        temperature=None if (temperatures == 1.0).all() else tensor(temperatures),
-        places=tensor(places),
-        rows=tensor(places // fresh.shape[1]),
-        staleness=tensor(ages[fresh].astype(np.float32)),
-        values=None if values is None else tensor(values),
-        returns=None if returns is None else tensor(returns),
+        row=lay_end_to_end([row.token_ids for row in rows], device),
+        segments=len(rows),
+        places=tensor(np.flatnonzero(sampled)),
+        behaviour=of_sampled(lambda row: row.logprobs),
+        current=of_sampled(_current, np.bool_),
+        temperature=of_sampled(_temperatures) if warm else None,
+        chosen=tensor(np.flatnonzero(ages[sampled] >= 0)),
+        segment=tensor(segment[ages >= 0]),
+        staleness=tensor(ages[ages >= 0].astype(np.float32)),
+        advantages=of_fresh(lambda row: row.advantages),
+        values=None if rows[0].values is None else of_fresh(lambda row: _known(row.values)),
+        returns=None if rows[0].returns is None else of_fresh(lambda row: _known(row.returns)),
     )
 
 
-def _fresh(columns: Sequence[Float32Array | None], rows: Sequence[Row]) -> Float32Array:
-    """`[N]`: what `columns`, `[n]` a row, say of the fresh tokens."""
-    return np.concatenate(
-        [column[row.ages.values >= 0] for column, row in zip(columns, rows, strict=True) if column is not None]
-    )
+def _current(row: Row) -> npt.NDArray[Any]:
+    current: npt.NDArray[Any] = (row.ages.values == 0) & (np.arange(len(row.token_ids)) < row.ages.current_until)
+    return current
+
+
+def _temperatures(row: Row) -> npt.NDArray[Any]:
+    return np.ones(len(row.token_ids), dtype=np.float32) if row.temperatures is None else row.temperatures
+
+
+def _known(column: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+    if column is None:
+        raise ValueError("some rows were credited with a critic's values and some were not")
+    return column

@@ -58,35 +58,35 @@ class StepSums:
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, logprobs: Tensor, loss: Tensor, judged: Judged) -> None:
-        """`logprobs`: current, `[B, W]`, without gradient; `loss`: this micro-batch's share."""
+        """`logprobs`: current, of the sampled tokens, `[M]`, without gradient; `loss`: this micro-batch's share."""
         difference = logprobs - micro.behaviour
-        log_ratio = difference * micro.fresh
+        log_ratio = difference[micro.chosen]
         ratio = log_ratio.exp()
         gap = difference.abs()
-        gap_all, gap_current, fresh_ratio = gap * micro.sampled, gap * micro.current, ratio * micro.fresh
+        gap_current = gap * micro.current
         nothing = torch.zeros((), device=loss.device)
         bound = nothing if judged.clipped is None else judged.clipped.sum()
         left_out = nothing if judged.kept is None else (~judged.kept).sum()
         weight = nothing if judged.weight is None else judged.weight.sum()
-        weighed = nothing if judged.weight is None else micro.fresh.sum()
+        weighed = nothing if judged.weight is None else torch.full_like(loss, len(ratio))
         self._sums += torch.stack(
             [
                 loss,
                 gap_current.sum(),
                 micro.current.sum(),
-                gap_all.sum(),
-                micro.sampled.sum(),
-                fresh_ratio.sum(),
-                fresh_ratio.square().sum(),
+                gap.sum(),
+                torch.full_like(loss, len(gap)),
+                ratio.sum(),
+                ratio.square().sum(),
                 (ratio - 1.0 - log_ratio).sum(),
                 bound,
                 left_out,
                 weight,
                 weighed,
-                micro.fresh.sum(),
+                torch.full_like(loss, len(ratio)),
             ]
         )
-        self._peaks = torch.maximum(self._peaks, torch.stack([gap_current.max(), gap_all.max(), fresh_ratio.max()]))
+        self._peaks = torch.maximum(self._peaks, torch.stack([gap_current.max(), gap.max(), ratio.max()]))
 
     def read(self, grad_norm: Tensor) -> TokenStatistics:
         """The one synchronisation of a step."""

@@ -2,10 +2,10 @@
 
     rows ──longest first, to the rank with least work──► ranks ──by length, while the budget lasts──► micro-batches
 
-A rank's work is Σ n · (12 · width + n) over its rows of n tokens: what a transformer of that width does for a row, in units of
-2 · width multiplications a layer (24 · width² a token for projections and feed-forward, 2 · width · n for causal attention).
-Given out longest first to the least loaded (Graham 1969, "Bounds on multiprocessing timing anomalies"), the most and the
-least loaded rank differ by at most the costliest row.
+A rank's work is Σ n · (12 · width + n) over its rows of n tokens: what a transformer of that width does for a row, in units
+of 2 · width multiplications a layer (24 · width² a token for projections and feed-forward, 2 · width · n for causal
+attention). Given out longest first to the least loaded (Graham 1969, "Bounds on multiprocessing timing anomalies"), the
+most and the least loaded rank differ by at most the costliest row.
 
 All ranks get equally many micro-batches, because each pass is a collective where weights are sharded; some may be empty.
 Neighbours in a micro-batch are of like length, which attention over packed rows likes (`trainer.packed_attention`). The

@@ -115,7 +115,7 @@ def undisturbed(model: Path, batches: Sequence[Sequence[Trajectory]]) -> dict[st
     learner = Learner(load_policy(model), SETTINGS.trainer)
     for batch in batches:
         rows, tally = rows_of(grouped(batch), learner.version, SETTINGS.k)
-        learner.step(pack(rows, tally, SETTINGS.trainer.micro_batch, padding=0))
+        learner.step(pack(rows, tally, SETTINGS.trainer.micro_batch_tokens))
     return learner.weights()
 
 

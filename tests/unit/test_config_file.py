@@ -35,6 +35,7 @@ def test_the_resolved_tree_reads_back_the_same(tmp_path: Path) -> None:
             "trainer.lerning_rate=1",
             "unknown key 'trainer.lerning_rate': the nearest known key is 'trainer.learning_rate'",
         ),
+        ("trainer.micro_batch=64", "'trainer.micro_batch' is gone: write trainer.micro_batch_tokens"),
         ("tsak=running-sums", "unknown key 'tsak': the nearest known key is 'task'"),
         ("learning_rate=1", "the nearest known key is 'trainer.learning_rate'"),
         ("task=running-sum", "task = 'running-sum' cannot be: did you mean 'running-sums'?"),

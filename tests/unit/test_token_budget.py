@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +42,7 @@ def test_one_rank_needs_no_more_passes_than_half_full_ones(lengths: list[int], b
     """Two neighbouring micro-batches never fit into one."""
     (micro_batches,) = split_rows(lengths, budget)
     tokens = [sum(lengths[index] for index in micro_batch) for micro_batch in micro_batches]
-    assert all(first + second > budget for first, second in zip(tokens, tokens[1:], strict=False))
+    assert all(first + second > budget for first, second in pairwise(tokens))
     assert all(micro_batches)
 
 

@@ -11,22 +11,29 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from services.advantage_settings import AdvantageSettings
 from services.settings import RunSettings, TrainerSettings
 from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
 from trainer import checkpoint
+from trainer.crediting import Crediting
 from trainer.folders import appearing
 from trainer.learner import Learner
 from trainer.packing import pack
 from trainer.resume import Replay, ReplayError, fingerprint
+from trainer.roles import Roles
 from trainer.rows import rows_of
 from trainer.step_log import StepLog, StepLogError, StepRecord
 from trainer.tiny_policy import build_model, save_policy
 
 
+def alone(learner: Learner) -> Roles:
+    return Roles(learner, Crediting(AdvantageSettings()))
+
+
 def one_step(learner: Learner, seed: int) -> None:
     rows, tally = rows_of(grouped(random_trajectories(seed, groups=2, size=3)), learner.version, 100)
-    learner.step(pack(rows, tally, 64, padding=0))
+    learner.step(pack(rows, tally, 4096))
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -110,9 +117,9 @@ def test_a_restored_learner_goes_on_with_the_same_bytes(tmp_path: Path) -> None:
     learner = Learner(copy.deepcopy(model), settings)
     one_step(learner, 1)
     one_step(learner, 2)
-    checkpoint.save(tmp_path, checkpoint.snapshot(learner, "r", "f"))
+    checkpoint.save(tmp_path, checkpoint.snapshot(alone(learner), "r", "f"))
     restored = Learner(copy.deepcopy(model), settings)
-    assert checkpoint.restore_newest(tmp_path, restored, "r") == restored.version == 2
+    assert checkpoint.restore_newest(tmp_path, alone(restored), "r") == restored.version == 2
     for each in (learner, restored):
         one_step(each, 3)
     assert all(torch.equal(weight, restored.weights()[name]) for name, weight in learner.weights().items())
@@ -122,12 +129,12 @@ def test_two_checkpoints_are_kept_and_a_broken_newest_gives_way(tmp_path: Path) 
     learner = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
     for seed in range(3):
         one_step(learner, seed)
-        newest = checkpoint.save(tmp_path, checkpoint.snapshot(learner, "r", "f"))
+        newest = checkpoint.save(tmp_path, checkpoint.snapshot(alone(learner), "r", "f"))
     assert checkpoint.versions(tmp_path) == [2, 3]
     (newest / "optimizer.safetensors").write_bytes(b"\0" * 40)
-    assert checkpoint.restore_newest(tmp_path, learner, "r") == 2
+    assert checkpoint.restore_newest(tmp_path, alone(learner), "r") == 2
     with pytest.raises(checkpoint.CheckpointError):
-        checkpoint.restore_newest(tmp_path, learner, "another run")
+        checkpoint.restore_newest(tmp_path, alone(learner), "another run")
 
 
 def test_the_final_checkpoint_is_a_hugging_face_folder(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def learn(
 ) -> tuple[Learner, TokenStatistics]:
     learner = Learner(copy.deepcopy(model), settings, version)
     rows, tally = rows_of(grouped(trajectories), version, k)
-    return learner, learner.step(pack(rows, tally, settings.micro_batch, padding=0))
+    return learner, learner.step(pack(rows, tally, settings.micro_batch_tokens))
 
 
 def reference_gradients(
@@ -85,7 +85,7 @@ def mixed_batch() -> list[Trajectory]:
 
 
 def test_gradients_are_those_of_the_formula(fresh_model: Qwen3ForCausalLM) -> None:
-    settings = TrainerSettings(micro_batch=4, clip_grad_norm=1e9, warmup_steps=0)
+    settings = TrainerSettings(micro_batch_tokens=30, clip_grad_norm=1e9, warmup_steps=0)
     expected = reference_gradients(fresh_model, mixed_batch(), version=6, k=2)
     learner, statistics = learn(fresh_model, mixed_batch(), settings, version=6)
     norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in expected.values()))
@@ -99,8 +99,8 @@ def test_gradients_are_those_of_the_formula(fresh_model: Qwen3ForCausalLM) -> No
     "loss", [LossSettings(), LossSettings(anchor="proximal", correction=CorrectionSettings(weight="token"))]
 )
 def test_the_split_into_micro_batches_changes_nothing(fresh_model: Qwen3ForCausalLM, loss: LossSettings) -> None:
-    whole, whole_statistics = learn(fresh_model, mixed_batch(), TrainerSettings(micro_batch=64, loss=loss), version=6)
-    split, split_statistics = learn(fresh_model, mixed_batch(), TrainerSettings(micro_batch=1, loss=loss), version=6)
+    whole, whole_statistics = learn(fresh_model, mixed_batch(), TrainerSettings(micro_batch_tokens=4096, loss=loss), version=6)
+    split, split_statistics = learn(fresh_model, mixed_batch(), TrainerSettings(micro_batch_tokens=1, loss=loss), version=6)
     assert split_statistics.grad_norm == pytest.approx(whole_statistics.grad_norm, rel=1e-4)
     assert split_statistics.loss == pytest.approx(whole_statistics.loss, rel=1e-3, abs=1e-6)
     assert split_statistics.logprob_gap_max_all == pytest.approx(whole_statistics.logprob_gap_max_all or 0, rel=1e-4)
@@ -119,7 +119,7 @@ def test_a_batch_without_a_signal_is_a_step_that_only_momentum_moves(fresh_model
     before = {name: weight.clone() for name, weight in learner.weights().items()}
     flat = grouped([a_rollout([a_segment([4], [5], [-4.1], [0])], 1.0, size=2, member=i) for i in range(2)])
     rows, tally = rows_of(flat, 0, 2)
-    statistics = learner.step(pack(rows, tally, 64, padding=0))
+    statistics = learner.step(pack(rows, tally, 4096))
     assert learner.version == 1
     assert (statistics.grad_norm, statistics.logprob_gap_mean, statistics.clip_fraction) == (0.0, None, None)
     assert all(torch.equal(weight, before[name]) for name, weight in learner.weights().items())
@@ -134,7 +134,7 @@ def test_statistics_count_current_tokens_apart(fresh_model: Qwen3ForCausalLM) ->
     rows, tally = rows_of([group_of(trajectories)], 6, 2)
     logits = torch.log_softmax(learner.model(input_ids=torch.tensor([[2, 3, 4, 5]])).logits[0].double(), -1)
     gaps = [abs(logits[1, 4].item() + 4.0), abs(logits[2, 5].item() + 3.9)]
-    statistics = learner.step(pack(rows, tally, 64, padding=0))
+    statistics = learner.step(pack(rows, tally, 4096))
     assert statistics.gap_tokens == 2
     assert statistics.logprob_gap_mean == pytest.approx(sum(gaps) / 2, rel=1e-4)
     assert statistics.logprob_gap_max == pytest.approx(max(gaps), rel=1e-4)

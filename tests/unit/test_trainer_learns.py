@@ -43,7 +43,7 @@ def test_success_climbs(loss: LossSettings) -> None:
     for step in range(60):
         rollouts = play(learner, step, generator)
         rows, tally = rows_of(grouped(rollouts), learner.version, 0)
-        statistics = learner.step(pack(rows, tally, settings.micro_batch, padding=0))
+        statistics = learner.step(pack(rows, tally, settings.micro_batch_tokens))
         assert (statistics.logprob_gap_max or 0.0) < 1e-5
         success.append(sum(rollout.reward for rollout in rollouts) / len(rollouts))
     assert sum(success[:5]) / 5 < 0.35

@@ -1,4 +1,4 @@
-"""From groups to tensors: which tokens enter the loss, under which staleness, in which column."""
+"""From groups to tensors: which tokens enter the loss, under which staleness, at which place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.policies.staleness import FutureVersionError
 from services.wire.packed import unpack_logprobs, unpack_tokens
 from services.wire.trajectory import VersionSpan
 from tests.support.trajectories import a_rollout, a_segment, group_of, grouped, random_trajectories
-from trainer.packing import pack
+from trainer.packing import BatchSize, pack
 from trainer.rows import rows_of
 from trainer.window import NOT_SAMPLED, OVER_K, StalenessTally, judge
 
@@ -48,26 +48,29 @@ def test_columns_carry_the_tokens_they_belong_to() -> None:
     whole = a_segment([4, 4, 4], [1, 2, 3, 5], [-0.1, -0.2, -0.3, -0.4], [3, 6, 6, 7])
     group = group_of([a_rollout([turns, whole], 1.0, size=2, member=0), a_rollout([turns], 0.0, size=2, member=1)])
     rows, tally = rows_of([group], policy_version=7, k=2)
-    packed = pack(rows, tally, micro_batch=8, padding=0)
-    assert packed.size.tokens == 2 + 3 + 2 and tally.masked == 1
+    packed = pack(rows, tally, budget=64)
+    assert packed.size == BatchSize(tokens=2 + 3 + 2, segments=3) and tally.masked == 1
     assert dict(tally.histogram) == {0: 5, 1: 2}
     (micro,) = packed.micro_batches
-    assert micro.input_ids.tolist() == [[9, 8, 5, 6, 0, 0, 0], [9, 8, 5, 6, 0, 0, 0], [4, 4, 4, 1, 2, 3, 5]]
-    assert micro.first == 2
-    assert micro.fresh.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 1, 1]]
-    assert micro.sampled.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 1, 1]]
-    assert micro.current.int().tolist() == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
-    assert micro.behaviour[2].tolist() == pytest.approx([0.0, -0.1, -0.2, -0.3, -0.4])
+    assert micro.row.input_ids.tolist() == [[9, 8, 5, 6, 9, 8, 5, 6, 4, 4, 4, 1, 2, 3, 5]]
+    assert micro.row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]]
+    assert (micro.row.starts.tolist(), micro.row.runs, micro.segments) == ([0, 4, 8, 15], ((4, 2), (7, 1)), 3)
+    assert micro.places.tolist() == [2, 3, 6, 7, 11, 12, 13, 14]
+    assert micro.behaviour.tolist() == pytest.approx([-0.5, -0.6, -0.5, -0.6, -0.1, -0.2, -0.3, -0.4])
+    assert micro.current.tolist() == [True] * 4 + [False] * 4
+    assert micro.chosen.tolist() == [0, 1, 2, 3, 5, 6, 7]
+    assert micro.segment.tolist() == [0, 0, 1, 1, 2, 2, 2]
+    assert micro.staleness.tolist() == [0, 0, 0, 0, 1, 1, 0]
     assert micro.advantages.tolist() == pytest.approx([0.707] * 2 + [-0.707] * 2 + [0.707] * 3, abs=1e-3)
     assert micro.temperature is None
 
 
-@given(st.integers(0, 1000), st.integers(1, 9))
-def test_every_training_token_appears_exactly_once(seed: int, micro_batch: int) -> None:
+@given(st.integers(0, 1000), st.integers(1, 99))
+def test_every_training_token_appears_exactly_once(seed: int, budget: int) -> None:
     trajectories = random_trajectories(seed, groups=3, size=3, version=1)
     groups = grouped(trajectories)
     rows, tally = rows_of(groups, policy_version=2, k=1)
-    packed = pack(rows, tally, micro_batch, padding=0)
+    packed = pack(rows, tally, budget)
     wanted = sorted(
         (int(token), round(float(logprob), 5))
         for group in groups
@@ -81,11 +84,18 @@ def test_every_training_token_appears_exactly_once(seed: int, micro_batch: int) 
         (int(token), round(float(logprob), 5))
         for micro in packed.micro_batches
         for token, logprob in zip(
-            micro.input_ids[:, micro.first :][micro.fresh], micro.behaviour[micro.fresh], strict=True
+            micro.row.input_ids[0, micro.places[micro.chosen]], micro.behaviour[micro.chosen], strict=True
         )
     )
     assert found == wanted
     assert packed.size.tokens == sum(trajectory.sampled_tokens() for trajectory in trajectories)
-    assert all(len(micro.input_ids) <= micro_batch for micro in packed.micro_batches)
-    lengths = [int(micro.input_ids.shape[1]) for micro in packed.micro_batches]
-    assert lengths == sorted(lengths)
+    assert all(micro.row.input_ids.shape[1] <= budget or micro.segments == 1 for micro in packed.micro_batches)
+
+
+def test_a_row_that_begins_with_a_sampled_token_is_refused() -> None:
+    group = group_of(
+        [a_rollout([a_segment([], [5, 6], [-0.5, -0.6], [7, 7])], float(i), size=2, member=i) for i in range(2)]
+    )
+    rows, tally = rows_of([group], policy_version=7, k=2)
+    with pytest.raises(ValueError, match="begins with a sampled token"):
+        pack(rows, tally, budget=64)
