@@ -88,13 +88,13 @@ def test_rollouts_are_trajectories_with_the_logprobs_of_who_drew_them() -> None:
             assert member.payload.reward == float(text[1:] == "3$" and text[0].isdigit())
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_tokens_are_exactly_k_steps_old(k: int) -> None:
+@pytest.mark.parametrize(("correction", "k"), [("none", 0), ("none", 3), ("decoupled", 1), ("decoupled", 4)])
+def test_tokens_are_exactly_k_steps_old(correction: str, k: int) -> None:
     model = build_model(seed=2, hidden_size=32, layers=1)
-    run = StaleRun(correction="none", k=k, seed=1, updates=6)
+    run = StaleRun(correction=correction, k=k, seed=1, updates=6)
     training = StaleTraining(run, model, build_tokenizer(), QUESTIONS)
     while training.version < run.updates:
-        training.step()
+        training.batch()
     assert training.staleness == [float(min(k, step)) for step in range(6)]
     assert training.largest_staleness == k
 

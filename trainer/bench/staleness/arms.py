@@ -42,9 +42,10 @@ ARMS: Mapping[str, Arm] = {
     UNCORRECTED: Arm(_plain()),
     # Schulman et al. 2017: ε = 0.2.
     "PPO": Arm(LossSettings(policy="ppo_clip", clip_low=0.2, clip_high=0.2)),
-    # With one optimizer step a batch this is truncated importance sampling.
+    # Four minibatches a batch, as AReaL (arXiv:2505.24298) runs it: with one it would be truncated importance sampling.
     "decoupled": Arm(
         LossSettings(policy="ppo_clip", anchor="proximal", correction=CorrectionSettings(weight="token", cap=2.0)),
+        updates_per_batch=4,
     ),
     "TIS": Arm(_plain(weight="token", cap=2.0)),
     # Bounds 0.5 and 5 (arXiv:2510.18855).

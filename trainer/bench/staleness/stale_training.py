@@ -1,8 +1,10 @@
 """One run of the staleness table: the trainer's own step on tokens that are K optimizer steps old.
 
-    weights of the last K + 1 versions ──oldest──► 16 groups of 8 answers ──► rows ──► micro-batches ──► Learner.step
+    weights of the last K + 1 versions ──oldest──► 16 groups of 8 answers ──► rows ──► micro-batches ──► Learner.steps
              ▲                                                                                              │
              └──────────────────────────────────── version + 1 ─────────────────────────────────────────────┘
+
+Where a batch has several steps, all its parts are drawn first, each by the policy of K steps before its own step.
 
 Nothing is random but the warm start and the draws, both by the run's seed: all runs of a seed meet the same problems in the
 same order. Recipe: `TrainerSettings` and `RolloutSettings` as they are by default, but for the loss.
@@ -27,7 +29,7 @@ from trainer.bench.staleness.results import Outcome, StaleRun
 from trainer.bench.staleness.rollouts import Rollouts
 from trainer.bench.staleness.warm_starts import held_out_in, model_in, problems_in
 from trainer.learner import Learner
-from trainer.packing import pack
+from trainer.packing import PackedBatch, pack
 from trainer.recipe import read_checks
 from trainer.rows import rows_of
 from trainer.sampling_check import sampled_accuracy
@@ -44,7 +46,7 @@ def train_stale(run: StaleRun, folder: Path, versions: dict[str, str]) -> Outcom
     tokenizer = AutoTokenizer.from_pretrained(model_in(folder))
     training = StaleTraining(run, load_policy(model_in(folder)), tokenizer, read_checks(problems_in(folder)))
     while training.version < run.updates:
-        training.step()
+        training.batch()
     held_out = read_checks(held_out_in(folder))
     last = -max(1, run.updates // 5)
     effective = [share for share in training.effective_samples[last:] if share is not None]
@@ -70,8 +72,8 @@ class StaleTraining:
     ) -> None:
         self._run = run
         self._settings = TrainerSettings(loss=ARMS[run.correction].loss)
-        self._learner = Learner(model, self._settings)
         self._behaviour = LaggedPolicy(model, run.k)
+        self._learner = Learner(model, self._settings)
         self._tokenizer = tokenizer
         self._problems = problems
         generator = torch.Generator().manual_seed(run.seed)
@@ -85,18 +87,23 @@ class StaleTraining:
     def version(self) -> int:
         return self._learner.version
 
-    def step(self) -> None:
-        """One optimizer step on groups that the policy of K steps before draws."""
-        first = self.version * ROLLOUT.groups_per_step
-        drawn_by, policy = self._behaviour.before(self.version)
+    def batch(self) -> None:
+        """The optimizer steps of one batch, each on groups of its own that the policy of K steps before that step draws."""
+        steps = min(ARMS[self._run.correction].updates(self._run.k), self._run.updates - self.version)
+        parts = [self._part(version) for version in range(self.version, self.version + steps)]
+        for statistics in self._learner.steps(parts):
+            self._behaviour.keep(self.version, self._learner.model)
+            self.effective_samples.append(statistics.effective_samples)
+
+    def _part(self, version: int) -> PackedBatch:
+        first = version * ROLLOUT.groups_per_step
+        drawn_by, policy = self._behaviour.before(version)
         groups = self._rollouts.play(policy, drawn_by, self._problems[first : first + ROLLOUT.groups_per_step], first)
-        rows, tally = rows_of(groups, self.version, self._run.k)
-        statistics = self._learner.step(pack(rows, tally, self._settings.micro_batch, self._tokenizer.pad_token_id))
-        self._behaviour.keep(self.version, self._learner.model)
+        rows, tally = rows_of(groups, version, self._run.k)
         self.success.append(fmean(member.payload.reward for group in groups for member in group.members))
         self.staleness.append(tally.mean)
-        self.effective_samples.append(statistics.effective_samples)
         self.largest_staleness = max(self.largest_staleness, tally.largest)
+        return pack(rows, tally, self._settings.micro_batch_tokens)
 
     def accuracy(self, questions: Sequence[Question], generator: torch.Generator | None) -> float:
         """Of the trainer's own policy, one answer each: sampled, or greedy without a `generator`."""
