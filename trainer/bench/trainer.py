@@ -1,0 +1,39 @@
+"""`rollmesh bench trainer`: what packing is worth, beside a padded loop and beside TRL's GRPO step."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+TRL_PYTHON = Path(".venv-trl/bin/python")
+
+
+@app.command(epilog="Example: rollmesh bench trainer --rounds 5 --json")
+def trainer(
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Steps of each arm, interleaved, after one that is not counted")
+    ] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of each arm")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths and tokens")] = 1,
+    trl_python: Annotated[Path, typer.Option(help="Python of the environment that holds TRL")] = TRL_PYTHON,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of a table")] = False,
+) -> None:
+    """Trained tokens a second on heavy-tailed lengths: packed, padded, and TRL's."""
+    import msgspec
+
+    from services.bench.versions import versions
+    from trainer.bench.trainer_report import as_table, put_together
+
+    load = os.getloadavg()
+    bench = put_together([], load, versions("rollmesh", "torch", "transformers"))
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(bench), indent=2).decode() + "\n")
+    else:
+        Console().print(as_table(bench))
