@@ -32,6 +32,9 @@ def run_environment(
     seed: Annotated[int, typer.Option(min=0, help="Problems are generated from it")] = 1,
     group_size: Annotated[int, typer.Option(min=1, help="Answers to each problem")] = 8,
     temperature: Annotated[float, typer.Option(min=0.0, help="For training groups; evaluation is greedy")] = 1.0,
+    greedy_baseline: Annotated[
+        bool, typer.Option("--greedy-baseline", help="The first answer of a training group is drawn greedily (ReMax)")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens, a turn")] = 24,
     concurrency: Annotated[
         int, typer.Option(min=1, help="Groups in play at once; (K + 1) · batch keeps all busy")
@@ -67,6 +70,7 @@ def run_environment(
         seed=seed,
         group_size=group_size,
         temperature=temperature,
+        greedy_baseline=greedy_baseline,
         max_tokens=max_tokens,
         concurrency=concurrency,
         evaluation_problems=evaluation_problems,

@@ -50,7 +50,8 @@ class RunnerPlan:
     """What to play. `concurrency`: groups in play at once, over all servers. `start_deadline_s`: for the servers' start.
 
     `episode_timeout_s`: longest time from an episode's first call to its reward. `retries`: how often a problem whose group
-    was lost is played again. `api_key`: the agent key of servers that ask for one.
+    was lost is played again. `api_key`: the agent key of servers that ask for one. `greedy_baseline`: the first sibling of
+    each training group is drawn greedily, for the others to be compared with.
     """
 
     environment: AnyEnvironment
@@ -62,6 +63,7 @@ class RunnerPlan:
     evaluation_problems: int
     run_dir: Path
     dialect: Dialect = "text"
+    greedy_baseline: bool = False
     episode_timeout_s: float = 600.0
     heartbeat_s: float = 10.0
     retries: int = 2
@@ -135,7 +137,11 @@ class _Players:
         self._progress = Progress(self._losses)
         sampling = SamplingBody(max_tokens=plan.max_tokens, temperature=plan.temperature)
         self._opening = OpenGroup(
-            task=environment.name, group_size=plan.group_size, sampling=sampling, wait_s=ADMISSION_WAIT_S
+            task=environment.name,
+            group_size=plan.group_size,
+            sampling=sampling,
+            wait_s=ADMISSION_WAIT_S,
+            greedy_baseline=plan.greedy_baseline,
         )
 
     async def play_until_concluded(self) -> None:

@@ -79,10 +79,11 @@ class Group:
         """Whether every sibling was opened and has ended."""
         return len(self.sessions) == self.size and not self.live
 
-    def fill(self, terms: Terms) -> None:
-        """Open all siblings at once."""
-        for _ in range(self.size):
-            self.add(self.next_session(session_id(self.group_id, len(self.sessions)), terms, b""))
+    def fill(self, terms: Terms, first: Terms | None = None) -> None:
+        """Open all siblings at once; `first`: what the first one is opened on, where it is not that of the others."""
+        for member in range(self.size):
+            own = first if first is not None and member == 0 else terms
+            self.add(self.next_session(session_id(self.group_id, member), own, b""))
 
     def next_session(self, name: str, terms: Terms, fingerprint: bytes) -> Session:
         """The next sibling, yet to be added. Raises ConflictError when all are open already, or have been."""

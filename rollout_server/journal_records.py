@@ -93,9 +93,12 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered", omit_d
 
 
 class TurnRecord(msgspec.Struct, frozen=True, array_like=True):
+    """`sampling`: where it was not that of the call."""
+
     session_id: str
     node: NodeRecord
     finish_reason: FinishReason
+    sampling: SamplingParams | None = None
 
 
 class TurnsAnswered(msgspec.Struct, frozen=True, kw_only=True, tag="turns"):

@@ -115,7 +115,7 @@ def apply_turns(group: Group, record: TurnsAnswered) -> None:
     for turn in record.turns:
         session = _find(group, turn.session_id)
         if session.end is None:
-            _add_node(session, turn.node, record.sampling)
+            _add_node(session, turn.node, turn.sampling or record.sampling)
             session.finish_reason = turn.finish_reason
 
 

@@ -15,6 +15,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -84,9 +85,9 @@ class SessionOpener:
                 sampling_of(call.sampling),
             )
             limits = SamplingLimits.model_validate(call.sampling.model_dump(exclude_unset=True))
-            group.fill(
-                Terms(task=call.task, purpose=call.purpose, sampling=limits, idle_timeout_s=self._idle_timeout_s)
-            )
+            terms = Terms(task=call.task, purpose=call.purpose, sampling=limits, idle_timeout_s=self._idle_timeout_s)
+            greedy = replace(terms, sampling=limits.model_copy(update={"temperature": 0.0}))
+            group.fill(terms, greedy if call.greedy_baseline else terms)
             try:
                 await _unbroken(self._begin(group))
             except asyncio.CancelledError:

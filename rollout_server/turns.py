@@ -38,6 +38,12 @@ def sampling_of(body: SamplingBody) -> SamplingParams:
     return msgspec.convert(body, SamplingParams, from_attributes=True)
 
 
+def _sampling_in(group: Group, session: Session, asked: SamplingParams) -> SamplingParams:
+    """A session that was opened to be drawn greedily, other than its group, is."""
+    own, siblings = session.terms.sampling.temperature, None if group.sampling is None else group.sampling.temperature
+    return msgspec.structs.replace(asked, temperature=0.0) if own == 0.0 and siblings != 0.0 else asked
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One engine request and the turns (positions in the call) that its samples belong to, in order."""
@@ -76,7 +82,8 @@ class TurnTaker:
             raise UsageError(f"group {group.group_id} was opened without sampling", "give `sampling` with the turns")
         with group.reserved([turn.session_id for turn in call.turns]) as sessions:
             additions = await self._encode(call.turns)
-            plans = self._plan(group.group_id, sessions, additions, sampling)
+            samplings = [_sampling_in(group, session, sampling) for session in sessions]
+            plans = self._plan(group.group_id, sessions, additions, samplings)
             drawn = await self._run_all(plans)
             ordered = [drawn[position] for position in range(len(sessions))]
             for delta in ordered:
@@ -91,8 +98,9 @@ class TurnTaker:
                         session.session_id,
                         node_record(session.capture.tip, addition, delta.token_ids, delta.logprobs, delta.versions),
                         delta.finish_reason or "stop",
+                        None if own == sampling else own,
                     )
-                    for session, addition, delta in zip(sessions, additions, ordered, strict=True)
+                    for session, addition, delta, own in zip(sessions, additions, ordered, samplings, strict=True)
                 ],
             )
             kept = None if name is None else (name, answer)
@@ -122,11 +130,15 @@ class TurnTaker:
         return additions
 
     def _plan(
-        self, group_id: str, sessions: Sequence[Session], additions: Sequence[list[int]], sampling: SamplingParams
+        self,
+        group_id: str,
+        sessions: Sequence[Session],
+        additions: Sequence[list[int]],
+        samplings: Sequence[SamplingParams],
     ) -> list[Plan]:
-        alike: dict[tuple[int, ...], list[int]] = {}
-        for position, (session, addition) in enumerate(zip(sessions, additions, strict=True)):
-            alike.setdefault((*session.capture.context, *addition), []).append(position)
+        alike: dict[tuple[SamplingParams, tuple[int, ...]], list[int]] = {}
+        for position, (session, addition, sampling) in enumerate(zip(sessions, additions, samplings, strict=True)):
+            alike.setdefault((sampling, (*session.capture.context, *addition)), []).append(position)
         return [
             Plan(
                 GenerationRequest(
@@ -137,7 +149,7 @@ class TurnTaker:
                 ),
                 positions,
             )
-            for prompt, positions in alike.items()
+            for (sampling, prompt), positions in alike.items()
         ]
 
     def _fit(self, sampling: SamplingParams, prompt_length: int) -> SamplingParams:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from services.ledger import Ledger
+from services.policies.group_filter import GroupFilter
 from services.redis_client import connect
 from services.run_folder import RunFolder
 from services.settings import RunSettings
@@ -79,15 +80,23 @@ class Assembly:
     def loop(self, identity: Identity, roles: Roles, log: StepLog, interrupt: Interrupt) -> TrainingLoop:
         learner = roles.learner
         settings, config = self.arguments.settings, learner.model.config
-        tokenizer = self._tokenizer()
+        tokenizer, advantage = self._tokenizer(), settings.trainer.advantage
         screen = Screen(
             self.arguments.run_id,
             int(config.vocab_size),
             int(config.max_position_embeddings),
             vocabulary_digest(tokenizer.get_vocab()),
+            greedy_baseline=advantage.greedy_baseline,
+            cost=advantage.cost.component,
+        )
+        group_filter = GroupFilter(
+            most_equal=advantage.dynamic_sampling_most if advantage.dynamic_sampling else 0,
+            baseline=advantage.greedy_baseline,
         )
         smallest = settings.rollout.min_group_size
-        intake = Intake(self._open_reader, self.ledger, screen, lambda: learner.version, SIBLINGS_LAG_S, smallest)
+        intake = Intake(
+            self._open_reader, self.ledger, screen, lambda: learner.version, SIBLINGS_LAG_S, smallest, group_filter
+        )
         return TrainingLoop(
             identity=identity,
             settings=settings,

@@ -21,7 +21,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.ledger import Ledger
-from services.policies.batching import Drop, DropCause, Group, GroupAssembler, Member, Verdict
+from services.policies.batching import Drop, DropCause, Group, GroupAssembler, Member, Objection, Verdict
+from services.policies.group_filter import GroupFilter
 from services.stream import StreamEntry, TrajectoryReader
 from services.wire.errors import DeadlineError
 from services.wire.trajectory import Trajectory
@@ -44,7 +45,8 @@ _log = structlog.get_logger()
 
 class Intake:
     """`version`: the newest policy version that exists. `expire_after_s`: how long siblings may lag before their server is
-    asked for. `smallest`: siblings that a group is trained with at the least, where others of it are lost.
+    asked for. `smallest`: siblings that a group is trained with at the least, where others of it are lost. `group_filter`:
+    which of the complete groups are trained.
 
     `run` lives on the background loop; `take` is for the training thread.
     """
@@ -57,12 +59,14 @@ class Intake:
         version: Callable[[], int],
         expire_after_s: float,
         smallest: int = 2,
+        group_filter: GroupFilter | None = None,
     ) -> None:
         self._open_reader = open_reader
         self._reader = open_reader()
         self._ledger, self._screen, self._version = ledger, screen, version
         self._expire_after_s = expire_after_s
-        self._assembler: GroupAssembler[Trajectory] = GroupAssembler(smallest)
+        self._filter = group_filter or GroupFilter()
+        self._assembler: GroupAssembler[Trajectory] = GroupAssembler(smallest, judge=self._judge)
         self._known: set[str] = set()
         self._changed = threading.Condition()
         self._lost: set[str] = set()
@@ -127,6 +131,7 @@ class Intake:
                         posted, posted_at = missing, waited
                         post(missing)
                     self._changed.wait(_SLICE_S)
+                self._filter.batch_taken()
                 return batch
             finally:
                 self._waiting_since = None
@@ -197,6 +202,9 @@ class Intake:
     def _count_work(self, started: float) -> None:
         with self._changed:
             self._arrivals.busy_s += time.perf_counter() - started
+
+    def _judge(self, group: Group[Trajectory]) -> Objection | None:
+        return self._filter.judge({member.index: member.payload.reward for member in group.members})
 
     def _take_up(self, member: Member[Trajectory], now: float) -> Verdict:
         self._arrivals.trajectories += 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.policies.batching import DropCause, Member
+from services.policies.batching import DropCause, Member, Objection
 from services.stream import StreamEntry
 from services.wire.errors import WireError
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
@@ -28,8 +28,6 @@ ABOVE_ZERO = 1e-3
 """A logprob may be above 0 by rounding, not by more."""
 LARGEST_REWARD = 1e12
 """Beyond, squares of differences between siblings lose what distinguishes them, or overflow."""
-
-Objection = tuple[DropCause, str]
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,16 @@ _headers = msgspec.msgpack.Decoder(_Header)
 class Screen:
     """`vocabulary`: token ids lie below it. `longest`: tokens a segment may have. `tokenizer`: digest of the vocabulary.
 
-    A trajectory of which the writer knew no tokenizer is judged by its ids alone.
+    A trajectory of which the writer knew no tokenizer is judged by its ids alone. `greedy_baseline`: the first sibling of a
+    group was drawn greedily. `cost`: a reward component that there must be.
     """
 
     run_id: str
     vocabulary: int
     longest: int
     tokenizer: str = ""
+    greedy_baseline: bool = False
+    cost: str | None = None
 
     def judge(self, entry: StreamEntry, newest_version: int) -> Member[Trajectory] | Rejected:
         """`newest_version`: the newest policy version that exists; a token beyond it lies."""
@@ -90,8 +91,13 @@ class Screen:
             return DropCause.BAD_NUMBER, f"has a reward of {trajectory.reward:g}: as good as infinite"
         if trajectory.sampled_tokens() == 0:
             return DropCause.EMPTY, "has no sampled token"
+        if self.cost is not None and self.cost not in trajectory.reward_components:
+            return DropCause.NO_COST, f"has no reward component {self.cost!r}"
+        baseline = self.greedy_baseline and trajectory.member == 0
         for sampling in trajectory.samplings:
-            if not sampling.whole:
+            if baseline and (sampling.temperature != 0.0 or sampling.shifts):
+                return DropCause.SAMPLING, f"is its group's baseline and was drawn with {sampling}: not greedily"
+            if not baseline and not sampling.whole:
                 return DropCause.SAMPLING, f"was drawn with {sampling}: not from the whole distribution"
         if trajectory.group_size < 2:
             return DropCause.INCONSISTENT_GROUP, f"is of a group of {trajectory.group_size}"

@@ -16,7 +16,7 @@ admission's to say (`services.policies.admission`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -52,6 +52,12 @@ class DropCause(StrEnum):
     """Sound itself, but a sibling of it can never be trained."""
     INCOMPLETE_GROUP = "incomplete_group"
     """Siblings of it expired or were given up, and too few finished."""
+    EQUAL_REWARDS = "equal_rewards"
+    """All siblings got the same reward, so that none is better than another (`services.policies.group_filter`)."""
+    NO_BASELINE = "no_baseline"
+    """Its group lost the sibling that the others are compared with."""
+    NO_COST = "no_cost"
+    """It lacks the reward component that is the run's cost."""
     RUN_CONCLUDED = "run_concluded"
 
 
@@ -79,6 +85,10 @@ class Group(Generic[Payload]):
     def lost(self) -> int:
         """Siblings that it is trained without."""
         return self.members[0].group_size - len(self.members)
+
+
+Objection = tuple[DropCause, str]
+"""A cause, and the cause in words."""
 
 
 @dataclass(frozen=True)
@@ -121,15 +131,21 @@ class GroupAssembler(Generic[Payload]):
     """Assembles groups and hands out batches. Each entry leaves exactly once: in a batch, or as a drop.
 
     `smallest`: siblings that a group is trained with at the least, where others of it are lost. `remember`: of how many
-    settled groups the ids are kept, so that a late duplicate is known for one. Raises ValueError for `smallest` < 2: one
-    alone has nobody to be compared with.
+    settled groups the ids are kept, so that a late duplicate is known for one. `judge`: says of a complete group why it is
+    dropped all the same. Raises ValueError for `smallest` < 2: one alone has nobody to be compared with.
     """
 
-    def __init__(self, smallest: int = 2, remember: int = 65_536) -> None:
+    def __init__(
+        self,
+        smallest: int = 2,
+        remember: int = 65_536,
+        judge: Callable[[Group[Payload]], Objection | None] | None = None,
+    ) -> None:
         if smallest < 2:
             raise ValueError(f"a group of at least {smallest}: there must be two to compare")
         self._smallest = smallest
         self._remember = remember
+        self._judge = judge
         self._partial: dict[str, _Gathering[Payload]] = {}
         self._complete: dict[str, Group[Payload]] = {}
         self._settled: OrderedDict[str, DropCause] = OrderedDict()
@@ -160,9 +176,7 @@ class GroupAssembler(Generic[Payload]):
             why = f"sibling {member.index} of group {member.group} came before, as {first}"
             return Verdict([Drop(member.entry, DropCause.DUPLICATE, why)])
         gathering.members[member.index] = member
-        if len(gathering.members) == gathering.size:
-            self._close(member.group)
-        return Verdict()
+        return self._close(member.group) if len(gathering.members) == gathering.size else Verdict()
 
     def spoil(self, group: str, cause: DropCause = DropCause.SPOILED_GROUP, why: str = "a sibling is unfit") -> Verdict:
         """A sibling of `group` can never be trained: drop those that came, and those that will come."""
@@ -187,11 +201,9 @@ class GroupAssembler(Generic[Payload]):
         for group in [group for group in groups if group in self._partial]:
             gathering = self._partial[group]
             have = len(gathering.members)
-            if have >= self._smallest:
-                self._close(group)
-                continue
             why = f"{have} of {gathering.size} siblings finished, {self._smallest} are wanted"
-            expired = self.spoil(group, DropCause.INCOMPLETE_GROUP, why)
+            enough = have >= self._smallest
+            expired = self._close(group) if enough else self.spoil(group, DropCause.INCOMPLETE_GROUP, why)
             verdict.drops += expired.drops
             verdict.spoiled += expired.spoiled
         return verdict
@@ -228,10 +240,12 @@ class GroupAssembler(Generic[Payload]):
         gathering = self._partial.get(group)
         return next((member.payload for member in gathering.members.values()), None) if gathering else None
 
-    def _close(self, group: str) -> None:
+    def _close(self, group: str) -> Verdict:
         gathering = self._partial.pop(group)
         members = [gathering.members[index] for index in sorted(gathering.members)]
         self._complete[group] = Group(group, gathering.ordinal, members)
+        objection = None if self._judge is None else self._judge(self._complete[group])
+        return Verdict() if objection is None else self.spoil(group, *objection)
 
     def _complete_cause(self, group: str) -> DropCause | None:
         """What one more trajectory of a complete group is dropped for; None where it is not complete."""

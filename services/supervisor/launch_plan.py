@@ -167,6 +167,8 @@ def _environment(
     }
     pairs = [part for flag, value in flags.items() for part in (flag, str(value))]
     urls = [part for url in rollout_urls for part in ("--rollout-url", url)]
+    if settings.trainer.advantage.greedy_baseline:
+        pairs.append("--greedy-baseline")
     # In its surroundings, where a task of the user's own finds it too.
     judged = {} if rewards_url is None else {"ROLLMESH_REWARDS_URL": rewards_url}
     return desk.post("environment", "run-environment", *pairs, *urls, role="job", surroundings=judged)

@@ -72,6 +72,8 @@ class OpenGroup(Body):
     purpose: Purpose = "train"
     wait_s: float = Field(default=0.0, ge=0.0, le=60.0)
     """How long the server may hold the call until admission opens, before it answers 429."""
+    greedy_baseline: bool = False
+    """The first session is drawn greedily, whatever its calls say: an answer that the others are compared with (ReMax)."""
 
 
 class GroupOpened(Body):

@@ -20,6 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from services.dead_letters import KEPT, LARGEST, DeadLetters
 from services.ledger import Accounts, Ledger
 from services.policies.batching import Group
+from services.policies.group_filter import GroupFilter
 from services.policies.lengths import Lengths
 from services.redis_client import connect
 from services.run_keys import RunKeys
@@ -48,8 +49,17 @@ async def until(holds: Callable[[Accounts], bool], ledger: Ledger) -> None:
 class Bench:
     """An intake that reads, and a training thread that takes."""
 
-    def __init__(self, redis: Redis, run_id: str, expire_after_s: float, smallest: int, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        expire_after_s: float,
+        smallest: int,
+        ledger: Ledger,
+        group_filter: GroupFilter | None = None,
+    ) -> None:
         self.redis, self.run_id = redis, run_id
+        self.group_filter = group_filter
         self.version, self.smallest = 3, smallest
         self.ledger = ledger
         self.writer = TrajectoryWriter(redis, run_id)
@@ -67,6 +77,7 @@ class Bench:
             lambda: self.version,
             self.expire_after_s,
             self.smallest,
+            self.group_filter,
         )
 
     async def take(self, groups: int, deadline_s: float = 5.0) -> list[Group[Trajectory]] | None:
@@ -94,8 +105,9 @@ async def make_bench(redis_url: str, run_id: str) -> AsyncIterator[Callable[...,
         trained_before: frozenset[str] = frozenset(),
         smallest: int = 2,
         ledger: type[Ledger] = Ledger,
+        group_filter: GroupFilter | None = None,
     ) -> Bench:
-        bench = Bench(redis, run_id, expire_after_s, smallest, ledger(redis, run_id))
+        bench = Bench(redis, run_id, expire_after_s, smallest, ledger(redis, run_id), group_filter)
         bench.reading = asyncio.create_task(bench.intake.run(trained_before))
         benches.append(bench)
         return bench
@@ -318,7 +330,11 @@ async def test_dead_letters_are_listed_by_a_command(make_bench: Callable[..., Be
     listed = await asyncio.to_thread(run_command, [*command, "--json"])
     assert listed.code == 0, listed.err
     letter = json.loads(listed.out)
-    assert (letter["entry"], letter["cause"], letter["why"]) == (entry, "bad_number", "trajectory bad/0 has the reward inf")
+    assert (letter["entry"], letter["cause"], letter["why"]) == (
+        entry,
+        "bad_number",
+        "trajectory bad/0 has the reward inf",
+    )
     shown = await asyncio.to_thread(run_command, command)
     assert (shown.code, shown.out.splitlines()[-1]) == (0, "dropped of 1 published: 1 bad_number")
     assert entry in shown.out
@@ -409,3 +425,21 @@ async def test_draining_drops_all_that_is_left(make_bench: Callable[..., Bench])
     assert await bench.intake.drain() == 3
     accounts = await bench.ledger.accounts()
     assert (accounts.published, accounts.trained, accounts.dropped) == (5, 2, {"run_concluded": 3})
+
+
+async def test_groups_of_equal_rewards_are_dropped_and_made_up_for_until_the_bound(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench(group_filter=GroupFilter(most_equal=2))
+    same = [answers(bench, f"same{ordinal}", ordinal, reward=1.0) for ordinal in range(3)]
+    for group in (*same, answers(bench, "differs", 3)):
+        await bench.writer.publish(group)
+    batch = await bench.take(2)
+    # Two were dropped; the third is trained as it is: a task that is solved must come to its end.
+    assert batch is not None and [group.group for group in batch] == ["same2", "differs"]
+    await bench.dropped({"equal_rewards": 4})
+    accounts = await bench.ledger.accounts()
+    assert accounts.dropped_groups == 2
+    # The next batch has its own bound.
+    await bench.writer.publish(answers(bench, "same4", 4, reward=0.0))
+    await bench.dropped({"equal_rewards": 6})
