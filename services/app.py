@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipaddress
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -15,6 +16,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from services.metric_catalog import SERVICE_BUILD, SERVICE_NOT_READY
+from services.metrics import CONTENT_TYPE, Metrics, Reading
 from services.wire.errors import CapacityError, HeldElsewhereError, RollmeshError, SessionConcludedError, UsageError
 from services.wire.mesh_headers import OWNER_URL_HEADER
 from services.wire.rollout_api import ErrorBody, ErrorDetail
@@ -26,10 +29,28 @@ ReadyCheck = Callable[[], list[str]]
 """Answers the reasons why the service is not ready; none means ready."""
 
 
-def make_app(title: str, version: str, lifespan: Lifespan, not_ready: ReadyCheck) -> FastAPI:
-    """A FastAPI application with `/livez`, `/readyz`, `/version` and one shape for every error."""
+def make_app(
+    title: str,
+    version: str,
+    lifespan: Lifespan,
+    not_ready: ReadyCheck,
+    metrics: Metrics | None = None,
+    *,
+    metrics_access: Sequence[Any] = (),
+) -> FastAPI:
+    """A FastAPI application with `/livez`, `/readyz`, `/version`, `/metrics` and one shape for every error.
 
+    `metrics`: the service's own figures. `metrics_access`: dependencies of `/metrics` that judge who may read it.
+    """
+
+    figures = metrics or Metrics()
     app = FastAPI(title=title, version=version, lifespan=lifespan)
+
+    def of_the_service() -> Iterator[Reading]:
+        yield Reading(SERVICE_BUILD, 1, (title, version))
+        yield Reading(SERVICE_NOT_READY, len(not_ready()))
+
+    figures.read(of_the_service)
 
     @app.get("/livez")
     async def livez() -> dict[str, str]:
@@ -44,6 +65,16 @@ def make_app(title: str, version: str, lifespan: Lifespan, not_ready: ReadyCheck
     @app.get("/version")
     async def read_version() -> dict[str, str]:
         return {"service": title, "version": version}
+
+    @app.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        dependencies=metrics_access,
+    )
+    async def read_metrics() -> Response:
+        """For Prometheus (`services.metric_catalog`)."""
+        return Response(figures.render(), media_type=CONTENT_TYPE)
 
     @app.exception_handler(RollmeshError)
     async def on_typed_error(_: Request, error: RollmeshError) -> JSONResponse:

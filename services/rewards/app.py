@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from services.app import Stop, make_app
 from services.body_limit import BodyLimit
+from services.metrics import Metrics
 from services.reward_settings import RewardSettings
 from services.rewards.access import RewardAccess
 from services.rewards.judge import Judge
@@ -24,8 +25,8 @@ _log = structlog.get_logger()
 
 def make_rewards_app(settings: RewardSettings, stop: Stop, *, key: str | None = None) -> FastAPI:
     """The application. A component that cannot be started ends it, through `stop`."""
-    metrics = RewardMetrics()
-    judge = Judge(settings, metrics)
+    metrics, access = Metrics(), RewardAccess(key)
+    judge = Judge(settings, RewardMetrics(metrics))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -40,9 +41,11 @@ def make_rewards_app(settings: RewardSettings, stop: Stop, *, key: str | None = 
             with suppress(asyncio.CancelledError):
                 await running
 
-    app = make_app("rewards", version("rollmesh"), lifespan, judge.not_ready)
+    app = make_app(
+        "rewards", version("rollmesh"), lifespan, judge.not_ready, metrics, metrics_access=[access.requirement]
+    )
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_mib << 20)
-    app.include_router(reward_routes(RewardAccess(key), judge, metrics))
+    app.include_router(reward_routes(access, judge))
     return app
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 
 from services.policies.reward_formula import NotComposed
 from services.rewards.access import RewardAccess
 from services.rewards.judge import Judge
-from services.rewards.metrics import CONTENT_TYPE, RewardMetrics
 from services.rewards.worker_wire import Sample
 from services.wire.errors import NotReadyError
 from services.wire.reward_api import REWARDS_PATH, JudgeSample, RewardFailedError, RewardFormula, RewardGiven
@@ -28,7 +27,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def reward_routes(access: RewardAccess, judge: Judge, metrics: RewardMetrics) -> APIRouter:
+def reward_routes(access: RewardAccess, judge: Judge) -> APIRouter:
     """Every route asks for the key where one is configured."""
     router = APIRouter(tags=["rewards"], dependencies=[access.requirement])
 
@@ -59,14 +58,5 @@ def reward_routes(access: RewardAccess, judge: Judge, metrics: RewardMetrics) ->
     async def read_formula() -> RewardFormula:
         """The formula in force, and its components."""
         return RewardFormula(formula=judge.formula, components=judge.components(), not_confined=judge.not_confined())
-
-    @router.get(
-        "/metrics",
-        response_class=Response,
-        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, 401: _ERRORS[401]},
-    )
-    async def read_metrics() -> Response:
-        """For Prometheus."""
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     return router
