@@ -16,11 +16,13 @@ from rollout_server.model_routes import model_routes
 from rollout_server.route_errors import ERRORS
 from rollout_server.served_weights import ServedWeights
 from rollout_server.server import RolloutServer, ServerPlan
+from rollout_server.server_metrics import server_readings
 from rollout_server.session_routes import session_routes
 from rollout_server.trajectory_routes import trajectory_routes
 from rollout_server.weight_update_routes import weight_update_routes
 from services.app import Stop, error_answer, make_app
 from services.body_limit import BodyLimit
+from services.metrics import Metrics
 from weight_bus.membership import Bus
 from weight_bus.weight_routes import weight_routes
 
@@ -28,7 +30,9 @@ from weight_bus.weight_routes import weight_routes
 def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: Stop) -> FastAPI:
     """The application around an engine that has not been started; without a bus it serves the weights it has."""
     server = RolloutServer(plan, engine, bus, stop)
-    app = make_app("rollmesh rollout server", version("rollmesh"), server.lifespan, server.not_ready)
+    metrics = Metrics()
+    metrics.read(lambda: server_readings(server))
+    app = make_app("rollmesh rollout server", version("rollmesh"), server.lifespan, server.not_ready, metrics)
     app.add_middleware(BodyLimit, limit_bytes=plan.settings.rollout.max_body_mib << 20)
 
     @app.exception_handler(EngineCrashedError)

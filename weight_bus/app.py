@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from services.app import Stop, make_app
 from services.body_limit import BodyLimit
+from services.metrics import Metrics
 from services.policies.fleet_policy import BARRIER, FleetPolicy
 from weight_bus.admin_routes import admin_routes
 from weight_bus.bus_access import BusAccess
@@ -41,7 +42,10 @@ def build_app(
     engines. `GET /docs` and `/openapi.json` describe the routes.
     """
     client = EngineClient(stage_timeout_s, engine_key)
-    coordinator = Coordinator(run_id, client, lease_s=lease_s, policy=policy, weights_key=weights_key)
+    metrics = Metrics()
+    coordinator = Coordinator(
+        run_id, client, lease_s=lease_s, policy=policy, weights_key=weights_key, metrics=metrics
+    )
     if stop is not None:
         stop.on_stop = coordinator.release_waiters
 
@@ -56,7 +60,7 @@ def build_app(
                 await leases
             await coordinator.close()
 
-    app = make_app("weight-bus", package_version("rollmesh"), lifespan, not_ready=list)
+    app = make_app("weight-bus", package_version("rollmesh"), lifespan, not_ready=list, metrics=metrics)
     app.add_middleware(BodyLimit, limit_bytes=MANIFEST_LIMIT)
     calls, snapshots = FleetCalls(coordinator, client), Snapshots(coordinator, run_id, weights_key)
     app.include_router(admin_routes(BusAccess(admin_key), coordinator, calls, snapshots))

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import structlog
 
+from services.metrics import Metrics
 from services.policies.commit import CommitMachine
 from services.policies.commit_update import Ask, Update
 from services.policies.fleet_policy import BARRIER, FleetPolicy
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
-from services.wire.weight_states import EngineState, EventKind
+from services.wire.weight_states import SETTLED, EngineState, EventKind
 from services.wire.weights_api import (
     EngineRegistered,
     EnginesView,
@@ -29,6 +30,7 @@ from services.wire.weights_api import (
     UpdateView,
     VersionsView,
 )
+from weight_bus.bus_metrics import BusMetrics, BusState
 from weight_bus.engine_client import EngineClient
 from weight_bus.events import EventLog
 from weight_bus.manifest import Manifest
@@ -66,6 +68,7 @@ class Coordinator:
         lease_s: float = 5.0,
         policy: FleetPolicy = BARRIER,
         weights_key: str | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self.events = EventLog()
         self._run_id = run_id
@@ -76,6 +79,7 @@ class Coordinator:
         self._engines: dict[str, _Engine] = {}
         self._records: dict[int, Record] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._metrics = BusMetrics(metrics or Metrics(), self._state)
 
     async def watch_leases(self) -> None:
         """Forget engines whose lease has lapsed, until cancelled."""
@@ -84,6 +88,7 @@ class Coordinator:
             now = time.monotonic()
             for engine_id in [name for name, engine in self._engines.items() if engine.lease_ends < now]:
                 _log.warning("engine lost", engine=engine_id, lease_s=self._lease_s)
+                self._metrics.engine_lost()
                 self._drop(engine_id, f"no heartbeat for {self._lease_s} s")
 
     async def close(self) -> None:
@@ -167,6 +172,7 @@ class Coordinator:
         update = self._machine.announce(manifest.version, hold=hold)
         self._records[manifest.version] = Record(update, time.monotonic(), manifest, payload)
         self.events.add("announced", version=manifest.version)
+        self._metrics.announced()
         while len(self._records) > _KEPT_UPDATES:
             self._records.pop(next(iter(self._records)))
         self._pump()
@@ -230,6 +236,15 @@ class Coordinator:
                 )
                 for version, record in sorted(self._records.items(), reverse=True)
             ],
+        )
+
+    def _state(self) -> BusState:
+        latest, current = self._machine.latest, self._machine.current
+        progress = {} if current is None else current.progress
+        return BusState(
+            latest=None if latest is None else latest.version,
+            served=self._machine.members,
+            progress=[progress[engine_id].state for engine_id in self._engines if engine_id in progress],
         )
 
     def _check_run(self, run_id: str, what: str) -> None:
@@ -307,6 +322,9 @@ class Coordinator:
         milliseconds = (time.monotonic() - record.announced) * 1e3
         if update.state == "committed" and record.commit_ms is None:
             record.commit_ms = milliseconds
+            self._metrics.committed(milliseconds / 1e3)
+        if update.state in SETTLED:
+            self._metrics.settled(update.state)
         record.resting.set()
         self.events.add(update.state, version=update.version, why=update.why)
         log = _log.warning if update.state == "failed" else _log.info
@@ -325,6 +343,7 @@ class Coordinator:
             failure = f"the bus broke: {error!r}"
         mattered = self._machine.answer(ask, failure)
         if mattered and failure is not None:
+            self._metrics.call_failed(ask.phase)
             _log.warning("engine failed", engine=ask.engine_id, phase=ask.phase, version=ask.version, why=failure)
         elif mattered and ask.engine_id in self._engines:
             self._engines[ask.engine_id].lease_ends = time.monotonic() + self._lease_s
@@ -335,6 +354,7 @@ class Coordinator:
         figures, started = record.figures_of(ask.engine_id), time.monotonic()
         if ask.phase == "commit":
             figures.flip_ms = (await self._client.commit(engine.url, ask.version)).flip_ms
+            self._metrics.flipped(figures.flip_ms / 1e3)
         elif ask.phase == "rollback":
             figures.flip_ms = (await self._client.rollback(engine.url, ask.version)).flip_ms
         elif record.payload is None:
@@ -342,5 +362,6 @@ class Coordinator:
         else:
             staged = await self._client.stage(engine.url, record.payload)
             figures.bytes_read, figures.stage_ms = staged.bytes_read, (time.monotonic() - started) * 1e3
+            self._metrics.staged(figures.stage_ms / 1e3, staged.bytes_read)
             return why_not_prepared(staged, ask.version, record.root_digest, engine.ranks)
         return None

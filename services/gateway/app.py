@@ -10,14 +10,18 @@ from services.app import Stop, make_app
 from services.body_limit import BodyLimit
 from services.gateway.admin_routes import admin_routes
 from services.gateway.gateway import Gateway, GatewayPlan
+from services.gateway.gateway_metrics import gateway_readings
 from services.gateway.proxy import ProxyPaths
 from services.gateway.run_routes import run_routes
+from services.metrics import Metrics
 
 
 def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> FastAPI:
     """The application; bodies may be as large as the servers take them."""
     gateway = Gateway(plan, stop)
-    app = make_app("rollmesh gateway", version("rollmesh"), gateway.lifespan, gateway.not_ready)
+    metrics = Metrics()
+    metrics.read(lambda: gateway_readings(gateway))
+    app = make_app("rollmesh gateway", version("rollmesh"), gateway.lifespan, gateway.not_ready, metrics)
     app.include_router(run_routes(gateway))
     # Last: it answers every path that nobody else does.
     app.include_router(admin_routes(gateway))

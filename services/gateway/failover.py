@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 
 import structlog
@@ -40,6 +41,8 @@ class Failover:
         self._placer = placer
         self._upstream = upstream
         self._timeout_s = timeout_s
+        self.failed_tries: Counter[str] = Counter()
+        """By server; those whose calls were given up are counted too."""
 
     async def deliver(
         self,
@@ -70,6 +73,7 @@ class Failover:
                     await handle(server, response)
             except TryFailedError as failure:
                 failure.server_id = server.name
+                self.failed_tries[server.name] += 1
                 if tries.note(server, failure, call) and not resend:
                     raise
                 owner = self._owner(failure, destination, tries)

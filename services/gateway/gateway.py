@@ -44,6 +44,7 @@ class GatewayParts:
 
     servers: Servers
     upstream: Upstream
+    failover: Failover
     proxy: Proxy
 
 
@@ -82,7 +83,8 @@ class Gateway:
             failover = Failover(servers, placer, upstream, settings.failover_timeout_s)
             # Before the first call: a gateway that has just started knows its servers.
             await servers.look()
-            self._parts = GatewayParts(servers, upstream, Proxy(failover, placer, SessionIndex(redis, plan.run_id)))
+            proxy = Proxy(failover, placer, SessionIndex(redis, plan.run_id))
+            self._parts = GatewayParts(servers, upstream, failover, proxy)
             looking = asyncio.create_task(self._look(servers), name="looking for servers")
             try:
                 yield
