@@ -1,7 +1,7 @@
 """The corrections that `rollmesh bench staleness` compares, as settings of the trainer's own loss. No torch here.
 
-Bounds are those of the sources, fixed before anything was measured, and the defaults of `services.loss_settings` where a
-source leaves them to the task (the caps of 2 and the geometric bounds do).
+Fixed before the table was measured: bounds are those of the sources; caps, which sources leave to the task, the default of
+`services.loss_settings`; the geometric bounds what was found on this task before.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.loss_settings import CorrectionSettings, LossSettings
+from services.settings import TrainerSettings
 from services.wire.errors import UsageError
-from trainer.formula import describe_loss
+from trainer.formula import describe
 
 UNCORRECTED = "none"
 
@@ -25,13 +26,18 @@ class Arm:
     updates_per_batch: int = 1
 
     def updates(self, k: int) -> int:
-        """Optimizer steps a batch under K: the last one sees tokens that are at least one less old than there are steps."""
+        """Optimizer steps a batch under K: no more than K + 1, since all of a batch is drawn before its first step."""
         return min(self.updates_per_batch, k + 1)
 
+    @property
+    def settings(self) -> TrainerSettings:
+        """The trainer's defaults but for the loss."""
+        return TrainerSettings(loss=self.loss)
+
     def formula(self, k: int) -> str:
-        """The loss in force."""
+        """Loss and advantage in force."""
         steps = self.updates(k)
-        return describe_loss(self.loss) + (f", {steps} optimizer steps a batch" if steps > 1 else "")
+        return describe(self.settings) + (f";  {steps} optimizer steps a batch" if steps > 1 else "")
 
 
 def _plain(**correction: object) -> LossSettings:

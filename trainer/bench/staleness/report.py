@@ -47,16 +47,15 @@ def bars(table: Finals) -> dict[str, bool]:
 
 
 def as_table(outcomes: Sequence[Outcome], judge: Judge) -> Table:
-    """Mean over seeds, and the worst seed in brackets."""
+    """Mean over seeds, and the worst seed beside it."""
     ks = list(dict.fromkeys(outcome.run.k for outcome in outcomes))
     seeds = len({outcome.run.seed for outcome in outcomes})
-    title = f"Held-out accuracy of the trainer's policy, {judge} answers: mean of {seeds} seeds (worst)"
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("correction")
+    shown = Table(title=f"Held-out accuracy, {judge} answers: mean and worst of {seeds} seeds")
+    shown.add_column("correction", no_wrap=True)
     for k in ks:
         shown.add_column(f"K={k}", justify="right")
     for name, by_k in finals(outcomes, judge).items():
-        shown.add_row(name, *(f"{fmean(by_k[k]):.2f} ({min(by_k[k]):.2f})" for k in ks))
+        shown.add_row(name, *(f"{_share(fmean(by_k[k]))} {_share(min(by_k[k]))}" for k in ks))
     return shown
 
 
@@ -78,3 +77,7 @@ def formulas(corrections: Sequence[str], k: int) -> Table:
     for name in corrections:
         shown.add_row(name, ARMS[name].formula(k))
     return shown
+
+
+def _share(value: float) -> str:
+    return f"{value:.2f}".removeprefix("0")

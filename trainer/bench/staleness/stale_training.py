@@ -20,7 +20,7 @@ from statistics import fmean
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from services.settings import RolloutSettings, TrainerSettings
+from services.settings import RolloutSettings
 from services.wire.demonstrations import Question
 from trainer.assembly import load_policy
 from trainer.bench.staleness.arms import ARMS
@@ -71,7 +71,7 @@ class StaleTraining:
         self, run: StaleRun, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Question]
     ) -> None:
         self._run = run
-        self._settings = TrainerSettings(loss=ARMS[run.correction].loss)
+        self._settings = ARMS[run.correction].settings
         self._behaviour = LaggedPolicy(model, run.k)
         self._learner = Learner(model, self._settings)
         self._tokenizer = tokenizer
