@@ -38,6 +38,7 @@ from rollout_server.session_opening import SessionOpener
 from rollout_server.sweeping import sweep
 from rollout_server.turns import TurnTaker
 from services.app import Stop
+from services.directory import ServiceRecord, announced
 from services.ledger import Ledger
 from services.model_folder import wait_for_model
 from services.redis_client import connect
@@ -180,8 +181,9 @@ class RolloutServer:
             self._parts = parts = await self._start(redis)
             self._phase = "serving"
             self._cpu_when_ready = time.thread_time()
-            timeout_s = self.plan.settings.rollout.group_timeout_s
-            async with asyncio.TaskGroup() as tasks:
+            plan, timeout_s = self.plan, self.plan.settings.rollout.group_timeout_s
+            record = ServiceRecord(name=plan.server_id, kind="rollout-server", url=plan.url)
+            async with announced(redis, plan.run_id, record), asyncio.TaskGroup() as tasks:
                 tasks.create_task(parts.journal.run(), name="journal")
                 tasks.create_task(parts.announcer.run(), name="announcer")
                 tasks.create_task(parts.adopter.run(), name="adoption")
@@ -273,6 +275,7 @@ class RolloutServer:
             waiting=status.waiting,
             max_running=plan.settings.rollout.max_running,
             open_sessions=groups.live_sessions,
+            drawn_tokens=status.tokens_generated,
         )
 
     def _drain(self) -> None:

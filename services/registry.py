@@ -50,6 +50,8 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 0
     """Samples that it draws at once."""
     open_sessions: int = 0
+    drawn_tokens: int = 0
+    """Since it started."""
 
 
 class Registry:

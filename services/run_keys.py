@@ -78,6 +78,20 @@ class RunKeys:
         return self._key("waits")
 
     @property
+    def trainer_report(self) -> str:
+        """What the trainer tells of its last steps."""
+        return self._key("trainer-report")
+
+    @property
+    def services(self) -> str:
+        """Hash: service → where it is, alive or not."""
+        return self._key("services")
+
+    def service_lease(self, name: str) -> str:
+        """There while a service is alive."""
+        return self._key(f"service-lease:{name}")
+
+    @property
     def servers(self) -> str:
         """Set: ids of rollout servers that have announced themselves, alive or not."""
         return self._key("servers")

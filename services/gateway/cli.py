@@ -35,6 +35,8 @@ def gateway(
     asyncio.run(check_reachable(redis_url))
     listener = open_port(host, port)
     stop = Stop()
-    plan = GatewayPlan(run_id=run_id, redis_url=redis_url, settings=settings.gateway, name=name)
+    plan = GatewayPlan(
+        run_id=run_id, redis_url=redis_url, settings=settings.gateway, name=name, url=f"http://{host}:{port}"
+    )
     app = make_gateway_app(plan, stop, max_body_mib=settings.rollout.max_body_mib)
     serve(app, host, port, listener=listener, stop=stop, shutdown_s=settings.gateway.shutdown_s)

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from services.app import Stop
+from services.directory import ServiceRecord, announced
 from services.gateway.failover import Failover
 from services.gateway.placing import Placer
 from services.gateway.proxy import Proxy
@@ -35,7 +36,9 @@ class GatewayPlan:
     redis_url: str
     settings: GatewaySettings
     name: str = "gateway"
-    """On the wait board."""
+    """On the wait board and in the directory."""
+    url: str | None = None
+    """Where it is reached; None: it does not stand in the directory."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,9 @@ class Gateway:
             await servers.look()
             proxy = Proxy(failover, placer, SessionIndex(redis, plan.run_id))
             self._parts = GatewayParts(servers, upstream, failover, proxy)
+            if plan.url is not None:
+                record = ServiceRecord(name=plan.name, kind="gateway", url=plan.url)
+                await stack.enter_async_context(announced(redis, plan.run_id, record))
             looking = asyncio.create_task(self._look(servers), name="looking for servers")
             try:
                 yield

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.line_tail import LineTail
 from services.waits import Wait, read_waits
 from services.wire.rollout_api import EngineReport
 
@@ -52,23 +53,13 @@ class MetricsTail:
     """Reads a growing `metrics.jsonl` from where it stopped last time."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read = 0
-        self._rest = b""
+        self._tail = LineTail(path)
         self._decoder = msgspec.json.Decoder(StepMetrics)
         self.latest: StepMetrics | None = None
 
     def look(self) -> StepMetrics | None:
         """The newest whole line, or None before the first."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._read)
-                added = file.read()
-        except FileNotFoundError:
-            return None
-        self._read += len(added)
-        *lines, self._rest = (self._rest + added).split(b"\n")
-        if lines:
+        if lines := self._tail.new_lines():
             self.latest = self._decoder.decode(lines[-1])
         return self.latest
 
