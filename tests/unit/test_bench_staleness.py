@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from services.loss_settings import LossSettings
 from services.settings import TrainerSettings
@@ -17,7 +21,9 @@ from services.wire.demonstrations import Question
 from services.wire.errors import UsageError
 from services.wire.trajectory import check_trajectory
 from trainer.bench.staleness.arms import ARMS, named_arms
+from trainer.bench.staleness.cli import app
 from trainer.bench.staleness.lagged import LaggedPolicy
+from trainer.bench.staleness.plot import plot_finals
 from trainer.bench.staleness.report import GREEDY, SAMPLED, as_table, bars, finals
 from trainer.bench.staleness.results import Outcome, ResultsFile, StaleRun
 from trainer.bench.staleness.rollouts import Rollouts
@@ -116,11 +122,14 @@ def test_bars_hold_only_where_the_means_do() -> None:
     assert bars({"PPO": {8: [1.0]}}) == {}
 
 
-def test_outcomes_become_the_table_by_correction_and_k() -> None:
+def test_outcomes_become_the_table_by_correction_and_k(tmp_path: Path) -> None:
     outcomes = [outcome(name, k, seed, 0.1 * seed) for name in ("none", "PPO") for k in (0, 4) for seed in (1, 2)]
     assert finals(outcomes, GREEDY) == {"none": {0: [0.1, 0.2], 4: [0.1, 0.2]}, "PPO": {0: [0.1, 0.2], 4: [0.1, 0.2]}}
     assert finals(outcomes, SAMPLED)["PPO"][4] == [0.05, 0.1]
     assert as_table(outcomes, GREEDY).row_count == 2
+    plot_finals(finals(outcomes, GREEDY), tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert drawn.startswith("<?xml") and ">PPO<" in drawn
 
 
 def test_an_interrupted_table_goes_on_and_other_runs_do_not_count(tmp_path: Path) -> None:
@@ -138,6 +147,16 @@ def test_an_interrupted_table_goes_on_and_other_runs_do_not_count(tmp_path: Path
         file.known(runs)
 
 
+def test_the_docs_have_its_arms_and_flags_that_it_takes() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "staleness.md").read_text()
+    for name in ARMS:
+        assert len(re.findall(rf"^\| `?{name}`? ", text, flags=re.MULTILINE)) == 3
+    lines = re.findall(r"^\$ rollmesh bench staleness(.*)$", text, flags=re.MULTILINE)
+    for line in lines:
+        typer.main.get_command(app).make_context("staleness", shlex.split(line, comments=True))
+    assert len(lines) == 3
+
+
 def test_misuse_is_one_line(tmp_path: Path) -> None:
     for flags in (("--ks", "1,x"), ("--seeds", "-1"), ("--corrections", "nothing")):
         command = [sys.executable, "-P", "-m", "services", "bench", "staleness", *flags]
@@ -147,16 +166,17 @@ def test_misuse_is_one_line(tmp_path: Path) -> None:
 
 
 def test_uncorrected_training_collapses_at_k_8_and_ppo_does_not(tmp_path: Path) -> None:
-    plot, out = tmp_path / "plot.svg", tmp_path / "out.jsonl"
-    command = [sys.executable, "-P", "-m", "services", "bench", "staleness", "--json", "--plot", str(plot)]
+    out, environment = tmp_path / "out.jsonl", {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-P", "-m", "services", "bench", "staleness", "--json"]
     small = ["--ks", "8", "--corrections", "none,PPO", "--seeds", "1", "--out", str(out)]
-    ended = subprocess.run([*command, *small], capture_output=True, text=True, timeout=240, check=False)
+    ended = subprocess.run(
+        [*command, *small], capture_output=True, text=True, timeout=240, check=False, env=environment
+    )
     assert ended.returncode == 0, ended.stderr
     table = json.loads(ended.stdout)
     assert table.keys() == {"none", "PPO"}
     [none], [ppo] = table["none"]["8"], table["PPO"]["8"]
     assert none < 0.5, table
     assert ppo > 0.8, table
-    assert plot.read_text().startswith("<?xml")
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert {line["largest_staleness"] for line in lines} == {8}
