@@ -66,7 +66,7 @@ class Snapshot:
 
 def snapshot(roles: Roles, run_id: str, fingerprint: str) -> Snapshot:
     """Copy the state to the host."""
-    tensors = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
     for name, (model, optimizer) in roles.models().items():
         weights = {key: tensor.detach().to("cpu", copy=True) for key, tensor in named_weights(model).items()}
         tensors |= {f"{name}.safetensors": weights, _optimizer_file(name): _optimizer_state(model, optimizer)}

@@ -5,46 +5,50 @@ from __future__ import annotations
 import pytest
 import torch
 
+from services.advantage_settings import AdvantageSettings, CriticSettings
 from services.loss_settings import CorrectionSettings, LossSettings
-from services.settings import TrainerSettings
-from services.wire.trajectory import Trajectory
-from tests.support.trajectories import a_rollout, a_segment, grouped
-from trainer.learner import Learner
+from services.settings import RunSettings, TrainerSettings
+from tests.support.one_token_task import play
+from tests.support.trajectories import grouped
 from trainer.packing import pack
+from trainer.roles import make_roles
 from trainer.rows import rows_of
 from trainer.tiny_policy import build_model
 
-WANTED = range(2, 12)  # Ten of 64 tokens are right answers.
-
-
-def play(learner: Learner, step: int, generator: torch.Generator) -> list[Trajectory]:
-    """Four prompts, eight one-token answers to each; the reward says whether the answer is a wanted one."""
-    rollouts = []
-    for number in range(4):
-        prompt = [20 + number, 30 + step % 4]
-        with torch.inference_mode():
-            logprobs = learner.model(input_ids=torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-        drawn = torch.multinomial(logprobs.exp(), 8, replacement=True, generator=generator).tolist()
-        for member, token in enumerate(drawn):
-            segment = a_segment(prompt, [token], [float(logprobs[token])], [learner.version])
-            reward = float(token in WANTED)
-            rollouts.append(a_rollout([segment], reward, group=f"{step}/{number}", size=8, member=member))
-    return rollouts
+DECOUPLED = LossSettings(anchor="proximal", correction=CorrectionSettings(weight="token"))
 
 
 @pytest.mark.parametrize(
-    "loss", [LossSettings(), LossSettings(anchor="proximal", correction=CorrectionSettings(weight="token"))]
+    ("loss", "advantage"),
+    [
+        (LossSettings(), AdvantageSettings()),
+        (DECOUPLED, AdvantageSettings()),
+        (LossSettings(), AdvantageSettings(estimator="rloo", kl=0.01)),
+        (LossSettings(), AdvantageSettings(estimator="remax")),
+        (LossSettings(), AdvantageSettings(estimator="reinforce_pp")),
+        (LossSettings(), AdvantageSettings(estimator="gae", critic=CriticSettings(learning_rate=5e-3))),
+    ],
+    ids=lambda choice: choice.estimator if isinstance(choice, AdvantageSettings) else choice.anchor,
 )
-def test_success_climbs(loss: LossSettings) -> None:
-    settings = TrainerSettings(learning_rate=5e-3, loss=loss)
-    learner = Learner(build_model(seed=1, hidden_size=32, layers=1), settings)
+def test_success_climbs(loss: LossSettings, advantage: AdvantageSettings) -> None:
+    settings = RunSettings(trainer=TrainerSettings(learning_rate=5e-3, loss=loss, advantage=advantage))
+    roles = make_roles(lambda: build_model(seed=1, hidden_size=32, layers=1), settings, 0)
     generator = torch.Generator().manual_seed(1)
-    success = []
+    success, values = [], []
     for step in range(60):
-        rollouts = play(learner, step, generator)
-        rows, tally = rows_of(grouped(rollouts), learner.version, 0)
-        statistics = learner.step(pack(rows, tally, settings.micro_batch_tokens))
+        rollouts = play(
+            roles.learner.model, step, roles.learner.version, generator, greedy_baseline=advantage.greedy_baseline
+        )
+        groups = grouped(rollouts)
+        credits, _ = roles.crediting.of(groups)
+        rows, tally = rows_of(groups, roles.learner.version, 0, credits, skip_idle=roles.skips_idle)
+        packed = pack(rows, tally, settings.trainer.micro_batch_tokens)
+        statistics = roles.learner.step(packed)
         assert (statistics.logprob_gap_max or 0.0) < 1e-5
+        if roles.critic is not None:
+            values.append(roles.critic.step(packed).value_loss or 0.0)
         success.append(sum(rollout.reward for rollout in rollouts) / len(rollouts))
     assert sum(success[:5]) / 5 < 0.35
     assert sum(success[-5:]) / 5 > 0.9
+    # A critic that has learnt what the policy earns is hardly surprised any more.
+    assert not values or sum(values[-5:]) < sum(values[:5]) / 2
