@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from services.policies.admission import most_updates
 from services.settings import RunSettings
 from services.wire.errors import UsageError
 
@@ -29,14 +30,27 @@ def load_settings(path: Path | None, overrides: Sequence[str]) -> RunSettings:
         _apply(tree, override)
     _refuse_unknown(tree, RunSettings, "")
     try:
-        return RunSettings.model_validate(tree)
+        settings = RunSettings.model_validate(tree)
     except ValidationError as error:
         raise UsageError(*_explain(error)) from error
+    _refuse_starvation(settings)
+    return settings
 
 
 def dump_settings(settings: RunSettings) -> str:
     """TOML text that `load_settings` reads back to the same tree."""
     return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
+
+
+def _refuse_starvation(settings: RunSettings) -> None:
+    updates, most = settings.trainer.updates_per_batch, most_updates(settings.k)
+    if updates > most:
+        raise UsageError(
+            f"trainer.updates_per_batch={updates} cannot be under k={settings.k}: a batch is drawn before its first step, "
+            f"so tokens of its last would be {updates - 1} steps old",
+            f"set k={updates - 1} or more ({2 * updates - 1} lets engines draw while the trainer trains), or "
+            f"trainer.updates_per_batch={most} or less",
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

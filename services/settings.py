@@ -110,6 +110,9 @@ class TrainerSettings(Section):
     advantage: AdvantageSettings = AdvantageSettings()
     threads: int = Field(default=1, ge=1)
     checkpoint_every: int = Field(default=20, ge=1, description="Optimizer steps between checkpoints")
+    updates_per_batch: int = Field(
+        default=1, ge=1, description="Optimizer steps that a batch is split into; only the last is published"
+    )
     batch_timeout_s: float = Field(default=120.0, gt=0.0, description="Longest wait for a batch before the run fails")
 
 
@@ -138,6 +141,13 @@ class WeightSettings(Section):
     stage_timeout_s: float = Field(default=30.0, gt=0.0)
 
 
+class TelemetrySettings(Section):
+    """Where the trainer, which serves nothing else, has its probes and `/metrics`."""
+
+    trainer_host: str = Field(default="127.0.0.1", description="Address that the trainer's probes listen on (loopback)")
+    trainer_port: int = Field(default=0, ge=0, le=65535, description="Their port; 0: a free one, `rollmesh status` says it")
+
+
 class EvaluationSettings(Section):
     problems: int = Field(default=256, ge=1, description="Held-out problems, answered greedily before and after")
 
@@ -159,3 +169,4 @@ class RunSettings(Section):
     trainer: TrainerSettings = TrainerSettings()
     weights: WeightSettings = WeightSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()

@@ -60,7 +60,9 @@ def _ratio_legend(loss: LossSettings, entry: LossEntry) -> Iterable[str]:
         yield f"not below {loss.dual_clip:g}·A where A < 0"
     if loss.anchor == "interpolated":
         yield "log π_prox = log π_beh + d/(d+1)·(log π − log π_beh), d = the token's staleness"
-    elif loss.anchor == "proximal" or _corrects(loss.correction):
+    elif loss.anchor == "proximal":
+        yield "π_prox = the policy before the batch"
+    elif _corrects(loss.correction):
         yield "π_prox = the policy before the step"
 
 

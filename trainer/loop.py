@@ -1,16 +1,19 @@
-"""The loop: next batch → step → publish → log.
+"""The loop: next batch → its optimizer steps → publish → log.
 
-take ──► record the batch (disk) ──► pack, train ──► publish v + 1 ──► metrics ──► (checkpoint)
-                │                                        │
-                └── durable ──► announce v + 1 ◄─────────┘      in the background
+take ──► record the batch (disk) ──► U steps from v ──► publish v + U ──► metrics ──► (checkpoint)
+                │                                           │
+                └── durable ──► announce v + U ◄────────────┘      in the background
                        └──────► acknowledge the entries
+
+U is `trainer.updates_per_batch` (`trainer.batch_training`). Versions between are published to nobody, and a restart begins
+where a batch does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,16 +24,14 @@ from services.stream import TrajectoryReader
 from services.wire.trajectory import Trajectory
 from trainer.arrivals import Arrivals
 from trainer.background import Background
+from trainer.batch_training import Trained, train_batch
 from trainer.checkpoint import Snapshot, save, snapshot, versions
-from trainer.critic import ValueStatistics
 from trainer.folders import writing
 from trainer.intake import Intake
 from trainer.interrupt import Interrupt
 from trainer.learner import Learner
-from trainer.metrics import StepMetrics, StepTimes, outcome, step_metrics
-from trainer.packing import pack
+from trainer.metrics import StepTimes, outcome, step_metrics
 from trainer.roles import Roles
-from trainer.rows import rows_of
 from trainer.run_records import RunRecords
 from trainer.step_log import StepLog, StepRecord
 from trainer.wait_sign import WaitSign
@@ -81,18 +82,18 @@ class TrainingLoop:
             groups = self._next_batch()
             if groups is None:
                 return False
-            self._one_step(groups, started)
-            if self.learner.version % self.settings.trainer.checkpoint_every == 0:
+            version = self.learner.version
+            self._one_batch(groups, started)
+            every = self.settings.trainer.checkpoint_every
+            if self.learner.version // every > version // every:
                 self.checkpoint()
             if self.interrupt:
                 return False
         return True
 
-    def repeat(self, groups: Sequence[Group[Trajectory]]) -> None:
-        """A step of an earlier life once more, from its step log; nothing is published."""
-        started = time.perf_counter()
-        metrics = self._train(groups, started, started)
-        self._write(metrics(time.perf_counter()), groups)
+    def repeat(self, groups: Sequence[Group[Trajectory]], updates: int) -> None:
+        """A batch of an earlier life once more, from its step log; nothing is published."""
+        self._write(train_batch(self.roles, self.settings, groups, updates), 0.0, 0.0)
 
     def checkpoint(self) -> Future[Path]:
         """Write a checkpoint of the present version, in the background."""
@@ -108,14 +109,18 @@ class TrainingLoop:
             self.background.result(future, "acknowledging trained trajectories", ACKNOWLEDGE_DEADLINE_S)
         self._settling.clear()
 
+    def _updates(self) -> int:
+        """Optimizer steps of the next batch: the last one may have fewer."""
+        return min(self.settings.trainer.updates_per_batch, self.settings.steps - self.learner.version)
+
     def _next_batch(self) -> list[Group[Trajectory]] | None:
-        trainer = self.settings.trainer
-        step = self.learner.version + 1
+        first, updates = self.learner.version + 1, self._updates()
+        steps = f"step {first}" if updates == 1 else f"steps {first} to {first + updates - 1}"
         try:
             return self.intake.take(
-                self.settings.rollout.groups_per_step,
-                trainer.batch_timeout_s,
-                post=lambda missing: self.sign.post(f"the batch of step {step}: {missing}"),
+                updates * self.settings.rollout.groups_per_step,
+                self.settings.trainer.batch_timeout_s,
+                post=lambda missing: self.sign.post(f"the batch of {steps}: {missing}"),
                 stopped=self._must_stop,
             )
         finally:
@@ -125,70 +130,60 @@ class TrainingLoop:
         self.background.check()
         return bool(self.interrupt)
 
-    def _one_step(self, groups: Sequence[Group[Trajectory]], started: float) -> None:
+    def _one_batch(self, groups: Sequence[Group[Trajectory]], started: float) -> None:
         taken = time.perf_counter()
         entries = [member.entry for group in groups for member in group.members]
-        record = StepRecord(self.learner.version, entries)
+        record = StepRecord(self.learner.version, entries, self._updates())
         self.log.records.append(record)
         durable = self.journal.submit(self.log.append, record)
-        metrics = self._train(groups, started, taken)
-        trained = time.perf_counter()
+        trained = train_batch(self.roles, self.settings, groups, record.updates)
+        ended = time.perf_counter()
         self.updates.publish(self.learner.version, self.learner.weights(), durable)
         self._settling.append(self.background.spawn(self._settle(entries, durable), "acknowledge"))
         self._settling = [future for future in self._settling if not future.done()]
-        self._write(metrics(trained), groups)
+        self._write(trained, taken - started, time.perf_counter() - ended)
 
-    def _train(
-        self, groups: Sequence[Group[Trajectory]], started: float, taken: float
-    ) -> Callable[[float], StepMetrics]:
-        rate = self.learner.learning_rate(self.learner.version)
-        crediting, critic = self.roles.crediting, self.roles.critic
-        credits, credited = crediting.of(groups)
-        rows, tally = rows_of(groups, self.learner.version, self.settings.k, credits, skip_idle=self.roles.skips_idle)
-        packed = pack(rows, tally, self.settings.trainer.micro_batch_tokens, self.learner.model.device)
-        ready = time.perf_counter()
-        statistics = self.learner.step(packed)
-        valued = ValueStatistics() if critic is None else critic.step(packed)
-        crediting.learn(groups)
-
-        def finished(trained: float) -> StepMetrics:
+    def _write(self, trained: Sequence[Trained], wait_s: float, publish_s: float) -> None:
+        """A line for each step. The first has waited for the batch, the last is published."""
+        for step in trained:
             arrivals = self.intake.take_arrivals()
-            return step_metrics(
-                version=self.learner.version,
+            line = step_metrics(
+                version=step.version,
                 now=time.time(),
-                batch=outcome(groups),
-                tally=tally,
-                rows_trained=sum(micro.segments for micro in packed.micro_batches),
-                learning_rate=rate,
-                statistics=statistics,
-                credited=credited,
-                valued=valued,
-                times=self._times(started, taken, ready, trained, arrivals),
+                batch=outcome(step.groups),
+                tally=step.tally,
+                rows_trained=step.rows,
+                learning_rate=step.learning_rate,
+                statistics=step.statistics,
+                credited=step.credited,
+                valued=step.valued,
+                times=self._times(
+                    step,
+                    wait_s if step is trained[0] else 0.0,
+                    publish_s if step is trained[-1] else 0.0,
+                    arrivals,
+                ),
                 arrivals=arrivals,
                 commits=self.updates.committed,
                 update=self.updates.newest_state,
             )
+            self.background.watch(self.files.submit(self.records.write, line, step.groups), "metrics")
 
-        return finished
-
-    def _times(self, started: float, taken: float, ready: float, trained: float, arrivals: Arrivals) -> StepTimes:
-        now, update = time.perf_counter(), self.updates.newest
+    def _times(self, step: Trained, wait_s: float, publish_s: float, arrivals: Arrivals) -> StepTimes:
+        update = self.updates.newest
         engines = update.engines if update is not None else []
         return StepTimes(
-            wait_ms=(taken - started) * 1e3,
-            pack_ms=(ready - taken) * 1e3,
-            train_ms=(trained - ready) * 1e3,
-            publish_ms=(now - trained) * 1e3,
-            step_ms=(now - started) * 1e3,
+            wait_ms=wait_s * 1e3,
+            pack_ms=step.pack_s * 1e3,
+            train_ms=step.train_s * 1e3,
+            publish_ms=publish_s * 1e3,
+            step_ms=(wait_s + step.pack_s + step.train_s + publish_s) * 1e3,
             stream_ms=arrivals.busy_s * 1e3,
             http_ms=self.updates.call_overhead_ms,
             commit_ms=(update and update.publish_to_commit_ms) or 0.0,
             stage_ms=max((engine.stage_ms for engine in engines), default=0.0),
             flip_ms=max((engine.flip_ms for engine in engines), default=0.0),
         )
-
-    def _write(self, metrics: StepMetrics, groups: Sequence[Group[Trajectory]]) -> None:
-        self.background.watch(self.files.submit(self.records.write, metrics, groups), "metrics")
 
     def _save(self, taken: Snapshot) -> Path:
         with writing(self.checkpoints):

@@ -25,7 +25,7 @@ from trainer.packing import BatchSize
 class TokenTerms:
     """The `N` fresh tokens of a micro-batch, flat, all `[N]`; `logprobs` and `entropy` with gradient.
 
-    `behaviour`: the engine's logprobs; `proximal`: those before the step, None where it is the first on its batch (the
+    `behaviour`: the engine's logprobs; `proximal`: those before the batch, None where this is its first step (the
     current ones are meant then); `reference`: of the run's first policy; `entropy`: of the policy there. The last two where
     the objective needs them. `advantages`; `staleness` in optimizer steps; `segment`: int64, `0 … segments − 1`.
     """
@@ -63,7 +63,7 @@ class Objective:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the ratio is taken against logprobs of the policy before the step."""
+        """Whether the ratio is taken against logprobs of the policy before the batch."""
         return self._entry.ratio is not None and self._settings.anchor == "proximal"
 
     @property

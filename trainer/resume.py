@@ -54,7 +54,7 @@ def groups_of(record: StepRecord, entries: Sequence[StreamEntry]) -> list[Group[
     """The batch of `record` as it was. Raises ReplayError when entries are missing."""
     if [entry.stream_id for entry in entries] != record.entries:
         raise ReplayError(
-            f"{len(record.entries) - len(entries)} entries of step {record.version} are gone from the stream",
+            f"{len(record.entries) - len(entries)} entries of the batch from {record.version} on are gone from the stream",
             "start a new run with another --run-dir",
         )
     groups: dict[str, Group[Trajectory]] = {}

@@ -89,7 +89,7 @@ def _come_back(loop: TrainingLoop) -> None:
         _log.info("coming back", checkpoint=restored, steps_to_repeat=len(replay.records))
     for record in replay.records:
         fetched = loop.background.call(loop.reader.fetch(record.entries), "fetching a batch again", CALL_DEADLINE_S)
-        loop.repeat(groups_of(record, fetched))
+        loop.repeat(groups_of(record, fetched), record.updates)
 
 
 def _conclude(loop: TrainingLoop, assembly: Assembly) -> None:

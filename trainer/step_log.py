@@ -1,7 +1,7 @@
-"""The step log: which entries of the stream each optimizer step consumed, written before the step, durable before its ack.
+"""The step log: which entries of the stream each batch consumed, written before its steps, durable before its ack.
 
     header   {"schema", "run_id", "fingerprint"}
-    record   {"version": v, "entries": ["1700000000000-0", …]}        the step from version v
+    record   {"version": v, "entries": ["1700000000000-0", …], "updates": U}        the U optimizer steps from version v
 
 A step is deterministic, so weights + log + stream give every later version again, byte for byte. That is why a record is
 durable before the version it leads to is announced: a restarted trainer takes the same batch and never publishes other
@@ -34,6 +34,8 @@ class Header(msgspec.Struct, frozen=True):
 class StepRecord(msgspec.Struct, frozen=True):
     version: int
     entries: list[str]
+    updates: int = 1
+    """Absent in logs of before there were several."""
 
 
 class StepLogError(RollmeshError):
@@ -70,7 +72,7 @@ class StepLog:
             self._write(_encoder.encode(record))
 
     def forget_before(self, version: int) -> None:
-        """Drop records of steps before `version` from memory; the file keeps them."""
+        """Drop records of batches before `version` from memory; the file keeps them."""
         del self.records[: sum(record.version < version for record in self.records)]
 
     def close(self) -> None:
@@ -102,7 +104,7 @@ class StepLog:
                 "continue it with its own config.toml, or choose another --run-dir",
             )
         for before, after in pairwise(records):
-            if after.version != before.version + 1:
+            if after.version != before.version + before.updates:
                 raise StepLogError(f"{self.path}: version {after.version} follows {before.version}", "start a new run")
         return records
 

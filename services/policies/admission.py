@@ -18,6 +18,11 @@ synchronous.
 (2) A straggler is not consumed, so it keeps its place under (1). Not so a group that the trainer has dropped, or
 consumed, and that its server has not closed yet: (1) would let another in beside it for as long as it stays open.
 
+Where the trainer takes `U` optimizer steps a batch, that is U · batch groups, drawn before the first of them, and no
+version between is published. The last step's tokens are then at least U − 1 steps old, and (1) admits a whole batch under
+the version before it only where K ≥ U − 1: with less the trainer would wait for ever. With K = U − 1 drawing and training
+take turns; with K ≥ 2 · U − 1 the next batch is drawn whole while one is trained.
+
 (3) A batch does not wait for a straggler: without a bound the run would pass it for ever, and all that it has to say
 would be too old. At the bound everybody waits for that one group. It ends, at the latest by the idle time or the deadline
 of its sessions, and the wait with it. Ordinals of dropped groups count, so that a run which drops all it opens stops too.
@@ -83,6 +88,11 @@ class AdmissionRules:
                 f"an engine at version {engine_version} is older than the run's first version {self.base_version}"
             )
         return (engine_version - self.base_version + self.k + 1) * self.batch
+
+
+def most_updates(k: int) -> int:
+    """The most optimizer steps that a batch can be trained in under K."""
+    return k + 1
 
 
 @dataclass(frozen=True)

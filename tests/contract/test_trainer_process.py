@@ -110,12 +110,13 @@ async def mesh(redis_url: str, run_id: str, tmp_path: Path, tiny_policy: Path) -
         yield mesh
 
 
-def undisturbed(model: Path, batches: Sequence[Sequence[Trajectory]]) -> dict[str, torch.Tensor]:
-    """The weights after these batches, trained in one go in this process."""
+def undisturbed(model: Path, batches: Sequence[Sequence[Sequence[Trajectory]]]) -> dict[str, torch.Tensor]:
+    """The weights after these batches, each of parts that are a step, trained in one go in this process."""
     learner = Learner(load_policy(model), SETTINGS.trainer)
     for batch in batches:
-        rows, tally = rows_of(grouped(batch), learner.version, SETTINGS.k)
-        learner.step(pack(rows, tally, SETTINGS.trainer.micro_batch_tokens))
+        judged = [rows_of(grouped(part), learner.version + step, SETTINGS.k) for step, part in enumerate(batch)]
+        packed = [pack(rows, tally, SETTINGS.trainer.micro_batch_tokens) for rows, tally in judged]
+        assert len(list(learner.steps(packed))) == len(batch)
     return learner.weights()
 
 
@@ -157,7 +158,7 @@ async def test_killed_stopped_and_restarted_a_run_ends_with_the_same_bytes(mesh:
     code, errors = await ended(third)
     assert code == 0, errors
 
-    expected = undisturbed(mesh.model, batches)
+    expected = undisturbed(mesh.model, [[batch] for batch in batches])
     trained = named_weights(load_policy(mesh.run_dir / "checkpoints" / "final"))
     assert trained.keys() == expected.keys()
     assert all(torch.equal(trained[name], weight) for name, weight in expected.items())
@@ -178,6 +179,44 @@ async def test_killed_stopped_and_restarted_a_run_ends_with_the_same_bytes(mesh:
     assert accounts.dropped == {"run_concluded": SIZE, "future_version": 1}
     assert accounts.published == accounts.trained + accounts.dropped_total()
     assert (accounts.concluded, accounts.final_version) == (True, STEPS)
+
+
+async def test_several_steps_a_batch_are_made_again_and_published_once(mesh: Mesh) -> None:
+    """Batches of two steps and a last one of one; killed between them, a run ends with the bytes of one in one go."""
+    threads, steps = torch.get_num_threads(), 5
+    torch.set_num_threads(1)
+    trainer = SETTINGS.trainer.model_copy(update={"updates_per_batch": 2, "checkpoint_every": 3})
+    settings = SETTINGS.model_copy(update={"steps": steps, "trainer": trainer})
+    (mesh.run_dir / "config.toml").write_text(dump_settings(settings))
+    parts = [
+        random_trajectories(step, groups=GROUPS, size=SIZE, run_id=mesh.run_id, first_ordinal=step * GROUPS)
+        for step in range(steps)
+    ]
+    for part in parts[:3]:
+        await mesh.writer.publish(part)
+    first = mesh.trainer()
+    await mesh.until(2, first)
+    assert (await mesh.waits())["trainer"] == f"the batch of steps 3 to 4: {GROUPS} of {2 * GROUPS} groups"
+    await eventually(lambda: mesh.engine.receiver.version == 2, deadline_s=30)
+    first.send_signal(signal.SIGKILL)
+    await ended(first)
+    for part in parts[3:]:
+        await mesh.writer.publish(part)
+    code, errors = await ended(mesh.trainer())
+    assert code == 0, errors
+
+    expected = undisturbed(mesh.model, [parts[:2], parts[2:4], parts[4:]])
+    trained = named_weights(load_policy(mesh.run_dir / "checkpoints" / "final"))
+    assert all(torch.equal(trained[name], weight) for name, weight in expected.items())
+    torch.set_num_threads(threads)
+    lines = read_metrics(mesh.run_dir / "metrics.jsonl")
+    assert [line.step for line in lines] == [*range(1, steps + 1)]
+    assert [line.groups for line in lines] == [GROUPS] * steps
+    assert [line.staleness_max for line in lines] == [*range(steps)]
+    assert [line.publish_ms > 0.0 for line in lines[2:]] == [False, True, True]
+    assert (mesh.run_dir / "checkpoints" / "step-00000004" / "meta.json").exists(), "the first end of a batch after 3"
+    assert mesh.engine.receiver.version == steps
+    assert (await mesh.ledger.accounts()).trained == steps * GROUPS * SIZE
 
 
 async def test_a_trainer_that_still_waits_for_its_model_stops_at_once(mesh: Mesh) -> None:

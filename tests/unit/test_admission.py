@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.policies.admission import Account, AdmissionRules, Closed, Places, places
+from services.policies.admission import Account, AdmissionRules, Closed, Places, most_updates, places
 from services.policies.staleness import staleness
 
 
@@ -50,6 +50,27 @@ def test_each_rule_is_named_where_it_closes_admission() -> None:
 def test_a_place_is_owed_to_those_who_came_before() -> None:
     left = places(account(2), rules(), 0)
     assert [left.admit(ahead) for ahead in range(4)] == [True, True, False, False]
+
+
+@given(st.integers(0, 5), st.integers(1, 3), st.integers(1, 8), st.data())
+def test_a_batch_of_several_steps_is_drawn_whole_and_never_too_old(
+    k: int, batch: int, updates: int, data: st.DataObject
+) -> None:
+    """Steps of `batch` groups each, `updates` of them a batch; engines only ever serve the version after a whole one."""
+    engine, opened, finished, age = 0, [], 0, []
+    for _ in range(6 * batch * updates):
+        if places(account(len(opened), open_=len(opened) - finished), rules(k, batch, 8), engine).free > 0:
+            opened.append(engine)
+        # Those that are open finish sooner or later: in order here, as many as the schedule says.
+        finished = data.draw(st.integers(finished, len(opened)))
+        trained = engine * batch
+        if finished - trained >= updates * batch:
+            steps = range(engine, engine + updates)
+            age += [step - opened[step * batch + place] for step in steps for place in range(batch)]
+            engine += updates
+    starved = len(opened) - engine * batch == (k + 1) * batch < updates * batch
+    assert starved == (updates > most_updates(k))
+    assert max(age, default=0) <= k
 
 
 @dataclass

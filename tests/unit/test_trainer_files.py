@@ -96,10 +96,28 @@ def test_a_log_of_other_steps_is_refused(tmp_path: Path) -> None:
         StepLog(path, "r", "f")
 
 
+def test_a_log_counts_the_steps_of_each_batch(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    log = StepLog(path, "r", "f")
+    for version, updates in ((0, 4), (4, 2)):
+        log.append(StepRecord(version, [f"{version}-0"], updates))
+    log.close()
+    with path.open("ab") as file:
+        # As it was written before batches had several steps.
+        file.write(json.dumps({"version": 6, "entries": ["6-0"]}).encode() + b"\n")
+    again = StepLog(path, "r", "f")
+    assert [(record.version, record.updates) for record in again.records] == [(0, 4), (4, 2), (6, 1)]
+    again.append(StepRecord(8, []))
+    again.close()
+    with pytest.raises(StepLogError, match="version 8 follows 6"):
+        StepLog(path, "r", "f")
+
+
 def test_only_settings_that_change_the_bytes_are_in_the_fingerprint() -> None:
     base = RunSettings()
     assert fingerprint(base) == fingerprint(RunSettings(servers=3, trainer=TrainerSettings(checkpoint_every=1)))
     assert fingerprint(base) != fingerprint(RunSettings(k=1))
+    assert fingerprint(base) != fingerprint(RunSettings(trainer=TrainerSettings(updates_per_batch=2)))
     assert fingerprint(base) != fingerprint(RunSettings(trainer=TrainerSettings(learning_rate=1e-3)))
 
 

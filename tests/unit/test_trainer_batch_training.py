@@ -1,0 +1,123 @@
+"""Several optimizer steps on one batch: whole groups, judged by the step that consumes them, one policy before them all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from services.advantage_settings import AdvantageSettings
+from services.loss_settings import CorrectionSettings, LossSettings
+from services.policies.batching import Group
+from services.policies.token_budget import split_rows
+from services.settings import RunSettings, TrainerSettings
+from services.wire.packed import unpack_tokens
+from services.wire.trajectory import Trajectory
+from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories
+from trainer.batch_training import parts_of, train_batch
+from trainer.crediting import Crediting
+from trainer.learner import Learner
+from trainer.logprobs import token_logprobs
+from trainer.packing import PackedBatch, micro_batch, pack
+from trainer.roles import Roles
+from trainer.rows import rows_of
+from trainer.tiny_policy import build_model
+
+
+@pytest.fixture(scope="module")
+def fresh_model() -> Qwen3ForCausalLM:
+    return build_model(seed=5, hidden_size=32, layers=1)
+
+
+def roles_of(model: Qwen3ForCausalLM, settings: RunSettings) -> Roles:
+    return Roles(Learner(copy.deepcopy(model), settings.trainer), Crediting(AdvantageSettings()))
+
+
+def drawn_by(model: Qwen3ForCausalLM, trajectories: Sequence[Trajectory]) -> list[Group[Trajectory]]:
+    """The same answers with the model's own logprobs, so that behaviour and proximal policy are one."""
+    drawn = []
+    for one in trajectories:
+        (segment,) = one.segments
+        ids = torch.from_numpy(unpack_tokens(segment.token_ids).astype("int64"))[None]
+        start = segment.version_spans[0].start
+        with torch.no_grad():
+            logprobs = token_logprobs(model, ids, start)[0].tolist()
+        tokens = ids[0].tolist()
+        again = a_segment(tokens[:start], tokens[start:], logprobs, [0] * len(logprobs))
+        group, size = (one.group_id, one.group_ordinal), one.group_size
+        drawn.append(a_rollout([again], one.reward, group=group[0], ordinal=group[1], size=size, member=one.member))
+    return grouped(drawn)
+
+
+def test_parts_are_whole_groups_judged_by_their_own_step(fresh_model: Qwen3ForCausalLM) -> None:
+    settings = RunSettings(k=2, trainer=TrainerSettings(updates_per_batch=3))
+    roles, groups = roles_of(fresh_model, settings), grouped(random_trajectories(1, groups=6, size=3))
+    trained = train_batch(roles, settings, groups, 3)
+    assert [step.version for step in trained] == [1, 2, 3] and roles.learner.version == 3
+    assert [group for step in trained for group in step.groups] == groups
+    assert [len(step.groups) for step in trained] == [2, 2, 2]
+    assert [dict(step.tally.histogram).keys() for step in trained] == [{0}, {1}, {2}]
+    assert [step.learning_rate for step in trained] == [roles.learner.learning_rate(version) for version in range(3)]
+
+
+def test_tokens_that_are_too_old_for_a_later_step_are_masked_there(fresh_model: Qwen3ForCausalLM) -> None:
+    settings = RunSettings(k=1)
+    groups = grouped(random_trajectories(1, groups=3, size=3))
+    trained = train_batch(roles_of(fresh_model, settings), settings, groups, 3)
+    assert [step.tally.fresh > 0 for step in trained] == [True, True, False]
+    assert trained[2].tally.masked > 0 and trained[2].rows == 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 7])
+def test_groups_that_make_no_equal_parts_are_refused(count: int) -> None:
+    groups = grouped(random_trajectories(1, groups=count, size=2))
+    with pytest.raises(ValueError, match="do not make 3 equal parts"):
+        parts_of(groups, 3)
+
+
+def test_every_step_is_held_against_the_policy_before_the_batch(fresh_model: Qwen3ForCausalLM) -> None:
+    """Where that policy drew the batch, `proximal` and `behaviour` are the same anchor, to the last step."""
+    groups = drawn_by(fresh_model, random_trajectories(2, groups=6, size=4))
+    ends = []
+    for anchor in ("behaviour", "proximal"):
+        loss = LossSettings.model_validate({"anchor": anchor})
+        settings = RunSettings(k=2, trainer=TrainerSettings(learning_rate=5e-3, warmup_steps=0, loss=loss))
+        roles = roles_of(fresh_model, settings)
+        trained = train_batch(roles, settings, groups, 3)
+        ends.append((roles.learner.weights(), trained[-1].statistics))
+    assert (ends[0][1].clip_fraction or 0.0) > 0.0, "the policy must have moved away, or nothing is compared"
+    assert ends[0][1].clip_fraction == ends[1][1].clip_fraction
+    for name, weight in ends[0][0].items():
+        torch.testing.assert_close(ends[1][0][name], weight, rtol=0, atol=1e-5)
+
+
+def gradients(model: Qwen3ForCausalLM, settings: TrainerSettings, batch: PackedBatch) -> torch.Tensor:
+    """Read off the first moment of AdamW's first step."""
+    learner = Learner(copy.deepcopy(model), settings)
+    learner.step(batch)
+    moments = [learner.optimizer.state[weight]["exp_avg"].flatten() for weight in learner.model.parameters()]
+    return torch.cat(moments) / (1 - settings.betas[0])
+
+
+@pytest.mark.parametrize("mean", ["tokens", "segments", "fixed"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_split_over_micro_batches_or_ranks_changes_the_gradient(
+    fresh_model: Qwen3ForCausalLM, mean: str, seed: int
+) -> None:
+    correction = CorrectionSettings(mask="geometric", mask_low=0.5, mask_high=2.0)
+    loss = LossSettings.model_validate({"mean": mean, "correction": correction})
+    settings = TrainerSettings(clip_grad_norm=1e9, loss=loss)
+    rows, tally = rows_of(grouped(random_trajectories(seed, groups=4, size=4)), 1, 2)
+    whole = pack(rows, tally, 4096)
+    assert len(whole.micro_batches) == 1
+    wanted = gradients(fresh_model, settings, whole)
+    largest = float(wanted.abs().max())
+    assert largest > 1e-4
+    for budget, ranks in ((1, 1), (17, 1), (40, 1), (25, 3), (4096, 4)):
+        split = split_rows([len(row.token_ids) for row in rows], budget, ranks=ranks)
+        parts = [micro_batch([rows[i] for i in together]) for rank in split for together in rank if together]
+        found = gradients(fresh_model, settings, PackedBatch(parts, whole.size, tally))
+        assert float((found - wanted).abs().max()) <= 1e-6 * max(0.1, largest), (budget, ranks)
