@@ -1,0 +1,182 @@
+"""An engine that draws by the clock: answers of heavy-tailed lengths, a token every `token_s`, at no cost in computing.
+
+    generate ── place free? ──► the answer's length is drawn ──► sleep length · token_s ──► random tokens, each with the
+                                                                                           version of its own moment
+    stage, commit, digest ──► a real engine, which never decodes
+
+What a benchmark of the trainer needs: latencies of a fleet of GPUs on a machine whose cores the trainer has to itself,
+and real weight updates. The tokens are uniform over the vocabulary, and so are their logprobs; nothing can be learnt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_right
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from random import Random
+
+from rollout_server.engines.base import (
+    CommitReport,
+    Engine,
+    EngineStatus,
+    FinishReason,
+    GenerationDelta,
+    GenerationRequest,
+    PauseMode,
+    StageReport,
+)
+from rollout_server.engines.request_check import check_request
+from services.wire.errors import ConflictError
+from services.wire.trajectory import VersionSpan
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Lengths are log-normal: the logarithm has the mean `ln(median)` and the deviation `sigma`; longer ones are drawn
+    again, so that nothing piles up at `longest`. `places`: answers that are drawn at once.
+    """
+
+    median: float
+    sigma: float
+    longest: int
+    token_s: float
+    places: int
+
+    def length(self, chance: Random) -> int:
+        """In tokens, at least 1."""
+        while (length := round(chance.lognormvariate(math.log(self.median), self.sigma))) > self.longest:
+            pass
+        return max(1, length)
+
+
+class PacedEngine:
+    """Implements `rollout_server.engines.base.Engine`, but for pausing, which no benchmark of the trainer does."""
+
+    def __init__(self, weights: Engine, pace: Pace, vocabulary: int, seed: int) -> None:
+        """`weights`: the engine that takes updates. `vocabulary`: tokens are drawn from 0 … vocabulary − 1."""
+        self._weights = weights
+        self._pace = pace
+        self._vocabulary = vocabulary
+        self._chance = Random(seed)
+        self._places = asyncio.Semaphore(pace.places)
+        self._asked = 0
+        self._drawing: dict[object, float] = {}
+        self._tokens = 0
+        self._commits: list[float] = []
+        """When versions began to be served, by the event loop's clock."""
+        self._versions: list[int] = [weights.policy_version]
+
+    @property
+    def policy_version(self) -> int:
+        return self._weights.policy_version
+
+    @property
+    def max_model_len(self) -> int:
+        return self._weights.max_model_len
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._weights.eos_token_ids
+
+    async def start(self) -> None:
+        await self._weights.start()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
+        """One delta a sample, streamed or not."""
+        check_request(
+            request, max_model_len=self.max_model_len, vocabulary=self._vocabulary, eos_token_ids=self.eos_token_ids
+        )
+        samples = [asyncio.create_task(self._draw(request, index)) for index in range(request.n)]
+        self._asked += request.n
+        try:
+            for sample in asyncio.as_completed(samples):
+                yield await sample
+        finally:
+            self._asked -= request.n
+            for task in samples:
+                task.cancel()
+            await asyncio.gather(*samples, return_exceptions=True)
+
+    async def _draw(self, request: GenerationRequest, index: int) -> GenerationDelta:
+        planned = self._pace.length(self._chance)
+        length = min(planned, request.sampling.max_tokens)
+        async with self._places:
+            clock = asyncio.get_running_loop().time
+            began = self._drawing[request.request_id, index] = clock()
+            try:
+                await asyncio.sleep(length * self._pace.token_s)
+            finally:
+                del self._drawing[request.request_id, index]
+        self._tokens += length
+        ends = self.eos_token_ids
+        tokens = self._chance.choices([token for token in range(self._vocabulary) if token not in ends], k=length)
+        reason: FinishReason = "length"
+        if planned == length:
+            tokens[-1], reason = ends[0], "stop"
+        spans = self._spans([began + (place + 1) * self._pace.token_s for place in range(length)])
+        logprob = -math.log(self._vocabulary)
+        return GenerationDelta(request.request_id, index, tokens, [logprob] * length, spans, reason)
+
+    def _spans(self, moments: list[float]) -> list[VersionSpan]:
+        spans: list[VersionSpan] = []
+        for place, moment in enumerate(moments):
+            version = self._versions[bisect_right(self._commits, moment)]
+            if spans and spans[-1].version == version:
+                spans[-1] = spans[-1].over(spans[-1].start, spans[-1].length + 1)
+            else:
+                spans.append(VersionSpan(place, 1, version))
+        return spans
+
+    async def abort(self, request_ids: list[str] | None = None) -> int:
+        raise ConflictError(f"a paced engine ends no request early, {request_ids} neither")
+
+    async def pause(self, mode: PauseMode) -> None:
+        raise ConflictError(f"a paced engine does not pause, with {mode} neither")
+
+    async def resume(self) -> None:
+        return
+
+    async def stage(self, manifest: bytes) -> StageReport:
+        return await self._weights.stage(manifest)
+
+    async def commit(self, version: int) -> CommitReport:
+        report = await self._weights.commit(version)
+        self._note_version()
+        return report
+
+    async def rollback(self, version: int) -> CommitReport:
+        report = await self._weights.rollback(version)
+        self._note_version()
+        return report
+
+    def _note_version(self) -> None:
+        if self.policy_version != self._versions[-1]:
+            self._commits.append(asyncio.get_running_loop().time())
+            self._versions.append(self.policy_version)
+
+    async def weights_digest(self) -> str:
+        return await self._weights.weights_digest()
+
+    def status(self) -> EngineStatus:
+        status = self._weights.status()
+        running = len(self._drawing)
+        tokens = self._tokens
+        if running:
+            now = asyncio.get_running_loop().time()
+            tokens += sum(int((now - began) / self._pace.token_s) for began in self._drawing.values())
+        return EngineStatus(
+            name="paced",
+            policy_version=status.policy_version,
+            running=running,
+            waiting=self._asked - running,
+            paused=False,
+            tokens_generated=tokens,
+            commits=status.commits,
+            failure=status.failure,
+            staged_version=status.staged_version,
+        )
+
+    async def close(self) -> None:
+        await self._weights.close()
