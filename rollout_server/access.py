@@ -2,9 +2,10 @@
 
 | bearer            | opens                                                                                    |
 |-------------------|------------------------------------------------------------------------------------------|
-| a session's key   | the OpenAI dialect, status and heartbeat of that session; nothing else                     |
+| a session's key   | the OpenAI dialect, status and heartbeat of that session, the list of models             |
 | the agent key     | every session, opening, rewarding and ending them                                        |
-| anything else     | the same as the agent key where none is configured (loopback only), nothing elsewhere     |
+| admin, peer       | what `services.key_rules` says; no session                                               |
+| anything else     | everything where no key is configured (loopback only), nothing elsewhere                 |
 
 A session is named by the URL (`/sessions/{id}/…`), by its key as bearer, or by the header `X-Session-ID`.
 """
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 from fastapi import Request
 
-from services.bearer import bearer, require_key
+from services.bearer import bearer
+from services.doorkeeper import Doorkeeper
+from services.key_rules import Door
 from services.session_keys import PREFIX, SessionKeys
 from services.wire.errors import ForbiddenError, UnauthenticatedError
 
@@ -21,18 +24,22 @@ SESSION_HEADER = "x-session-id"
 
 
 class Access:
-    """Judges the callers of one server. `agent_key`: None where every caller on loopback may do what an agent may."""
+    """Judges the callers of one server: session keys itself, all others by its `Doorkeeper`."""
 
-    def __init__(self, keys: SessionKeys, agent_key: str | None) -> None:
+    def __init__(self, keys: SessionKeys, doors: Doorkeeper) -> None:
         self.keys = keys
-        self._agent_key = agent_key
+        self._doors = doors
 
-    def require_agent(self, request: Request) -> None:
-        """For what belongs to the environment. Raises UnauthenticatedError, or ForbiddenError for a session's key."""
-        if self._bearer_session(request) is not None:
+    def require_agent(self, request: Request, door: Door = "environment") -> None:
+        """For what no session may do. Raises UnauthenticatedError, or ForbiddenError for a key of another door."""
+        if self._bearer_session(request, door) is not None:
             raise ForbiddenError(
                 "a session's key does not open this", "use the agent key: it is the environment's to do"
             )
+
+    def require_any(self, request: Request) -> None:
+        """For what every key opens, any session's too. Raises UnauthenticatedError."""
+        self._bearer_session(request, "reading")
 
     def require_session(self, request: Request, named: str) -> None:
         """For what a session's own key may do too. Raises UnauthenticatedError or ForbiddenError."""
@@ -40,19 +47,20 @@ class Access:
         if own is not None and own != named:
             raise ForbiddenError(f"this key opens another session than {named!r}", "use that session's own api_key")
 
-    def find_session(self, request: Request, named: str | None) -> str | None:
+    def find_session(self, request: Request, named: str | None, door: Door = "environment") -> str | None:
         """The session that the caller means: by the URL (`named`), its key or the header; None if by none of them.
 
-        Raises UnauthenticatedError for a key that nobody issued, ForbiddenError where two ways name two sessions.
+        Raises UnauthenticatedError for a key that nobody issued, ForbiddenError for one that does not open `door`, and
+        where two ways name two sessions.
         """
-        own = self._bearer_session(request)
+        own = self._bearer_session(request, door)
         named = named or request.headers.get(SESSION_HEADER)
         if own is not None and named is not None and own != named:
             raise ForbiddenError(f"this key opens another session than {named!r}", "use that session's own api_key")
         return own or named
 
-    def _bearer_session(self, request: Request) -> str | None:
-        """The session whose key is shown; None for whoever may do all that an agent may."""
+    def _bearer_session(self, request: Request, door: Door = "environment") -> str | None:
+        """The session whose key is shown; None for whoever shows a key that opens `door`."""
         shown = bearer(request.headers.get("authorization"))
         if shown.startswith(PREFIX):
             session_id = self.keys.session_of(shown)
@@ -61,5 +69,5 @@ class Access:
                     "this session key is not one of this run", "use the api_key of POST /sessions"
                 )
             return session_id
-        require_key(shown, self._agent_key, "send `Authorization: Bearer` with the agent key or a session's")
+        self._doors.require_key(shown, door)
         return None

@@ -16,7 +16,7 @@ def admin_routes(server: RolloutServer) -> APIRouter:
     @router.post("/drain", status_code=202)
     async def drain(request: Request) -> Draining:
         """Hand everything over to other servers and take nothing new. The process stays; SIGTERM ends it."""
-        server.parts().access.require_agent(request)
+        server.parts().access.require_agent(request, "operator")
         await server.drain()
         return Draining(server_id=server.plan.server_id, state="draining")
 

@@ -32,7 +32,11 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     server = RolloutServer(plan, engine, bus, stop)
     metrics = Metrics()
     metrics.read(lambda: server_readings(server))
-    app = make_app("rollmesh rollout server", version("rollmesh"), server.lifespan, server.not_ready, metrics)
+    scraping = server.doors.of("service")
+    app = make_app(
+        *("rollmesh rollout server", version("rollmesh"), server.lifespan, server.not_ready, metrics),
+        metrics_access=scraping,
+    )
     app.add_middleware(BodyLimit, limit_bytes=plan.settings.rollout.max_body_mib << 20)
 
     @app.exception_handler(EngineCrashedError)
@@ -53,5 +57,5 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         admin_routes,
     ):
         app.include_router(routes(server))
-    app.include_router(weight_routes(ServedWeights(server), ERRORS))
+    app.include_router(weight_routes(ServedWeights(server), ERRORS, server.doors.of("service")))
     return app

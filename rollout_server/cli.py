@@ -40,18 +40,28 @@ def rollout_server(
         Path | None, typer.Option(help="With --engine http: file with the key that the engine wants (its --api-key)")
     ] = None,
     server_id: Annotated[str, typer.Option(help="Name of this server, unique in the run")] = "s0",
-    host: Annotated[str, typer.Option(help="Address to listen on (loopback)")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that is not loopback needs --keys-dir")
+    ] = "127.0.0.1",
+    own_url: Annotated[
+        str | None, typer.Option(help="Where the bus, the gateway and agents find it; else http://HOST:PORT")
+    ] = None,
     bus_url: Annotated[str | None, typer.Option(help="Weight bus to register with; none: serve fixed weights")] = None,
     config: Annotated[Path | None, typer.Option(help="Configuration of the run (TOML)")] = None,
+    keys_dir: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
+    ] = None,
     agent_key_file: Annotated[
         Path | None, typer.Option(help="File with the key that environments must show; none: loopback may speak")
     ] = None,
     bus_key_file: Annotated[
-        Path | None, typer.Option(help="File with the key that the weight bus wants (its --admin-key-file)")
+        Path | None,
+        typer.Option(help="File with the key that the weight bus wants (its --admin-key-file); else the peer key"),
     ] = None,
     weights_key_file: Annotated[
         Path | None, typer.Option(help="File with the key that weights must be signed with; none: any are taken")
     ] = None,
+    redis_password_file: Annotated[Path | None, typer.Option(help="File with Redis's password")] = None,
 ) -> None:
     import asyncio
     import zlib
@@ -59,17 +69,23 @@ def rollout_server(
     from services.app import Stop, open_port, serve
     from services.config_file import load_settings
     from services.imports import heavy_imports
-    from services.key_files import read_key
-    from services.redis_client import check_reachable
+    from services.key_files import read_key, read_keys
+    from services.key_rules import lacking
+    from services.redis_client import check_reachable, with_password
 
     name = _chosen(engine, url, engine_key_file)
     settings = load_settings(config, [])
-    weights_key = None if weights_key_file is None else read_key(weights_key_file)
-    bus_key = None if bus_key_file is None else read_key(bus_key_file)
+    keys = read_keys(
+        "rollout-server",
+        keys_dir,
+        {"agent": agent_key_file, "weights": weights_key_file, "redis": redis_password_file},
+    )
+    bus_key = keys.peer if bus_key_file is None else read_key(bus_key_file)
     engine_key = None if engine_key_file is None else read_key(engine_key_file)
+    redis_url = with_password(redis_url, keys.redis)
     asyncio.run(check_reachable(redis_url))
     # Bound before anything slow: a port in use is known at once, and probes are answered while the model loads.
-    listener = open_port(host, port)
+    listener = open_port(host, port, lacking=lacking(keys, "rollout-server"))
 
     # Two servers that drew from one seed would draw alike.
     seed = (settings.seed * 1_000_003 + zlib.crc32(server_id.encode())) % (1 << 31)
@@ -79,18 +95,20 @@ def rollout_server(
         from rollout_server.server import ServerPlan
         from weight_bus.bus_client import BusClient
 
-        policy = make_engine(name, model, run_id, settings, seed=seed, url=url, key=engine_key, weights_key=weights_key)
+        policy = make_engine(
+            name, model, run_id, settings, seed=seed, url=url, key=engine_key, weights_key=keys.weights
+        )
         preload = getattr(policy, "preload", None)
         if preload is not None:
             preload()
     plan = ServerPlan(
         run_id=run_id,
         server_id=server_id,
-        url=f"http://{host}:{port}",
+        url=f"http://{host}:{port}" if own_url is None else own_url.rstrip("/"),
         redis_url=redis_url,
         model=model,
         settings=settings,
-        agent_key=None if agent_key_file is None else read_key(agent_key_file),
+        keys=keys,
     )
     # A heartbeat that fails is repeated by its owner, so one try may be short.
     bus = None if bus_url is None else BusClient(bus_url, run_id, deadline_s=2.0, key=bus_key)

@@ -14,7 +14,7 @@ from services.wire.engine_api import AbortAnswer, AbortRequests, IsPaused, Pause
 
 def engine_routes(server: RolloutServer) -> APIRouter:
     """Routes that whoever operates the engine calls; names and answers are vLLM's."""
-    router = APIRouter(tags=["engine"], responses=ERRORS)
+    router = APIRouter(tags=["engine"], responses=ERRORS, dependencies=server.doors.of("service"))
 
     @router.post("/pause")
     async def pause(

@@ -79,9 +79,10 @@ def group_routes(server: RolloutServer) -> APIRouter:
         return answer(GroupFinished(stream_ids=stream_ids))
 
     @router.get("/run", response_model=RunState)
-    async def read_run() -> Response:
+    async def read_run(request: Request) -> Response:
         """The run as this server sees it: its version, and whether the run has concluded."""
         parts = server.parts()
+        parts.access.require_agent(request, "reading")
         accounts = await parts.ledger.accounts()
         return answer(
             RunState(
@@ -93,9 +94,10 @@ def group_routes(server: RolloutServer) -> APIRouter:
         )
 
     @router.get("/engine", response_model=EngineReport)
-    async def read_engine() -> Response:
+    async def read_engine(request: Request) -> Response:
         """The engine at this moment."""
         parts = server.parts()
+        parts.access.require_agent(request, "reading")
         status = parts.engine.status()
         return answer(
             EngineReport(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from rollout_server.route_errors import ERRORS
 from rollout_server.server import RolloutServer
@@ -23,8 +23,9 @@ def model_routes(server: RolloutServer) -> APIRouter:
     created = int(time.time())
 
     @router.get("/v1/models")
-    async def models() -> ModelList:
+    async def models(request: Request) -> ModelList:
         """The model. Its `id` is the folder's name; calls may name any model and get this one."""
+        server.parts().access.require_any(request)
         return model_list(server, created)
 
     return router

@@ -39,11 +39,13 @@ from rollout_server.sweeping import sweep
 from rollout_server.turns import TurnTaker
 from services.app import Stop
 from services.directory import ServiceRecord, announced
+from services.doorkeeper import Doorkeeper
+from services.key_rules import NO_KEYS, Keys
 from services.ledger import Ledger
 from services.model_folder import wait_for_model
 from services.redis_client import connect
 from services.registry import Registry, ServerRecord
-from services.session_keys import SessionKeys
+from services.session_keys import SessionKeys, secret_of_run
 from services.settings import RunSettings
 from services.stream import TrajectoryLog, TrajectoryWriter
 from services.waits import WaitBoard
@@ -63,7 +65,7 @@ _log = structlog.get_logger()
 class ServerPlan:
     """What a rollout server is told at its start. `url`: where agents and the weight bus reach it.
 
-    `agent_key`: what environments must show; None where whoever reaches it may speak (loopback).
+    `keys`: what callers must show (`services.key_rules`). Without a session key of its own the run's is kept in Redis.
     """
 
     run_id: str
@@ -72,7 +74,7 @@ class ServerPlan:
     redis_url: str
     model: Path
     settings: RunSettings
-    agent_key: str | None = None
+    keys: Keys = NO_KEYS
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class RolloutServer:
 
     def __init__(self, plan: ServerPlan, engine: Engine, bus: Bus | None, stop: Stop) -> None:
         self.plan = plan
+        self.doors = Doorkeeper(plan.keys)
         self._engine = engine
         self._stop = stop
         self._membership = (
@@ -213,7 +216,7 @@ class RolloutServer:
         self._phase = "waiting for Redis"
         ledger, registry = Ledger(redis, plan.run_id), GroupRegistry()
         base_version = await ledger.begin(self._engine.policy_version)
-        access = Access(SessionKeys(await ledger.session_secret()), plan.agent_key)
+        access = Access(await self._session_keys(ledger), self.doors)
         servers = Registry(redis, plan.run_id)
         journal = Journal(redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.let_go)
         adopter = Adopter(registry, journal, ledger, servers, plan.server_id)
@@ -259,6 +262,10 @@ class RolloutServer:
             ),
             log=TrajectoryLog(redis, plan.run_id),
         )
+
+    async def _session_keys(self, ledger: Ledger) -> SessionKeys:
+        given = self.plan.keys.session
+        return SessionKeys(await ledger.session_secret() if given is None else secret_of_run(given, self.plan.run_id))
 
     def _record(self, groups: GroupRegistry) -> ServerRecord:
         """What the registry is told."""

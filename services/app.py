@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from services.loopback import require_loopback
 from services.metric_catalog import SERVICE_BUILD, SERVICE_NOT_READY
 from services.metrics import CONTENT_TYPE, Metrics, Reading
 from services.wire.errors import CapacityError, HeldElsewhereError, RollmeshError, SessionConcludedError, UsageError
@@ -116,23 +116,13 @@ def _error(status: int, detail: ErrorDetail, headers: dict[str, str] | None) -> 
     return JSONResponse(body.model_dump(), status_code=status, headers=headers)
 
 
-def require_loopback(host: str) -> None:
-    """Raise UsageError for an address other than loopback: a service without keys is no open door (promise 6)."""
-    try:
-        local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = host == "localhost"
-    if not local:
-        raise UsageError(f"{host} is not a loopback address", "bind 127.0.0.1: services cannot be opened without keys")
-
-
-def open_port(host: str, port: int, *, keyed: bool = False) -> socket.socket:
+def open_port(host: str, port: int, *, lacking: Sequence[str] = ("any",)) -> socket.socket:
     """Bind `host:port` now, before anything slow, so that a port in use is known at once; `serve` listens on it.
 
-    `keyed`: every route asks for a key. Raises UsageError for an address that is taken, or not loopback without keys.
+    `lacking`: the keys for want of which it must be loopback (`services.key_rules.lacking`). Raises UsageError for that,
+    and for an address that is taken.
     """
-    if not keyed:
-        require_loopback(host)
+    require_loopback(host, lacking)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Named, because asyncio sets TCP_NODELAY only where it is: without it a kept connection loses 40 ms a call.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -1,22 +1,96 @@
-"""Keys are given by file, never on a command line, where every process of the machine could read them."""
+"""Keys are given by file, never on a command line, where every process of the machine could read them.
+
+A folder of keys (`rollmesh keys init`) holds one file a key, `agent.key` and so on; a process reads those that are its own.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import get_args
 
+from services.key_rules import GIVEN, HolderName, KeyName, Keys
 from services.wire.errors import UsageError
 
+KEYS_DIR = "ROLLMESH_KEYS_DIR"
+"""The variable that names the folder where a command line does not."""
 _SHORTEST = 16
+_BYTES = 32
+_OPTIONAL = ("redis",)
+"""A Redis may have no password."""
+_NO_FILES: Mapping[KeyName, Path | None] = MappingProxyType({})
 
 
-def read_key(path: Path) -> str:
+def key_file(folder: Path, name: KeyName) -> Path:
+    """Where a folder holds a key."""
+    return folder / f"{name}.key"
+
+
+def read_key(path: Path, *, shortest: int = _SHORTEST) -> str:
     """The key in a file, without the spaces around it. Raises UsageError for a file that holds no usable key."""
     try:
         key = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"no key can be read from {path} ({error})", "give a file with one line of ASCII") from error
-    if len(key) < _SHORTEST or any(character.isspace() for character in key):
+    if len(key) < shortest or any(character.isspace() for character in key):
         raise UsageError(
-            f"{path} holds a key of {len(key)} characters", f"give one of {_SHORTEST} or more, without spaces"
+            f"{path} holds a key of {len(key)} characters", f"give one of {shortest} or more, without spaces"
         )
     return key
+
+
+def read_keys(holder: HolderName, folder: Path | None, files: Mapping[KeyName, Path | None] = _NO_FILES) -> Keys:
+    """The keys of one process: from `folder`, where there is one, those that are its own; `files` go before it.
+
+    Raises UsageError for a key that is missing in the folder: a service must not stand open where keys were meant.
+    """
+    found: dict[str, str] = {}
+    for name in GIVEN[holder]:
+        path = files.get(name)
+        if path is None and folder is not None:
+            path = key_file(folder, name)
+            if name in _OPTIONAL and not path.exists():
+                continue
+        if path is not None:
+            # Redis's password is whatever its owner chose.
+            found[name] = read_key(path, shortest=1 if name == "redis" else _SHORTEST)
+    return Keys(**found)
+
+
+def make_keys(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Write a random key of 256 bits for each name; returns the files made and those that were there, and stay.
+
+    The folder is made for its owner alone (0700), the files too (0600). Raises UsageError where they cannot be written.
+    """
+    made: list[Path] = []
+    kept: list[Path] = []
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in get_args(KeyName):
+            path = key_file(folder, name)
+            (made if _write_new(path, f"{secrets.token_urlsafe(_BYTES)}\n") else kept).append(path)
+    except OSError as error:
+        raise UsageError(
+            f"keys cannot be written to {folder} ({error})", "name a folder that you may write to"
+        ) from error
+    return made, kept
+
+
+def _write_new(path: Path, text: str) -> bool:
+    """Write a file that appears whole or not at all; False where one is there."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # Unlike a rename, a link never takes another file's place.
+        os.link(partial, path)
+    except FileExistsError:
+        return False
+    finally:
+        partial.unlink(missing_ok=True)
+    return True

@@ -1,14 +1,40 @@
-"""One way to make a Redis client, so that no blocking read is cut short by a socket timeout."""
+"""One way to make a Redis client, so that no blocking read is cut short by a socket timeout, and to sign in."""
 
 from __future__ import annotations
+
+from urllib.parse import quote, urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
+from redis.exceptions import AuthenticationError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.wire.errors import UsageError
+
+
+def with_password(url: str, password: str | None) -> str:
+    """`url` with the password that was given by file, for `connect` and `check_reachable`: it is never printed.
+
+    Raises UsageError for a password in `url` itself, which came by a command line that every process can read.
+    """
+    parts = urlsplit(url)
+    if parts.password is not None or "password=" in parts.query:
+        raise UsageError("the Redis address holds a password", "give it by file: --redis-password-file or --keys-dir")
+    if password is None:
+        return url
+    _, _, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=f"{parts.username or ''}:{quote(password, safe='')}@{host}").geturl()
+
+
+def without_password(url: str) -> str:
+    """As `url` may be printed."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    _, _, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=host).geturl()
 
 
 def connect(url: str) -> Redis:
@@ -25,17 +51,23 @@ def connect(url: str) -> Redis:
 
 async def check_reachable(url: str) -> None:
     """Raise UsageError, in one line, when no Redis answers at `url`."""
+    shown = without_password(url)
     try:
         client = Redis.from_url(
             url, socket_timeout=3.0, socket_connect_timeout=3.0, retry=Retry(ExponentialBackoff(), 0)
         )
     except ValueError as error:
-        raise UsageError(f"{url!r} is no Redis address ({error})", "write redis://host:port/0") from error
+        raise UsageError(f"{shown!r} is no Redis address ({error})", "write redis://host:port/0") from error
     try:
         await client.ping()
+    except AuthenticationError as error:
+        raise UsageError(
+            f"Redis at {shown} does not take the password ({error})",
+            "see --redis-password-file, or redis.key of --keys-dir",
+        ) from error
     except (RedisConnectionError, RedisTimeoutError, OSError) as error:
         raise UsageError(
-            f"no Redis answers at {url} ({error})", "start one there, or leave --redis-url out for the embedded one"
+            f"no Redis answers at {shown} ({error})", "start one there, or leave --redis-url out for the embedded one"
         ) from error
     finally:
         await client.aclose()

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.responses import StreamingResponse
 
+from services.doorkeeper import Doorkeeper
 from services.wire.rollout_api import ErrorBody
 from services.wire.weights_api import (
     EngineRegistered,
@@ -22,7 +23,6 @@ from services.wire.weights_api import (
     VerifyView,
     VersionsView,
 )
-from weight_bus.bus_access import BusAccess
 from weight_bus.coordinator import Coordinator
 from weight_bus.events import encode_event
 from weight_bus.fleet_calls import FleetCalls
@@ -39,8 +39,8 @@ _MANIFEST_BODY = {
 }
 _MEANINGS = {
     400: "Bytes that are no manifest",
-    401: "No admin key, or a wrong one",
-    403: "A manifest without the right signature",
+    401: "No key, or a wrong one",
+    403: "A key that does not open this, or a manifest without the right signature",
     404: "No such update",
     409: "It contradicts what happened before: another run, other bytes, an older version, too late",
     413: "A body that is too large",
@@ -55,15 +55,19 @@ Wait = Annotated[
 Hold = Annotated[bool, Query(description="Stage only; `POST /v1/updates/{version}/commit` flips")]
 
 
-def admin_routes(access: BusAccess, coordinator: Coordinator, calls: FleetCalls, snapshots: Snapshots) -> APIRouter:
-    """Every route asks for the admin key where one is configured."""
-    router = APIRouter(prefix="/v1", responses=_ERRORS)
-    _engine_routes(router, coordinator)
-    _update_routes(router, coordinator, snapshots)
-    _operator_routes(router, coordinator, calls)
-    guarded = APIRouter()
-    guarded.include_router(router, dependencies=[access.requirement])
-    return guarded
+def admin_routes(doors: Doorkeeper, coordinator: Coordinator, calls: FleetCalls, snapshots: Snapshots) -> APIRouter:
+    """What trainers and engines call is a service's door, what only a person does an operator's."""
+    services = APIRouter(prefix="/v1", responses=_ERRORS, dependencies=doors.of("service"))
+    _engine_routes(services, coordinator)
+    _update_routes(services, coordinator)
+    _reading_routes(services, coordinator, calls)
+    operators = APIRouter(prefix="/v1", responses=_ERRORS, dependencies=doors.of("operator"))
+    _steering_routes(operators, coordinator, snapshots)
+    _operator_routes(operators, coordinator, calls)
+    both = APIRouter()
+    both.include_router(services)
+    both.include_router(operators)
+    return both
 
 
 def _engine_routes(router: APIRouter, coordinator: Coordinator) -> None:
@@ -83,7 +87,7 @@ def _engine_routes(router: APIRouter, coordinator: Coordinator) -> None:
         return coordinator.engines()
 
 
-def _update_routes(router: APIRouter, coordinator: Coordinator, snapshots: Snapshots) -> None:
+def _update_routes(router: APIRouter, coordinator: Coordinator) -> None:
     @router.post(
         "/updates",
         openapi_extra=_MANIFEST_BODY,
@@ -99,6 +103,37 @@ def _update_routes(router: APIRouter, coordinator: Coordinator, snapshots: Snaps
             await coordinator.wait_resting(manifest.version, wait_s)
         return coordinator.view(manifest.version)
 
+    @router.get("/updates/{version}", tags=["updates"])
+    async def update(version: int, wait_s: Wait = 0.0) -> UpdateView:
+        """How far an update is, engine by engine: pending, staging, prepared, committed or failed, and why."""
+        if wait_s:
+            await coordinator.wait_resting(version, wait_s)
+        return coordinator.view(version)
+
+    @router.get("/versions", tags=["updates"])
+    async def versions() -> VersionsView:
+        """The versions that the bus remembers, newest first, and who serves each."""
+        return coordinator.versions()
+
+
+def _reading_routes(router: APIRouter, coordinator: Coordinator, calls: FleetCalls) -> None:
+    @router.post("/verify", tags=["operators"])
+    async def verify(order: VerifyOrder | None = None) -> VerifyView:
+        """Have every engine hash what it really serves, and draw a few tokens greedily; all must agree."""
+        return await calls.verify(order or VerifyOrder())
+
+    @router.get("/events", tags=["operators"], response_class=StreamingResponse)
+    async def events(last_event_id: Annotated[str | None, Header()] = None) -> StreamingResponse:
+        """Server-sent events, from the oldest remembered or from `Last-Event-ID` on (data: WeightEvent)."""
+        following = coordinator.events.follow(last_event_id, KEEP_ALIVE_S)
+        return StreamingResponse(
+            (encode_event(event) async for event in following),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache"},
+        )
+
+
+def _steering_routes(router: APIRouter, coordinator: Coordinator, snapshots: Snapshots) -> None:
     @router.post(
         "/snapshots",
         tags=["updates"],
@@ -108,13 +143,6 @@ def _update_routes(router: APIRouter, coordinator: Coordinator, snapshots: Snaps
         """Announce a folder of safetensors as a version; the answers are those of `POST /v1/updates`."""
         version, new = await snapshots.push(order)
         response.status_code = 202 if new else 200
-        if wait_s:
-            await coordinator.wait_resting(version, wait_s)
-        return coordinator.view(version)
-
-    @router.get("/updates/{version}", tags=["updates"])
-    async def update(version: int, wait_s: Wait = 0.0) -> UpdateView:
-        """How far an update is, engine by engine: pending, staging, prepared, committed or failed, and why."""
         if wait_s:
             await coordinator.wait_resting(version, wait_s)
         return coordinator.view(version)
@@ -132,11 +160,6 @@ def _update_routes(router: APIRouter, coordinator: Coordinator, snapshots: Snaps
         """Withdraw a version before its flips are decided."""
         return coordinator.cancel(version)
 
-    @router.get("/versions", tags=["updates"])
-    async def versions() -> VersionsView:
-        """The versions that the bus remembers, newest first, and who serves each."""
-        return coordinator.versions()
-
 
 def _operator_routes(router: APIRouter, coordinator: Coordinator, calls: FleetCalls) -> None:
     @router.post("/rollback", tags=["operators"])
@@ -148,11 +171,6 @@ def _operator_routes(router: APIRouter, coordinator: Coordinator, calls: FleetCa
             await coordinator.wait_resting(version, wait_s)
         return RollbackView(withdrawn=begun.withdrawn, update=coordinator.view(version))
 
-    @router.post("/verify", tags=["operators"])
-    async def verify(order: VerifyOrder | None = None) -> VerifyView:
-        """Have every engine hash what it really serves, and draw a few tokens greedily; all must agree."""
-        return await calls.verify(order or VerifyOrder())
-
     @router.post("/pause", tags=["operators"])
     async def pause(order: PauseOrder | None = None) -> FleetAnswer:
         """Stop decoding at every engine. Weight updates need no pause: this is for a stop of the world."""
@@ -162,13 +180,3 @@ def _operator_routes(router: APIRouter, coordinator: Coordinator, calls: FleetCa
     async def resume() -> FleetAnswer:
         """Let every engine decode again."""
         return await calls.resume()
-
-    @router.get("/events", tags=["operators"], response_class=StreamingResponse)
-    async def events(last_event_id: Annotated[str | None, Header()] = None) -> StreamingResponse:
-        """Server-sent events, from the oldest remembered or from `Last-Event-ID` on (data: WeightEvent)."""
-        following = coordinator.events.follow(last_event_id, KEEP_ALIVE_S)
-        return StreamingResponse(
-            (encode_event(event) async for event in following),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache"},
-        )

@@ -11,10 +11,11 @@ from fastapi import FastAPI
 
 from services.app import Stop, make_app
 from services.body_limit import BodyLimit
+from services.doorkeeper import Doorkeeper
+from services.key_rules import NO_KEYS, Keys
 from services.metrics import Metrics
 from services.policies.fleet_policy import BARRIER, FleetPolicy
 from weight_bus.admin_routes import admin_routes
-from weight_bus.bus_access import BusAccess
 from weight_bus.coordinator import Coordinator
 from weight_bus.engine_client import EngineClient
 from weight_bus.fleet_calls import FleetCalls
@@ -31,21 +32,18 @@ def build_app(
     *,
     lease_s: float = LEASE_S,
     policy: FleetPolicy = BARRIER,
-    admin_key: str | None = None,
-    weights_key: str | None = None,
+    keys: Keys = NO_KEYS,
     engine_key: str | None = None,
     stop: Stop | None = None,
 ) -> FastAPI:
     """The bus of one run. `stage_timeout_s` bounds every call to an engine.
 
-    `admin_key`: every route asks for it. `weights_key`: manifests must bear its signature. `engine_key`: is shown to
-    engines. `GET /docs` and `/openapi.json` describe the routes.
+    `keys`: asked for by the routes; with a weights key, manifests must bear its signature. `engine_key`: is shown to
+    engines, else the peer key. `GET /docs` and `/openapi.json` describe the routes.
     """
-    client = EngineClient(stage_timeout_s, engine_key)
+    client = EngineClient(stage_timeout_s, engine_key or keys.peer)
     metrics = Metrics()
-    coordinator = Coordinator(
-        run_id, client, lease_s=lease_s, policy=policy, weights_key=weights_key, metrics=metrics
-    )
+    coordinator = Coordinator(run_id, client, lease_s=lease_s, policy=policy, weights_key=keys.weights, metrics=metrics)
     if stop is not None:
         stop.on_stop = coordinator.release_waiters
 
@@ -60,8 +58,10 @@ def build_app(
                 await leases
             await coordinator.close()
 
-    app = make_app("weight-bus", package_version("rollmesh"), lifespan, not_ready=list, metrics=metrics)
+    doors = Doorkeeper(keys)
+    scraping = doors.of("service")
+    app = make_app("weight-bus", package_version("rollmesh"), lifespan, list, metrics, metrics_access=scraping)
     app.add_middleware(BodyLimit, limit_bytes=MANIFEST_LIMIT)
-    calls, snapshots = FleetCalls(coordinator, client), Snapshots(coordinator, run_id, weights_key)
-    app.include_router(admin_routes(BusAccess(admin_key), coordinator, calls, snapshots))
+    calls, snapshots = FleetCalls(coordinator, client), Snapshots(coordinator, run_id, keys.weights)
+    app.include_router(admin_routes(doors, coordinator, calls, snapshots))
     return app

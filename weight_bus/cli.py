@@ -23,22 +23,29 @@ def weight_bus(
     ] = "127.0.0.1",
     config: Annotated[Path | None, typer.Option(help="Configuration of the run (TOML)")] = None,
     policy: Annotated[str | None, typer.Option(help="barrier, rolling or quorum; else weights.policy")] = None,
-    admin_key_file: Annotated[Path | None, typer.Option(help="Every caller must show the key in this file")] = None,
+    keys_dir: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
+    ] = None,
+    admin_key_file: Annotated[
+        Path | None, typer.Option(help="File with the admin key; without a peer key every caller must show it")
+    ] = None,
     weights_key_file: Annotated[
         Path | None, typer.Option(help="The run's weight key: manifests that it did not sign are refused")
     ] = None,
-    engine_key_file: Annotated[Path | None, typer.Option(help="Key that the engines ask of the bus")] = None,
+    engine_key_file: Annotated[
+        Path | None, typer.Option(help="Key that the engines ask of the bus; else the peer key")
+    ] = None,
 ) -> None:
     from services.app import Stop, open_port, serve
     from services.config_file import load_settings
-    from services.key_files import read_key
+    from services.key_files import read_key, read_keys
+    from services.key_rules import lacking
     from services.policies.fleet_policy import FleetPolicy
 
     weights = load_settings(config, [] if policy is None else [f"weights.policy={policy}"]).weights
-    admin_key = None if admin_key_file is None else read_key(admin_key_file)
-    weights_key = None if weights_key_file is None else read_key(weights_key_file)
+    keys = read_keys("weight-bus", keys_dir, {"admin": admin_key_file, "weights": weights_key_file})
     # Bound before anything slow: a port in use is known at once.
-    listener = open_port(host, port, keyed=admin_key is not None and weights_key is not None)
+    listener = open_port(host, port, lacking=lacking(keys, "weight-bus"))
 
     from weight_bus.app import build_app
 
@@ -47,8 +54,7 @@ def weight_bus(
         run_id,
         weights.stage_timeout_s,
         policy=FleetPolicy(weights.policy, quorum=weights.quorum, at_once=weights.rolling_at_once),
-        admin_key=admin_key,
-        weights_key=weights_key,
+        keys=keys,
         engine_key=None if engine_key_file is None else read_key(engine_key_file),
         stop=stop,
     )

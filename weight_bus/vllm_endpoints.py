@@ -91,7 +91,7 @@ class RollmeshEndpoints:
         if settings is None or settings.bus_url is None:
             yield
             return
-        bus = BusClient(settings.bus_url, settings.run_id, key=settings.bus_key)
+        bus = BusClient(settings.bus_url, settings.run_id, key=settings.bus_key or settings.keys.peer)
         membership = Membership(
             bus,
             settings.engine_id,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from typing import Annotated, Any, TypeVar
 
 import structlog
 from fastapi import Header
 
-from services.bearer import bearer, require_key
+from services.doorkeeper import Doorkeeper
+from services.key_rules import NO_KEYS
+from services.loopback import is_loopback
 from services.wire.errors import DeadlineError, NotReadyError, RollmeshError, UsageError
 from weight_bus.bus_api import CommitAnswer, DigestAnswer, StageAnswer
 from weight_bus.vllm_protocol import Attached, Committed, Digest, Pending, Staged, decode_reply
@@ -31,25 +32,25 @@ class PlainEngine:
     def __init__(self) -> None:
         self.policy_version = 0
         self.staged_version: int | None = None
-        self._admin_key: str | None = None
+        self._doors = Doorkeeper(NO_KEYS)
         self._core: Any = None
 
     async def attach(self, engine_client: Any, settings: EngineSettings) -> None:
         """Build views into the live weights, in the core. Raises what stands against it, with what to change."""
         self._core = engine_client.engine_core
-        self._admin_key = settings.admin_key
+        self._doors = Doorkeeper(settings.keys)
         try:
             async with asyncio.timeout(_CALL_S):
                 await self._core.call_utility_async("rollmesh_extend")
         except TimeoutError as error:
             raise DeadlineError(f"vLLM did not answer within {_CALL_S:g} s", "see its log") from error
-        run = settings.run_id, settings.transport, settings.kv_policy, settings.weights_key, settings.file_root
+        run = settings.run_id, settings.transport, settings.kv_policy, settings.keys.weights, settings.file_root
         attached = await self._call(Attached, "rollmesh_attach", *run, deadline_s=_BYTES_S)
         _log.info("takes weights", run_id=settings.run_id, tensors=attached.tensors, weight_bytes=attached.total_bytes)
 
     async def admit(self, authorization: Annotated[str | None, Header()] = None) -> None:
-        """A dependency of the routes: with an admin key each call must show it. Raises UnauthenticatedError."""
-        require_key(bearer(authorization), self._admin_key, "send `Authorization: Bearer` with the admin key")
+        """A dependency of the routes: with keys each call must show one of a service's. See `Doorkeeper.require`."""
+        self._doors.require(authorization, "service")
 
     async def stage(self, manifest: bytes) -> StageAnswer:
         self.staged_version = None
@@ -100,17 +101,10 @@ def check_address(host: str | None, settings: EngineSettings) -> None:
     """Raise UsageError for weight routes that are open to others without a key, or an address that nobody can call."""
     # Without --host vLLM listens on every address.
     named = host or "0.0.0.0"
-    if settings.admin_key is None and not _is_loopback(named):
+    if settings.keys.admin is None and not is_loopback(named):
         raise UsageError(
             f"{named} is not a loopback address, and /weights/* would take anybody's weights",
-            "give --host 127.0.0.1, or a key by ROLLMESH_ADMIN_KEY_FILE",
+            "give --host 127.0.0.1, or keys by ROLLMESH_KEYS_DIR",
         )
     if settings.bus_url is not None and f"//{named}:" in settings.url and named in ("0.0.0.0", "::"):
         raise UsageError(f"the bus cannot call {settings.url}", "say where it finds this engine by ROLLMESH_ENGINE_URL")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

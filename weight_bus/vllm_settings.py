@@ -9,8 +9,9 @@
 | `ROLLMESH_TRANSPORT`        | the run's `weights.transport`                         | `auto`               |
 | `ROLLMESH_KV_POLICY`        | `salt`, `recompute`; `keep` without prefix cache only | `salt`               |
 | `ROLLMESH_FILE_ROOT`        | the folder that weight files may be read from         | none is read         |
+| `ROLLMESH_KEYS_DIR`         | a folder with admin, peer and weights key             | the three files here |
 | `ROLLMESH_ADMIN_KEY_FILE`   | the key that `/weights/*` wants as bearer             | loopback only        |
-| `ROLLMESH_BUS_KEY_FILE`     | the key that is shown to the bus                      | none is shown        |
+| `ROLLMESH_BUS_KEY_FILE`     | the key that is shown to the bus                      | the peer key, if any |
 | `ROLLMESH_WEIGHTS_KEY_FILE` | the key that manifests are signed with                | any manifest is taken |
 
 Importing this module imports neither torch nor vLLM.
@@ -24,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from services.key_files import read_key
+from services.key_files import KEYS_DIR, read_key, read_keys
+from services.key_rules import Keys
 from services.wire.errors import UsageError
 from services.wire.kv_policy import KvPolicy
 
@@ -41,9 +43,8 @@ class EngineSettings:
     url: str
     transport: str
     kv_policy: KvPolicy
-    admin_key: str | None
+    keys: Keys
     bus_key: str | None
-    weights_key: str | None
     file_root: str | None
 
 
@@ -66,16 +67,20 @@ def read_settings(host: str, port: int, environment: Mapping[str, str] | None = 
         url=(given.get("ROLLMESH_ENGINE_URL") or f"http://{host}:{port}").rstrip("/"),
         transport=given.get("ROLLMESH_TRANSPORT", "auto"),
         kv_policy=cast("KvPolicy", policy),
-        admin_key=_key(given, "ROLLMESH_ADMIN_KEY_FILE"),
+        keys=read_keys(
+            "engine",
+            _path(given, KEYS_DIR),
+            {"admin": _path(given, "ROLLMESH_ADMIN_KEY_FILE"), "weights": _path(given, _WEIGHTS_KEY)},
+        ),
         bus_key=_key(given, "ROLLMESH_BUS_KEY_FILE"),
-        weights_key=_key(given, _WEIGHTS_KEY),
         file_root=given.get("ROLLMESH_FILE_ROOT") or None,
     )
 
 
 def weights_key() -> str | None:
     """The key with which manifests must be signed. Raises UsageError for a file that holds none."""
-    return _key(os.environ, _WEIGHTS_KEY)
+    folder = _path(os.environ, KEYS_DIR)
+    return read_keys("engine", folder, {"weights": _path(os.environ, _WEIGHTS_KEY)}).weights
 
 
 def file_root() -> str | None:
@@ -84,5 +89,9 @@ def file_root() -> str | None:
 
 
 def _key(environment: Mapping[str, str], name: str) -> str | None:
-    path = environment.get(name)
-    return read_key(Path(path)) if path else None
+    path = _path(environment, name)
+    return None if path is None else read_key(path)
+
+
+def _path(environment: Mapping[str, str], name: str) -> Path | None:
+    return Path(environment[name]) if environment.get(name) else None

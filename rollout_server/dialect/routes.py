@@ -114,14 +114,15 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
     async def generate_by_key(call: GenerateCall, request: Request) -> Response:
         """vLLM's token route. Where the key or `X-Session-ID` names a session here it is captured, elsewhere it is not."""
         parts = server.parts()
-        name = parts.access.find_session(request, None)
+        name = parts.access.find_session(request, None, "reading")
         if name is not None:
             await parts.adopter.hold_session(name)
         # Trainers' clients send session ids of their own making: they name nothing here.
         if name is None or parts.registry.get_session(name) is None:
             # A session's key opens that session and nothing else, also when it is forgotten.
-            parts.access.require_agent(request)
+            parts.access.require_agent(request, "reading")
             return await generate_uncaptured(server, call, request)
+        parts.access.require_session(request, name)
         server.check_taking_calls()
         return await generate(request, parts.registry.find_session(name), call)
 

@@ -33,7 +33,7 @@ def rewards(
     if not settings.components:
         raise UsageError(f"{config} has no reward component", "add a section [[rewards.components]]")
     key = None if key_file is None else read_key(key_file)
-    listener = open_port(host, port, keyed=key is not None)
+    listener = open_port(host, port, lacking=("rewards",) if key is None else ())
 
     import structlog
 

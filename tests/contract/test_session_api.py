@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
+from services.key_rules import Keys
 from services.settings import RunSettings
 from services.wire.trajectory import RewardSpan, Trajectory
 from tests.support.rollout_host import Host, hosting, small_batch, until
@@ -302,7 +303,7 @@ async def test_a_sessions_key_opens_that_session_and_nothing_of_the_environments
 
 
 async def test_with_an_agent_key_configured_nothing_opens_without_one(serve: Serve) -> None:
-    async with serve(ScriptedEngine(), agent_key="secret") as host:
+    async with serve(ScriptedEngine(), keys=Keys(agent="secret")) as host:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
             assert code(await host.http.post("/sessions", json={}, headers=headers)) == (401, "invalid_api_key")
             refused = await host.http.post(

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
+from services.key_rules import Keys
 from services.policies.fleet_policy import FleetPolicy
 from services.wire.errors import RollmeshError, UnauthenticatedError
 from tests.support.bus_fleet import BusFleet, manifest_of
@@ -177,7 +178,7 @@ async def test_pause_and_resume_reach_every_engine_and_name_those_they_do_not(fl
 
 
 async def test_without_the_admin_key_nothing_opens(fleet: BusFleet) -> None:
-    await fleet.start(admin_key=KEY)
+    await fleet.start(keys=Keys(admin=KEY))
     await fleet.add("a")
     async with httpx.AsyncClient(base_url=fleet.url) as stranger:
         document = (await stranger.get("/openapi.json")).json()
@@ -185,7 +186,10 @@ async def test_without_the_admin_key_nothing_opens(fleet: BusFleet) -> None:
             for method in methods:
                 address = path.format(engine_id="a", version=1)
                 answer = await stranger.request(method, address, headers={"authorization": "Bearer wrong"})
-                assert answer.status_code == (401 if path.startswith("/v1/") else 200), (method, path)
+                assert answer.status_code == (401 if path.startswith("/v1/") or path == "/metrics" else 200), (
+                    method,
+                    path,
+                )
     assert [engine.engine_id for engine in (await fleet.bus.engines()).engines] == ["a"]
     fleet.bus._http.headers.pop("authorization")
     with pytest.raises(UnauthenticatedError, match="admin key"):
@@ -193,7 +197,7 @@ async def test_without_the_admin_key_nothing_opens(fleet: BusFleet) -> None:
 
 
 async def test_a_manifest_without_the_runs_signature_reaches_no_engine(fleet: BusFleet) -> None:
-    await fleet.start(weights_key=WEIGHTS_KEY)
+    await fleet.start(keys=Keys(weights=WEIGHTS_KEY))
     engine = await fleet.add("a")
     manifest = manifest_of(fleet.run_id, 1)
     for forged in (manifest, sign(manifest, "some-other-key-of-letters")):
@@ -215,7 +219,7 @@ async def test_every_route_is_described(fleet: BusFleet) -> None:
     for methods in operations.values():
         for operation in methods.values():
             assert operation["description"]
-            assert operation["security"] == [{"adminKey": []}]
+            assert operation["security"] in ([{"serviceKey": []}], [{"operatorKey": []}])
             assert "ErrorBody" in str(operation["responses"]["409"])
 
 

@@ -254,4 +254,4 @@ def test_another_address_than_loopback_needs_both_keys(run_id: str, tmp_path: Pa
     )
     assert answer.returncode == 2
     assert "not a loopback address" in answer.stderr
-    open_port("0.0.0.0", 0, keyed=True).close()
+    open_port("0.0.0.0", 0, lacking=()).close()

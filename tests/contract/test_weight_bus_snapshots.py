@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import save_file  # noqa: E402
 
+from services.key_rules import Keys  # noqa: E402
 from tests.support.served_app import served  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, make_weights  # noqa: E402
 from weight_bus.app import build_app  # noqa: E402
@@ -31,7 +32,7 @@ async def test_a_pushed_folder_is_served_and_one_outside_the_trusted_root_is_not
     engine = SmallEngine("a", Receiver(PlainTarget(make_weights(0)), run_id, readers, key=KEY))
     async with AsyncExitStack() as stack:
         stack.callback(engine.receiver.close)
-        url = await stack.enter_async_context(served(build_app(run_id, 5.0, weights_key=KEY)))
+        url = await stack.enter_async_context(served(build_app(run_id, 5.0, keys=Keys(weights=KEY))))
         engine_url = await stack.enter_async_context(served(engine.app()))
         bus = await stack.enter_async_context(BusClient(url, run_id))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20))

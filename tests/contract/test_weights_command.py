@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from clients.weights import WeightsClient
+from services.key_rules import Keys
 from services.wire.errors import DeadlineError, NotFoundError
 from tests.conftest import free_port
 from tests.support.bus_fleet import BusFleet, manifest_of
@@ -62,7 +63,7 @@ async def test_an_operator_holds_commits_and_rolls_back(fleet: BusFleet) -> None
 
 
 async def test_verify_exits_with_what_it_found(fleet: BusFleet, tmp_path: Path) -> None:
-    await fleet.start(admin_key=KEY)
+    await fleet.start(keys=Keys(admin=KEY))
     await fleet.add("a")
     await fleet.publish(1)
     key = tmp_path / "key"

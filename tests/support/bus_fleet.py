@@ -11,6 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request
 
 from services.app import Stop, make_app
+from services.key_rules import NO_KEYS, Keys
 from services.policies.fleet_policy import BARRIER, FleetPolicy
 from services.wire.errors import ConflictError
 from tests.support.served_app import served
@@ -135,8 +136,7 @@ class BusFleet:
         self,
         policy: FleetPolicy = BARRIER,
         *,
-        admin_key: str | None = None,
-        weights_key: str | None = None,
+        keys: Keys = NO_KEYS,
         engine_key: str | None = None,
         lease_s: float = 30.0,
     ) -> None:
@@ -147,14 +147,13 @@ class BusFleet:
             stop=stop,
             lease_s=lease_s,
             policy=policy,
-            admin_key=admin_key,
-            weights_key=weights_key,
+            keys=keys,
             engine_key=engine_key,
         )
         self.url = await self._stack.enter_async_context(served(app, stop))
-        self.bus = BusClient(self.url, self.run_id, deadline_s=2.0, key=admin_key)
+        self.bus = BusClient(self.url, self.run_id, deadline_s=2.0, key=keys.admin)
         self._stack.push_async_callback(self.bus.close)
-        headers = {} if admin_key is None else {"authorization": f"Bearer {admin_key}"}
+        headers = {} if keys.admin is None else {"authorization": f"Bearer {keys.admin}"}
         self.http = await self._stack.enter_async_context(
             httpx.AsyncClient(base_url=self.url, headers=headers, timeout=20)
         )

@@ -16,6 +16,7 @@ from rollout_server.app import make_rollout_app
 from rollout_server.engines.base import Engine
 from rollout_server.server import ServerPlan
 from services.app import Stop, make_server, open_port
+from services.key_rules import NO_KEYS, Keys
 from services.ledger import Ledger
 from services.redis_client import connect
 from services.settings import RunSettings
@@ -83,7 +84,7 @@ async def hosting(
     bus: Bus | None = None,
     server_id: str = "s0",
     port: int = 0,
-    agent_key: str | None = None,
+    keys: Keys = NO_KEYS,
 ) -> AsyncIterator[Host]:
     """Serve `engine` until the block ends; the block starts when the server says that it is ready."""
     listener = open_port("127.0.0.1", port)
@@ -95,7 +96,7 @@ async def hosting(
         redis_url=redis_url,
         model=model,
         settings=settings or RunSettings(),
-        agent_key=agent_key,
+        keys=keys,
     )
     stop = Stop()
     server = make_server(make_rollout_app(plan, engine, bus, stop), stop)

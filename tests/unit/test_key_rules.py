@@ -1,0 +1,162 @@
+"""Which key opens what, and keys by file: never overwritten, never on a command line, never in a log."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.key_files import key_file, make_keys, read_keys
+from services.key_rules import (
+    GIVEN,
+    OFF_LOOPBACK,
+    OPENED_BY,
+    BearerName,
+    Door,
+    KeyName,
+    Keys,
+    lacking,
+    openers,
+    refusal,
+)
+from services.loopback import require_loopback
+from services.redis_client import with_password, without_password
+from services.session_keys import SessionKeys, secret_of_run
+from services.wire.errors import ForbiddenError, UnauthenticatedError, UsageError
+from tests.support.mesh_command import run_command
+
+NAMES = get_args(KeyName)
+BEARERS = get_args(BearerName)
+DOORS = get_args(Door)
+keyrings = st.builds(Keys, **{name: st.sampled_from([None, f"key-of-{name}"]) for name in NAMES})
+
+
+@given(keys=keyrings, door=st.sampled_from(DOORS), shown=st.sampled_from([f"key-of-{name}" for name in NAMES] + [""]))
+def test_a_door_opens_to_its_own_keys_and_to_any_other_bearer_only_for_want_of_them(
+    keys: Keys, door: Door, shown: str
+) -> None:
+    refused = refusal(shown, keys, door)
+    bearers = {name for name in BEARERS if keys.get(name) is not None}
+    if not bearers:
+        assert refused is None, "a service without keys is open"
+        return
+    name = shown.removeprefix("key-of-")
+    own = bearers & set(OPENED_BY[door])
+    if name in bearers and (name in own or not own):
+        assert refused is None
+    elif name in bearers:
+        assert isinstance(refused, ForbiddenError)
+    else:
+        assert isinstance(refused, UnauthenticatedError), "weights, session and redis keys are no bearers"
+    assert refused is None or shown not in refused.remedy or not shown
+
+
+@given(keys=keyrings, door=st.sampled_from(DOORS))
+def test_a_service_with_any_bearer_has_no_open_door(keys: Keys, door: Door) -> None:
+    assert bool(openers(keys, door)) == any(keys.get(name) is not None for name in BEARERS)
+    assert (refusal("", keys, door) is None) == (not openers(keys, door))
+
+
+@pytest.mark.parametrize("service", OFF_LOOPBACK)
+def test_a_service_that_may_leave_loopback_has_a_key_of_its_own_for_every_door_but_the_peers(service: str) -> None:
+    keys = Keys(**dict.fromkeys(OFF_LOOPBACK[service], "k" * 16))  # type: ignore[index]
+    assert lacking(keys, service) == ()  # type: ignore[arg-type]
+    assert all(openers(keys, door) for door in DOORS)
+    with pytest.raises(UsageError, match=r"there is no agent|there is no admin"):
+        require_loopback("0.0.0.0", lacking(Keys(), service))  # type: ignore[arg-type]
+    for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8"):
+        require_loopback(host, lacking(Keys(), service))  # type: ignore[arg-type]
+
+
+def test_keys_stay_out_of_what_is_printed() -> None:
+    assert "secret" not in repr(Keys(**{name: f"a-secret-{name}" for name in NAMES}))
+
+
+def test_init_writes_every_key_for_its_owner_alone_and_overwrites_none(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "keys"
+    done = run_command(["keys", "init", str(folder)])
+    assert (done.code, done.err) == (0, "")
+    written = {name: key_file(folder, name).read_text() for name in NAMES}
+    assert len(set(written.values())) == len(NAMES)
+    assert all(len(text.strip()) >= 43 for text in written.values()), "256 bits, base64"
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not any(text.strip() in done.out for text in written.values())
+
+    key_file(folder, "peer").unlink()
+    made, kept = make_keys(folder)
+    assert [path.name for path in made] == ["peer.key"]
+    assert len(kept) == len(NAMES) - 1
+    for name in set(NAMES) - {"peer"}:
+        assert key_file(folder, name).read_text() == written[name]
+    assert {path.name for path in folder.iterdir()} == {f"{name}.key" for name in NAMES}, "nothing half made is left"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run_command(["keys", "init", str(tmp_path / "file" / "keys")])
+    assert done.code == 2
+    assert "keys cannot be written" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("holder", GIVEN)
+def test_each_process_reads_its_own_keys_and_no_other(tmp_path: Path, holder: str) -> None:
+    make_keys(tmp_path)
+    for name in set(NAMES) - set(GIVEN[holder]):  # type: ignore[index]
+        key_file(tmp_path, name).unlink()
+    keys = read_keys(holder, tmp_path)  # type: ignore[arg-type]
+    assert {name for name in NAMES if keys.get(name) is not None} == set(GIVEN[holder])  # type: ignore[index]
+    for name in set(GIVEN[holder]) - {"redis"}:  # type: ignore[index]
+        hidden = key_file(tmp_path, name).rename(tmp_path / "hidden")
+        with pytest.raises(UsageError, match=f"{name}.key"):
+            read_keys(holder, tmp_path)  # type: ignore[arg-type]
+        hidden.rename(key_file(tmp_path, name))
+
+
+def test_a_single_file_goes_before_the_folder(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    own = tmp_path / "mine"
+    own.write_text("a-key-of-sixteen-letters\n")
+    keys = read_keys("weight-bus", tmp_path, {"admin": own, "weights": None})
+    assert keys.admin == "a-key-of-sixteen-letters"
+    assert keys.peer == key_file(tmp_path, "peer").read_text().strip()
+    assert read_keys("weight-bus", None, {"admin": own}) == Keys(admin="a-key-of-sixteen-letters")
+
+
+def test_a_redis_may_have_no_password_and_its_own_may_be_short(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    key_file(tmp_path, "redis").unlink()
+    assert read_keys("gateway", tmp_path).redis is None
+    key_file(tmp_path, "redis").write_text("short")
+    assert read_keys("gateway", tmp_path).redis == "short"
+
+
+@given(password=st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1))
+def test_a_redis_address_takes_a_password_and_is_printed_without(password: str) -> None:
+    from redis.asyncio.connection import parse_url
+
+    signed = with_password("redis://redis.internal:6380/2", password)
+    assert parse_url(signed) | {"connection_class": None} == {
+        **{"password": password, "host": "redis.internal", "port": 6380, "db": 2, "connection_class": None}
+    }
+    assert without_password(signed) == "redis://redis.internal:6380/2"
+    assert parse_url(with_password("redis://ann@[::1]:1/0", password))["username"] == "ann"
+
+
+@pytest.mark.parametrize("url", ["redis://:pass-word@127.0.0.1/0", "redis://127.0.0.1/0?password=pass-word"])
+def test_a_password_on_a_command_line_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="by file") as refused:
+        with_password(url, None)
+    assert "pass-word" not in str(refused.value)
+
+
+def test_a_session_key_of_one_run_opens_nothing_in_another() -> None:
+    one, other = (SessionKeys(secret_of_run("k" * 43, run)) for run in ("run-1", "run-2"))
+    key = one.issue("s")
+    assert one.session_of(key) == "s"
+    assert other.session_of(key) is None
