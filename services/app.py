@@ -83,6 +83,9 @@ def make_app(
     @app.exception_handler(HTTPException)
     async def on_http_error(_: Request, error: HTTPException) -> JSONResponse:
         """What the framework refuses by itself: unknown paths, methods, bodies that are no JSON text."""
+        if isinstance(error.__cause__, RollmeshError):
+            # Raised while the body was read, such as for its size: the framework takes it for one that is no JSON.
+            return error_answer(error.__cause__)
         kind = "not_found_error" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_request_error"
         code = HTTPStatus(error.status_code).name.lower()
         detail = ErrorDetail(message=str(error.detail), type=kind, code=code)

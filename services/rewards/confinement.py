@@ -1,8 +1,8 @@
 """What a worker and each of its calls are held to.
 
     worker, before the user's module is imported   memory, size of files, no core, no network
-    call, in its forked child                      processor time, no process of its own (or a namespace for them),
-                                                   death with its worker
+    call, in its forked child                      processor time, a process namespace that ends with it and in which it
+                                                   cannot name others, no further process, death with its worker
 
 Memory is address space (RLIMIT_AS): the only bound that holds without a cgroup. Files are not hidden: run the service as
 a user who can read what functions need, and write nothing of worth.
@@ -15,7 +15,6 @@ import math
 import os
 import resource
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,8 +43,10 @@ def confine_worker(limits: Limits) -> list[str]:
         missing.append("no network: user namespaces are refused, and system calls cannot be filtered on this machine")
     if not limits.processes and not filtered:
         missing.append("no processes: system calls cannot be filtered on this machine")
-    if limits.processes and not apart:
-        missing.append("processes that leave their session outlive a call: user namespaces are refused")
+    if not apart:
+        missing.append("a call can signal this user's other processes: user namespaces are refused")
+        if limits.processes:
+            missing.append("processes that leave their session outlive a call: user namespaces are refused")
     _bound(resource.RLIMIT_AS, limits.memory_mib << 20)
     _bound(resource.RLIMIT_CORE, 0)
     _bound(resource.RLIMIT_FSIZE, _FILE_BYTES)
@@ -54,14 +55,19 @@ def confine_worker(limits: Limits) -> list[str]:
 
 
 def confine_call(limits: Limits) -> None:
-    """Hold this child to its call's limits. With `processes` it returns in a grandchild, whose end is mirrored here."""
+    """Hold this child to its call's limits.
+
+    Where a process namespace can be had it returns in a descendant of this process, which then ends as that one does.
+    """
     die_with_parent()
     seconds = math.ceil(limits.time_s) + 1
     _bound(resource.RLIMIT_CPU, seconds)
-    if limits.processes and begin_process_namespace():
-        _go_on_in_child(_few_processes)
-        # The first process of a namespace is deaf to signals of its own: the function must not be it.
-        _go_on_in_child(lambda: None)
+    if begin_process_namespace():
+        _go_on_in_child()
+        if limits.processes:
+            _few_processes()
+        # The first process of a namespace is deaf to signals from inside: the function must not be it.
+        _go_on_in_child()
     filter_calls(deny_processes=not limits.processes, deny_network=not limits.network)
 
 
@@ -72,7 +78,7 @@ def _few_processes() -> None:
     _bound(resource.RLIMIT_NPROC, MOST_PROCESSES)
 
 
-def _go_on_in_child(prepare: Callable[[], None]) -> None:
+def _go_on_in_child() -> None:
     """Return in a forked child; this process waits for it, then ends as it did."""
     watching, held = os.pipe()
     child = os.fork()
@@ -87,7 +93,6 @@ def _go_on_in_child(prepare: Callable[[], None]) -> None:
         os._exit(1)  # The parent ended before the line above it took hold.
     except BlockingIOError:
         os.close(watching)
-    prepare()
 
 
 def _mirror(child: int) -> NoReturn:
@@ -99,6 +104,8 @@ def _mirror(child: int) -> NoReturn:
 
 def describe_end(exit_code: int) -> str:
     """How a call's process ended that has said nothing; `exit_code` as `os.waitstatus_to_exitcode` gives it."""
+    if exit_code == 0:
+        return "it ended without an outcome that can be read"
     number = -exit_code if exit_code < 0 else exit_code - _SIGNALLED
     with contextlib.suppress(ValueError):
         return f"it was ended by {signal.Signals(number).name}"

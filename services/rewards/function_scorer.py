@@ -41,9 +41,8 @@ class FunctionScorer:
         self._max_waiting = max_waiting
         self._waiting: deque[tuple[Sample, asyncio.Future[Score]]] = deque()
         self._some_wait = asyncio.Event()
-        self._alive = 0
         self._ever_alive = False
-        self._trouble = f"no worker of {self._name} has started yet"
+        self._trouble: str | None = f"no worker of {self._name} has started yet"
         self.not_confined: list[str] = []
 
     @property
@@ -51,7 +50,8 @@ class FunctionScorer:
         return len(self._waiting) >= self._max_waiting
 
     def not_ready(self) -> list[str]:
-        return [] if self._alive else [self._trouble]
+        # Not while a worker is replaced: samples wait for that.
+        return [] if self._trouble is None else [self._trouble]
 
     def submit(self, sample: Sample) -> asyncio.Future[Score]:
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
@@ -85,13 +85,11 @@ class FunctionScorer:
                 _log.warning(
                     "reward function not held to all limits", component=self._name, missing=worker.not_confined
                 )
-            failures, self._ever_alive = 0, True
+            failures, self._ever_alive, self._trouble = 0, True, None
             self.not_confined = worker.not_confined
-            self._alive += 1
             try:
                 await self._use(worker)
             finally:
-                self._alive -= 1
                 await worker.close()
 
     async def _use(self, worker: WorkerProcess) -> None:

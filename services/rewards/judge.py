@@ -94,7 +94,7 @@ class Judge:
                 why=judged.failure.what,
             )
         for name, cause in ({} if isinstance(judged, NotComposed) else judged.substituted).items():
-            _log.warning("reward component substituted", task=sample.task, component=name, cause=cause)
+            _log.debug("reward component substituted", task=sample.task, component=name, cause=cause)
         return judged
 
     async def _within_deadline(self, name: str, future: asyncio.Future[Score]) -> Score:

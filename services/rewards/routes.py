@@ -15,6 +15,7 @@ from services.wire.reward_api import REWARDS_PATH, JudgeSample, RewardFailedErro
 from services.wire.rollout_api import ErrorBody
 
 _MEANINGS = {
+    400: "A body that is no JSON text",
     401: "No key, or a wrong one",
     413: "A body that is too large",
     422: "A body that does not fit",

@@ -72,7 +72,7 @@ class WorkerProcess:
         worker = cls(process, limits)
         try:
             order = Order(function=function, folder=str(Path.cwd()), limits=limits)
-            started = await worker._ask(order, _started, START_DEADLINE_S)
+            started = await worker._ask(msgspec.json.encode(order), _started, START_DEADLINE_S)
             if isinstance(started, Refused):
                 raise UsageError(started.why, started.remedy)
             worker.not_confined = started.not_confined
@@ -83,7 +83,7 @@ class WorkerProcess:
 
     async def call(self, sample: Sample) -> Outcome:
         """The outcome of one call. Raises WorkerLostError; that, or cancelling it, leaves a worker to be closed."""
-        return await self._ask(Call(sample), _outcome, self._limits.time_s + _GRACE_S)
+        return await self._ask(msgspec.json.encode(Call(sample)), _outcome, self._limits.time_s + _GRACE_S)
 
     async def close(self) -> None:
         """End the worker, with what it runs."""
@@ -94,13 +94,13 @@ class WorkerProcess:
         with suppress(asyncio.CancelledError):
             await self._listening
 
-    async def _ask(self, question: msgspec.Struct, answer: msgspec.json.Decoder[AnswerT], deadline_s: float) -> AnswerT:
+    async def _ask(self, question: bytes, answer: msgspec.json.Decoder[AnswerT], deadline_s: float) -> AnswerT:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
         try:
             async with asyncio.timeout(deadline_s):
-                stdin.write(msgspec.json.encode(question) + b"\n")
+                stdin.write(question + b"\n")
                 await stdin.drain()
                 line = await stdout.readline()
             if not line:

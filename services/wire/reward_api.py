@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import Field, model_validator
 
 from services.wire.errors import RollmeshError
@@ -41,6 +42,15 @@ class JudgeSample(Body):
     def _one_of(self) -> JudgeSample:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give exactly one of prompt and messages")
+        return self
+
+    @model_validator(mode="after")
+    def _is_text(self) -> JudgeSample:
+        # What pydantic lets pass where anything may stand, and no process could be told.
+        try:
+            msgspec.json.encode((self.messages, self.metadata))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"messages and metadata must be JSON ({error})") from error
         return self
 
 
