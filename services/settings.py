@@ -145,7 +145,9 @@ class TelemetrySettings(Section):
     """Where the trainer, which serves nothing else, has its probes and `/metrics`."""
 
     trainer_host: str = Field(default="127.0.0.1", description="Address that the trainer's probes listen on (loopback)")
-    trainer_port: int = Field(default=0, ge=0, le=65535, description="Their port; 0: a free one, `rollmesh status` says it")
+    trainer_port: int = Field(
+        default=0, ge=0, le=65535, description="Their port; 0: a free one, `rollmesh status` says it"
+    )
 
 
 class EvaluationSettings(Section):

@@ -32,6 +32,7 @@ from trainer.roles import Roles, make_roles
 from trainer.run_records import RunRecords, read_metrics
 from trainer.screening import Screen
 from trainer.step_log import StepLog
+from trainer.telemetry import open_telemetry
 from trainer.wait_sign import WaitSign
 from trainer.weights import WeightUpdates, settle_deadline
 from weight_bus.bus_client import BusClient
@@ -70,6 +71,8 @@ class Assembly:
         self._stack = stack
         self.redis: Redis = connect(arguments.redis_url)
         self._close_later(self.redis.aclose, "closing Redis")
+        told = (arguments.run_id, arguments.bus_url, self.folder.metrics, arguments.settings)
+        open_telemetry(self.redis, *told, background, stack)
         self.ledger = Ledger(self.redis, arguments.run_id)
         self.reader = self._open_reader()
 

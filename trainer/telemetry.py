@@ -1,0 +1,127 @@
+"""The trainer told to the outside: probes and /metrics on a small port of its own, and its last steps in Redis.
+
+    training thread ──► metrics.jsonl ──a second later──► totals ──► /metrics, the report in Redis (`rollmesh status`)
+
+The training thread does nothing for it: what it writes down anyway is read, on the background loop. A trainer that was
+restarted goes on with the totals of the whole run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import structlog
+from fastapi import FastAPI
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services import metric_catalog as catalog
+from services.app import Stop, make_app, make_server, open_port
+from services.directory import ServiceRecord, announced
+from services.line_tail import LineTail
+from services.metrics import Metrics, Reading
+from services.settings import RunSettings
+from services.trainer_report import post_report
+from services.waits import Wait, read_waits
+from trainer.background import Background
+from trainer.step_totals import StepTotals
+
+LOOK_EVERY_S = 1.0
+CLOSE_WITHIN_S = 10.0
+NAME = "trainer"
+
+_log = structlog.get_logger()
+
+
+def open_telemetry(
+    redis: Redis,
+    run_id: str,
+    bus_url: str,
+    metrics: Path,
+    settings: RunSettings,
+    background: Background,
+    stack: ExitStack,
+) -> None:
+    """Tell of the trainer until `stack` is closed. Raises UsageError for a port that is taken."""
+    host = settings.telemetry.trainer_host
+    listener = open_port(host, settings.telemetry.trainer_port)
+    shown = f"[{host}]" if ":" in host else host
+    records = (
+        ServiceRecord(name=NAME, kind="trainer", url=f"http://{shown}:{listener.getsockname()[1]}"),
+        # The bus speaks to no Redis.
+        ServiceRecord(name="weight-bus", kind="weight-bus", url=bus_url, told_by=NAME),
+    )
+    telemetry = Telemetry(redis, run_id, metrics, StepTotals(settings.steps, settings.k))
+    background.spawn(telemetry.run(listener, records), "telemetry")
+    stack.callback(lambda: background.call(telemetry.close(), "closing telemetry", CLOSE_WITHIN_S))
+
+
+class Telemetry:
+    """Lives on the background loop."""
+
+    def __init__(self, redis: Redis, run_id: str, metrics: Path, totals: StepTotals) -> None:
+        self._redis, self._run_id = redis, run_id
+        self._tail, self._totals = LineTail(metrics), totals
+        self._wait: Wait | None = None
+        self._ending, self._ended = asyncio.Event(), asyncio.Event()
+        self._failing = False
+
+    async def run(self, listener: socket.socket, records: tuple[ServiceRecord, ...]) -> None:
+        """Serve and tell until `close`."""
+        metrics = Metrics()
+        metrics.read(self._readings)
+        app = make_app("trainer", version("rollmesh"), _nothing, self._not_ready, metrics)
+        server = make_server(app, Stop(), shutdown_s=1)
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="telemetry")
+        try:
+            async with announced(self._redis, self._run_id, *records):
+                while not self._ending.is_set():
+                    await self._look()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_EVERY_S):
+                            await self._ending.wait()
+                await self._look()
+        finally:
+            server.should_exit = True
+            await serving
+            self._ended.set()
+
+    async def close(self) -> None:
+        """Tell the last steps, then end."""
+        self._ending.set()
+        await self._ended.wait()
+
+    async def _look(self) -> None:
+        lines = self._tail.new_lines()
+        self._totals.add(lines)
+        try:
+            self._wait = (await read_waits(self._redis, self._run_id)).get(NAME)
+            report = self._totals.report()
+            if lines and report is not None:
+                await post_report(self._redis, self._run_id, report)
+            self._failing = False
+        except (RedisError, OSError) as error:
+            if not self._failing:
+                _log.warning("the trainer's report is not told", why=repr(error))
+            self._failing = True
+
+    def _readings(self) -> Iterator[Reading]:
+        yield from self._totals.readings()
+        yield Reading(catalog.TRAINER_WAITING, 0.0 if self._wait is None else max(0.0, time.time() - self._wait.since))
+
+    def _not_ready(self) -> list[str]:
+        """Ready from the first step on: waiting for a batch is a trainer's life."""
+        if self._totals.any:
+            return []
+        return ["no optimizer step yet", *([] if self._wait is None else [f"waits for {self._wait.waiting_for}"])]
+
+
+@asynccontextmanager
+async def _nothing(_: FastAPI) -> AsyncIterator[None]:
+    yield
