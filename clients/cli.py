@@ -45,21 +45,26 @@ def run_environment(
     rewards_url: Annotated[
         str | None, typer.Option(envvar="ROLLMESH_REWARDS_URL", help="Reward service, for tasks that it judges")
     ] = None,
+    keys_dir: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Only see whether the task can be made; no server needed")
     ] = False,
 ) -> None:
     """Evaluate, play training groups until the run has concluded, evaluate again.
 
-    Keys, where they are asked for, are read from ROLLMESH_AGENT_KEY and ROLLMESH_REWARDS_KEY.
+    Keys, where they are asked for: the agent key in --keys-dir, or what ROLLMESH_AGENT_KEY and ROLLMESH_REWARDS_KEY hold.
     """
     from clients.environments import make_task
     from clients.rewards import RewardsAddress
     from clients.runner import RunnerPlan, run_environment
+    from services.key_files import read_keys
 
+    key = read_keys("environment", keys_dir).agent
     rewards = None
     if rewards_url is not None:
-        rewards = RewardsAddress(rewards_url, os.environ.get("ROLLMESH_REWARDS_KEY") or None)
+        rewards = RewardsAddress(rewards_url, os.environ.get("ROLLMESH_REWARDS_KEY") or key)
     made = make_task(task, rewards)
     if check:
         _see_a_problem(made.environment, seed)
@@ -77,7 +82,7 @@ def run_environment(
         run_dir=run_dir,
         episode_timeout_s=episode_timeout,
         retries=retries,
-        api_key=os.environ.get("ROLLMESH_AGENT_KEY") or None,
+        api_key=os.environ.get("ROLLMESH_AGENT_KEY") or key,
     )
 
     async def until_terminated() -> None:

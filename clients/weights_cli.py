@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 BusUrl = Annotated[str, typer.Option(envvar="ROLLMESH_BUS_URL", help="The weight bus")]
 KeyFile = Annotated[Path | None, typer.Option(help="File with the bus's admin key, where it asks for one")]
+KeysDir = Annotated[Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys that holds it")]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of tables")]
 WaitS = Annotated[float, typer.Option(min=0.0, help="Seconds to wait until the update has settled; 0: not at all")]
 Version = Annotated[int, typer.Argument(min=0, help="A policy version")]
@@ -31,11 +32,11 @@ _BAD = ("failed", "cancelled", "superseded", "rolled_back")
 
 
 @app.command(epilog="Example: rollmesh weights status --json")
-def status(bus_url: BusUrl = URL, admin_key_file: KeyFile = None, json: Json = False) -> None:
+def status(bus_url: BusUrl = URL, admin_key_file: KeyFile = None, keys_dir: KeysDir = None, json: Json = False) -> None:
     """Which engine serves what, and the versions that the bus remembers."""
     from clients.weights_views import show_json, show_status
 
-    with _client(bus_url, admin_key_file) as weights:
+    with _client(bus_url, admin_key_file, keys_dir) as weights:
         engines, versions = weights.engines(), weights.versions()
     if json:
         show_json(engines)
@@ -52,27 +53,41 @@ def push(
     wait_s: WaitS = 120.0,
     bus_url: BusUrl = URL,
     admin_key_file: KeyFile = None,
+    keys_dir: KeysDir = None,
     json: Json = False,
 ) -> None:
     """Publish a folder of safetensors: every engine stages it in the background, then flips."""
     path = str(folder.absolute())
-    _update(bus_url, admin_key_file, wait_s, json, lambda weights: weights.push(path, version=version, hold=hold))
+    _update(
+        bus_url, admin_key_file, keys_dir, wait_s, json, lambda weights: weights.push(path, version=version, hold=hold)
+    )
 
 
 @app.command(epilog="Example: rollmesh weights commit 7")
 def commit(
-    version: Version, wait_s: WaitS = 120.0, bus_url: BusUrl = URL, admin_key_file: KeyFile = None, json: Json = False
+    version: Version,
+    wait_s: WaitS = 120.0,
+    bus_url: BusUrl = URL,
+    admin_key_file: KeyFile = None,
+    keys_dir: KeysDir = None,
+    json: Json = False,
 ) -> None:
     """Flip a held version, let a stopped roll go on, or offer a withdrawn version again."""
-    _update(bus_url, admin_key_file, wait_s, json, lambda weights: weights.commit(version))
+    _update(bus_url, admin_key_file, keys_dir, wait_s, json, lambda weights: weights.commit(version))
 
 
 @app.command(epilog="Example: rollmesh weights cancel 7")
-def cancel(version: Version, bus_url: BusUrl = URL, admin_key_file: KeyFile = None, json: Json = False) -> None:
+def cancel(
+    version: Version,
+    bus_url: BusUrl = URL,
+    admin_key_file: KeyFile = None,
+    keys_dir: KeysDir = None,
+    json: Json = False,
+) -> None:
     """Withdraw a version before its flips are decided."""
     from clients.weights_views import show_json, show_update
 
-    with _client(bus_url, admin_key_file) as weights:
+    with _client(bus_url, admin_key_file, keys_dir) as weights:
         view = weights.cancel(version)
     (show_json if json else show_update)(view)
 
@@ -83,10 +98,11 @@ def rollback(
     wait_s: WaitS = 120.0,
     bus_url: BusUrl = URL,
     admin_key_file: KeyFile = None,
+    keys_dir: KeysDir = None,
     json: Json = False,
 ) -> None:
     """Bring every engine back to the version before, between two decode steps. One step is kept."""
-    _update(bus_url, admin_key_file, wait_s, json, lambda weights: weights.rollback(to).update)
+    _update(bus_url, admin_key_file, keys_dir, wait_s, json, lambda weights: weights.rollback(to).update)
 
 
 @app.command(epilog="Example: rollmesh weights verify --no-canary")
@@ -94,12 +110,13 @@ def verify(
     canary: Annotated[bool, typer.Option(help="Also draw tokens greedily at every engine and compare them")] = True,
     bus_url: BusUrl = URL,
     admin_key_file: KeyFile = None,
+    keys_dir: KeysDir = None,
     json: Json = False,
 ) -> None:
     """Have every engine hash what it really serves; exit code 1 unless all of them serve the published bytes."""
     from clients.weights_views import show_json, show_verified
 
-    with _client(bus_url, admin_key_file) as weights:
+    with _client(bus_url, admin_key_file, keys_dir) as weights:
         view = weights.verify(canary=canary)
     (show_json if json else show_verified)(view)
     if not view.match or (view.canary is not None and not view.canary.agree):
@@ -111,23 +128,29 @@ def watch(
     since: Annotated[str | None, typer.Option(help="Id of the last event seen; else all that are remembered")] = None,
     bus_url: BusUrl = URL,
     admin_key_file: KeyFile = None,
+    keys_dir: KeysDir = None,
     json: Json = False,
 ) -> None:
     """Print what happens on the bus as it happens, until Ctrl-C."""
     from clients.weights_views import show_event, show_json
 
-    with _client(bus_url, admin_key_file) as weights:
+    with _client(bus_url, admin_key_file, keys_dir) as weights:
         for event in weights.watch(since):
             (show_json if json else show_event)(event)
 
 
 def _update(
-    bus_url: str, key_file: Path | None, wait_s: float, json: bool, begin: Callable[[WeightsClient], UpdateView]
+    bus_url: str,
+    key_file: Path | None,
+    keys_dir: Path | None,
+    wait_s: float,
+    json: bool,
+    begin: Callable[[WeightsClient], UpdateView],
 ) -> None:
     """Begin an update, wait for it, show it; exit code 1 when it failed, or an engine did."""
     from clients.weights_views import show_json, show_update
 
-    with _client(bus_url, key_file) as weights:
+    with _client(bus_url, key_file, keys_dir) as weights:
         view = begin(weights)
         if wait_s:
             view = weights.wait(view.version, wait_s)
@@ -137,11 +160,11 @@ def _update(
 
 
 @contextmanager
-def _client(bus_url: str, key_file: Path | None) -> Iterator[WeightsClient]:
+def _client(bus_url: str, key_file: Path | None, keys_dir: Path | None) -> Iterator[WeightsClient]:
     from clients.weights import WeightsClient
-    from services.key_files import read_key
+    from services.key_files import read_keys
 
-    with WeightsClient(bus_url, key=None if key_file is None else read_key(key_file)) as weights:
+    with WeightsClient(bus_url, key=read_keys("operator", keys_dir, {"admin": key_file}).admin) as weights:
         try:
             yield weights
         except KeyboardInterrupt:

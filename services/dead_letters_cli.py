@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +19,10 @@ app = typer.Typer(add_completion=False)
 def dead_letters(
     run_id: Annotated[str, typer.Option(help="The run")],
     redis_url: Annotated[str, typer.Option(help="Redis that carries the run, redis://host:port/db")],
+    keys_dir: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
+    ] = None,
+    redis_password_file: Annotated[Path | None, typer.Option(help="File with Redis's password")] = None,
     newest: Annotated[int, typer.Option(min=1, help="How many to show, the newest first")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON line a letter, its payload in base64")] = False,
 ) -> None:
@@ -26,6 +31,10 @@ def dead_letters(
 
     import msgspec
 
+    from services.key_files import read_keys
+    from services.redis_client import with_password
+
+    redis_url = with_password(redis_url, read_keys("reader", keys_dir, {"redis": redis_password_file}).redis)
     letters, accounts = asyncio.run(_read(run_id, redis_url, newest))
     if as_json:
         sys.stdout.writelines(msgspec.json.encode(letter).decode() + "\n" for letter in letters)

@@ -26,7 +26,7 @@ BearerName = Literal["agent", "admin", "peer"]
 KeyName = Literal["agent", "admin", "peer", "weights", "session", "redis"]
 Door = Literal["environment", "reading", "service", "operator"]
 ServiceName = Literal["rollout-server", "gateway", "weight-bus", "rewards"]
-HolderName = Literal[ServiceName, "engine", "trainer", "environment", "supervisor"]
+HolderName = Literal[ServiceName, "engine", "trainer", "environment", "operator", "reader", "supervisor"]
 
 OPENED_BY: Mapping[Door, tuple[BearerName, ...]] = MappingProxyType(
     {
@@ -54,6 +54,8 @@ GIVEN: Mapping[HolderName, tuple[KeyName, ...]] = MappingProxyType(
         "engine": ("admin", "peer", "weights"),
         "trainer": ("peer", "weights", "redis"),
         "environment": ("agent",),
+        "operator": ("admin",),
+        "reader": ("redis",),
         "supervisor": ("peer", "redis"),
     }
 )

@@ -26,26 +26,34 @@ def train(
     weights_key_file: Annotated[
         Path | None, typer.Option(help="Key that weight manifests are signed with; bus and engines check it")
     ] = None,
-    bus_key_file: Annotated[Path | None, typer.Option(help="The weight bus's admin key")] = None,
+    bus_key_file: Annotated[Path | None, typer.Option(help="The weight bus's admin key; else the peer key")] = None,
+    keys_dir: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
+    ] = None,
+    redis_password_file: Annotated[Path | None, typer.Option(help="File with Redis's password")] = None,
 ) -> None:
     """Train on the trajectories of a run and publish every version of the policy."""
     from services.config_file import load_settings
     from services.imports import heavy_imports
-    from services.key_files import read_key
+    from services.key_files import read_key, read_keys
+    from services.redis_client import with_password
     from trainer.formula import describe
 
     settings = load_settings(config, [])
     describe(settings.trainer)
 
-    weights_key = None if weights_key_file is None else read_key(weights_key_file)
-    bus_key = None if bus_key_file is None else read_key(bus_key_file)
+    keys = read_keys("trainer", keys_dir, {"weights": weights_key_file, "redis": redis_password_file})
+    bus_key = keys.peer if bus_key_file is None else read_key(bus_key_file)
+    redis_url = with_password(redis_url, keys.redis)
 
     with heavy_imports():
         from trainer.assembly import TrainerArguments
         from trainer.run import train as run_trainer
 
     code = run_trainer(
-        TrainerArguments(run_id, settings, redis_url, bus_url, model, run_dir, weights_key=weights_key, bus_key=bus_key)
+        TrainerArguments(
+            run_id, settings, redis_url, bus_url, model, run_dir, weights_key=keys.weights, bus_key=bus_key
+        )
     )
     if code:
         raise typer.Exit(code)

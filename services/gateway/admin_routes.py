@@ -17,7 +17,7 @@ def admin_routes(gateway: Gateway) -> APIRouter:
     """The gateway's own routes; what is neither theirs nor proxied is answered with where it belongs."""
     router = APIRouter(tags=["admin"])
 
-    @router.get("/admin/servers")
+    @router.get("/admin/servers", dependencies=gateway.doors.of("service"))
     async def read_servers() -> KnownServers:
         """The servers that are alive, as they announce themselves and as this gateway uses them."""
         servers = gateway.parts().servers
@@ -27,9 +27,9 @@ def admin_routes(gateway: Gateway) -> APIRouter:
         ]
         return KnownServers(servers=known, not_ready=servers.not_ready())
 
-    @router.post("/admin/drain", status_code=202)
+    @router.post("/admin/drain", status_code=202, dependencies=gateway.doors.of("operator"))
     async def drain(call: DrainServer, request: Request) -> Draining:
-        """Have a server let go of its sessions, which others take up, and end."""
+        """Have a server let go of its sessions, which others take up, and end. The caller's own key is shown to it."""
         parts = gateway.parts()
         server = parts.servers.named(call.server_id)
         if server is None:

@@ -21,7 +21,11 @@ def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> Fas
     gateway = Gateway(plan, stop)
     metrics = Metrics()
     metrics.read(lambda: gateway_readings(gateway))
-    app = make_app("rollmesh gateway", version("rollmesh"), gateway.lifespan, gateway.not_ready, metrics)
+    scraping = gateway.doors.of("service")
+    app = make_app(
+        *("rollmesh gateway", version("rollmesh"), gateway.lifespan, gateway.not_ready, metrics),
+        metrics_access=scraping,
+    )
     app.include_router(run_routes(gateway))
     # Last: it answers every path that nobody else does.
     app.include_router(admin_routes(gateway))

@@ -19,9 +19,16 @@ def gateway(
     run_id: Annotated[str, typer.Option(help="The run whose rollout servers it stands in front of")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on")],
     redis_url: Annotated[str, typer.Option(help="Redis that carries the run, redis://host:port/db")],
-    host: Annotated[str, typer.Option(help="Address to listen on (loopback)")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that is not loopback needs --keys-dir")
+    ] = "127.0.0.1",
+    own_url: Annotated[str | None, typer.Option(help="Where it is reached; else http://HOST:PORT")] = None,
     name: Annotated[str, typer.Option(help="Name of this gateway, unique in the run")] = "gateway",
     config: Annotated[Path | None, typer.Option(help="Configuration of the run (TOML)")] = None,
+    keys_dir: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
+    ] = None,
+    redis_password_file: Annotated[Path | None, typer.Option(help="File with Redis's password")] = None,
 ) -> None:
     import asyncio
 
@@ -29,14 +36,23 @@ def gateway(
     from services.config_file import load_settings
     from services.gateway.app import make_gateway_app
     from services.gateway.gateway import GatewayPlan
-    from services.redis_client import check_reachable
+    from services.key_files import read_keys
+    from services.key_rules import lacking
+    from services.redis_client import check_reachable, with_password
 
     settings = load_settings(config, [])
+    keys = read_keys("gateway", keys_dir, {"redis": redis_password_file})
+    redis_url = with_password(redis_url, keys.redis)
     asyncio.run(check_reachable(redis_url))
-    listener = open_port(host, port)
+    listener = open_port(host, port, lacking=lacking(keys, "gateway"))
     stop = Stop()
     plan = GatewayPlan(
-        run_id=run_id, redis_url=redis_url, settings=settings.gateway, name=name, url=f"http://{host}:{port}"
+        run_id=run_id,
+        redis_url=redis_url,
+        settings=settings.gateway,
+        name=name,
+        url=f"http://{host}:{port}" if own_url is None else own_url.rstrip("/"),
+        keys=keys,
     )
     app = make_gateway_app(plan, stop, max_body_mib=settings.rollout.max_body_mib)
     serve(app, host, port, listener=listener, stop=stop, shutdown_s=settings.gateway.shutdown_s)

@@ -13,12 +13,14 @@ from starlette.types import Receive, Scope, Send
 
 from services.app import Stop
 from services.directory import ServiceRecord, announced
+from services.doorkeeper import Doorkeeper
 from services.gateway.failover import Failover
 from services.gateway.placing import Placer
 from services.gateway.proxy import Proxy
 from services.gateway.servers import Servers
 from services.gateway.session_index import SessionIndex
 from services.gateway.upstream import Upstream
+from services.key_rules import NO_KEYS, Keys
 from services.redis_client import connect
 from services.registry import Registry
 from services.settings import GatewaySettings
@@ -39,6 +41,8 @@ class GatewayPlan:
     """On the wait board and in the directory."""
     url: str | None = None
     """Where it is reached; None: it does not stand in the directory."""
+    keys: Keys = NO_KEYS
+    """What callers must show (`services.key_rules`); session keys are judged by the servers."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Gateway:
 
     def __init__(self, plan: GatewayPlan, stop: Stop) -> None:
         self._plan = plan
+        self.doors = Doorkeeper(plan.keys)
         self._stop = stop
         self._parts: GatewayParts | None = None
 
@@ -86,7 +91,7 @@ class Gateway:
             failover = Failover(servers, placer, upstream, settings.failover_timeout_s)
             # Before the first call: a gateway that has just started knows its servers.
             await servers.look()
-            proxy = Proxy(failover, placer, SessionIndex(redis, plan.run_id))
+            proxy = Proxy(failover, placer, SessionIndex(redis, plan.run_id), self.doors)
             self._parts = GatewayParts(servers, upstream, failover, proxy)
             if plan.url is not None:
                 record = ServiceRecord(name=plan.name, kind="gateway", url=plan.url)

@@ -14,7 +14,7 @@ from services.wire.rollout_api import RunState
 
 def run_routes(gateway: Gateway) -> APIRouter:
     """The one route of agents that is answered by the gateway itself."""
-    router = APIRouter(tags=["rollout"])
+    router = APIRouter(tags=["rollout"], dependencies=gateway.doors.of("reading"))
 
     @router.get("/run")
     async def read_run(request: Request) -> RunState:
