@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +21,7 @@ from clients.environments import make_task
 from clients.environments.prompts import Prompts
 from clients.group_play import evaluate_group, play_to_end
 from clients.losses import GroupLostError
-from clients.rewards import RewardsAddress, RewardsClient
+from clients.rewards import RewardsAddress, RewardsClient, recorded
 from clients.rollout import RolloutClient
 from clients.runner import RunnerPlan, run_environment
 from services.config_file import load_settings
@@ -213,14 +214,13 @@ async def test_nobody_to_judge_is_told_before_anything_is_played(folder: Path) -
         await environment.__aenter__()
 
 
-async def test_the_documents_example_gives_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_documents_examples_give_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs/rewards.md").read_text(encoding="utf-8")
     examples = ROOT / "docs/examples"
-    code, configured = (re.search(rf"^```{kind}\n(.*?)^```", text, re.M | re.S) for kind in ("python", "toml"))
-    assert code is not None
-    assert configured is not None
-    assert code[1] in (examples / "word_rewards.py").read_text(encoding="utf-8")
-    assert configured[1] in (examples / "word_rewards.toml").read_text(encoding="utf-8")
+    function, asking = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    configured = re.findall(r"^```toml\n(.*?)^```", text, re.M | re.S)[0]
+    assert function in (examples / "word_rewards.py").read_text(encoding="utf-8")
+    assert configured in (examples / "word_rewards.toml").read_text(encoding="utf-8")
     asked = re.search(r"-d '(.*?)'\n(\{.*?\})\n```", text)
     assert asked is not None
     monkeypatch.chdir(examples)
@@ -228,6 +228,15 @@ async def test_the_documents_example_gives_what_it_says(monkeypatch: pytest.Monk
     async with judging(*(each.model_dump(exclude_none=True) for each in settings.components)) as http:
         answer = await http.post("/v1/rewards", content=asked[1], headers={"content-type": "application/json"})
         assert answer.json() == json.loads(asked[2])
+
+        async def solve(prompt: str, endpoint: AgentEndpoint) -> str:
+            return prompt[::-1]
+
+        names: dict[str, Any] = {**globals(), "os": os, "recorded": recorded, "solve": solve}
+        exec(compile(asking, "docs/rewards.md", "exec"), names)
+        monkeypatch.setenv("ROLLMESH_REWARDS_URL", str(http.base_url))
+        ended = await names["play"](Problem("train", 0, "abc", solution="cba"), None)
+        assert ended == Ended(1.17, True, {"exact": 1.0, "short": 0.85})
 
 
 def test_every_key_of_a_component_is_in_the_document() -> None:

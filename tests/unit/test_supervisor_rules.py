@@ -106,6 +106,19 @@ def test_agents_get_the_gateway_in_front_of_several_servers_or_as_wished(overrid
     assert urls == (launch.gateway_url,) == ("http://127.0.0.1:9003",)
 
 
+def test_a_reward_service_is_started_where_it_is_enabled_and_the_environment_knows_it() -> None:
+    launch = plan()
+    assert (launch.rewards, launch.rewards_url) == (None, None)
+    assert "ROLLMESH_REWARDS_URL" not in launch.environment.process.environment
+    launch = plan("rewards.enabled=true", 'rewards.components=[{name = "a", function = "m:f"}]')
+    assert launch.rewards is not None
+    command = launch.rewards.process.command
+    assert (flag(command, "--port"), flag(command, "--config")) == ("9004", "/runs/a/config.toml")
+    assert (
+        launch.environment.process.environment["ROLLMESH_REWARDS_URL"] == launch.rewards_url == "http://127.0.0.1:9004"
+    )
+
+
 def test_a_given_model_and_redis_are_used_instead_of_our_own() -> None:
     launch = plan('model.path="/models/mine"', 'redis_url="redis://10.0.0.1:6379/3"')
     assert launch.valkey is None
