@@ -63,7 +63,7 @@ def test_every_arm_is_a_loss_that_the_trainer_takes() -> None:
 def test_the_lagged_policy_is_the_one_of_k_steps_before() -> None:
     model = build_model(seed=1, hidden_size=32, layers=1)
     weight = model.model.embed_tokens.weight
-    lagged = LaggedPolicy(model, 2)
+    lagged = LaggedPolicy(build_model(seed=1, hidden_size=32, layers=1), 2)
     seen = []
     for version in range(6):
         with torch.no_grad():
@@ -96,9 +96,8 @@ def test_rollouts_are_trajectories_with_the_logprobs_of_who_drew_them() -> None:
 
 @pytest.mark.parametrize(("correction", "k"), [("none", 0), ("none", 3), ("decoupled", 1), ("decoupled", 4)])
 def test_tokens_are_exactly_k_steps_old(correction: str, k: int) -> None:
-    model = build_model(seed=2, hidden_size=32, layers=1)
     run = StaleRun(correction=correction, k=k, seed=1, updates=6)
-    training = StaleTraining(run, model, build_tokenizer(), QUESTIONS)
+    training = StaleTraining(run, lambda: build_model(seed=2, hidden_size=32, layers=1), build_tokenizer(), QUESTIONS)
     while training.version < run.updates:
         training.batch()
     assert training.staleness == [float(min(k, step)) for step in range(6)]

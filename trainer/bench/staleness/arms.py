@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.loss_settings import CorrectionSettings, LossSettings
+from services.policies.admission import most_updates
 from services.settings import TrainerSettings
 from services.wire.errors import UsageError
 from trainer.formula import describe
@@ -25,19 +26,15 @@ class Arm:
     loss: LossSettings
     updates_per_batch: int = 1
 
-    def updates(self, k: int) -> int:
-        """Optimizer steps a batch under K: no more than K + 1, since all of a batch is drawn before its first step."""
-        return min(self.updates_per_batch, k + 1)
-
-    @property
-    def settings(self) -> TrainerSettings:
-        """The trainer's defaults but for the loss."""
-        return TrainerSettings(loss=self.loss)
+    def settings(self, k: int) -> TrainerSettings:
+        """The trainer's defaults but for the loss; no more steps a batch than K allows."""
+        return TrainerSettings(loss=self.loss, updates_per_batch=min(self.updates_per_batch, most_updates(k)))
 
     def formula(self, k: int) -> str:
         """Loss and advantage in force."""
-        steps = self.updates(k)
-        return describe(self.settings) + (f";  {steps} optimizer steps a batch" if steps > 1 else "")
+        settings = self.settings(k)
+        steps = settings.updates_per_batch
+        return describe(settings) + (f";  {steps} optimizer steps a batch" if steps > 1 else "")
 
 
 def _plain(**correction: object) -> LossSettings:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-
 from torch import Tensor
 from transformers import PreTrainedModel
 
 
 class LaggedPolicy:
-    """Holds the weights of the last `k` + 1 versions, from 0 on."""
+    """Holds the weights of the last `k` + 1 versions, from 0 on: `model`, which is its own from now on."""
 
     def __init__(self, model: PreTrainedModel, k: int) -> None:
-        self._model = copy.deepcopy(model).eval()
+        self._model = model.eval()
         self._k = k
         self._weights: dict[int, dict[str, Tensor]] = {}
         self.keep(0, model)

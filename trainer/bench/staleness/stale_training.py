@@ -1,37 +1,38 @@
 """One run of the staleness table: the trainer's own step on tokens that are K optimizer steps old.
 
-    weights of the last K + 1 versions ──oldest──► 16 groups of 8 answers ──► rows ──► micro-batches ──► Learner.steps
-             ▲                                                                                              │
-             └──────────────────────────────────── version + 1 ─────────────────────────────────────────────┘
+    weights of the last K + 1 versions ──oldest──► 16 groups of 8 answers ──► train_batch: credit, window, packing, steps
+             ▲                                                                            │
+             └───────────────────────────── version + 1 ──────────────────────────────────┘
 
 Where a batch has several steps, all its parts are drawn first, each by the policy of K steps before its own step.
 
 Nothing is random but the warm start and the draws, both by the run's seed: all runs of a seed meet the same problems in the
-same order. Recipe: `TrainerSettings` and `RolloutSettings` as they are by default, but for the loss.
+same order. Recipe: `RunSettings` as they are by default, but for K and the loss.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from services.settings import RolloutSettings
+from services.policies.batching import Group
+from services.settings import RolloutSettings, RunSettings
 from services.wire.demonstrations import Question
+from services.wire.trajectory import Trajectory
 from trainer.assembly import load_policy
+from trainer.batch_training import train_batch
 from trainer.bench.staleness.arms import ARMS
 from trainer.bench.staleness.lagged import LaggedPolicy
 from trainer.bench.staleness.results import Outcome, StaleRun
 from trainer.bench.staleness.rollouts import Rollouts
 from trainer.bench.staleness.warm_starts import held_out_in, model_in, problems_in
-from trainer.learner import Learner
-from trainer.packing import PackedBatch, pack
 from trainer.recipe import read_checks
-from trainer.rows import rows_of
+from trainer.roles import make_roles
 from trainer.sampling_check import sampled_accuracy
 
 ROLLOUT = RolloutSettings()
@@ -44,7 +45,7 @@ def train_stale(run: StaleRun, folder: Path, versions: dict[str, str]) -> Outcom
     """
     started = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(model_in(folder))
-    training = StaleTraining(run, load_policy(model_in(folder)), tokenizer, read_checks(problems_in(folder)))
+    training = StaleTraining(run, lambda: load_policy(model_in(folder)), tokenizer, read_checks(problems_in(folder)))
     while training.version < run.updates:
         training.batch()
     held_out = read_checks(held_out_in(folder))
@@ -65,15 +66,23 @@ def train_stale(run: StaleRun, folder: Path, versions: dict[str, str]) -> Outcom
 
 
 class StaleTraining:
-    """A learner and the policy of K steps before, which draws what it learns from. Lists hold a value a step."""
+    """A trainer and the policy of K steps before, which draws what it learns from. Lists hold a value a step."""
 
     def __init__(
-        self, run: StaleRun, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Question]
+        self,
+        run: StaleRun,
+        load: Callable[[], PreTrainedModel],
+        tokenizer: PreTrainedTokenizerBase,
+        problems: Sequence[Question],
     ) -> None:
-        self._run = run
-        self._settings = ARMS[run.correction].settings
-        self._behaviour = LaggedPolicy(model, run.k)
-        self._learner = Learner(model, self._settings)
+        """`load`: a fresh copy of the warm-started policy."""
+        self._settings = RunSettings(
+            seed=run.seed, steps=run.updates, k=run.k, rollout=ROLLOUT, trainer=ARMS[run.correction].settings(run.k)
+        )
+        self._roles = make_roles(load, self._settings, 0)
+        self._behaviour = LaggedPolicy(load(), run.k)
+        # Inside a batch nobody else sees a version: it is taken where the optimizer makes it.
+        self._roles.learner.optimizer.register_step_post_hook(self._keep)
         self._tokenizer = tokenizer
         self._problems = problems
         generator = torch.Generator().manual_seed(run.seed)
@@ -85,26 +94,27 @@ class StaleTraining:
 
     @property
     def version(self) -> int:
-        return self._learner.version
+        return self._roles.learner.version
 
     def batch(self) -> None:
         """The optimizer steps of one batch, each on groups of its own that the policy of K steps before that step draws."""
-        steps = min(ARMS[self._run.correction].updates(self._run.k), self._run.updates - self.version)
-        parts = [self._part(version) for version in range(self.version, self.version + steps)]
-        for statistics in self._learner.steps(parts):
-            self._behaviour.keep(self.version, self._learner.model)
-            self.effective_samples.append(statistics.effective_samples)
+        updates = min(self._settings.trainer.updates_per_batch, self._settings.steps - self.version)
+        groups = [group for step in range(updates) for group in self._part(self.version + step)]
+        for trained in train_batch(self._roles, self._settings, groups, updates):
+            self.staleness.append(trained.tally.mean)
+            self.largest_staleness = max(self.largest_staleness, trained.tally.largest)
+            self.effective_samples.append(trained.statistics.effective_samples)
 
-    def _part(self, version: int) -> PackedBatch:
+    def _part(self, version: int) -> list[Group[Trajectory]]:
         first = version * ROLLOUT.groups_per_step
         drawn_by, policy = self._behaviour.before(version)
         groups = self._rollouts.play(policy, drawn_by, self._problems[first : first + ROLLOUT.groups_per_step], first)
-        rows, tally = rows_of(groups, version, self._run.k)
         self.success.append(fmean(member.payload.reward for group in groups for member in group.members))
-        self.staleness.append(tally.mean)
-        self.largest_staleness = max(self.largest_staleness, tally.largest)
-        return pack(rows, tally, self._settings.micro_batch_tokens)
+        return groups
+
+    def _keep(self, *_: object) -> None:
+        self._behaviour.keep(self.version + 1, self._roles.learner.model)
 
     def accuracy(self, questions: Sequence[Question], generator: torch.Generator | None) -> float:
         """Of the trainer's own policy, one answer each: sampled, or greedy without a `generator`."""
-        return sampled_accuracy(self._learner.model, self._tokenizer, questions, ROLLOUT.max_tokens, generator)
+        return sampled_accuracy(self._roles.learner.model, self._tokenizer, questions, ROLLOUT.max_tokens, generator)
