@@ -19,6 +19,7 @@ COMMANDS = {
     "weights": Command("clients.weights_cli:app", "See and steer which weights engines serve"),
     "run-environment": Command("clients.cli:app", "Run an environment against rollout servers"),
     "demonstrations": Command("clients.demonstrations_cli:app", "Write demonstrations of a task for `sft`"),
+    "status": Command("services.status.cli:app", "Show how a run is, and why its trainer waits"),
     "dead-letters": Command("services.dead_letters_cli:app", "Show trajectories that were dropped, and why"),
     "keys": Command("services.keys_cli:app", "Make the keys of a mesh, one file each"),
     "bench": Command("services.cli:BENCHES", "Measure a part of the mesh"),
@@ -33,6 +34,7 @@ BENCHES = Dispatcher(
         "rollout": Command("rollout_server.bench.rollout:app", "The rollout server beside its engine and vllm serve"),
         "gateway": Command("rollout_server.bench.gateway:app", "The gateway beside bare engines, and servers killed"),
         "staleness": Command("trainer.bench.staleness.cli:app", "Corrections on tokens that are K optimizer steps old"),
+        "trainer": Command("trainer.bench.trainer:app", "The trainer's step beside a padded loop and TRL's GRPO step"),
         "weights": Command("weight_bus.bench.weights:app", "Weight updates under load beside paused reloads"),
     },
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -29,10 +31,18 @@ def trainer(
     import msgspec
 
     from services.bench.versions import versions
+    from services.imports import heavy_imports
     from trainer.bench.trainer_report import as_table, put_together
 
+    with heavy_imports():
+        from trainer.bench.step_speed import SpeedPlan, measure_speed
+
+    say = Console(stderr=True, soft_wrap=True, highlight=False)
     load = os.getloadavg()
-    bench = put_together([], load, versions("rollmesh", "torch", "transformers"))
+    plan = SpeedPlan(rounds, threads, seed)
+    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
+        speed = asyncio.run(measure_speed(plan, trl_python if trl_python.exists() else None, Path(scratch), say.print))
+    bench = put_together([speed], load, versions("rollmesh", "torch", "transformers"))
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(bench), indent=2).decode() + "\n")
     else:

@@ -1,0 +1,74 @@
+"""The trainer's benchmark: its arms do the same work, its batch is what it says, its report has four figures."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.settings import TrainerSettings
+from trainer.bench.heavy_tail import PROMPT_TOKENS, HeavyTail, as_groups
+from trainer.bench.padded_loop import PaddedLoop
+from trainer.bench.step_speed import SpeedPlan, measure_speed
+from trainer.bench.trainer_report import FIGURES, Measured, as_table, put_together
+from trainer.learner import Learner
+from trainer.packing import pack
+from trainer.rows import rows_of
+from trainer.tiny_policy import build_model
+
+SMALL = HeavyTail(groups=2, group_size=4, median=6.0, sigma=0.8, longest=24)
+
+
+def test_lengths_are_log_normal_up_to_the_longest() -> None:
+    tail = HeavyTail(groups=100, group_size=20)
+    lengths = [len(answer.completion) for answer in tail.answers(1)]
+    assert statistics.median(lengths) == pytest.approx(tail.median, rel=0.1)
+    assert statistics.stdev(map(math.log, lengths)) == pytest.approx(tail.sigma, rel=0.1)
+    assert max(lengths) == tail.longest
+    assert tail.answers(1) == tail.answers(1) != tail.answers(2)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_padded_loop_makes_the_step_that_the_learner_makes(cut: bool) -> None:
+    """Or the comparison would be of two different things."""
+    model = build_model(seed=2, hidden_size=32, layers=1)
+    settings, answers = TrainerSettings(warmup_steps=0), SMALL.answers(3)
+    loop = PaddedLoop(copy.deepcopy(model), settings, rows=3, cut=cut)
+    learner = Learner(copy.deepcopy(model), settings)
+    rows, tally = rows_of(as_groups(answers, SMALL.group_size), 0, 0)
+    learner.step(pack(rows, tally, 100))
+    loop.step(answers)
+    assert tally.fresh == sum(len(answer.completion) for answer in answers)
+    padded = dict(loop.model.named_parameters())
+    moved = 0.0
+    for (name, before), after in zip(model.named_parameters(), learner.model.parameters(), strict=True):
+        # AdamW's first step is a sign: where a gradient is all rounding, its sign is too.
+        differs = (padded[name] - after).abs() > 1e-5
+        assert float(differs.float().mean()) < 0.02, name
+        moved += (after - before).abs().sum().item()
+    assert moved > 0.0
+
+
+async def test_without_trl_the_rest_is_measured_and_the_reason_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    threads = torch.get_num_threads()
+    measured = await measure_speed(SpeedPlan(2, 1, 1, tail=SMALL, rows=3), None, tmp_path, said.append)
+    torch.set_num_threads(threads)
+    assert len(measured.rounds["packed_vs_padded"]) == len(said) == 2
+    assert "no Python with TRL" in measured.missing["vs_trl"]
+    assert f"8 answers after {PROMPT_TOKENS} tokens of prompt" in measured.seen["batch"]
+
+
+def test_a_report_holds_four_figures_and_why_some_are_missing() -> None:
+    parts = [
+        Measured(rounds={"packed_vs_padded": [2.0, 4.0, 3.0]}, missing={"vs_trl": "no TRL"}),
+        Measured(rounds={"idle_fraction": [0.01]}, seen={"paced": "by the clock"}),
+    ]
+    bench = put_together(parts, (0.0, 0.0, 0.0), {"torch": "2"})
+    assert [getattr(bench, name) for name in FIGURES] == [3.0, None, 0.01, None]
+    assert bench.missing == {"vs_trl": "no TRL", "async_vs_sync": "not asked for"}
+    assert as_table(bench).row_count == len(FIGURES) + 1
