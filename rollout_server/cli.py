@@ -61,7 +61,9 @@ def rollout_server(
     weights_key_file: Annotated[
         Path | None, typer.Option(help="File with the key that weights must be signed with; none: any are taken")
     ] = None,
-    redis_password_file: Annotated[Path | None, typer.Option(help="File with Redis's password")] = None,
+    redis_password_file: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with Redis's password")
+    ] = None,
 ) -> None:
     import asyncio
     import zlib

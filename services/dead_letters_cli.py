@@ -22,7 +22,9 @@ def dead_letters(
     keys_dir: Annotated[
         Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
     ] = None,
-    redis_password_file: Annotated[Path | None, typer.Option(help="File with Redis's password")] = None,
+    redis_password_file: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with Redis's password")
+    ] = None,
     newest: Annotated[int, typer.Option(min=1, help="How many to show, the newest first")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON line a letter, its payload in base64")] = False,
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import get_args
@@ -16,12 +17,33 @@ from services.key_rules import GIVEN, HolderName, KeyName, Keys
 from services.wire.errors import UsageError
 
 KEYS_DIR = "ROLLMESH_KEYS_DIR"
-"""The variable that names the folder where a command line does not."""
+REDIS_PASSWORD_FILE = "ROLLMESH_REDIS_PASSWORD_FILE"
+"""Variables that name the folder, and the file, where a command line does not."""
 _SHORTEST = 16
 _BYTES = 32
 _OPTIONAL = ("redis",)
 """A Redis may have no password."""
 _NO_FILES: Mapping[KeyName, Path | None] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class KeyPlaces:
+    """Where the processes of one machine find their keys; None where they have none."""
+
+    folder: Path | None = None
+    redis_password: Path | None = None
+
+    def surroundings(self) -> dict[str, str]:
+        """The variables that tell a process."""
+        named = {KEYS_DIR: self.folder, REDIS_PASSWORD_FILE: self.redis_password}
+        return {name: str(path.absolute()) for name, path in named.items() if path is not None}
+
+    def read(self, holder: HolderName) -> Keys:
+        """As `read_keys`."""
+        return read_keys(holder, self.folder, {"redis": self.redis_password})
+
+
+NO_PLACES = KeyPlaces()
 
 
 def key_file(folder: Path, name: KeyName) -> Path:

@@ -30,7 +30,9 @@ def train(
     keys_dir: Annotated[
         Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
     ] = None,
-    redis_password_file: Annotated[Path | None, typer.Option(help="File with Redis's password")] = None,
+    redis_password_file: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with Redis's password")
+    ] = None,
 ) -> None:
     """Train on the trajectories of a run and publish every version of the policy."""
     from services.config_file import load_settings

@@ -28,7 +28,9 @@ def gateway(
     keys_dir: Annotated[
         Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
     ] = None,
-    redis_password_file: Annotated[Path | None, typer.Option(help="File with Redis's password")] = None,
+    redis_password_file: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with Redis's password")
+    ] = None,
 ) -> None:
     import asyncio
 

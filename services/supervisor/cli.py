@@ -39,10 +39,21 @@ def up(
     k: Annotated[str | None, typer.Option("--k", metavar="N", help="Largest staleness of a token (default 2)")] = None,
     run_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Run folder (default runs/<task>-<time>)")] = None,
     redis_url: Annotated[str | None, typer.Option(metavar="URL", help="A Redis of yours; default: embedded")] = None,
+    keys_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`) for every process"
+        ),
+    ] = None,
+    redis_password_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="The password of a Redis of yours"),
+    ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings as TOML; flags go before it")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view")] = False,
 ) -> None:
     from services.config_file import load_settings
+    from services.key_files import KeyPlaces
 
     flags = {
         "task": task,
@@ -62,7 +73,7 @@ def up(
 
     from services.supervisor.foreground import run_in_foreground
 
-    raise SystemExit(run_in_foreground(settings, plain=plain))
+    raise SystemExit(run_in_foreground(settings, KeyPlaces(keys_dir, redis_password_file), plain=plain))
 
 
 def _overrides(arguments: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ import signal
 
 from rich.console import Console
 
+from services.key_files import KeyPlaces
 from services.run_folder import RunFolder
 from services.settings import RunSettings
 from services.supervisor.live_view import make_view
@@ -21,18 +22,18 @@ from services.supervisor.summary import Summary, closing_lines
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run_in_foreground(settings: RunSettings, *, plain: bool) -> int:
+def run_in_foreground(settings: RunSettings, keys: KeyPlaces, *, plain: bool) -> int:
     """Run a mesh until it has ended; returns the exit code. Raises RollmeshError where the run cannot be begun or fails."""
-    return asyncio.run(_run(settings, plain=plain))
+    return asyncio.run(_run(settings, keys, plain=plain))
 
 
-async def _run(settings: RunSettings, *, plain: bool) -> int:
+async def _run(settings: RunSettings, keys: KeyPlaces, *, plain: bool) -> int:
     console = Console(soft_wrap=True)
-    settings, folder, run_id = await preflight(settings)
+    settings, folder, run_id = await preflight(settings, keys)
     received: list[signal.Signals] = []
     with make_view(console, settings.steps, settings.k, plain=plain) as view:
         view.say(f"run {run_id}: {settings.task}, seed {settings.seed}, {settings.engine} engine, in {folder.root}")
-        mesh = Mesh(settings, folder, run_id, view)
+        mesh = Mesh(settings, folder, run_id, view, keys)
         running = asyncio.create_task(mesh.run())
 
         def on_signal(which: signal.Signals) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from services.key_files import NO_PLACES, KeyPlaces
 from services.policies.backoff import RestartPolicy
 from services.run_folder import RunFolder
 from services.settings import RunSettings
@@ -60,16 +61,20 @@ class LaunchPlan:
     warm_start: tuple[Post, ...]
 
 
-def plan_launch(settings: RunSettings, folder: RunFolder, run_id: str, ports: MeshPorts) -> LaunchPlan:
-    """The mesh for resolved settings (`engine` is no longer `auto`)."""
-    valkey = ValkeyPlan(data_dir=folder.redis, port=ports.redis) if settings.redis_url is None else None
+def plan_launch(
+    settings: RunSettings, folder: RunFolder, run_id: str, ports: MeshPorts, keys: KeyPlaces = NO_PLACES
+) -> LaunchPlan:
+    """The mesh for resolved settings (`engine` is no longer `auto`). Every process is told where its keys are."""
+    valkey = None
+    if settings.redis_url is None:
+        valkey = ValkeyPlan(data_dir=folder.redis, port=ports.redis, asks_password=keys.folder is not None)
     redis_url = settings.redis_url or f"redis://{LOOPBACK}:{ports.redis}/0"
     bus_url = f"http://{LOOPBACK}:{ports.bus}"
     server_urls = tuple(f"http://{LOOPBACK}:{port}" for port in ports.servers)
     gateway_url = f"http://{LOOPBACK}:{ports.gateway}" if has_gateway(settings) else None
     rewards_url = f"http://{LOOPBACK}:{ports.rewards}" if settings.rewards.enabled else None
     model = settings.model.path or folder.model
-    desk = _Desk(run_id)
+    desk = _Desk(run_id, keys)
     run = ("--run-id", run_id, "--config", str(folder.config))
     mesh = (*run, "--redis-url", redis_url, "--bus-url", bus_url, "--model", str(model))
     return LaunchPlan(
@@ -119,6 +124,7 @@ def has_gateway(settings: RunSettings) -> bool:
 @dataclass(frozen=True)
 class _Desk:
     run_id: str
+    keys: KeyPlaces
 
     def post(
         self,
@@ -133,6 +139,7 @@ class _Desk:
         """A post that runs one of our own commands."""
         surroundings = {
             **surroundings,
+            **self.keys.surroundings(),
             "ROLLMESH_SERVICE": name,
             "ROLLMESH_RUN_ID": self.run_id,
             "OMP_NUM_THREADS": str(threads),

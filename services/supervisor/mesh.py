@@ -20,8 +20,9 @@ import psutil
 from redis.asyncio import Redis
 
 from services.config_file import dump_settings
+from services.key_files import NO_PLACES, KeyPlaces
 from services.ledger import Ledger
-from services.redis_client import connect
+from services.redis_client import connect, with_password
 from services.run_folder import RunFolder, free_bytes
 from services.settings import RunSettings
 from services.shared_memory import remove_shm_files, shm_directory, shm_prefix
@@ -39,6 +40,7 @@ from services.supervisor.summary import (
     summarise,
     write_summary,
 )
+from services.supervisor.valkey import write_users
 from services.wire.errors import RollmeshError
 
 STOP_DEADLINE_S = 8.0
@@ -90,12 +92,16 @@ class Crew:
 class Mesh:
     """One run. Use `run` once; cancelling it stops everything before it returns."""
 
-    def __init__(self, settings: RunSettings, folder: RunFolder, run_id: str, view: View) -> None:
-        """`settings` are resolved; `folder` was made by preflight."""
+    def __init__(
+        self, settings: RunSettings, folder: RunFolder, run_id: str, view: View, keys: KeyPlaces = NO_PLACES
+    ) -> None:
+        """`settings` are resolved; `folder` was made by preflight. `keys`: what every process is told."""
         self._settings = settings
         self._folder = folder
         self._run_id = run_id
         self._view = view
+        self._key_places = keys
+        self._keys = keys.read("supervisor")
         self._crew: Crew | None = None
         self._starting: list[str] = []
         # The command began before Python had imported this module.
@@ -105,6 +111,8 @@ class Mesh:
         """Raises RollmeshError, of which the message is for the user, when the run fails."""
         self._folder.redis.mkdir(exist_ok=True)
         self._folder.config.write_text(dump_settings(self._settings), encoding="utf-8")
+        if self._settings.redis_url is None and self._keys.redis is not None:
+            write_users(self._folder.redis, self._keys.redis)
         with PortReservation() as ports:
             servers = tuple(ports.reserve() for _ in range(self._settings.servers))
             reserved = MeshPorts(
@@ -114,7 +122,7 @@ class Mesh:
                 rewards=ports.reserve(),
                 servers=servers,
             )
-            plan = plan_launch(self._settings, self._folder, self._run_id, reserved)
+            plan = plan_launch(self._settings, self._folder, self._run_id, reserved, self._key_places)
             async with Janitor(shm_directory() / shm_prefix(self._run_id)) as janitor:
                 self._crew = self._hire(plan, janitor)
                 try:
@@ -149,9 +157,11 @@ class Mesh:
 
     async def _train(self, plan: LaunchPlan, crew: Crew) -> Summary:
         async with AsyncExitStack() as stack:
-            redis = connect(plan.redis_url)
+            redis = connect(with_password(plan.redis_url, self._keys.redis))
             stack.push_async_callback(redis.aclose)
-            http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False))
+            peer = self._keys.peer
+            headers = {} if peer is None else {"authorization": f"Bearer {peer}"}
+            http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, headers=headers))
             try:
                 async with asyncio.TaskGroup() as tasks:
                     lasting = [tasks.create_task(self._watch_disk())]

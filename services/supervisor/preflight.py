@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from services.redis_client import check_reachable
+from services.key_files import KeyPlaces
+from services.redis_client import check_reachable, with_password
 from services.run_folder import RunFolder, make_run_folder
 from services.settings import RunSettings
 from services.supervisor.processes import OURS
@@ -22,7 +23,7 @@ from services.wire.task_name import parse_task
 _TASK_CHECK_S = 120.0
 
 
-async def preflight(settings: RunSettings) -> tuple[RunSettings, RunFolder, str]:
+async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings, RunFolder, str]:
     """Settings with everything resolved, a run folder made for them (config.toml is not written yet), and a run id.
 
     Raises UsageError, with nothing left behind, for surroundings in which the run cannot work.
@@ -36,8 +37,13 @@ async def preflight(settings: RunSettings) -> tuple[RunSettings, RunFolder, str]
     if parse_task(task).kind == "prompts" and not settings.rewards.enabled:
         raise UsageError(f"task {task} has nobody to judge its answers", "set rewards.enabled and its components")
     await check_task(task)
+    password = keys.read("supervisor").redis
     if settings.redis_url is not None:
-        await check_reachable(settings.redis_url)
+        await check_reachable(with_password(settings.redis_url, password))
+    elif keys.redis_password is not None:
+        raise UsageError("a Redis password without a Redis of yours", "give --redis-url, or leave the password out")
+    elif keys.folder is not None and password is None:
+        raise UsageError(f"{keys.folder} has no redis.key", f"`rollmesh keys init {keys.folder}` adds what is missing")
     run_id = new_run_id(parse_task(task).label)
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
     folder = make_run_folder(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ class ValkeyPlan:
 
     data_dir: Path
     port: int
+    asks_password: bool = False
+    """Whether callers must sign in; `write_users` says with what, before it starts."""
 
     @property
     def url(self) -> str:
@@ -41,4 +44,16 @@ class ValkeyPlan:
             "daemonize": "no",
             "protected-mode": "yes",
         }
+        if self.asks_password:
+            flags["aclfile"] = str(_users_file(self.data_dir))
         return [str(binary), *(part for key, value in flags.items() for part in (f"--{key}", value))]
+
+
+def write_users(data_dir: Path, password: str) -> None:
+    """Write who may sign in: one user, by the digest of the password, which is thus in no second file."""
+    digest = hashlib.sha256(password.encode()).hexdigest()
+    _users_file(data_dir).write_text(f"user default reset on #{digest} ~* &* +@all\n", encoding="ascii")
+
+
+def _users_file(data_dir: Path) -> Path:
+    return data_dir / "users.acl"

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.config_file import load_settings
+from services.key_files import NO_PLACES, KeyPlaces
 from services.ledger import Accounts
 from services.policies.backoff import GiveUp, Restart, RestartPolicy
 from services.run_folder import RunFolder, make_run_folder
@@ -54,11 +55,29 @@ def test_misuse_is_never_restarted() -> None:
     assert isinstance(RestartPolicy().after_exit(2, 1000.0, 0), GiveUp)
 
 
-def plan(*overrides: str) -> LaunchPlan:
+def plan(*overrides: str, keys: KeyPlaces = NO_PLACES) -> LaunchPlan:
     settings = load_settings(None, ["engine=torch", *overrides])
     servers = tuple(range(9100, 9100 + settings.servers))
     ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=servers)
-    return plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports)
+    return plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports, keys)
+
+
+def test_every_process_is_told_by_its_surroundings_where_the_keys_are_and_no_key_is_on_a_command_line() -> None:
+    launch = plan("servers=2", keys=KeyPlaces(Path("/keys")))
+    ours = [launch.bus, *launch.servers, launch.gateway, launch.trainer, launch.environment]
+    for post in ours:
+        assert post is not None
+        assert post.process.environment["ROLLMESH_KEYS_DIR"] == "/keys"
+        assert not any("/keys" in word or "password" in word for word in post.process.command)
+    assert launch.valkey is not None
+    assert flag(list(launch.valkey.process.command), "--aclfile") == "/runs/a/redis/users.acl"
+    keyless = plan().valkey
+    assert keyless is not None
+    assert "--aclfile" not in keyless.process.command
+    own = plan("redis_url=redis://10.0.0.1:6379/0", keys=KeyPlaces(redis_password=Path("/password")))
+    assert own.valkey is None
+    assert own.trainer.process.environment["ROLLMESH_REDIS_PASSWORD_FILE"] == "/password"
+    assert "ROLLMESH_KEYS_DIR" not in own.trainer.process.environment
 
 
 def flag(command: object, name: str) -> str:
