@@ -46,7 +46,7 @@ def confine_worker(limits: Limits) -> list[str]:
     if not apart:
         missing.append("a call can signal this user's other processes: user namespaces are refused")
         if limits.processes:
-            missing.append("processes that leave their session outlive a call: user namespaces are refused")
+            missing.append("processes are not counted, and can outlive a call: user namespaces are refused")
     _bound(resource.RLIMIT_AS, limits.memory_mib << 20)
     _bound(resource.RLIMIT_CORE, 0)
     _bound(resource.RLIMIT_FSIZE, _FILE_BYTES)
