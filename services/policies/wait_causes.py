@@ -1,0 +1,126 @@
+"""Why a run does not go on: what was seen of its services, as causes, the surest first. Pure.
+
+| cause           | seen                                                                  | sure |
+|-----------------|-----------------------------------------------------------------------|------|
+| `gone`          | nothing listens where the service was                                 | yes  |
+| `silent`        | it takes connections and answers nothing: stopped, hung, or cut off   | yes  |
+| `unheard`       | it answers, but Redis does not hear of it any more                    | yes  |
+| `not_ready`     | it says itself why it cannot do its work                              | yes  |
+| `draws_nothing` | a server has samples to draw and drew no token between two looks      | no   |
+| `open_group`    | the trainer waits, and this is the oldest group that is not whole     | no   |
+| `nobody_plays`  | the trainer waits, no group is open and nobody waits to open one      | no   |
+
+A service that is gone or silent is a cause whether or not the trainer waits yet: it will. What is only likely is named
+where the trainer waits and nothing sure was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+CauseKind = Literal["gone", "silent", "unheard", "not_ready", "draws_nothing", "open_group", "nobody_plays"]
+ProbeOutcome = Literal["ready", "not_ready", "silent", "refused"]
+
+
+@dataclass(frozen=True)
+class SeenService:
+    """One service as it was found. `alive`: its lease lasts; None where it holds none. `last_heard`: Unix seconds.
+
+    `reasons`: what it says of not being ready. `running`, `drawn`: samples being drawn, and tokens drawn between two looks
+    `apart_s` apart; None where that is not known.
+    """
+
+    name: str
+    alive: bool | None
+    last_heard: float
+    probe: ProbeOutcome
+    reasons: Sequence[str] = ()
+    running: int = 0
+    drawn: int | None = None
+    apart_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class SeenGroup:
+    """An open group. `held_by`: the server that its sessions are on now. `finished`: siblings in the stream so far."""
+
+    group_id: str
+    ordinal: int
+    held_by: str
+    opened_at: float
+    finished: int
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`service`: who is to blame; None where nobody is. `since`: Unix seconds. `sure`: seen, not guessed."""
+
+    kind: CauseKind
+    service: str | None
+    since: float
+    what: str
+    sure: bool
+    groups: tuple[SeenGroup, ...] = ()
+
+
+def find_causes(
+    services: Sequence[SeenService],
+    groups: Sequence[SeenGroup],
+    *,
+    trainer_waits_since: float | None,
+    asking_groups: int,
+    now: float,
+) -> list[Cause]:
+    """`trainer_waits_since`: Unix seconds, None while it does not. `asking_groups`: that wait for admission.
+
+    The most groups held up first, among equals the longest.
+    """
+    by_server: dict[str, list[SeenGroup]] = {}
+    for group in sorted(groups, key=lambda each: each.ordinal):
+        by_server.setdefault(group.held_by, []).append(group)
+    found = [cause for each in services if (cause := _of_service(each, tuple(by_server.get(each.name, ())), now))]
+    sure = [cause for cause in found if cause.sure]
+    if sure or trainer_waits_since is None:
+        causes = sure
+    else:
+        causes = found or _of_groups(by_server, trainer_waits_since, asking_groups, now)
+    return sorted(causes, key=lambda cause: (-len(cause.groups), cause.since))
+
+
+def _of_service(seen: SeenService, groups: tuple[SeenGroup, ...], now: float) -> Cause | None:
+    heard = f"last heard of {max(0.0, now - seen.last_heard):.0f} s ago"
+    if seen.probe == "refused":
+        what = f"{seen.name} is gone: nothing listens at its address, {heard}"
+        return Cause("gone", seen.name, seen.last_heard, what, True, groups)
+    if seen.probe == "silent":
+        what = f"{seen.name} takes connections and answers nothing (stopped, hung or cut off), {heard}"
+        return Cause("silent", seen.name, seen.last_heard, what, True, groups)
+    if seen.alive is False:
+        what = f"{seen.name} answers, but let its lease run out (can it reach Redis?), {heard}"
+        return Cause("unheard", seen.name, seen.last_heard, what, True, groups)
+    if seen.probe == "not_ready":
+        what = f"{seen.name} is not ready: {'; '.join(seen.reasons)}"
+        return Cause("not_ready", seen.name, now, what, True, groups)
+    if seen.running and seen.drawn == 0:
+        what = f"{seen.name} drew no token in {seen.apart_s:.1f} s, with {seen.running} samples to draw"
+        return Cause("draws_nothing", seen.name, now - seen.apart_s, what, False, groups)
+    return None
+
+
+def _of_groups(
+    by_server: dict[str, list[SeenGroup]], trainer_waits_since: float, asking_groups: int, now: float
+) -> list[Cause]:
+    if by_server:
+        server, groups = min(by_server.items(), key=lambda item: item[1][0].ordinal)
+        oldest = groups[0]
+        what = (
+            f"group {oldest.ordinal} on {server} is open for {max(0.0, now - oldest.opened_at):.0f} s, "
+            f"{oldest.finished} of its siblings are in the stream"
+        )
+        return [Cause("open_group", server, oldest.opened_at, what, False, tuple(groups))]
+    if asking_groups:
+        return []
+    what = "no group is open and none waits to be opened: no environment plays"
+    return [Cause("nobody_plays", None, trainer_waits_since, what, False)]

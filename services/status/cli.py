@@ -1,0 +1,129 @@
+"""`rollmesh status`: how a run is, and why its trainer waits."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from services.directory import Listed
+    from services.status.report import MeshReport
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+_HELP = """Show a run on one screen: its services, the versions they serve, queues, staleness, how busy the trainer is,
+and why it waits: on which server, for which groups, since when.
+
+Exit code 0: nothing is wrong; 1: something is, or could not be read; 2: misuse.
+
+\b
+Examples:
+  rollmesh status --redis-url redis://127.0.0.1:6379/0
+  rollmesh status --run-id demo --json
+  rollmesh status --run-id demo --watch
+"""
+
+
+@app.command(help=_HELP)
+def status(
+    redis_url: Annotated[
+        str, typer.Option(envvar="ROLLMESH_REDIS_URL", help="Redis that carries the run, redis://host:port/db")
+    ] = "redis://127.0.0.1:6379/0",
+    run_id: Annotated[str | None, typer.Option(help="The run; left out: the one run that Redis knows")] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=URL", help="Ask this service too (the rewards service); repeat it for each"),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C")] = False,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks of --watch")] = 1.0,
+    json: Annotated[bool, typer.Option("--json", help="JSON, a line a look")] = False,
+    keys_dir: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
+    ] = None,
+    redis_password_file: Annotated[Path | None, typer.Option(help="File with Redis's password")] = None,
+) -> None:
+    import asyncio
+
+    from services.key_files import read_keys
+    from services.redis_client import with_password
+
+    redis_url = with_password(redis_url, read_keys("reader", keys_dir, {"redis": redis_password_file}).redis)
+    further = [_further(each) for each in also or []]
+    with _shown(watch=watch, as_json=json) as show:
+        well = asyncio.run(_look(redis_url, run_id, further, every if watch else None, show))
+    if not well:
+        raise typer.Exit(1)
+
+
+async def _look(
+    redis_url: str,
+    run_id: str | None,
+    also: Sequence[Listed],
+    every_s: float | None,
+    show: Callable[[MeshReport], None],
+) -> bool:
+    """Look once, or every so often until cancelled; returns whether the last look found nothing wrong."""
+    import asyncio
+
+    import httpx
+
+    from services.redis_client import check_reachable, connect
+    from services.status.looking import Looker
+    from services.status.run_finding import find_run
+
+    await check_reachable(redis_url)
+    redis = connect(redis_url)
+    try:
+        run = await find_run(redis, run_id)
+        async with httpx.AsyncClient(trust_env=False) as http:
+            looker = Looker(redis, run, http, also)
+            while True:
+                report = await looker.look(again=every_s is None)
+                show(report)
+                if every_s is None:
+                    return report.well
+                await asyncio.sleep(every_s)
+    finally:
+        await redis.aclose()
+
+
+@contextmanager
+def _shown(*, watch: bool, as_json: bool) -> Iterator[Callable[[MeshReport], None]]:
+    """Gives what a look is shown with."""
+    import msgspec
+    from rich.console import Console
+    from rich.live import Live
+
+    from services.status.screen import screen
+
+    def as_line(report: MeshReport) -> None:
+        sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
+        sys.stdout.flush()
+
+    console = Console()
+    if as_json:
+        yield as_line
+    elif watch and console.is_terminal:
+        with Live(console=console, auto_refresh=False, screen=True) as live:
+            yield lambda report: live.update(screen(report), refresh=True)
+    else:
+        yield lambda report: console.print(screen(report))
+
+
+def _further(text: str) -> Listed:
+    """Raises UsageError unless it is NAME=URL."""
+    from services.directory import Listed, ServiceRecord
+    from services.wire.errors import UsageError
+
+    name, _, url = text.partition("=")
+    if not name or not url.startswith(("http://", "https://")):
+        raise UsageError(f"{text!r} is no service", "write NAME=URL, such as rewards=http://127.0.0.1:8300")
+    # Nobody vouches for it but who asks: no lease is expected of it.
+    record = ServiceRecord(name=name, kind="rewards", url=url.rstrip("/"), told_by="--also", at=time.time())
+    return Listed(record, alive=True)

@@ -1,0 +1,252 @@
+"""One look at a run: Redis says who there is and how far things are, probes say who still answers.
+
+    directory, registry, accounts, open groups, waits, report ──at once──► services ──probed──► causes ──► MeshReport
+
+Every part has a deadline and fails alone. Where the trainer waits and nobody is plainly at fault, servers are looked at
+once more: whether they draw shows only over time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import httpx
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.directory import Directory, Listed
+from services.ledger import Accounts, Ledger
+from services.policies.wait_causes import Cause, SeenGroup, SeenService, find_causes
+from services.redis_client import as_text
+from services.registry import Registry, ServerRecord
+from services.run_keys import RunKeys
+from services.status.probing import Probe, probe_all
+from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
+from services.trainer_report import TrainerReport, read_report
+from services.waits import Wait, read_waits
+
+PART_WITHIN_S = 2.0
+LOOK_AGAIN_S = 2.2
+"""Servers announce what they have drawn every second: between two looks so far apart there is at least one."""
+TRAINER = "trainer"
+
+_NO_WAITS: dict[str, Wait] = {}
+
+_Part = TypeVar("_Part")
+
+
+@dataclass
+class _Parts:
+    """What Redis said. `unread`: what it did not."""
+
+    listed: Sequence[Listed] = ()
+    servers: Sequence[ServerRecord] = ()
+    accounts: Accounts | None = None
+    groups: Sequence[SeenGroup] = ()
+    asking: int = 0
+    waits: Mapping[str, Wait] = field(default_factory=dict)
+    report: TrainerReport | None = None
+    unread: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Tokens that a server's incarnation had drawn when it was looked at (monotonic clock)."""
+
+    incarnation: str
+    tokens: int
+    at: float
+
+
+class Looker:
+    """Takes looks at one run. `also`: further services, name → URL, that stand in no directory."""
+
+    def __init__(self, redis: Redis, run_id: str, http: httpx.AsyncClient, also: Sequence[Listed] = ()) -> None:
+        self._redis, self._run_id, self._http = redis, run_id, http
+        self._also = also
+        self._directory, self._registry = Directory(redis, run_id), Registry(redis, run_id)
+        self._ledger = Ledger(redis, run_id)
+        self._drawn: dict[str, _Drawn] = {}
+
+    async def look(self, *, again: bool = True) -> MeshReport:
+        """The run as it is. `again`: look twice where that says more; not for whoever looks again and again anyway."""
+        parts = await self._read()
+        listed = [*parts.listed, *self._also]
+        probes = await probe_all(self._http, {each.record.name: each.record.url for each in listed})
+        wait = parts.waits.get(TRAINER)
+        causes = self._causes(parts, listed, probes, wait)
+        if again and wait is not None and not any(cause.sure for cause in causes):
+            self._remember(parts.servers)
+            await asyncio.sleep(LOOK_AGAIN_S)
+            parts.servers = await self._part(parts, "registry", self._registry.servers(), list(parts.servers))
+            causes = self._causes(parts, listed, probes, wait)
+        self._remember(parts.servers)
+        return _report(self._run_id, parts, listed, probes, causes)
+
+    def _causes(
+        self, parts: _Parts, listed: Sequence[Listed], probes: Mapping[str, Probe], wait: Wait | None
+    ) -> list[Cause]:
+        servers = {server.server_id: server for server in parts.servers}
+        return find_causes(
+            [self._seen(each, servers.get(each.record.name), probes[each.record.name]) for each in listed],
+            parts.groups,
+            trainer_waits_since=None if wait is None else wait.since,
+            asking_groups=parts.asking,
+            now=time.time(),
+        )
+
+    def _seen(self, listed: Listed, server: ServerRecord | None, probe: Probe) -> SeenService:
+        before = self._drawn.get(listed.record.name)
+        known = server is not None and before is not None and before.incarnation == server.incarnation
+        apart_s = time.monotonic() - before.at if before is not None else 0.0
+        return SeenService(
+            name=listed.record.name,
+            alive=None if listed.record.told_by is not None else listed.alive,
+            last_heard=listed.record.at,
+            probe=probe.outcome,
+            reasons=probe.reasons,
+            running=0 if server is None else server.running,
+            drawn=server.drawn_tokens - before.tokens
+            if server and before and known and apart_s >= LOOK_AGAIN_S
+            else None,
+            apart_s=apart_s,
+        )
+
+    def _remember(self, servers: Sequence[ServerRecord]) -> None:
+        """Only what has changed: who draws nothing is compared with when it last drew."""
+        now = time.monotonic()
+        for server in servers:
+            before = self._drawn.get(server.server_id)
+            drawn = _Drawn(server.incarnation, server.drawn_tokens, now)
+            if before is None or (before.incarnation, before.tokens) != (drawn.incarnation, drawn.tokens):
+                self._drawn[server.server_id] = drawn
+
+    async def _read(self) -> _Parts:
+        parts = _Parts()
+        async with asyncio.TaskGroup() as tasks:
+            listed = tasks.create_task(self._part(parts, "directory", self._directory.services(), list[Listed]()))
+            servers = tasks.create_task(self._part(parts, "registry", self._registry.servers(), list[ServerRecord]()))
+            accounts = tasks.create_task(self._part(parts, "accounts", self._accounts(), None))
+            groups = tasks.create_task(self._part(parts, "open groups", self._groups(), list[SeenGroup]()))
+            asking = tasks.create_task(self._part(parts, "admission", self._asking(), 0))
+            waits = tasks.create_task(self._part(parts, "waits", read_waits(self._redis, self._run_id), _NO_WAITS))
+            report = tasks.create_task(self._part(parts, "trainer", read_report(self._redis, self._run_id), None))
+        parts.listed, parts.servers, parts.accounts = listed.result(), servers.result(), accounts.result()
+        parts.groups, parts.asking, parts.waits = groups.result(), asking.result(), waits.result()
+        parts.report = report.result()
+        return parts
+
+    async def _part(self, parts: _Parts, name: str, reading: Awaitable[_Part], instead: _Part) -> _Part:
+        try:
+            async with asyncio.timeout(PART_WITHIN_S):
+                return await reading
+        except TimeoutError:
+            parts.unread.append(f"{name}: Redis has not answered within {PART_WITHIN_S:g} s")
+        except (RedisError, OSError, msgspec.MsgspecError) as error:
+            parts.unread.append(f"{name}: {error}")
+        return instead
+
+    async def _accounts(self) -> Accounts | None:
+        return await self._ledger.accounts()
+
+    async def _asking(self) -> int:
+        return int(await self._redis.zcard(RunKeys(self._run_id).admission_queue))
+
+    async def _groups(self) -> list[SeenGroup]:
+        keys = RunKeys(self._run_id)
+        opened = await self._ledger.open_groups()
+        if not opened:
+            return []
+        names = list(opened)
+        owners = await self._redis.hmget(keys.owners, names)
+        finished = await self._redis.hmget(keys.published_groups, names)
+        return [
+            SeenGroup(
+                name,
+                opened[name].ordinal,
+                # Adopted groups are another server's than the one that opened them.
+                as_text(owner).partition("/")[0] if owner else opened[name].server_id,
+                opened[name].opened_at,
+                int(count or 0),
+            )
+            for name, owner, count in zip(names, owners, finished, strict=True)
+        ]
+
+
+def _report(
+    run_id: str, parts: _Parts, listed: Sequence[Listed], probes: Mapping[str, Probe], causes: Sequence[Cause]
+) -> MeshReport:
+    waits = [
+        WaitView(component=component, waiting_for=wait.waiting_for, since=wait.since)
+        for component, wait in sorted(parts.waits.items())
+    ]
+    servers = {server.server_id: server for server in parts.servers}
+    held = [group.held_by for group in parts.groups]
+    return MeshReport(
+        run_id=run_id,
+        at=time.time(),
+        services=[
+            _service(each, probes[each.record.name], servers.get(each.record.name), held.count(each.record.name))
+            for each in listed
+        ],
+        queue=None if parts.accounts is None else _queue(parts.accounts, len(parts.groups), parts.asking),
+        trainer=parts.report,
+        trainer_waits=next((wait for wait in waits if wait.component == TRAINER), None),
+        waits=waits,
+        causes=[_cause(cause) for cause in causes],
+        unread=parts.unread,
+    )
+
+
+def _service(listed: Listed, probe: Probe, server: ServerRecord | None, groups: int) -> ServiceView:
+    record = listed.record
+    return ServiceView(
+        name=record.name,
+        kind=record.kind,
+        url=record.url,
+        probe=probe.outcome,
+        reasons=list(probe.reasons),
+        alive=None if record.told_by is not None else listed.alive,
+        last_heard=record.at,
+        policy_version=None if server is None else server.policy_version,
+        running=None if server is None else server.running,
+        waiting=None if server is None else server.waiting,
+        open_sessions=None if server is None else server.open_sessions,
+        open_groups=groups if record.kind == "rollout-server" else None,
+    )
+
+
+def _queue(accounts: Accounts, open_groups: int, asking: int) -> QueueView:
+    dropped = accounts.dropped_total()
+    return QueueView(
+        opened_groups=accounts.opened_groups,
+        open_groups=open_groups,
+        dropped_groups=accounts.dropped_groups,
+        published=accounts.published,
+        trained=accounts.trained,
+        dropped=dropped,
+        in_stream=max(0, accounts.published - accounts.trained - dropped),
+        asking_groups=asking,
+        concluded=accounts.concluded,
+    )
+
+
+def _cause(cause: Cause) -> CauseView:
+    groups = [
+        GroupView(
+            group=each.group_id,
+            ordinal=each.ordinal,
+            server=each.held_by,
+            opened_at=each.opened_at,
+            finished=each.finished,
+        )
+        for each in cause.groups
+    ]
+    return CauseView(
+        kind=cause.kind, service=cause.service, since=cause.since, what=cause.what, sure=cause.sure, groups=groups
+    )

@@ -1,0 +1,94 @@
+"""What `rollmesh status --json` prints: one look at a run."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.directory import ServiceKind
+from services.policies.wait_causes import CauseKind, ProbeOutcome
+from services.trainer_report import TrainerReport
+
+
+class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
+    """One service. The last five are a rollout server's, as it last announced them; None for others."""
+
+    name: str
+    kind: ServiceKind
+    url: str
+    probe: ProbeOutcome
+    """What became of asking it `/readyz`: `silent` took the connection or the deadline, and said nothing."""
+    reasons: list[str]
+    """What it says of not being ready."""
+    alive: bool | None
+    """Whether its lease lasts; None for one that holds none."""
+    last_heard: float
+    """Unix seconds."""
+    policy_version: int | None = None
+    running: int | None = None
+    waiting: int | None = None
+    open_sessions: int | None = None
+    open_groups: int | None = None
+
+
+class GroupView(msgspec.Struct, frozen=True, kw_only=True):
+    """An open group. `server`: who holds it now. `finished`: siblings that are in the stream."""
+
+    group: str
+    ordinal: int
+    server: str
+    opened_at: float
+    finished: int
+
+
+class CauseView(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that holds the run up, or will. `sure`: it was seen; else it is what fits best."""
+
+    kind: CauseKind
+    service: str | None
+    since: float
+    what: str
+    sure: bool
+    groups: list[GroupView]
+
+
+class WaitView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a component has posted on the wait board. `since`: Unix seconds."""
+
+    component: str
+    waiting_for: str
+    since: float
+
+
+class QueueView(msgspec.Struct, frozen=True, kw_only=True):
+    """The run's accounts. `in_stream`: trajectories that are neither trained nor dropped yet."""
+
+    opened_groups: int
+    open_groups: int
+    dropped_groups: int
+    published: int
+    trained: int
+    dropped: int
+    in_stream: int
+    asking_groups: int
+    """That wait for admission."""
+    concluded: bool
+
+
+class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`at`: Unix seconds. `unread`: parts that could not be had, and why. None for what is not there yet, or unread."""
+
+    run_id: str
+    at: float
+    services: list[ServiceView]
+    queue: QueueView | None
+    trainer: TrainerReport | None
+    trainer_waits: WaitView | None
+    waits: list[WaitView]
+    causes: list[CauseView]
+    """Why the trainer waits, or will: the one that holds up most first."""
+    unread: list[str]
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing sure is wrong, and all of it could be read."""
+        return not self.unread and not any(cause.sure for cause in self.causes)
