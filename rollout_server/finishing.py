@@ -136,19 +136,21 @@ class Finisher:
         group = self._registry.group_of(session)
         _log.info("session given up", session=session.session_id, state=state, answers=session.capture.answers)
         session.ending = True
+        # Of a session that has ended, its tokens are forgotten.
+        sampled = session.capture.sampled if session.terms.purpose == "train" else 0
         try:
             end = await self._end(group, session, state)
         finally:
             session.ending = False
-        if session.terms.purpose == "train" and session.capture.sampled:
-            await self._count_given_up(session)
+        if sampled:
+            await self._count_given_up(session.session_id, sampled)
         return end
 
-    async def _count_given_up(self, session: Session) -> None:
+    async def _count_given_up(self, session_id: str, sampled: int) -> None:
         try:
-            await self._ledger.count_given_up(session.capture.sampled)
+            await self._ledger.count_given_up(sampled)
         except RedisError as error:
-            _log.warning("a session's length is not counted", session=session.session_id, error=str(error))
+            _log.warning("a session's length is not counted", session=session_id, sampled=sampled, error=str(error))
 
     async def _end(
         self, group: Group, session: Session, state: SessionState, stream_id: str | None = None, segments: int = 0

@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer.bench.paced_mesh import PacedPlan, PacedRun, make_policy, run_paced
@@ -61,14 +62,21 @@ class Idleness:
         return self.asynchronous.tokens_per_s / self.synchronous.tokens_per_s
 
 
-async def measure_rounds(rounds: int) -> Measured:
-    """`idle_fraction` and `async_vs_sync`, so many times, with what people may want to know of them."""
+async def measure_rounds(rounds: int, seed: int, say: Callable[[str], None]) -> Measured:
+    """`idle_fraction` and `async_vs_sync`, so many times, with what people may want to know of them.
+
+    `say`: is told of each round. Raises RollmeshError when a process fails.
+    """
     measured = []
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
+        plan = replace(PLAN, seed=seed + number - 1)
         with tempfile.TemporaryDirectory(prefix="rollmesh-paced-") as folder:
             measured.append(
-                await measure_idleness(PLAN, stretch=STRETCH, steps=STEPS, sync_steps=SYNC_STEPS, folder=Path(folder))
+                await measure_idleness(plan, stretch=STRETCH, steps=STEPS, sync_steps=SYNC_STEPS, folder=Path(folder))
             )
+        say(f"paced mesh, round {number} of {rounds}: {_describe(measured[-1])}")
+    if not rounds:
+        return Measured(missing=dict.fromkeys(("idle_fraction", "async_vs_sync"), "no paced rounds were asked for"))
     return Measured(
         rounds={
             "idle_fraction": [each.idle_fraction for each in measured],

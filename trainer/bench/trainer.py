@@ -1,4 +1,4 @@
-"""`rollmesh bench trainer`: what packing is worth, beside a padded loop and beside TRL's GRPO step."""
+"""`rollmesh bench trainer`: what packing is worth beside a padded loop and beside TRL's GRPO step, and what K is worth."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ def trainer(
     rounds: Annotated[
         int, typer.Option(min=1, help="Steps of each arm, interleaved, after one that is not counted")
     ] = 5,
+    paced_rounds: Annotated[
+        int, typer.Option(min=0, help="Pairs of meshes with engines that draw by the clock, some minutes each")
+    ] = 1,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of each arm")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths and tokens")] = 1,
     trl_python: Annotated[Path, typer.Option(help="Python of the environment that holds TRL")] = TRL_PYTHON,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of a table")] = False,
 ) -> None:
-    """Trained tokens a second on heavy-tailed lengths: packed, padded, and TRL's."""
+    """Trained tokens a second on heavy-tailed lengths: packed, padded, and TRL's; asynchronous and synchronous."""
     import msgspec
 
     from services.bench.versions import versions
@@ -35,6 +38,7 @@ def trainer(
     from trainer.bench.trainer_report import as_table, put_together
 
     with heavy_imports():
+        from trainer.bench.idleness import measure_rounds
         from trainer.bench.step_speed import SpeedPlan, measure_speed
 
     say = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -42,7 +46,8 @@ def trainer(
     plan = SpeedPlan(rounds, threads, seed)
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
         speed = asyncio.run(measure_speed(plan, trl_python if trl_python.exists() else None, Path(scratch), say.print))
-    bench = put_together([speed], load, versions("rollmesh", "torch", "transformers"))
+    paced = asyncio.run(measure_rounds(paced_rounds, seed, say.print))
+    bench = put_together([speed, paced], load, versions("rollmesh", "torch", "transformers"))
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(bench), indent=2).decode() + "\n")
     else:
