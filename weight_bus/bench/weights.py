@@ -70,7 +70,7 @@ def weights(
     )
     say = Console(stderr=True, soft_wrap=True, highlight=False)
     # Ended as Ctrl-C ends it, so that nothing that was started stays behind.
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
         bench, episodes = asyncio.run(measure(shape, Path(scratch), say.print))
     if plot is not None:
