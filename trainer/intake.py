@@ -251,7 +251,8 @@ class Intake:
             return text
         sibling = self._assembler.partial_payload(partial.group)
         server = f" of server {sibling.server_id}" if sibling is not None else ""
-        return f"{text}; group {partial.ordinal}{server}: {partial.have} of {partial.size} siblings"
+        lacking = ", ".join(map(str, partial.lacking))
+        return f"{text}; group {partial.ordinal}{server}: {partial.have} of {partial.size} siblings (missing: {lacking})"
 
 
 def _extend(verdict: Verdict, more: Verdict) -> None:

@@ -109,6 +109,8 @@ class Partial:
     have: int
     size: int
     since: float
+    lacking: tuple[int, ...]
+    """The siblings that have not come, by their place in the group."""
 
 
 @dataclass
@@ -233,7 +235,9 @@ class GroupAssembler(Generic[Payload]):
         if not self._partial:
             return None
         group, gathering = min(self._partial.items(), key=lambda item: item[1].ordinal)
-        return Partial(group, gathering.ordinal, len(gathering.members), gathering.size, gathering.since)
+        have, size = len(gathering.members), gathering.size
+        lacking = tuple(index for index in range(size) if index not in gathering.members)
+        return Partial(group, gathering.ordinal, have, size, gathering.since, lacking)
 
     def partial_payload(self, group: str) -> Payload | None:
         """Any trajectory of an incomplete group, to say who should send its siblings."""
