@@ -30,6 +30,12 @@ _MEANS = {
 
 def describe(trainer: TrainerSettings) -> str:
     """Loss and advantage. Raises UsageError as `describe_loss` and `trainer.advantages.formula.describe_advantage` do."""
+    if "clip" in changed_fields(trainer.advantage.critic) and trainer.updates_per_batch == 1:
+        raise UsageError(
+            f"trainer.advantage.critic.clip={trainer.advantage.critic.clip} would have no effect with one optimizer step "
+            "a batch: at a batch's first step the values are those before it",
+            "set trainer.updates_per_batch, or leave it out",
+        )
     return f"{describe_loss(trainer.loss)};  {describe_advantage(trainer.advantage)}"
 
 

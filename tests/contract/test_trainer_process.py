@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 
 torch = pytest.importorskip("torch")
 
+from services.advantage_settings import AdvantageSettings, CostSettings  # noqa: E402
 from services.config_file import dump_settings  # noqa: E402
 from services.ledger import Ledger  # noqa: E402
 from services.redis_client import connect  # noqa: E402
@@ -29,9 +30,11 @@ from services.wire.trajectory import Trajectory  # noqa: E402
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, served  # noqa: E402
 from trainer.assembly import load_policy  # noqa: E402
+from trainer.batch_training import train_batch  # noqa: E402
 from trainer.learner import Learner, named_weights  # noqa: E402
 from trainer.packing import pack  # noqa: E402
 from trainer.report import TrainerReport  # noqa: E402
+from trainer.roles import make_roles  # noqa: E402
 from trainer.rows import rows_of  # noqa: E402
 from trainer.run_records import read_metrics  # noqa: E402
 from weight_bus.app import build_app  # noqa: E402
@@ -217,6 +220,44 @@ async def test_several_steps_a_batch_are_made_again_and_published_once(mesh: Mes
     assert (mesh.run_dir / "checkpoints" / "step-00000004" / "meta.json").exists(), "the first end of a batch after 3"
     assert mesh.engine.receiver.version == steps
     assert (await mesh.ledger.accounts()).trained == steps * GROUPS * SIZE
+
+
+async def test_a_critic_and_a_price_are_brought_back_too(mesh: Mesh) -> None:
+    """Killed after a step that no checkpoint holds: it is made again, from the critic and the price that there were."""
+    threads, steps = torch.get_num_threads(), 5
+    torch.set_num_threads(1)
+    advantage = AdvantageSettings(
+        estimator="gae", kl=0.05, keep="best_random", cost=CostSettings(component="success", limit=0.2)
+    )
+    trainer = SETTINGS.trainer.model_copy(update={"advantage": advantage})
+    settings = SETTINGS.model_copy(update={"steps": steps, "trainer": trainer})
+    (mesh.run_dir / "config.toml").write_text(dump_settings(settings))
+    batches = [
+        random_trajectories(step, groups=GROUPS, size=SIZE, run_id=mesh.run_id, first_ordinal=step * GROUPS)
+        for step in range(steps)
+    ]
+    for batch in batches[:3]:
+        await mesh.writer.publish(batch)
+    first = mesh.trainer()
+    await mesh.until(3, first)
+    first.send_signal(signal.SIGKILL)
+    await ended(first)
+    for batch in batches[3:]:
+        await mesh.writer.publish(batch)
+    code, errors = await ended(mesh.trainer())
+    assert code == 0, errors
+
+    roles = make_roles(lambda: load_policy(mesh.model), settings, 0)
+    expected = [train_batch(roles, settings, grouped(batch), 1)[0] for batch in batches]
+    trained = named_weights(load_policy(mesh.run_dir / "checkpoints" / "final"))
+    assert all(torch.equal(trained[name], weight) for name, weight in roles.learner.weights().items())
+    torch.set_num_threads(threads)
+    lines = read_metrics(mesh.run_dir / "metrics.jsonl")
+    for line, step in zip(lines, expected, strict=True):
+        told = (line.value_loss, line.cost_price, line.kl_in_reward, line.left_out)
+        valued, credited = step.valued, step.credited
+        assert told == (valued.value_loss, credited.cost_price, credited.kl_in_reward, credited.left_out)
+    assert len({line.cost_price for line in lines}) == steps and lines[-1].left_out == GROUPS
 
 
 async def test_a_trainer_that_still_waits_for_its_model_stops_at_once(mesh: Mesh) -> None:
