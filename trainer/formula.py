@@ -21,6 +21,7 @@ from trainer.losses.registry import LossEntry, find_loss
 
 _ANCHORS = {"behaviour": "π_beh", "proximal": "π_prox", "interpolated": "π_prox"}
 _RATIOS = {"token": "ρ", "sequence": "Πρ", "geometric": "(Πρ)^(1/n)"}
+_BOUNDS = ("clip_low", "clip_high", "dual_clip")
 _MEANS = {
     "tokens": ("(1/N) Σ", "N = fresh sampled tokens of the batch"),
     "segments": ("(1/S) Σ_segments (1/n) Σ", "S = segments of the batch, n = fresh sampled tokens of the segment"),
@@ -29,14 +30,25 @@ _MEANS = {
 
 
 def describe(trainer: TrainerSettings) -> str:
-    """Loss and advantage. Raises UsageError as `describe_loss` and `trainer.advantages.formula.describe_advantage` do."""
+    """Loss and advantage. Raises UsageError as `describe_loss` and `trainer.advantages.formula.describe_advantage` do.
+
+    Also for bounds of a ratio that one optimizer step a batch leaves at 1.
+    """
+    updates, changed = trainer.updates_per_batch, changed_fields(trainer.loss)
+    for name in _BOUNDS:
+        if name in changed and trainer.loss.anchor == "proximal" and updates == 1:
+            under = (
+                "loss.anchor=proximal with one optimizer step a batch: the ratio to the policy before the batch is 1"
+            )
+            raise _idle(name, changed[name], under, "set trainer.updates_per_batch, or leave it out")
     if "clip" in changed_fields(trainer.advantage.critic) and trainer.updates_per_batch == 1:
         raise UsageError(
             f"trainer.advantage.critic.clip={trainer.advantage.critic.clip} would have no effect with one optimizer step "
             "a batch: at a batch's first step the values are those before it",
             "set trainer.updates_per_batch, or leave it out",
         )
-    return f"{describe_loss(trainer.loss)};  {describe_advantage(trainer.advantage)}"
+    steps = f";  {updates} optimizer steps a batch" if updates > 1 else ""
+    return f"{describe_loss(trainer.loss)};  {describe_advantage(trainer.advantage)}{steps}"
 
 
 def describe_loss(loss: LossSettings) -> str:
@@ -95,7 +107,7 @@ def _corrects(correction: CorrectionSettings) -> bool:
 
 def _refuse_idle_choices(loss: LossSettings, entry: LossEntry) -> None:
     changed, correction = changed_fields(loss), changed_fields(loss.correction)
-    for name in ("clip_low", "clip_high", "dual_clip"):
+    for name in _BOUNDS:
         if name in changed and name not in entry.uses:
             raise _idle(name, changed[name], f"loss.policy={loss.policy}, which does not read it", "leave it out")
     if "anchor" in changed and entry.ratio is None:

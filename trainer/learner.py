@@ -19,7 +19,7 @@ from services.settings import TrainerSettings
 from services.wire.errors import UsageError
 from trainer.logprobs import sampled_terms
 from trainer.objective import Objective, TokenTerms
-from trainer.packed_forward import PackedForward
+from trainer.packed_forward import PackedForward, Separation
 from trainer.packing import BatchSize, MicroBatch, PackedBatch
 from trainer.step_sums import StepSums, TokenStatistics
 
@@ -52,6 +52,11 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+
+    @property
+    def separation(self) -> Separation:
+        """How rows that stand in one are kept apart."""
+        return self._policy.separation
 
     def weights(self) -> dict[str, Tensor]:
         """The live weights by their Hugging Face names, a tied one under its first name only."""

@@ -62,6 +62,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     roles = assembly.roles()
     learner = roles.learner
     _log.info("loss in force", formula=describe(arguments.settings.trainer))
+    _log.info("rows are packed", kept_apart=learner.separation)
     background.call(assembly.ledger.begin(learner.version), "opening the ledger", CALL_DEADLINE_S)
     loop = assembly.loop(identity, roles, log, interrupt)
     consumed = [entry for record in log.records for entry in record.entries]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from services.loss_settings import LossSettings
+from services.settings import TrainerSettings
 from services.wire.errors import UsageError
-from trainer.formula import describe_loss
+from trainer.formula import describe, describe_loss
 from trainer.losses.registry import LOSSES, LossEntry, load_loss
 from trainer.losses.tokens import LossTokens, TokenLoss
 
@@ -89,3 +90,13 @@ def test_a_loss_of_ones_own_is_a_function() -> None:
 
 def test_every_registered_loss_loads() -> None:
     assert all(callable(load_loss(name)) for name in LOSSES)
+
+
+def test_bounds_of_a_ratio_that_stays_1_are_refused() -> None:
+    """Held against the policy before the batch, the first step has nothing to clip."""
+    loss = choose(anchor="proximal", clip_high=0.3, correction={"weight": "token"})
+    with pytest.raises(UsageError, match=r"clip_high=0.3 would have no effect under loss.anchor=proximal with one"):
+        describe(TrainerSettings(loss=loss))
+    several = describe(TrainerSettings(loss=loss, updates_per_batch=4))
+    assert "π_prox = the policy before the batch" in several and several.endswith("4 optimizer steps a batch")
+    assert "optimizer steps" not in describe(TrainerSettings())

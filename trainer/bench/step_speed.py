@@ -50,6 +50,8 @@ class _Go(msgspec.Struct, frozen=True):
 
 class _Took(msgspec.Struct, frozen=True):
     seconds: float
+    trl: str
+    """TRL's version."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,13 @@ async def measure_speed(plan: SpeedPlan, trl_python: Path | None, folder: Path, 
     answers = plan.tail.answers(plan.seed)
     model = build_model(plan.seed, hidden_size=_HIDDEN_SIZE, layers=_LAYERS)
     tokens = sum(len(answer.completion) for answer in answers)
-    arms = _own_arms(plan, model, answers)
+    arms, trl = _own_arms(plan, model, answers), None
     async with AsyncExitStack() as stack:
         why = "" if trl_python is not None else "no Python with TRL: `./dev bench trainer` makes it"
         if trl_python is not None:
             try:
-                arms[TRL] = await _trl_arm(plan, model, answers, trl_python, folder, stack)
+                trl = await _trl_arm(plan, model, answers, trl_python, folder, stack)
+                arms[TRL] = trl.step
             except RollmeshError as error:
                 why = str(error)
         speeds: dict[str, list[float]] = {name: [] for name in arms}
@@ -87,7 +90,7 @@ async def measure_speed(plan: SpeedPlan, trl_python: Path | None, folder: Path, 
                     speeds[name].append(speed)
             if number:
                 say(f"round {number}: " + ", ".join(f"{name} {found[-1]:.0f}" for name, found in speeds.items()))
-    return _judge(plan, answers, speeds, why)
+    return _judge(plan, answers, speeds, why, None if trl is None else trl.version)
 
 
 def _own_arms(plan: SpeedPlan, model: PreTrainedModel, answers: list[Answer]) -> dict[str, Step]:
@@ -122,7 +125,7 @@ async def _trl_arm(
     python: Path,
     folder: Path,
     stack: AsyncExitStack,
-) -> Step:
+) -> _TrlArm:
     save_policy(model, folder / "model")
     (folder / "answers.json").write_bytes(msgspec.json.encode(answers))
     flags = {
@@ -140,13 +143,23 @@ async def _trl_arm(
         running_piped("trl", command, folder, start_within_s=_START_WITHIN_S, environment=surroundings)
     )
 
-    async def step() -> float:
-        return (await arm.ask(_Go(), _Took, _STEP_WITHIN_S)).seconds
-
-    return step
+    return _TrlArm(arm)
 
 
-def _judge(plan: SpeedPlan, answers: list[Answer], speeds: Mapping[str, list[float]], why_no_trl: str) -> Measured:
+@dataclass
+class _TrlArm:
+    piped: Piped
+    version: str = "unknown"
+
+    async def step(self) -> float:
+        took = await self.piped.ask(_Go(), _Took, _STEP_WITHIN_S)
+        self.version = took.trl
+        return took.seconds
+
+
+def _judge(
+    plan: SpeedPlan, answers: list[Answer], speeds: Mapping[str, list[float]], why_no_trl: str, trl: str | None
+) -> Measured:
     lengths = sorted(len(answer.completion) for answer in answers)
     rounds = {"packed_vs_padded": _ratios(speeds[PACKED], speeds[PADDED])}
     if TRL in speeds:
@@ -159,6 +172,8 @@ def _judge(plan: SpeedPlan, answers: list[Answer], speeds: Mapping[str, list[flo
         f"mean {statistics.fmean(lengths):.0f}, longest {lengths[-1]}; {plan.rows} rows a padded pass"
     )
     seen["model"] = f"Qwen3 type, {_LAYERS} layers of {_HIDDEN_SIZE}, {plan.threads} thread(s)"
+    if trl is not None:
+        seen["TRL"] = trl
     return Measured(rounds=rounds, missing={"vs_trl": why_no_trl} if why_no_trl else {}, seen=seen)
 
 

@@ -61,7 +61,7 @@ def main() -> None:
             return control
 
         def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> Any:
-            reply({"seconds": time.perf_counter() - self.started})
+            reply({"seconds": time.perf_counter() - self.started, "trl": trl.__version__})
             return control
 
     config = trl.GRPOConfig(

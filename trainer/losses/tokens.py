@@ -1,6 +1,6 @@
 """What a policy loss sees: the tokens that may enter it, flat, and which segment each belongs to.
 
-micro-batch [B, W] ── where fresh ──► [N]        no padding, no environment's tokens, nothing over K
+packed row [1, T] ── where fresh ──► [N]        no environment's tokens, nothing over K
 """
 
 from __future__ import annotations
