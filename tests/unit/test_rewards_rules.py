@@ -29,12 +29,10 @@ from services.wire.errors import UsageError, WireError
 
 ACTIONS = st.lists(
     st.one_of(
-        st.just("offer"),
-        st.just("take"),
-        st.just("done"),
-        st.just("wait"),
-        st.tuples(st.just("pass"), st.integers(1, 9)),
+        st.sampled_from(["offer", "offer", "take", "take", "done", "wait"]),
+        st.tuples(st.just("pass"), st.integers(1, 3)),
     ),
+    min_size=30,
     max_size=120,
 )
 
@@ -46,12 +44,12 @@ class Item:
 @given(
     actions=ACTIONS,
     largest=st.integers(1, 5),
-    linger=st.integers(0, 6),
+    linger=st.integers(0, 8),
     at_once=st.integers(1, 3),
     capacity=st.integers(1, 8),
     gone=st.sets(st.integers(0, 60)),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_samples_are_sent_once_in_order_in_full_batches_or_after_their_wait(
     actions: list[Any], largest: int, linger: int, at_once: int, capacity: int, gone: set[int]
 ) -> None:
