@@ -23,6 +23,7 @@ from rollout_server.weight_update_routes import weight_update_routes
 from services.app import Stop, error_answer, make_app
 from services.body_limit import BodyLimit
 from services.metrics import Metrics
+from services.threshold import Threshold
 from weight_bus.membership import Bus
 from weight_bus.weight_routes import weight_routes
 
@@ -38,6 +39,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         metrics_access=scraping,
     )
     app.add_middleware(BodyLimit, limit_bytes=plan.settings.rollout.max_body_mib << 20)
+    app.add_middleware(Threshold, doors=server.doors, sessions=True)
 
     @app.exception_handler(EngineCrashedError)
     async def on_crash(_: Request, error: EngineCrashedError) -> Response:

@@ -15,6 +15,7 @@ from services.doorkeeper import Doorkeeper
 from services.key_rules import NO_KEYS, Keys
 from services.metrics import Metrics
 from services.policies.fleet_policy import BARRIER, FleetPolicy
+from services.threshold import Threshold
 from weight_bus.admin_routes import admin_routes
 from weight_bus.coordinator import Coordinator
 from weight_bus.engine_client import EngineClient
@@ -62,6 +63,7 @@ def build_app(
     scraping = doors.of("service")
     app = make_app("weight-bus", package_version("rollmesh"), lifespan, list, metrics, metrics_access=scraping)
     app.add_middleware(BodyLimit, limit_bytes=MANIFEST_LIMIT)
+    app.add_middleware(Threshold, doors=doors)
     calls, snapshots = FleetCalls(coordinator, client), Snapshots(coordinator, run_id, keys.weights)
     app.include_router(admin_routes(doors, coordinator, calls, snapshots))
     return app

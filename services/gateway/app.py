@@ -14,6 +14,7 @@ from services.gateway.gateway_metrics import gateway_readings
 from services.gateway.proxy import ProxyPaths
 from services.gateway.run_routes import run_routes
 from services.metrics import Metrics
+from services.threshold import Threshold
 
 
 def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> FastAPI:
@@ -30,4 +31,5 @@ def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> Fas
     # Last: it answers every path that nobody else does.
     app.include_router(admin_routes(gateway))
     app.add_middleware(ProxyPaths, proxy=BodyLimit(gateway, max_body_mib << 20))
+    app.add_middleware(Threshold, doors=gateway.doors, sessions=True)
     return app

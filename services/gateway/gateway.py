@@ -91,7 +91,7 @@ class Gateway:
             failover = Failover(servers, placer, upstream, settings.failover_timeout_s)
             # Before the first call: a gateway that has just started knows its servers.
             await servers.look()
-            proxy = Proxy(failover, placer, SessionIndex(redis, plan.run_id), self.doors)
+            proxy = Proxy(failover, placer, SessionIndex(redis, plan.run_id))
             self._parts = GatewayParts(servers, upstream, failover, proxy)
             if plan.url is not None:
                 record = ServiceRecord(name=plan.name, kind="gateway", url=plan.url)

@@ -8,8 +8,6 @@ from __future__ import annotations
 from aiohttp import ClientResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.bearer import bearer
-from services.doorkeeper import Doorkeeper
 from services.gateway.agent_side import AgentSide
 from services.gateway.failover import Failover
 from services.gateway.hang_up import AgentGoneError, until_hung_up
@@ -19,7 +17,6 @@ from services.gateway.servers import Server
 from services.gateway.session_index import SessionIndex
 from services.gateway.uncaptured import Uncaptured
 from services.gateway.upstream import rest_refused
-from services.session_keys import PREFIX
 from services.wire.errors import RollmeshError
 
 _WHOLE_BYTES = 1 << 20
@@ -29,17 +26,15 @@ _WHOLE_BYTES = 1 << 20
 class Proxy:
     """Passes one agent's call on and its answer back."""
 
-    def __init__(self, failover: Failover, placer: Placer, sessions: SessionIndex, doors: Doorkeeper) -> None:
+    def __init__(self, failover: Failover, placer: Placer, sessions: SessionIndex) -> None:
         self._failover = failover
         self._placer = placer
         self._sessions = sessions
-        self._doors = doors
         self._uncaptured = Uncaptured(failover)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         agent = AgentSide(send)
         try:
-            self._check_key(scope)
             call = read_call(scope, await _read_body(receive))
             async with until_hung_up(receive):
                 if call.may_name_nothing and not await self._sessions.holds(call.session_id or ""):
@@ -50,16 +45,6 @@ class Proxy:
         except RollmeshError as error:
             # An answer that can no longer say so is cut: our server closes the connection of one that does not end.
             await agent.fail(error)
-
-    def _check_key(self, scope: Scope) -> None:
-        """Keep strangers out before their bodies are read. Servers judge closer, and session keys are theirs to know.
-
-        Raises UnauthenticatedError.
-        """
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        shown = bearer(header.decode("latin-1"))
-        if not shown.startswith(PREFIX):
-            self._doors.require_key(shown, "reading")
 
     async def _pass(self, call: ProxiedCall, agent: AgentSide) -> None:
         async def hand_on(server: Server, response: ClientResponse) -> None:

@@ -12,20 +12,22 @@ from fastapi import FastAPI
 
 from services.app import Stop, make_app
 from services.body_limit import BodyLimit
+from services.doorkeeper import Doorkeeper
+from services.key_rules import NO_KEYS, Keys
 from services.metrics import Metrics
 from services.reward_settings import RewardSettings
-from services.rewards.access import RewardAccess
 from services.rewards.judge import Judge
 from services.rewards.metrics import RewardMetrics
 from services.rewards.routes import reward_routes
+from services.threshold import Threshold
 from services.wire.errors import RollmeshError
 
 _log = structlog.get_logger()
 
 
-def make_rewards_app(settings: RewardSettings, stop: Stop, *, key: str | None = None) -> FastAPI:
+def make_rewards_app(settings: RewardSettings, stop: Stop, *, keys: Keys = NO_KEYS) -> FastAPI:
     """The application. A component that cannot be started ends it, through `stop`."""
-    metrics, access = Metrics(), RewardAccess(key)
+    metrics, doors = Metrics(), Doorkeeper(keys)
     judge = Judge(settings, RewardMetrics(metrics))
 
     @asynccontextmanager
@@ -41,11 +43,11 @@ def make_rewards_app(settings: RewardSettings, stop: Stop, *, key: str | None = 
             with suppress(asyncio.CancelledError):
                 await running
 
-    app = make_app(
-        "rewards", version("rollmesh"), lifespan, judge.not_ready, metrics, metrics_access=[access.requirement]
-    )
+    scraping = doors.of("service")
+    app = make_app("rewards", version("rollmesh"), lifespan, judge.not_ready, metrics, metrics_access=scraping)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_mib << 20)
-    app.include_router(reward_routes(access, judge))
+    app.add_middleware(Threshold, doors=doors)
+    app.include_router(reward_routes(doors, judge))
     return app
 
 

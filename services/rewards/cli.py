@@ -22,18 +22,24 @@ def rewards(
         str, typer.Option(help="Address to listen on; one that is not loopback needs the key")
     ] = "127.0.0.1",
     run_id: Annotated[str | None, typer.Option(help="The run that is judged for (named in the log)")] = None,
-    key_file: Annotated[Path | None, typer.Option(help="Every caller must show the key in this file")] = None,
+    keys_dir: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
+    ] = None,
+    key_file: Annotated[
+        Path | None, typer.Option(help="File with the agent key; without another key every caller must show it")
+    ] = None,
 ) -> None:
     from services.app import Stop, open_port, serve
     from services.config_file import load_settings
-    from services.key_files import read_key
+    from services.key_files import read_keys
+    from services.key_rules import lacking
     from services.wire.errors import UsageError
 
     settings = load_settings(config, []).rewards
     if not settings.components:
         raise UsageError(f"{config} has no reward component", "add a section [[rewards.components]]")
-    key = None if key_file is None else read_key(key_file)
-    listener = open_port(host, port, lacking=("rewards",) if key is None else ())
+    keys = read_keys("rewards", keys_dir, {"agent": key_file})
+    listener = open_port(host, port, lacking=lacking(keys, "rewards"))
 
     import structlog
 
@@ -42,4 +48,4 @@ def rewards(
     if run_id is not None:
         structlog.contextvars.bind_contextvars(run=run_id)
     stop = Stop()
-    serve(make_rewards_app(settings, stop, key=key), host, port, listener=listener, stop=stop)
+    serve(make_rewards_app(settings, stop, keys=keys), host, port, listener=listener, stop=stop)

@@ -6,8 +6,8 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from services.doorkeeper import Doorkeeper
 from services.policies.reward_formula import NotComposed
-from services.rewards.access import RewardAccess
 from services.rewards.judge import Judge
 from services.rewards.worker_wire import Sample
 from services.wire.errors import NotReadyError
@@ -17,6 +17,7 @@ from services.wire.rollout_api import ErrorBody
 _MEANINGS = {
     400: "A body that is no JSON text",
     401: "No key, or a wrong one",
+    403: "A key that does not open this",
     413: "A body that is too large",
     422: "A body that does not fit",
     424: "A component has no value and nothing stands in for it: the sample has no reward",
@@ -28,11 +29,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def reward_routes(access: RewardAccess, judge: Judge) -> APIRouter:
-    """Every route asks for the key where one is configured."""
-    router = APIRouter(tags=["rewards"], dependencies=[access.requirement])
+def reward_routes(doors: Doorkeeper, judge: Judge) -> APIRouter:
+    """Rewards are for environments; the formula may be read by the mesh's parts too."""
+    router = APIRouter(tags=["rewards"])
 
-    @router.post(REWARDS_PATH, responses=_ERRORS)
+    @router.post(REWARDS_PATH, responses=_ERRORS, dependencies=doors.of("environment"))
     async def give_reward(body: JudgeSample) -> RewardGiven:
         """Judge one answer. A reward has every component's value; what has none is an error, never a zero."""
         if reasons := judge.not_ready():
@@ -55,7 +56,7 @@ def reward_routes(access: RewardAccess, judge: Judge) -> APIRouter:
             substituted={name: str(cause) for name, cause in judged.substituted.items()},
         )
 
-    @router.get(REWARDS_PATH, responses={401: _ERRORS[401]})
+    @router.get(REWARDS_PATH, responses={401: _ERRORS[401], 403: _ERRORS[403]}, dependencies=doors.of("reading"))
     async def read_formula() -> RewardFormula:
         """The formula in force, and its components."""
         return RewardFormula(formula=judge.formula, components=judge.components(), not_confined=judge.not_confined())

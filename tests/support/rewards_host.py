@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from services.app import Stop
+from services.key_rules import Keys
 from services.reward_settings import RewardSettings
 from services.rewards.app import make_rewards_app
 from tests.support.served_app import served
@@ -21,7 +22,7 @@ async def judging(
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a service that is ready. `components`: as `[[rewards.components]]` has them."""
     stop = Stop()
-    app = make_rewards_app(RewardSettings(components=list(components), **settings), stop, key=key)  # type: ignore[arg-type]
+    app = make_rewards_app(RewardSettings(components=list(components), **settings), stop, keys=Keys(agent=key))  # type: ignore[arg-type]
     async with served(app, stop) as url, httpx.AsyncClient(base_url=url, timeout=20.0) as http:
 
         async def ready() -> bool:
