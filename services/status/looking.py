@@ -64,11 +64,21 @@ class _Drawn:
 
 
 class Looker:
-    """Takes looks at one run. `also`: further services, name → URL, that stand in no directory."""
+    """Takes looks at one run. `also`: further services, that stand in no directory."""
 
-    def __init__(self, redis: Redis, run_id: str, http: httpx.AsyncClient, also: Sequence[Listed] = ()) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        http: httpx.AsyncClient,
+        also: Sequence[Listed] = (),
+        *,
+        part_within_s: float = PART_WITHIN_S,
+        look_again_s: float = LOOK_AGAIN_S,
+    ) -> None:
         self._redis, self._run_id, self._http = redis, run_id, http
         self._also = also
+        self._part_within_s, self._look_again_s = part_within_s, look_again_s
         self._directory, self._registry = Directory(redis, run_id), Registry(redis, run_id)
         self._ledger = Ledger(redis, run_id)
         self._drawn: dict[str, _Drawn] = {}
@@ -82,7 +92,7 @@ class Looker:
         causes = self._causes(parts, listed, probes, wait)
         if again and wait is not None and not any(cause.sure for cause in causes):
             self._remember(parts.servers)
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(self._look_again_s)
             parts.servers = await self._part(parts, "registry", self._registry.servers(), list(parts.servers))
             causes = self._causes(parts, listed, probes, wait)
         self._remember(parts.servers)
@@ -112,7 +122,7 @@ class Looker:
             reasons=probe.reasons,
             running=0 if server is None else server.running,
             drawn=server.drawn_tokens - before.tokens
-            if server and before and known and apart_s >= LOOK_AGAIN_S
+            if server and before and known and apart_s >= self._look_again_s
             else None,
             apart_s=apart_s,
         )
@@ -143,10 +153,10 @@ class Looker:
 
     async def _part(self, parts: _Parts, name: str, reading: Awaitable[_Part], instead: _Part) -> _Part:
         try:
-            async with asyncio.timeout(PART_WITHIN_S):
+            async with asyncio.timeout(self._part_within_s):
                 return await reading
         except TimeoutError:
-            parts.unread.append(f"{name}: Redis has not answered within {PART_WITHIN_S:g} s")
+            parts.unread.append(f"{name}: Redis has not answered within {self._part_within_s:g} s")
         except (RedisError, OSError, msgspec.MsgspecError) as error:
             parts.unread.append(f"{name}: {error}")
         return instead

@@ -1,0 +1,188 @@
+"""`rollmesh status` over a real Valkey: what it finds, what it asks, and that nothing makes it hang."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from redis.asyncio import Redis
+from rich.console import Console
+
+from services.app import make_app
+from services.directory import Directory, Listed, ServiceKind, ServiceRecord
+from services.ledger import Ledger
+from services.redis_client import connect
+from services.registry import Registry, ServerRecord
+from services.run_keys import RunKeys
+from services.status.looking import Looker
+from services.status.report import MeshReport
+from services.status.screen import screen
+from services.waits import WaitBoard
+from tests.conftest import free_port
+from tests.support.mesh_command import run_command
+from tests.support.served_app import served
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    client = connect(redis_url)
+    yield client
+    await client.aclose()
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        yield client
+
+
+@contextmanager
+def stopped_service() -> Iterator[str]:
+    """Where connections are taken, as a stopped process's kernel takes them, and nobody answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@asynccontextmanager
+async def nothing(_: FastAPI) -> AsyncIterator[None]:
+    yield
+
+
+async def enter(redis: Redis, run_id: str, name: str, url: str, kind: ServiceKind = "rollout-server") -> None:
+    await Directory(redis, run_id).announce([ServiceRecord(name=name, kind=kind, url=url)])
+
+
+async def announce(redis: Redis, run_id: str, name: str, url: str, *, drawn: int, running: int = 2) -> None:
+    record = ServerRecord(
+        server_id=name,
+        incarnation="life",
+        url=url,
+        state="serving",
+        model="m",
+        policy_version=3,
+        running=running,
+        drawn_tokens=drawn,
+    )
+    await Registry(redis, run_id).announce(record, 60.0)
+
+
+async def look(redis: Redis, run_id: str, http: httpx.AsyncClient) -> MeshReport:
+    return await Looker(redis, run_id, http).look()
+
+
+async def test_a_stopped_service_costs_a_deadline_and_is_named_with_the_groups_that_it_adopted(
+    redis: Redis, run_id: str, http: httpx.AsyncClient
+) -> None:
+    ledger, keys = Ledger(redis, run_id), RunKeys(run_id)
+    await ledger.begin(0)
+    await redis.hset(keys.open_groups, mapping={"a": b'[0,"s0",1000.0]', "b": b'[1,"s0",1001.0]'})
+    await redis.hset(keys.owners, mapping={"a": "s1/life", "b": ""})
+    await redis.hset(keys.published_groups, "a", 3)
+    with stopped_service() as url:
+        await enter(redis, run_id, "s1", url)
+        await enter(redis, run_id, "gone", f"http://127.0.0.1:{free_port()}", "gateway")
+        began = time.monotonic()
+        report = await look(redis, run_id, http)
+        assert time.monotonic() - began < 4.0
+    assert [(cause.service, cause.kind) for cause in report.causes] == [("s1", "silent"), ("gone", "gone")]
+    (held,) = report.causes[0].groups
+    assert (held.group, held.ordinal, held.server, held.finished, held.opened_at) == ("a", 0, "s1", 3, 1000.0)
+    assert not report.well
+    assert report.queue is not None and report.queue.open_groups == 2
+
+
+async def test_a_server_that_let_its_lease_run_out_is_still_known_and_named(
+    redis: Redis, run_id: str, http: httpx.AsyncClient
+) -> None:
+    with stopped_service() as url:
+        await enter(redis, run_id, "s1", url)
+        await redis.delete(RunKeys(run_id).service_lease("s1"))
+        report = await look(redis, run_id, http)
+    (service,) = report.services
+    assert (service.alive, service.probe) == (False, "silent")
+    assert report.causes[0].service == "s1"
+
+
+async def test_an_engine_that_draws_nothing_shows_between_two_looks_of_one_command(
+    redis: Redis, run_id: str, http: httpx.AsyncClient
+) -> None:
+    async with served(make_app("well", "0", nothing, list)) as url:
+        for name in ("busy", "stuck"):
+            await enter(redis, run_id, name, url)
+            await announce(redis, run_id, name, url, drawn=10)
+        await WaitBoard(redis, run_id, "trainer").post("the batch of step 4: 2 of 4 groups")
+        looker = Looker(redis, run_id, http, look_again_s=0.0)
+        await looker.look(again=False)
+        await announce(redis, run_id, "busy", url, drawn=90)
+        report = await looker.look(again=False)
+        at_once = await Looker(redis, run_id, http, look_again_s=0.0).look()
+    assert [(cause.service, cause.kind, cause.sure) for cause in report.causes] == [("stuck", "draws_nothing", False)]
+    assert report.trainer_waits is not None
+    assert report.well, "a guess alone is no failure"
+    assert {cause.service for cause in at_once.causes} == {"busy", "stuck"}, "neither drew between its two looks"
+
+
+async def test_a_redis_that_stands_still_is_told_part_by_part(
+    redis: Redis, run_id: str, http: httpx.AsyncClient
+) -> None:
+    await redis.execute_command("CLIENT", "PAUSE", "600", "ALL")
+    report = await Looker(redis, run_id, http, part_within_s=0.2).look()
+    assert len(report.unread) == 7
+    assert "registry: Redis has not answered within 0.2 s" in report.unread
+    assert not report.well
+
+
+async def test_the_screen_says_what_the_report_says(redis: Redis, run_id: str, http: httpx.AsyncClient) -> None:
+    await Ledger(redis, run_id).begin(0)
+    await WaitBoard(redis, run_id, "trainer").post("the batch of step 4: 2 of 4 groups")
+    with stopped_service() as url:
+        await enter(redis, run_id, "s1", url)
+        report = await look(redis, run_id, http)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(screen(report))
+    shown = console.export_text()
+    assert "the trainer waits" in shown and "the batch of step 4" in shown
+    assert "because: s1 takes connections and answers nothing" in shown
+    assert "silent" in shown and url in shown
+
+
+def test_the_command_says_by_its_exit_code_how_it_went(redis_url: str, run_id: str) -> None:
+    done = run_command(["status", "--run-id", run_id, "--redis-url", redis_url])
+    assert (done.code, done.out) == (2, "")
+    assert f"Redis knows no run {run_id!r}" in done.err
+    assert run_command(["status", "--redis-url", f"redis://127.0.0.1:{free_port()}/0"]).code == 2
+    assert run_command(["status", "--also", "rewards", "--redis-url", redis_url]).code == 2
+
+
+async def test_further_services_are_asked_and_json_is_one_line(redis: Redis, redis_url: str, run_id: str) -> None:
+    await Ledger(redis, run_id).begin(0)
+    also = f"rewards=http://127.0.0.1:{free_port()}"
+    done = await asyncio.to_thread(
+        run_command, ["status", "--run-id", run_id, "--redis-url", redis_url, "--also", also, "--json"]
+    )
+    assert done.code == 1
+    report = json.loads(done.out)
+    assert done.out.count("\n") == 1
+    assert report["causes"][0]["service"] == "rewards"
+
+
+async def test_services_withdraw_at_their_end_and_are_forgotten_where_they_could_not(redis: Redis, run_id: str) -> None:
+    directory = Directory(redis, run_id)
+    record = ServiceRecord(name="s1", kind="rollout-server", url="http://127.0.0.1:1")
+    await directory.announce([record])
+    assert [each.alive for each in await directory.services()] == [True]
+    await directory.withdraw([record])
+    assert await directory.services() == list[Listed]()
+    long_ago = b'{"name":"s2","kind":"gateway","url":"http://127.0.0.1:1","at":5.0}'
+    await redis.hset(RunKeys(run_id).services, "s2", long_ago)
+    assert await directory.services() == list[Listed]()
