@@ -23,9 +23,9 @@ _ANCHORS = {"behaviour": "π_beh", "proximal": "π_prox", "interpolated": "π_pr
 _RATIOS = {"token": "ρ", "sequence": "Πρ", "geometric": "(Πρ)^(1/n)"}
 _BOUNDS = ("clip_low", "clip_high", "dual_clip")
 _MEANS = {
-    "tokens": ("(1/N) Σ", "N = fresh sampled tokens of the batch"),
-    "segments": ("(1/S) Σ_segments (1/n) Σ", "S = segments of the batch, n = fresh sampled tokens of the segment"),
-    "fixed": ("(1/(S·{length})) Σ", "S = segments of the batch"),
+    "tokens": ("(1/N) Σ", "N = fresh sampled tokens of the step"),
+    "segments": ("(1/S) Σ_segments (1/n) Σ", "S = segments of the step, n = fresh sampled tokens of the segment"),
+    "fixed": ("(1/(S·{length})) Σ", "S = segments of the step"),
 }
 
 

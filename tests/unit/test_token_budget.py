@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from services.policies.token_budget import split_rows, work
 
-LENGTHS = st.lists(st.integers(1, 300), max_size=60)
-BUDGET = st.integers(1, 700)
+LENGTHS = st.lists(st.integers(1, 9), max_size=40) | st.lists(st.integers(1, 300), max_size=60)
+BUDGET = st.integers(1, 20) | st.integers(1, 700)
 RANKS = st.integers(1, 9)
 
 

@@ -22,7 +22,7 @@ class PaddedLoop:
     def __init__(self, model: PreTrainedModel, settings: TrainerSettings, rows: int, *, cut: bool) -> None:
         self.model = model.eval()
         self._settings, self._rows, self._cut = settings, rows, cut
-        self._optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=settings.learning_rate,
             betas=settings.betas,
@@ -46,8 +46,8 @@ class PaddedLoop:
             columns = (ids[chunk, :width], there[chunk, :width], behaviour[chunk, 1:width], drawn[chunk, 1:width])
             (self._loss(*columns, advantages[chunk]) / tokens).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip_grad_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _loss(self, ids: Tensor, there: Tensor, behaviour: Tensor, drawn: Tensor, advantages: Tensor) -> Tensor:
         logits = self.model(input_ids=ids, attention_mask=there.long(), use_cache=False).logits[:, :-1].float()
