@@ -230,7 +230,8 @@ class Intake:
         for drop in self._owed.drops:
             by_cause[drop.cause][drop.entry] = drop.why
         for cause, reasons in by_cause.items():
-            await self._reader.acknowledge_dropped(cause, reasons)
+            # What is dropped in a run's ordinary course would drive out the dead letters that are worth looking at.
+            await self._reader.acknowledge_dropped(cause, reasons if cause.fault else [*reasons])
             self.forget(reasons)
         self._owed = Verdict()
 
@@ -252,7 +253,9 @@ class Intake:
         sibling = self._assembler.partial_payload(partial.group)
         server = f" of server {sibling.server_id}" if sibling is not None else ""
         lacking = ", ".join(map(str, partial.lacking))
-        return f"{text}; group {partial.ordinal}{server}: {partial.have} of {partial.size} siblings (missing: {lacking})"
+        return (
+            f"{text}; group {partial.ordinal}{server}: {partial.have} of {partial.size} siblings (missing: {lacking})"
+        )
 
 
 def _extend(verdict: Verdict, more: Verdict) -> None:

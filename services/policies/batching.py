@@ -60,6 +60,11 @@ class DropCause(StrEnum):
     """It lacks the reward component that is the run's cost."""
     RUN_CONCLUDED = "run_concluded"
 
+    @property
+    def fault(self) -> bool:
+        """Something went wrong, so that somebody may want to look at it; else it is the run's ordinary course."""
+        return self not in (DropCause.EQUAL_REWARDS, DropCause.RUN_CONCLUDED)
+
 
 @dataclass(frozen=True)
 class Member(Generic[Payload]):

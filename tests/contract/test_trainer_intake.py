@@ -438,6 +438,7 @@ async def test_groups_of_equal_rewards_are_dropped_and_made_up_for_until_the_bou
     # Two were dropped; the third is trained as it is: a task that is solved must come to its end.
     assert batch is not None and [group.group for group in batch] == ["same2", "differs"]
     await bench.dropped({"equal_rewards": 4})
+    assert await DeadLetters(bench.redis, bench.run_id).newest(9) == [], "nothing was wrong with them"
     accounts = await bench.ledger.accounts()
     assert accounts.dropped_groups == 2
     # The next batch has its own bound.
