@@ -136,13 +136,19 @@ def test_the_gradient_of_the_critic_is_that_of_its_loss() -> None:
 
 
 def test_no_token_over_k_reaches_the_critics_loss() -> None:
-    roles = with_critic()
+    roles = with_critic(whiten=False)
+    torch.nn.init.normal_(the_critic(roles).model.head.weight, generator=torch.Generator().manual_seed(4))
     old = a_segment([2, 3], [4, 5, 6], [-4.0, -3.9, -4.3], [0, 0, 0])
-    new = a_segment([2, 3], [7], [-4.0], [9])
+    both = a_segment([2, 3], [7, 8, 9], [-4.0, -4.0, -4.0], [0, 9, 8])
     roles.learner.version = 9
-    played = [a_rollout([old], 1.0, size=2, member=0), a_rollout([new], 0.0, size=2, member=1)]
+    played = [a_rollout([old], 1.0, size=2, member=0), a_rollout([both], 0.0, size=2, member=1)]
     batch = credited(roles, played, k=2)
-    assert [len(micro.chosen) for micro in batch.micro_batches] == [1]
+    assert [len(micro.chosen) for micro in batch.micro_batches] == [2]
+    # Before its first step its values are those that it was credited with: what is left is the advantage.
+    credits, _ = roles.crediting.of(grouped(played))
+    left = credits["g0-1"].advantages[0][3:]
+    assert len(left) == 2
+    assert the_critic(roles).step(batch).value_loss == pytest.approx(0.5 * float((left**2).mean()), rel=1e-4)
     nothing = credited(roles, [a_rollout([old], float(i), size=2, member=i) for i in range(2)], k=2)
     before = copy.deepcopy(the_critic(roles).model.state_dict())
     assert the_critic(roles).step(nothing).value_loss is None

@@ -46,10 +46,10 @@ class Scored:
         return of_trajectory[self.trajectory]
 
     def by_group(self, judge: Callable[[Float64Array], Float64Array]) -> Float64Array:
-        """`[T]`: `judge` applied to the outcomes `[n]` of each group's siblings that were drawn by chance; others get 0."""
+        """`[T]`: `judge` applied to the outcomes `[n]` of each group's siblings."""
         judged = np.zeros_like(self.outcomes)
         for group in np.unique(self.group):
-            siblings = np.flatnonzero((self.group == group) & ~self.greedy)
+            siblings = np.flatnonzero(self.group == group)
             judged[siblings] = judge(self.outcomes[siblings])
         return judged
 
