@@ -20,6 +20,7 @@ COMMANDS = {
     "run-environment": Command("clients.cli:app", "Run an environment against rollout servers"),
     "demonstrations": Command("clients.demonstrations_cli:app", "Write demonstrations of a task for `sft`"),
     "status": Command("services.status.cli:app", "Show how a run is, and why its trainer waits"),
+    "monitoring": Command("services.monitoring.cli:app", "Write Prometheus's alert rules and Grafana's dashboard"),
     "dead-letters": Command("services.dead_letters_cli:app", "Show trajectories that were dropped, and why"),
     "keys": Command("services.keys_cli:app", "Make the keys of a mesh, one file each"),
     "bench": Command("services.cli:BENCHES", "Measure a part of the mesh"),

@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from services.config_file import dump_settings
 from services.key_files import NO_PLACES, KeyPlaces
 from services.ledger import Ledger
-from services.redis_client import connect, with_password
+from services.redis_client import connect, without_password, with_password
 from services.run_folder import RunFolder, free_bytes
 from services.settings import RunSettings
 from services.shared_memory import remove_shm_files, shm_directory, shm_prefix
@@ -168,6 +168,7 @@ class Mesh:
                     if crew.valkey is not None:
                         lasting.append(tasks.create_task(crew.valkey.run()))
                     await wait_for_redis(redis, REDIS_DEADLINE_S)
+                    self._view.say(f"see how it is: rollmesh status --redis-url {without_password(plan.redis_url)}")
                     lasting += [tasks.create_task(keeper.run()) for keeper in crew.services]
                     lasting += [tasks.create_task(self._announce(*named, http)) for named in _named_urls(plan)]
                     lasting.append(tasks.create_task(self._show(self._observer(plan, redis, http))))

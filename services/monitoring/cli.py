@@ -1,0 +1,29 @@
+"""`rollmesh monitoring`: write the alert rules and the dashboard."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@app.command(
+    help="Write Prometheus's alert rules and Grafana's dashboard, made from the names that the services export, to "
+    "FOLDER/prometheus/alerts.yaml and FOLDER/grafana/rollmesh.json.\n\nExample: rollmesh monitoring deploy"
+)
+def monitoring(folder: Annotated[Path, typer.Argument(help="What is there is overwritten")]) -> None:
+    from services.monitoring.files import monitoring_files
+    from services.wire.errors import UsageError
+
+    for path, content in monitoring_files().items():
+        file = folder / path
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {file} ({error.strerror})", "name another folder") from error
+        sys.stdout.write(f"{file}\n")

@@ -1,0 +1,11 @@
+"""Which files monitoring is made of."""
+
+from __future__ import annotations
+
+from services.monitoring.alerts import alert_rules
+from services.monitoring.dashboard import dashboard
+
+
+def monitoring_files() -> dict[str, str]:
+    """Path below a folder → content."""
+    return {"prometheus/alerts.yaml": alert_rules(), "grafana/rollmesh.json": dashboard()}
