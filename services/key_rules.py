@@ -25,8 +25,8 @@ BearerName = Literal["agent", "admin", "peer"]
 """Keys that a caller shows."""
 KeyName = Literal["agent", "admin", "peer", "weights", "session", "redis"]
 Door = Literal["environment", "reading", "service", "operator"]
-ServiceName = Literal["rollout-server", "gateway", "weight-bus", "rewards"]
-HolderName = Literal[ServiceName, "engine", "trainer", "environment", "operator", "reader", "supervisor"]
+ServiceName = Literal["rollout-server", "gateway", "weight-bus", "rewards", "trainer"]
+HolderName = Literal[ServiceName, "engine", "environment", "operator", "reader", "supervisor"]
 
 OPENED_BY: Mapping[Door, tuple[BearerName, ...]] = MappingProxyType(
     {
@@ -42,6 +42,7 @@ OFF_LOOPBACK: Mapping[ServiceName, tuple[KeyName, ...]] = MappingProxyType(
         "gateway": ("agent", "admin"),
         "weight-bus": ("admin", "weights"),
         "rewards": ("agent",),
+        "trainer": ("peer",),
     }
 )
 """Without all of these a service listens on loopback only."""

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from services.key_rules import Keys
 from services.ledger import Ledger
 from services.policies.group_filter import GroupFilter
 from services.redis_client import connect
@@ -72,7 +73,7 @@ class Assembly:
         self.redis: Redis = connect(arguments.redis_url)
         self._close_later(self.redis.aclose, "closing Redis")
         told = (arguments.run_id, arguments.bus_url, self.folder.metrics, arguments.settings)
-        open_telemetry(self.redis, *told, background, stack)
+        open_telemetry(self.redis, *told, background, stack, Keys(peer=arguments.bus_key))
         self.ledger = Ledger(self.redis, arguments.run_id)
         self.reader = self._open_reader()
 

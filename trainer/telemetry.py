@@ -24,9 +24,12 @@ from redis.exceptions import RedisError
 from services import metric_catalog as catalog
 from services.app import Stop, make_app, make_server, open_port
 from services.directory import ServiceRecord, announced
+from services.doorkeeper import Doorkeeper
+from services.key_rules import NO_KEYS, Keys, lacking
 from services.line_tail import LineTail
 from services.metrics import Metrics, Reading
 from services.settings import RunSettings
+from services.threshold import Threshold
 from services.trainer_report import post_report
 from services.waits import Wait, read_waits
 from trainer.background import Background
@@ -47,17 +50,21 @@ def open_telemetry(
     settings: RunSettings,
     background: Background,
     stack: ExitStack,
+    keys: Keys = NO_KEYS,
 ) -> None:
-    """Tell of the trainer until `stack` is closed. Raises UsageError for a port that is taken."""
+    """Tell of the trainer until `stack` is closed. `keys`: what opens /metrics.
+
+    Raises UsageError for a port that is taken, and for an address other than loopback without a key.
+    """
     host = settings.telemetry.trainer_host
-    listener = open_port(host, settings.telemetry.trainer_port)
+    listener = open_port(host, settings.telemetry.trainer_port, lacking=lacking(keys, "trainer"))
     shown = f"[{host}]" if ":" in host else host
     records = (
         ServiceRecord(name=NAME, kind="trainer", url=f"http://{shown}:{listener.getsockname()[1]}"),
         # The bus speaks to no Redis.
         ServiceRecord(name="weight-bus", kind="weight-bus", url=bus_url, told_by=NAME),
     )
-    telemetry = Telemetry(redis, run_id, metrics, StepTotals(settings.steps, settings.k))
+    telemetry = Telemetry(redis, run_id, metrics, StepTotals(settings.steps, settings.k), Doorkeeper(keys))
     background.spawn(telemetry.run(listener, records), "telemetry")
     stack.callback(lambda: background.call(telemetry.close(), "closing telemetry", CLOSE_WITHIN_S))
 
@@ -65,9 +72,10 @@ def open_telemetry(
 class Telemetry:
     """Lives on the background loop."""
 
-    def __init__(self, redis: Redis, run_id: str, metrics: Path, totals: StepTotals) -> None:
+    def __init__(self, redis: Redis, run_id: str, metrics: Path, totals: StepTotals, doors: Doorkeeper) -> None:
         self._redis, self._run_id = redis, run_id
         self._tail, self._totals = LineTail(metrics), totals
+        self._doors = doors
         self._wait: Wait | None = None
         self._ending, self._ended = asyncio.Event(), asyncio.Event()
         self._failing = False
@@ -76,7 +84,9 @@ class Telemetry:
         """Serve and tell until `close`."""
         metrics = Metrics()
         metrics.read(self._readings)
-        app = make_app("trainer", version("rollmesh"), _nothing, self._not_ready, metrics)
+        scraping = self._doors.of("service")
+        app = make_app("trainer", version("rollmesh"), _nothing, self._not_ready, metrics, metrics_access=scraping)
+        app.add_middleware(Threshold, doors=self._doors)
         server = make_server(app, Stop(), shutdown_s=1)
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="telemetry")
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -24,6 +25,8 @@ from services.reward_settings import RewardSettings
 from services.rewards.app import make_rewards_app
 from services.session_keys import SessionKeys, secret_of_run
 from services.settings import GatewaySettings
+from tests.conftest import free_port
+from tests.support.mesh_command import run_command
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.served_app import served
@@ -237,6 +240,26 @@ async def test_rewards() -> None:
         routes = await service.routes()
         assert sorted(routes) == sorted(REWARDS)
         await check(service, REWARDS, routes)
+
+
+@pytest.mark.parametrize("command", ["rollout-server", "gateway", "weight-bus", "rewards"])
+def test_beyond_loopback_each_service_names_the_keys_that_it_lacks(
+    redis_url: str, run_id: str, tmp_path: Path, command: str
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[[rewards.components]]\nname = "x"\nfunction = "operator:eq"\n')
+    options = ["--run-id", run_id, "--host", "0.0.0.0", "--port", str(free_port()), "--config", str(config)]
+    if command in ("rollout-server", "gateway"):
+        options += ["--redis-url", redis_url]
+    if command == "rollout-server":
+        options += ["--model", str(tmp_path)]
+    done = run_command([command, *options])
+    assert done.code == 2, done.err
+    assert "0.0.0.0 is not a loopback address" in done.err
+    assert f"there is no {'admin' if command == 'weight-bus' else 'agent'}" in done.err
+    missing = run_command([command, *options, "--keys-dir", str(tmp_path)])
+    assert missing.code == 2, "a folder without keys is no open door"
+    assert ".key" in missing.err
 
 
 async def test_a_key_of_a_session_of_another_run_opens_nothing(redis_url: str, run_id: str, chat_policy: Any) -> None:

@@ -66,7 +66,7 @@ def test_a_service_that_may_leave_loopback_has_a_key_of_its_own_for_every_door_b
     keys = Keys(**dict.fromkeys(OFF_LOOPBACK[service], "k" * 16))  # type: ignore[index]
     assert lacking(keys, service) == ()  # type: ignore[arg-type]
     assert all(openers(keys, door) for door in DOORS)
-    with pytest.raises(UsageError, match=r"there is no agent|there is no admin"):
+    with pytest.raises(UsageError, match="there is no "):
         require_loopback("0.0.0.0", lacking(Keys(), service))  # type: ignore[arg-type]
     for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8"):
         require_loopback(host, lacking(Keys(), service))  # type: ignore[arg-type]
