@@ -5,8 +5,8 @@
     apart (evaluation)    each session is finished when its agent ends, or aborted, whatever its siblings do
     cancelled             every agent cancelled, every open session aborted
 
-A group is not trained without one of its siblings, and a part of one in the stream would keep the trainer waiting for the
-rest: so in training siblings stand and fall together. Sessions are kept alive by heartbeats while agents work elsewhere.
+In training siblings stand and fall together: the problem of a group that was lost is played again, whole, and what a part
+of it had written before would be trained besides. Sessions are kept alive by heartbeats while agents work elsewhere.
 """
 
 from __future__ import annotations
