@@ -13,7 +13,7 @@ import redis
 from services.key_files import key_file, make_keys
 from services.key_rules import KeyName
 from services.redis_client import with_password
-from tests.support.mesh_command import Running, processes_of_runs_in, running_up, summary_of, warm_starts
+from tests.support.mesh_command import Running, listening, processes_of_runs_in, running_up, summary_of, warm_starts
 
 pytestmark = pytest.mark.e2e
 
@@ -21,6 +21,13 @@ pytestmark = pytest.mark.e2e
 def address(mesh: Running, service: str) -> str:
     words = mesh.service(service).cmdline()
     return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+
+
+def speaks_http(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2.0).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def test_a_mesh_with_keys_trains_and_lets_no_stranger_in(
@@ -48,6 +55,15 @@ def test_a_mesh_with_keys_trains_and_lets_no_stranger_in(
             for shown, status in ((None, 401), ("x" * 43, 401), (secrets[name], 200)):
                 headers = {} if shown is None else {"authorization": f"Bearer {shown}"}
                 assert httpx.request(method, url + path, headers=headers, timeout=10.0).status_code == status, path
+        metrics_of_the_trainer = [
+            f"http://127.0.0.1:{port}/metrics"
+            for port in listening([mesh.service("train")])
+            if speaks_http(f"http://127.0.0.1:{port}/livez")
+        ]
+        assert len(metrics_of_the_trainer) == 1
+        for name, status in (("agent", 401), ("peer", 200)):
+            headers = {"authorization": f"Bearer {secrets[name]}"}
+            assert httpx.get(metrics_of_the_trainer[0], headers=headers).status_code == status
         words = mesh.service("rollout-server").cmdline()
         redis_url = words[words.index("--redis-url") + 1]
         with pytest.raises(redis.AuthenticationError):
