@@ -28,6 +28,7 @@ from services.redis_client import with_password, without_password
 from services.session_keys import SessionKeys, secret_of_run
 from services.wire.errors import ForbiddenError, UnauthenticatedError, UsageError
 from tests.support.mesh_command import run_command
+from weight_bus.vllm_settings import read_settings
 
 NAMES = get_args(KeyName)
 BEARERS = get_args(BearerName)
@@ -126,6 +127,20 @@ def test_a_single_file_goes_before_the_folder(tmp_path: Path) -> None:
     assert keys.admin == "a-key-of-sixteen-letters"
     assert keys.peer == key_file(tmp_path, "peer").read_text().strip()
     assert read_keys("weight-bus", None, {"admin": own}) == Keys(admin="a-key-of-sixteen-letters")
+
+
+def test_a_plain_engine_takes_the_folder_by_its_surroundings(tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    told = {"ROLLMESH_RUN_ID": "r", "ROLLMESH_BUS_URL": "http://127.0.0.1:1", "ROLLMESH_KEYS_DIR": str(tmp_path)}
+    settings = read_settings("127.0.0.1", 8000, told)
+    assert settings is not None
+    assert settings.keys == read_keys("engine", tmp_path)
+    assert settings.bus_key is None, "the peer key is shown to the bus"
+    own = tmp_path / "mine"
+    own.write_text("a-key-of-sixteen-letters")
+    single = read_settings("127.0.0.1", 8000, {"ROLLMESH_RUN_ID": "r", "ROLLMESH_ADMIN_KEY_FILE": str(own)})
+    assert single is not None
+    assert single.keys == Keys(admin="a-key-of-sixteen-letters")
 
 
 def test_a_redis_may_have_no_password_and_its_own_may_be_short(tmp_path: Path) -> None:
