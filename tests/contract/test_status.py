@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -27,7 +28,7 @@ from services.status.report import MeshReport
 from services.status.screen import screen
 from services.waits import WaitBoard
 from tests.conftest import free_port
-from tests.support.mesh_command import run_command
+from tests.support.mesh_command import COMMAND, run_command
 from tests.support.served_app import served
 
 
@@ -186,3 +187,22 @@ async def test_services_withdraw_at_their_end_and_are_forgotten_where_they_could
     long_ago = b'{"name":"s2","kind":"gateway","url":"http://127.0.0.1:1","at":5.0}'
     await redis.hset(RunKeys(run_id).services, "s2", long_ago)
     assert await directory.services() == list[Listed]()
+
+
+async def test_watching_looks_again_until_it_is_interrupted(redis: Redis, redis_url: str, run_id: str) -> None:
+    await Ledger(redis, run_id).begin(0)
+    command = [*COMMAND, "status", "--run-id", run_id, "--redis-url", redis_url, "--watch", "--every", "0.2", "--json"]
+    watching = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert watching.stdout is not None
+        async with asyncio.timeout(20.0):
+            first = json.loads(await watching.stdout.readline())
+            await WaitBoard(redis, run_id, "trainer").post("the batch of step 4")
+            while (later := json.loads(await watching.stdout.readline()))["trainer_waits"] is None:
+                assert later["at"] > first["at"]
+            watching.send_signal(signal.SIGINT)
+            assert await watching.wait() == 130
+    finally:
+        if watching.returncode is None:
+            watching.kill()
+            await watching.wait()
