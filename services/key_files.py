@@ -26,6 +26,11 @@ _OPTIONAL = ("redis",)
 _NO_FILES: Mapping[KeyName, Path | None] = MappingProxyType({})
 
 
+def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a process that is to have no keys."""
+    return {name: value for name, value in environment.items() if name not in (KEYS_DIR, REDIS_PASSWORD_FILE)}
+
+
 @dataclass(frozen=True)
 class KeyPlaces:
     """Where the processes of one machine find their keys; None where they have none."""

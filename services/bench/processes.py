@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from services.app import open_port
+from services.key_files import without_keys
 from services.wire.errors import RollmeshError, UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -96,7 +97,7 @@ async def running(
     piped: bool = False,
     line_bytes: int = 1 << 16,
 ) -> AsyncIterator[Child]:
-    """A process for the time of the block, its log in `folder`.
+    """A process for the time of the block, its log in `folder`. Keys of a mesh of the user's own are not for it.
 
     `piped`: its input and output are ours to use, with lines of up to `line_bytes`.
     """
@@ -107,7 +108,7 @@ async def running(
             stdin=asyncio.subprocess.PIPE if piped else asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE if piped else output,
             stderr=output,
-            env={**os.environ, **(environment or {})},
+            env={**without_keys(os.environ), **(environment or {})},
             start_new_session=True,
             limit=line_bytes,
         )
