@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from services.config_file import dump_settings
 from services.key_files import NO_PLACES, KeyPlaces
 from services.ledger import Ledger
-from services.redis_client import connect, without_password, with_password
+from services.redis_client import connect, with_password, without_password
 from services.run_folder import RunFolder, free_bytes
 from services.settings import RunSettings
 from services.shared_memory import remove_shm_files, shm_directory, shm_prefix

@@ -99,8 +99,12 @@ def test_gradients_are_those_of_the_formula(fresh_model: Qwen3ForCausalLM) -> No
     "loss", [LossSettings(), LossSettings(anchor="proximal", correction=CorrectionSettings(weight="token"))]
 )
 def test_the_split_into_micro_batches_changes_nothing(fresh_model: Qwen3ForCausalLM, loss: LossSettings) -> None:
-    whole, whole_statistics = learn(fresh_model, mixed_batch(), TrainerSettings(micro_batch_tokens=4096, loss=loss), version=6)
-    split, split_statistics = learn(fresh_model, mixed_batch(), TrainerSettings(micro_batch_tokens=1, loss=loss), version=6)
+    whole, whole_statistics = learn(
+        fresh_model, mixed_batch(), TrainerSettings(micro_batch_tokens=4096, loss=loss), version=6
+    )
+    split, split_statistics = learn(
+        fresh_model, mixed_batch(), TrainerSettings(micro_batch_tokens=1, loss=loss), version=6
+    )
     assert split_statistics.grad_norm == pytest.approx(whole_statistics.grad_norm, rel=1e-4)
     assert split_statistics.loss == pytest.approx(whole_statistics.loss, rel=1e-3, abs=1e-6)
     assert split_statistics.logprob_gap_max_all == pytest.approx(whole_statistics.logprob_gap_max_all or 0, rel=1e-4)
