@@ -19,11 +19,12 @@ _SETTLE_S = 0.1
 
 
 def settle(worked_s: float) -> None:
-    """Wait, once staging is over, until the decode steps that it made longer are over, too; short work, short wait.
+    """Wait, once a long stage is over, until the decode steps that it made longer are over, too.
 
     A commit that followed at once would add its own to one of those, and readers would see both as one gap.
     """
-    time.sleep(min(worked_s, _SETTLE_S))
+    if worked_s >= _SETTLE_S:
+        time.sleep(_SETTLE_S)
 
 
 def background_threads(name: str) -> ThreadPoolExecutor:

@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 
-from weight_bus.background import Pace
+from weight_bus.background import BESIDE_DECODING, Pace
 
 _SHARE = 0.12
 """Of a core. Packed products decode as fast as memory can be read, and packing reads and writes as many bytes: at half a
 core (`weight_bus.background`) it took a seventh of their pace away (measured)."""
+_SMALL_BYTES = 32 << 20
+"""Weights of fewer bytes are packed between a step or two, and out of caches: they are not worth the longer wait."""
 # glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
@@ -77,7 +79,8 @@ class PackedLinears:
         with self._lock:
             # The version before is being written over. Freed first, its memory is there for what follows.
             self._kept = None
-        pace, packed = Pace(_SHARE), []
+        small = sum(storage[name].nbytes for name, _ in self._layers) < _SMALL_BYTES
+        pace, packed = Pace(BESIDE_DECODING if small else _SHARE), []
         for name, _ in self._layers:
             packed.append(_pack(storage[name]))
             pace.rest()
