@@ -20,11 +20,11 @@ from rollout_server.bench.killed import Kill, Killed
 from rollout_server.bench.silence import until_heard
 from rollout_server.bench.talking_agents import AgentCall, TalkingAgents
 from rollout_server.bench.workload import Exchange
-from services.bench.failures import first_failure
+from services.first_failure import first_failure
 from services.redis_client import as_text, connect
 from services.registry import Registry
 from services.run_keys import RunKeys
-from services.wire.errors import DeadlineError, RollmeshError
+from services.wire.errors import DeadlineError
 
 _SOONEST_S, _LATEST_S = 0.2, 2.5
 _WITHIN_S = 90.0
@@ -45,17 +45,16 @@ async def kill_under_load(
     killer = _Killer(fleet, talking, redis, agents, rng)
     killed = Killed()
     try:
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(agents):
-                tasks.create_task(talking.talk(streams=number % 2 == 0))
-            for number in range(kills):
-                victim = sorted(fleet.servers)[number % len(fleet.servers)]
-                kill = await killer.kill(victim)
-                killed.kills.append(kill)
-                after_kill(number + 1, kill)
-            talking.finish()
-    except* RollmeshError as failures:
-        raise first_failure(failures) from None
+        with first_failure():
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(agents):
+                    tasks.create_task(talking.talk(streams=number % 2 == 0))
+                for number in range(kills):
+                    victim = sorted(fleet.servers)[number % len(fleet.servers)]
+                    kill = await killer.kill(victim)
+                    killed.kills.append(kill)
+                    after_kill(number + 1, kill)
+                talking.finish()
     finally:
         await redis.aclose()
     killed.answers = talking.answers

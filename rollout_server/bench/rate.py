@@ -9,8 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from services.bench.failures import first_failure
-from services.wire.errors import RollmeshError
+from services.first_failure import first_failure
 
 Item = TypeVar("Item")
 
@@ -41,10 +40,8 @@ async def in_parallel(items: Sequence[Item], concurrency: int, answer: Callable[
             tokens += drawn
 
     started = time.perf_counter()
-    try:
+    with first_failure():
         async with asyncio.TaskGroup() as workers:
             for _ in range(min(concurrency, len(items))):
                 workers.create_task(work())
-    except* RollmeshError as failures:
-        raise first_failure(failures) from None
     return Rate(tokens, time.perf_counter() - started)

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from aiohttp import ClientResponse
 
+from services.first_failure import first_failure
 from services.gateway.agent_side import AgentSide
 from services.gateway.continuation import Call, asks_for_one, ended, join, usage, what_is_left
 from services.gateway.failover import Failover
@@ -27,7 +28,7 @@ from services.gateway.servers import Server
 from services.gateway.uncaptured_stream import UncapturedStream
 from services.gateway.upstream import TryFailedError, error_detail, rest_refused
 from services.wire.engine_api import Choice, GenerateAnswer
-from services.wire.errors import ContextLengthError, RollmeshError
+from services.wire.errors import ContextLengthError
 from services.wire.mesh_headers import CALL_HEADER
 
 _answer = msgspec.json.Decoder(GenerateAnswer)
@@ -64,14 +65,12 @@ class Uncaptured:
         got = await self._ask(call)
         if got.status == 200 and b'"abort"' in got.body:
             asked, whole = _decode(call.body), _answer.decode(got.body)
-            try:
+            with first_failure():
                 async with asyncio.TaskGroup() as tasks:
                     rests = [
                         tasks.create_task(self._finished(call, asked, choice, got.server.name))
                         for choice in whole.choices
                     ]
-            except* RollmeshError as failed:
-                raise failed.exceptions[0] from None
             whole.choices = [rest.result() for rest in rests]
             whole.usage = usage(len(asked["token_ids"]), whole.choices)
             got.body = msgspec.json.encode(whole)

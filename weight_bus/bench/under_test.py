@@ -12,6 +12,7 @@ from pathlib import Path
 
 from services.bench.piped import Piped, running_piped
 from services.bench.processes import PYTHON, running
+from services.first_failure import first_failure
 from services.wire.errors import RollmeshError
 
 RUN_ID = "bench-weights"
@@ -67,14 +68,12 @@ async def running_publisher(model: Path, scratch: Path) -> AsyncIterator[Piped]:
 async def running_both(engine: str, model: Path, scratch: Path, streams: int) -> AsyncIterator[tuple[Piped, Piped]]:
     """A publisher and an engine, started at the same time: most of a start is imports."""
     async with AsyncExitStack() as stack:
-        try:
+        with first_failure():
             async with asyncio.TaskGroup() as starting:
                 publisher = starting.create_task(stack.enter_async_context(running_publisher(model, scratch)))
                 under_test = starting.create_task(
                     stack.enter_async_context(running_engine(engine, model, scratch, streams))
                 )
-        except* RollmeshError as failures:
-            raise failures.exceptions[0] from None
         yield publisher.result(), under_test.result()
 
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.bench.failures import first_failure
 from services.bench.piped import Piped, running_piped
 from services.bench.processes import PYTHON
 from services.bench.versions import versions
+from services.first_failure import first_failure
 from services.settings import RolloutSettings
-from services.wire.errors import RollmeshError
 from trainer.bench.staleness.results import Outcome, ResultsFile, StaleRun
 from trainer.bench.staleness.warm_starts import warm_start
 from trainer.bench.staleness.worker import TrainStale
@@ -94,9 +93,7 @@ async def _warm_starts(seeds: set[int], table: Table, scratch: Path, say: Say) -
 
 async def _all(parts: Iterable[Coroutine[None, None, None]]) -> None:
     """At once; what the first one raises ends the others."""
-    try:
+    with first_failure():
         async with asyncio.TaskGroup() as group:
             for part in parts:
                 group.create_task(part)
-    except* RollmeshError as failures:
-        raise first_failure(failures) from None
