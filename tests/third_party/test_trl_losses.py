@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.loss_settings import LossSettings
+from services.loss_settings import CorrectionSettings, LossSettings
 from tests.third_party.test_trl_advantages import PYTHON
 from trainer.objective import Objective, TokenTerms
 from trainer.packing import BatchSize
@@ -31,6 +31,10 @@ CASES = {
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04},
     ),
     "entropy": (LossSettings(entropy=0.01), {"entropy_coef": 0.01}),
+    "tis": (
+        LossSettings(anchor="proximal", correction=CorrectionSettings(weight="token", cap=2.0)),
+        {"cap": 2.0},
+    ),
 }
 
 
@@ -42,6 +46,7 @@ def test_losses_are_those_of_trl(tmp_path: Path) -> None:
     given = {
         "logprobs": old + draw.normal(0.0, 0.6, (ROWS, LENGTH)),
         "old": old,
+        "sampling": old + draw.normal(0.0, 0.5, (ROWS, LENGTH)),
         "reference": old + draw.normal(0.0, 0.3, (ROWS, LENGTH)),
         "entropy": draw.uniform(0.0, 3.0, (ROWS, LENGTH)),
         "mask": mask.astype(np.float64),
@@ -71,8 +76,8 @@ def ours(settings: LossSettings, given: dict[str, np.ndarray], mask: np.ndarray)
     segment = torch.from_numpy(np.nonzero(mask)[0])
     terms = TokenTerms(
         logprobs=logprobs,
-        behaviour=flat("old"),
-        proximal=None,
+        behaviour=flat("sampling" if objective.needs_proximal else "old"),
+        proximal=flat("old") if objective.needs_proximal else None,
         advantages=torch.from_numpy(given["advantages"])[segment],
         staleness=torch.zeros(len(segment), dtype=torch.float64),
         segment=segment,

@@ -2,8 +2,9 @@
 
     python trl_losses.py --vectors FILE --out FILE
 
-`vectors`: JSON with lists `[B][T]` of floats (`logprobs`, `old`, `reference`, `entropy`, `mask`), `advantages` `[B]`, and
-`cases`: by name what TRL calls it. `out`: JSON, for each case the loss and its gradient `[B][T]` after the logprobs.
+`vectors`: JSON with lists `[B][T]` of floats (`logprobs`, `old`, `sampling`, `reference`, `entropy`, `mask`), `advantages`
+`[B]`, and `cases`: by name what TRL calls it. `out`: JSON, for each case the loss and its gradient `[B][T]` after the
+logprobs.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ def judged(given: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
             "beta": 0.0,
             "epsilon_low": 0.2,
             "epsilon_high": 0.2,
-            "use_vllm": False,
+            "use_vllm": "cap" in case,
+            "vllm_importance_sampling_correction": True,
             "max_completion_length": length,
             "current_gradient_accumulation_steps": 1,
             "entropy_coef": 0.0,
             "use_adaptive_entropy": False,
         }
-        | {name: value for name, value in case.items() if name != "delta"},
+        | {name: value for name, value in case.items() if name not in ("delta", "cap")},
         args=SimpleNamespace(delta=case.get("delta"), use_bias_correction_kl=False, steps_per_generation=1),
         accelerator=SimpleNamespace(num_processes=1, gather=_same, reduce=_same),
         _entropy_bonus_enabled=bool(case.get("entropy_coef")),
@@ -67,6 +69,7 @@ def judged(given: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         "old_per_token_logps": tensor("old"),
         "ref_per_token_logps": tensor("reference"),
         "num_items_in_batch": mask.sum(),
+        "importance_sampling_ratio": (tensor("old") - tensor("sampling")).exp().clamp(max=case.get("cap", 1.0)),
     }
     trainer.model = SimpleNamespace(training=False)
     loss = GRPOTrainer._compute_loss(trainer, trainer.model, inputs)

@@ -8,8 +8,7 @@
 All four copy the same number of bytes in the same pieces to the same place, one after the other, each time in another
 random order, since what one leaves in the caches the next one finds. Nothing is hashed here.
 
-Where in the machine's memory an arena happens to lie makes copies out of it up to a third faster or slower, of private and
-of shared ones alike. So each arm reads from several, in turn.
+Each arm reads from several arenas in turn, so that where in the machine's memory one happens to lie counts less.
 """
 
 from __future__ import annotations
