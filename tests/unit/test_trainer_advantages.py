@@ -131,11 +131,11 @@ def test_reinforce_pp_normalises_over_the_batch(groups: Groups, discount: float)
     flat = [value for one in rewards for value in one]
     # Where all returns are equal but for rounding, so is what the rounding left.
     if max(flat) == min(flat) or stdev(flat) > 1e-6:
-        assert found == pytest.approx(normalised(flat), rel=1e-7, abs=1e-7)
+        assert found == pytest.approx(normalised(flat), rel=1e-9, abs=1e-9)
     gaps = everywhere(groups, by_dr_grpo)
     if stdev(gaps) > 1e-6:
         found = estimated("reinforce_pp_baseline", groups)
-        assert found == pytest.approx(normalised(gaps), rel=1e-7, abs=1e-7)
+        assert found == pytest.approx(normalised(gaps), rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=150, deadline=None)
@@ -152,7 +152,7 @@ def test_generalised_advantages_are_the_sums_of_the_errors(groups: Groups, disco
     assert found.returns.tolist() == pytest.approx(learnt, rel=1e-9, abs=1e-9)
     white = load_estimator("gae")(scored(groups), choice.model_copy(update={"whiten": True}))
     if max(expected) - min(expected) > 1e-3:
-        assert white.advantages.tolist() == pytest.approx(normalised(expected), rel=1e-7, abs=1e-7)
+        assert white.advantages.tolist() == pytest.approx(normalised(expected), rel=1e-9, abs=1e-9)
     assert white.returns is not None and white.returns.tolist() == found.returns.tolist()
 
 
