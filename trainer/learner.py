@@ -32,7 +32,7 @@ class Learner:
         model: PreTrainedModel,
         settings: TrainerSettings,
         version: int = 0,
-        reference: PreTrainedModel | None = None,
+        reference: PackedForward | None = None,
     ) -> None:
         """`reference`: the policy that the run began with. Raises UsageError where the loss needs it and there is none."""
         # No dropout: the ratio to the engine's policy must come from the weights alone.
@@ -42,7 +42,7 @@ class Learner:
         self._settings = settings
         if self.objective.needs_reference and reference is None:
             raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
-        self._reference = PackedForward(reference) if reference is not None and self.objective.needs_reference else None
+        self._reference = reference if self.objective.needs_reference else None
         self._policy = PackedForward(self.model)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(

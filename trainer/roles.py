@@ -71,4 +71,4 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
         reference=None if reference is None else of_reference,
         critic=None if critic is None else critic.values,
     )
-    return Roles(Learner(load(), trainer, version, reference), crediting, critic)
+    return Roles(Learner(load(), trainer, version, packed), crediting, critic)

@@ -18,15 +18,6 @@ BESIDE_DECODING = 0.5
 _SETTLE_S = 0.1
 
 
-def settle(worked_s: float) -> None:
-    """Wait, once a long stage is over, until the decode steps that it made longer are over, too.
-
-    A commit that followed at once would add its own to one of those, and readers would see both as one gap.
-    """
-    if worked_s >= _SETTLE_S:
-        time.sleep(_SETTLE_S)
-
-
 def background_threads(name: str) -> ThreadPoolExecutor:
     """Two threads: a newer version must be able to supersede one whose staging is under way."""
     return ThreadPoolExecutor(max_workers=2, thread_name_prefix=name)
@@ -45,3 +36,12 @@ class Pace:
             return
         time.sleep(worked * self._rest_per_work)
         self._mark = time.thread_time()
+
+    def settle(self, worked_s: float) -> None:
+        """Wait, once long work is over, until the decode steps that it made longer are over, too.
+
+        A commit that followed at once would add its own to one of those, and readers would see both as one gap. Nobody
+        waits where nothing is shared.
+        """
+        if self._rest_per_work and worked_s >= _SETTLE_S:
+            time.sleep(_SETTLE_S)

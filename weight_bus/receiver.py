@@ -12,7 +12,7 @@ until the next stage begins to write: so long one step back takes no more than a
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,7 @@ import torch
 from services.wire.errors import RollmeshError
 from weight_bus.delta_stage import DeltaStage
 from weight_bus.errors import StageError
-from weight_bus.fitting import check_fits, digest_of
+from weight_bus.fitting import check_fits, digest_of, pace_beside
 from weight_bus.held import Held, Whole
 from weight_bus.layout import root_digest
 from weight_bus.manifest import Manifest, check_manifest
@@ -64,16 +64,24 @@ class Receiver:
 
     `stage` blocks and belongs on a background thread; `commit` and `rollback` belong on the decode thread; `digest` may be
     called on any other. `version` is what the engine serves to begin with; `key` the run's weight key, with which every
-    manifest must be signed (None: any is taken).
+    manifest must be signed (None: any is taken). `prepare` is told of a version whose bytes lie in the shadow, before it
+    counts as staged, for what the engine makes of them; what it raises, `stage` raises.
     """
 
     def __init__(
-        self, target: WeightTarget, run_id: str, readers: Sequence[Reader], version: int = 0, key: str | None = None
+        self,
+        target: WeightTarget,
+        run_id: str,
+        readers: Sequence[Reader],
+        version: int = 0,
+        key: str | None = None,
+        prepare: Callable[[int], None] | None = None,
     ) -> None:
         self.target = target
         self._run_id = run_id
         self._readers = list(readers)
         self._key = key
+        self._prepare = prepare
         self._state = threading.Lock()
         """Held for moments: guards the fields below, and the flip."""
         self._memory = threading.Lock()
@@ -128,6 +136,9 @@ class Receiver:
             plan = self._plan_of(manifest)
             self._progress = progress
             read = self._write(manifest, plan, progress)
+            if self._prepare is not None:
+                self._prepare(manifest.version)
+            pace_beside(Memory(plan.layout, self.target.shadow())).settle(progress.seconds)
             staged = Staged(manifest.version, manifest.root_digest, read, progress.seconds)
             with self._state:
                 self._check_current(manifest)

@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from services.wire.errors import ConflictError, WireError
+from weight_bus.manifest import decode_manifest
 from weight_bus.vllm_settings import file_root, weights_key
 from weight_bus.vllm_worker import Attachment
 
@@ -76,7 +77,7 @@ class ManifestTransfer(WeightTransferEngine[ManifestInit, ManifestUpdate]):  # t
             payload = base64.b64decode(update_info.manifest, validate=True)
         except (binascii.Error, ValueError) as error:
             raise WireError(f"the manifest is no base64 ({error})") from error
-        self._staged = self._attached.stage(payload).version
+        self._staged = self._attached.receiver.result().stage(decode_manifest(payload)).version
 
     def finish_weight_update(self) -> None:
         """Flip to what was staged; with nothing staged, nothing changes and the caller is told."""

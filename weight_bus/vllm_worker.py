@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from services.wire.errors import ConflictError
-from weight_bus.background import background_threads, settle
+from weight_bus.background import background_threads
 from weight_bus.manifest import decode_manifest
 from weight_bus.receiver import Receiver
-from weight_bus.receiver import Staged as StagedVersion
 from weight_bus.transports.select import make_readers
 from weight_bus.vllm_packing import PackedLinears
 from weight_bus.vllm_protocol import Attached, Committed, Digest, Reply, Staged, encode_reply, failure
@@ -52,16 +51,11 @@ class Attachment:
         root = None if file_root is None else Path(file_root)
         # A NIXL agent takes one to two seconds to start: meanwhile the engine already decodes.
         self.receiver = self.threads.submit(
-            lambda: Receiver(self.weights, run_id, make_readers(transport, file_root=root), key=key)
+            lambda: Receiver(self.weights, run_id, make_readers(transport, file_root=root), key=key, prepare=self._pack)
         )
 
-    def stage(self, manifest: bytes) -> StagedVersion:
-        """Pull an encoded manifest's version into shadow memory and pack its products. Raises as the receiver does."""
-        began = time.monotonic()
-        staged = self.receiver.result().stage(decode_manifest(manifest))
-        self.packed.pack(staged.version, self.weights.spare)
-        settle(time.monotonic() - began)
-        return staged
+    def _pack(self, version: int) -> None:
+        self.packed.pack(version, self.weights.spare)
 
     def served(self) -> Receiver:
         """The receiver, once it is there. Raises ConflictError before: nothing can be staged yet."""
@@ -124,7 +118,7 @@ class RollmeshWorker:
         """Pull a version into shadow memory on a thread; the future holds the reply."""
 
         def stage() -> Reply:
-            staged = self._attached().stage(manifest)
+            staged = self._attached().receiver.result().stage(decode_manifest(manifest))
             return Staged(
                 version=staged.version,
                 root_digest=staged.root_digest,

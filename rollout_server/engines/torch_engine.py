@@ -38,9 +38,9 @@ from rollout_server.engines.sampler import Sampler
 from rollout_server.engines.torch_weights import ModelWeights
 from services.wire.errors import NotReadyError, UsageError
 from services.wire.kv_policy import KvPolicy
-from weight_bus.background import background_threads, settle
+from weight_bus.background import background_threads
 from weight_bus.manifest import decode_manifest
-from weight_bus.receiver import Receiver, Staged
+from weight_bus.receiver import Receiver
 from weight_bus.transports.base import Reader
 from weight_bus.transports.select import make_readers
 
@@ -173,13 +173,7 @@ class TorchEngine:
     async def stage(self, manifest: bytes) -> StageReport:
         receiver, _ = self._weights()
         decoded = decode_manifest(manifest)
-
-        def stage() -> Staged:
-            staged = receiver.stage(decoded)
-            settle(staged.seconds)
-            return staged
-
-        staged = await self._on_weight_thread(stage)
+        staged = await self._on_weight_thread(lambda: receiver.stage(decoded))
         return StageReport(staged.version, staged.root_digest, staged.bytes_read, staged.seconds)
 
     async def commit(self, version: int) -> CommitReport:

@@ -3,132 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from itertools import count
-from typing import Any
 
 import msgspec
 import pytest
-from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from services.dead_letters import KEPT, LARGEST, DeadLetters
-from services.ledger import Accounts, Ledger
-from services.policies.batching import Group
+from services.dead_letters import DeadLetters
+from services.ledger import Ledger
 from services.policies.group_filter import GroupFilter
 from services.policies.lengths import Lengths
-from services.redis_client import connect
 from services.run_keys import RunKeys
-from services.stream import TrajectoryReader, TrajectoryWriter
+from services.stream import TrajectoryReader
 from services.wire.errors import DeadlineError
 from services.wire.sampling import SamplingParams
-from services.wire.trajectory import TRAJECTORY_SCHEMA, Trajectory, encode_trajectory
-from tests.support.mesh_command import run_command
-from tests.support.trajectories import a_rollout, a_segment, random_trajectories
+from services.wire.trajectory import TRAJECTORY_SCHEMA, encode_trajectory
+from tests.support.intake_bench import Bench, answers, intake_benches, until
+from tests.support.trajectories import a_segment, random_trajectories
 from tests.weight_parts import eventually
-from trainer.intake import Intake
-from trainer.screening import Screen
-
-
-async def until(holds: Callable[[Accounts], bool], ledger: Ledger) -> None:
-    """Return as soon as the accounts are as wanted; fail, showing them, when they are not within five seconds."""
-    ends = time.monotonic() + 5.0
-    for _ in count():
-        accounts = await ledger.accounts()
-        if holds(accounts):
-            return
-        assert time.monotonic() < ends, accounts
-        await asyncio.sleep(0.005)
-
-
-class Bench:
-    """An intake that reads, and a training thread that takes."""
-
-    def __init__(
-        self,
-        redis: Redis,
-        run_id: str,
-        expire_after_s: float,
-        smallest: int,
-        ledger: Ledger,
-        group_filter: GroupFilter | None = None,
-    ) -> None:
-        self.redis, self.run_id = redis, run_id
-        self.group_filter = group_filter
-        self.version, self.smallest = 3, smallest
-        self.ledger = ledger
-        self.writer = TrajectoryWriter(redis, run_id)
-        self.posted: list[str] = []
-        self.expire_after_s = expire_after_s
-        self.intake = self.make_intake()
-        self.reading: asyncio.Task[None]
-
-    def make_intake(self) -> Intake:
-        screen = Screen(self.run_id, vocabulary=64, longest=32, tokenizer="ours")
-        return Intake(
-            lambda: TrajectoryReader(self.redis, self.run_id),
-            self.ledger,
-            screen,
-            lambda: self.version,
-            self.expire_after_s,
-            self.smallest,
-            self.group_filter,
-        )
-
-    async def take(self, groups: int, deadline_s: float = 5.0) -> list[Group[Trajectory]] | None:
-        return await asyncio.to_thread(
-            self.intake.take, groups, deadline_s, post=self.posted.append, stopped=lambda: False
-        )
-
-    async def stop(self) -> None:
-        """As a trainer that ends."""
-        self.reading.cancel()
-        await asyncio.gather(self.reading, return_exceptions=True)
-
-    async def dropped(self, wanted: dict[str, int]) -> None:
-        """Wait until the ledger's drops are exactly these."""
-        await until(lambda accounts: accounts.dropped == wanted, self.ledger)
 
 
 @pytest.fixture
 async def make_bench(redis_url: str, run_id: str) -> AsyncIterator[Callable[..., Bench]]:
-    redis = connect(redis_url)
-    benches: list[Bench] = []
-
-    def make(
-        expire_after_s: float = 60.0,
-        trained_before: frozenset[str] = frozenset(),
-        smallest: int = 2,
-        ledger: type[Ledger] = Ledger,
-        group_filter: GroupFilter | None = None,
-    ) -> Bench:
-        bench = Bench(redis, run_id, expire_after_s, smallest, ledger(redis, run_id), group_filter)
-        bench.reading = asyncio.create_task(bench.intake.run(trained_before))
-        benches.append(bench)
-        return bench
-
-    yield make
-    for bench in benches:
-        await bench.stop()
-    await redis.aclose()
-
-
-def answers(bench: Bench, group: str, ordinal: int, size: int = 2, **changes: object) -> list[Trajectory]:
-    segment = a_segment([5, 6], [7, 8], [-1.0, -2.0], [3, 3])
-    return [
-        msgspec.structs.replace(
-            a_rollout(
-                [segment], float(member), run_id=bench.run_id, group=group, ordinal=ordinal, size=size, member=member
-            ),
-            **changes,
-        )
-        for member in range(size)
-    ]
+    async with intake_benches(redis_url, run_id) as make:
+        yield make
 
 
 async def test_batches_come_in_order_of_opening(make_bench: Callable[..., Bench]) -> None:
@@ -239,17 +140,6 @@ async def test_a_group_with_an_expired_sibling_is_trained_with_those_that_finish
     assert (accounts.trained, accounts.dropped_groups) == (2, 0)
 
 
-async def test_a_group_of_which_too_few_finished_is_a_dead_letter(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(expire_after_s=0.05, smallest=3)
-    await bench.writer.publish(answers(bench, "short", 0, size=4)[:2] + answers(bench, "enough", 1, size=4)[:3])
-    batch = await bench.take(1)
-    assert batch is not None and (batch[0].group, batch[0].lost) == ("enough", 1)
-    await bench.dropped({"incomplete_group": 2})
-    letters = await DeadLetters(bench.redis, bench.run_id).newest(9)
-    assert {letter.why for letter in letters} == {"group short: 2 of 4 siblings finished, 3 are wanted"}
-    assert (await bench.ledger.accounts()).dropped_groups == 1
-
-
 async def test_a_restarted_trainer_does_not_make_a_group_of_the_sibling_that_its_batch_went_without(
     make_bench: Callable[..., Bench],
 ) -> None:
@@ -262,82 +152,6 @@ async def test_a_restarted_trainer_does_not_make_a_group_of_the_sibling_that_its
     await successor.writer.publish(answers(successor, "short", 0, size=3)[2:])
     await successor.dropped({"duplicate": 1})
     assert (await successor.ledger.accounts()).dropped_groups == 0
-
-
-BAD: dict[str, tuple[str, dict[str, Any]]] = {
-    "a NaN logprob": ("bad_number", {"segments": [a_segment([5], [6], [math.nan], [3])]}),
-    "a NaN reward": ("bad_number", {"reward": math.nan}),
-    "nothing drawn": ("empty", {"segments": []}),
-    "a mask longer than its tokens": (
-        "malformed",
-        {"segments": [msgspec.structs.replace(a_segment([5], [6], [-1.0], [3]), loss_mask=bytes([0, 1, 1]))]},
-    ),
-    "an array cut off": (
-        "malformed",
-        {"segments": [msgspec.structs.replace(a_segment([5], [6], [-1.0], [3]), token_ids=b"12345")]},
-    ),
-    "a version from the future": ("future_version", {"segments": [a_segment([5], [6], [-1.0], [4])]}),
-    "another tokenizer": ("tokenizer", {"tokenizer": "theirs"}),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-async def test_a_bad_batch_is_dead_lettered_with_its_reason_and_training_goes_on(
-    what: str, make_bench: Callable[..., Bench]
-) -> None:
-    cause, changes = BAD[what]
-    bench = make_bench()
-    sound, poisoned = answers(bench, "bad", 0)
-    bad = msgspec.structs.replace(poisoned, **changes)
-    ids = await bench.writer.publish([sound, bad])
-    await bench.writer.publish(answers(bench, "next", 1))
-    batch = await bench.take(1)
-    assert batch is not None and batch[0].group == "next"
-    await bench.dropped({cause: 1, "spoiled_group": 1})
-    accounts = await bench.ledger.accounts()
-    assert accounts.dropped_groups == 1
-    arrivals = bench.intake.take_arrivals()
-    assert (dict(arrivals.dropped), arrivals.trajectories, arrivals.tokens) == (accounts.dropped, 3, 6)
-    letters = {letter.entry: letter for letter in await DeadLetters(bench.redis, bench.run_id).newest(9)}
-    assert letters.keys() == set(ids)
-    letter = letters[ids[1]]
-    assert (letter.cause, letter.payload, letter.size) == (cause, encode_trajectory(bad), len(letter.payload))
-    assert "trajectory bad/1" in letter.why
-    assert letters[ids[0]].why == f"group bad: {letter.why}"
-
-
-async def test_dead_letters_are_bounded(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench()
-    stream = RunKeys(bench.run_id).stream
-    large = b"x" * (LARGEST + 1)
-    async with bench.redis.pipeline() as pipe:
-        for number in range(KEPT + 40):
-            pipe.xadd(stream, {"t": b"no trajectory, number %d" % number})
-        pipe.xadd(stream, {"t": large})
-        await pipe.execute()
-    await bench.dropped({"undecodable": KEPT + 41})
-    letters = await DeadLetters(bench.redis, bench.run_id).newest(KEPT + 50)
-    assert len(letters) == KEPT
-    assert (letters[0].size, letters[0].payload) == (len(large), b"")
-    assert letters[-1].payload == b"no trajectory, number 41"
-
-
-async def test_dead_letters_are_listed_by_a_command(make_bench: Callable[..., Bench], redis_url: str) -> None:
-    bench = make_bench()
-    (entry,) = await bench.writer.publish(answers(bench, "bad", 0, reward=math.inf)[:1])
-    await bench.dropped({"bad_number": 1})
-    command = ["dead-letters", "--run-id", bench.run_id, "--redis-url", redis_url]
-    listed = await asyncio.to_thread(run_command, [*command, "--json"])
-    assert listed.code == 0, listed.err
-    letter = json.loads(listed.out)
-    assert (letter["entry"], letter["cause"], letter["why"]) == (
-        entry,
-        "bad_number",
-        "trajectory bad/0 has the reward inf",
-    )
-    shown = await asyncio.to_thread(run_command, command)
-    assert (shown.code, shown.out.splitlines()[-1]) == (0, "dropped of 1 published: 1 bad_number")
-    assert entry in shown.out
 
 
 class OnceOutOfReach(Ledger):

@@ -85,6 +85,13 @@ class Mesh:
         command = [sys.executable, "-m", "services", "train", "--run-id", self.run_id, *files, *urls]
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
+    def steps_of_groups(self, steps: int) -> list[list[Trajectory]]:
+        """What each of so many steps is trained on."""
+        return [
+            random_trajectories(step, groups=GROUPS, size=SIZE, run_id=self.run_id, first_ordinal=step * GROUPS)
+            for step in range(steps)
+        ]
+
     async def until(self, steps: int, trainer: subprocess.Popen[str]) -> None:
         """Wait until metrics.jsonl holds `steps` steps and the trainer waits for more."""
         async with asyncio.timeout(60):
@@ -131,10 +138,7 @@ async def ended(trainer: subprocess.Popen[str]) -> tuple[int, str]:
 async def test_killed_stopped_and_restarted_a_run_ends_with_the_same_bytes(mesh: Mesh) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    batches = [
-        random_trajectories(step, groups=GROUPS, size=SIZE, run_id=mesh.run_id, first_ordinal=step * GROUPS)
-        for step in range(STEPS)
-    ]
+    batches = mesh.steps_of_groups(STEPS)
     # The last sibling of a group never comes: its step, which is repeated after the kill, goes without it again.
     batches[2].pop()
     for batch in batches[:3]:
@@ -198,10 +202,7 @@ async def test_several_steps_a_batch_are_made_again_and_published_once(mesh: Mes
     trainer = SETTINGS.trainer.model_copy(update={"updates_per_batch": 2, "checkpoint_every": 3})
     settings = SETTINGS.model_copy(update={"steps": steps, "trainer": trainer})
     (mesh.run_dir / "config.toml").write_text(dump_settings(settings))
-    parts = [
-        random_trajectories(step, groups=GROUPS, size=SIZE, run_id=mesh.run_id, first_ordinal=step * GROUPS)
-        for step in range(steps)
-    ]
+    parts = mesh.steps_of_groups(steps)
     for part in parts[:3]:
         await mesh.writer.publish(part)
     first = mesh.trainer()
@@ -239,10 +240,7 @@ async def test_a_critic_and_a_price_are_brought_back_too(mesh: Mesh) -> None:
     trainer = SETTINGS.trainer.model_copy(update={"advantage": advantage})
     settings = SETTINGS.model_copy(update={"steps": steps, "trainer": trainer})
     (mesh.run_dir / "config.toml").write_text(dump_settings(settings))
-    batches = [
-        random_trajectories(step, groups=GROUPS, size=SIZE, run_id=mesh.run_id, first_ordinal=step * GROUPS)
-        for step in range(steps)
-    ]
+    batches = mesh.steps_of_groups(steps)
     for batch in batches[:3]:
         await mesh.writer.publish(batch)
     first = mesh.trainer()

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +13,22 @@ import pytest
 
 from services.advantage_settings import AdvantageSettings
 from tests.support.trajectories import a_rollout, a_segment, grouped
+from tests.support.trl_environment import NO_TRL, TRL_PYTHON
 from trainer.crediting import Crediting
 
 SCRIPT = Path(__file__).with_name("trl_advantages.py")
-OWN_ENVIRONMENT = Path(__file__).parents[2] / ".venv-trl/bin/python"
-PYTHON = Path(sys.executable) if find_spec("trl") else OWN_ENVIRONMENT
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="TRL is in no environment here; `./dev bench loop` makes one")
+@pytest.mark.skipif(not TRL_PYTHON.exists(), reason=NO_TRL)
 def test_advantages_are_those_of_trl(tiny_policy: Path, tmp_path: Path) -> None:
     numbers = random.Random(7)
     groups = [[numbers.uniform(-3, 3) for _ in range(4)] for _ in range(3)] + [[0.1] * 4, [0.0, 1.0, 1.0, 1.0]]
     (tmp_path / "rewards.json").write_text(json.dumps(groups))
     files = [*("--model", tiny_policy), *("--rewards", tmp_path / "rewards.json"), *("--out", tmp_path / "found.json")]
     quiet = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    ran = subprocess.run([PYTHON, SCRIPT, *files], capture_output=True, text=True, timeout=300, env=quiet, cwd=tmp_path)
+    ran = subprocess.run(
+        [TRL_PYTHON, SCRIPT, *files], capture_output=True, text=True, timeout=300, env=quiet, cwd=tmp_path
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     theirs = json.loads((tmp_path / "found.json").read_text())
     choices = {

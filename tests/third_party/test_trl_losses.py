@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from services.loss_settings import CorrectionSettings, LossSettings
-from tests.third_party.test_trl_advantages import PYTHON
+from tests.support.trl_environment import NO_TRL, TRL_PYTHON
 from trainer.objective import Objective, TokenTerms
 from trainer.packing import BatchSize
 
@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="TRL is in no environment here; `./dev bench loop` makes one")
+@pytest.mark.skipif(not TRL_PYTHON.exists(), reason=NO_TRL)
 def test_losses_are_those_of_trl(tmp_path: Path) -> None:
     draw = np.random.default_rng(11)
     mask = np.arange(LENGTH) < np.array([[1], [3], [9], [5], [9], [2]])
@@ -56,7 +56,9 @@ def test_losses_are_those_of_trl(tmp_path: Path) -> None:
     (tmp_path / "vectors.json").write_text(json.dumps(vectors))
     files = [*("--vectors", tmp_path / "vectors.json"), *("--out", tmp_path / "found.json")]
     quiet = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([PYTHON, SCRIPT, *files], capture_output=True, text=True, timeout=300, env=quiet, cwd=tmp_path)
+    ran = subprocess.run(
+        [TRL_PYTHON, SCRIPT, *files], capture_output=True, text=True, timeout=300, env=quiet, cwd=tmp_path
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     theirs = json.loads((tmp_path / "found.json").read_text())
     for name, (settings, _) in CASES.items():

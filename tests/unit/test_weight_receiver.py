@@ -63,6 +63,30 @@ def test_a_version_arrives_byte_for_byte_and_only_at_the_commit(
         assert receiver.digest() == manifest.root_digest
 
 
+def test_what_an_engine_makes_of_a_version_is_ready_before_it_counts_as_staged(
+    run_id: str, publisher: Publisher, target: PlainTarget
+) -> None:
+    prepared: list[tuple[int, int | None]] = []
+
+    def prepare(version: int) -> None:
+        prepared.append((version, receiver.staged_version))
+        if version == 1:
+            raise StageError("no room")
+
+    receiver = Receiver(target, run_id, [ShmReader()], prepare=prepare)
+    with pytest.raises(StageError, match="no room"):
+        receiver.stage(publisher.publish(1, make_weights(1)).manifest())
+    assert receiver.staged_version is None
+    assert_serves(target, 0)
+    manifest = publisher.publish(2, make_weights(2)).manifest()
+    receiver.stage(manifest)
+    receiver.stage(manifest)
+    assert prepared == [(1, None), (2, None)], "what is staged already is not made again"
+    receiver.commit(2)
+    assert_serves(target, 2)
+    receiver.close()
+
+
 def test_weights_are_cast_to_the_serving_dtype_once(run_id: str) -> None:
     target = PlainTarget(make_weights(0), torch.bfloat16)
     publisher = Publisher(run_id, make_weights(0), "bfloat16", ShmExporter(run_id), BUCKET)
