@@ -10,7 +10,7 @@ from typing import get_args
 from services import metric_catalog as catalog
 from services.metrics import Metrics, Reading
 from services.policies.commit_update import Phase
-from services.wire.weight_states import EngineState, UpdateState
+from services.wire.weight_states import SETTLED, EngineState, UpdateState
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class BusMetrics:
         self._flip = metrics.histogram(catalog.BUS_FLIP)
         self._commit = metrics.histogram(catalog.BUS_COMMIT)
         self._read = metrics.counter(catalog.BUS_READ)
+        # Told as 0 from the start: of a series that appears with its first event Prometheus sees no rise.
+        for settled in SETTLED:
+            self._settled.labels(settled)
+        for phase in get_args(Phase):
+            self._failed.labels(phase)
         metrics.read(self._readings)
 
     def announced(self) -> None:
