@@ -16,6 +16,7 @@ from services.loss_settings import LossSettings
 from services.policies.admission import LOOKAHEAD
 from services.reward_settings import RewardSettings
 from services.section import Section
+from services.trace_settings import TraceSettings
 from services.wire.errors import UsageError
 from services.wire.kv_policy import KvPolicy
 from services.wire.task_name import parse_task
@@ -141,8 +142,8 @@ class WeightSettings(Section):
     stage_timeout_s: float = Field(default=30.0, gt=0.0)
 
 
-class TelemetrySettings(Section):
-    """Where the trainer, which serves nothing else, has its probes and `/metrics`."""
+class TelemetrySettings(TraceSettings):
+    """Where traces go, and where the trainer, which serves nothing else, has its probes and `/metrics`."""
 
     trainer_host: str = Field(default="127.0.0.1", description="Address that the trainer's probes listen on (loopback)")
     trainer_port: int = Field(

@@ -15,6 +15,7 @@ from services.gateway.proxy import ProxyPaths
 from services.gateway.run_routes import run_routes
 from services.metrics import Metrics
 from services.threshold import Threshold
+from services.traced_calls import trace_calls
 
 
 def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> FastAPI:
@@ -31,5 +32,6 @@ def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> Fas
     # Last: it answers every path that nobody else does.
     app.include_router(admin_routes(gateway))
     app.add_middleware(ProxyPaths, proxy=BodyLimit(gateway, max_body_mib << 20))
+    trace_calls(app, plan.tracing)
     app.add_middleware(Threshold, doors=gateway.doors, sessions=True)
     return app

@@ -24,6 +24,7 @@ from services.key_rules import NO_KEYS, Keys
 from services.redis_client import connect
 from services.registry import Registry
 from services.settings import GatewaySettings
+from services.tracing import NO_TRACING, Tracing
 from services.waits import WaitBoard
 from services.wire.errors import NotReadyError, RollmeshError
 
@@ -43,6 +44,7 @@ class GatewayPlan:
     """Where it is reached; None: it does not stand in the directory."""
     keys: Keys = NO_KEYS
     """What callers must show (`services.key_rules`); session keys are judged by the servers."""
+    tracing: Tracing = NO_TRACING
 
 
 @dataclass(frozen=True)

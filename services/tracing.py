@@ -1,0 +1,133 @@
+"""Traces: which work belongs together, across processes, by W3C context (`traceparent`).
+
+    environment.group ──HTTP──► gateway ──► rollout server: POST …/turns ──► rollout.generate
+                                                     │ `Trajectory.trace`
+                                                     ▼ (a link: one step has many trajectories)
+    trainer.batch ──► trainer.step, trainer.update ──HTTP──► weight bus: bus.stage, bus.commit ──HTTP──► rollout.commit
+
+This module is what all rooms see of it. Nothing of OpenTelemetry is imported unless traces are switched on
+(`services.trace_settings`); without them every method here answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Literal
+
+from services.trace_settings import TraceSettings
+from services.wire.errors import UsageError
+
+TRACEPARENT = "traceparent"
+"""The header of W3C Trace Context: `00-<trace>-<span>-<flags>`."""
+Fact = str | int | float | bool
+Kind = Literal["internal", "server", "client"]
+ServiceKind = Literal["environment", "gateway", "rollout-server", "rewards", "trainer", "weight-bus"]
+
+
+class Span:
+    """A piece of work that goes on. This one is recorded nowhere."""
+
+    @property
+    def context(self) -> str:
+        """Its `traceparent`, for work elsewhere that belongs to it; empty where it has none."""
+        return ""
+
+    def note(self, **facts: Fact) -> None:
+        """Record facts under `rollmesh.<name>`."""
+
+    def note_call(self, method: str, route: str, status: int) -> None:
+        """Record which HTTP call it was, and how it was answered."""
+
+
+class NoSpan(Span, AbstractContextManager[Span]):
+    """Stands for work that is not traced; any number may use one at a time."""
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+NO_SPAN = NoSpan()
+
+
+class Tracing:
+    """One process's traces. This one is switched off: it records nothing, and costs a call.
+
+    A span is current in the `with` block that makes it, and in tasks that are started there. Used as a context manager it
+    hands in, at its end, what is recorded.
+    """
+
+    on: bool = False
+
+    def begin(self, name: str, *, kind: Kind = "internal") -> AbstractContextManager[Span]:  # noqa: ARG002 - it ignores all
+        """A span below the current one; where there is none, it begins a trace, if the ratio says so."""
+        return NO_SPAN
+
+    def span(  # as above, it ignores all
+        self,
+        name: str,  # noqa: ARG002
+        *,
+        parent: str = "",  # noqa: ARG002
+        kind: Kind = "internal",  # noqa: ARG002
+    ) -> AbstractContextManager[Span]:
+        """A span below `parent` (a `traceparent`), else below the current one. Where that is not recorded, it is not."""
+        return NO_SPAN
+
+    def record(self, name: str, start_ns: int, end_ns: int, *, links: Iterable[str] = (), **facts: Fact) -> None:
+        """A span below the current one of work that is done: from and to in nanoseconds since 1970.
+
+        `links`: the contexts of what it was made from; empty ones are left out.
+        """
+
+    def current(self) -> str:
+        """The `traceparent` of the current span; empty where there is none."""
+        return ""
+
+    def headers(self) -> dict[str, str]:
+        """What an HTTP call must say for its answer to belong to the current span."""
+        return {}
+
+    def __enter__(self) -> Tracing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+NO_TRACING = Tracing()
+
+
+def open_tracing(settings: TraceSettings, kind: ServiceKind, run_id: str, instance: str) -> Tracing:
+    """Traces as `settings` want them. `instance`: which of the services of its kind this process is.
+
+    No thread is started before the first span: an engine may yet fork. Raises UsageError where they are switched on and
+    OpenTelemetry is not installed.
+    """
+    if settings.traces == "off":
+        return NO_TRACING
+    check_installed(settings)
+    from services.otel_tracing import OtelTracing
+
+    return OtelTracing(settings, kind, run_id, instance)
+
+
+def check_installed(settings: TraceSettings) -> None:
+    """Raise UsageError where traces are switched on and what makes them is missing."""
+    if settings.traces == "off":
+        return
+    try:
+        import opentelemetry.exporter.otlp.proto.http
+        import opentelemetry.sdk.trace  # noqa: F401 - only to see that they are there
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"traces are switched on (telemetry.traces = {settings.traces!r}) and {error.name} is not installed",
+            "pip install 'rollmesh[traces]', or switch them off",
+        ) from error
