@@ -16,10 +16,11 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
 from clients.environment import Ended, Problem, Split
+from services.tls import Verify
 
 ResultT = TypeVar("ResultT")
 
@@ -29,7 +30,8 @@ class AgentEndpoint:
     """Where one episode's calls go. `base_url` and `api_key` are what an OpenAI client asks for; any model name will do.
 
     `max_tokens` (an answer) and `temperature` are the run's. They hold whatever the agent's calls say; a smaller
-    `max_tokens` in a call is kept.
+    `max_tokens` in a call is kept. `verify`: where the mesh speaks TLS, what takes its certificates: `verify` of an httpx
+    client (and so of OpenAI's `http_client`), `ssl` of aiohttp's.
     """
 
     base_url: str
@@ -37,6 +39,7 @@ class AgentEndpoint:
     session_id: str
     max_tokens: int
     temperature: float
+    verify: Verify = field(default=True, repr=False, compare=False)
 
 
 @runtime_checkable

@@ -69,7 +69,7 @@ async def play_together(
     Raises TimeoutError, EnvironmentFailedError, ValueError for a reward that is no finite number, or what the server says.
     """
     endpoints = _endpoints(client, group, sampling)
-    agents = [asyncio.create_task(_guarded(environment, problem, endpoint)) for endpoint in endpoints]
+    agents = [asyncio.create_task(_traced(client, environment, problem, endpoint)) for endpoint in endpoints]
     beats = [asyncio.create_task(_beat(client, one.session_id, limits.heartbeat_s)) for one in endpoints]
     try:
         async with asyncio.timeout(limits.timeout_s):
@@ -110,7 +110,10 @@ async def play_apart(
 
 def _endpoints(client: RolloutClient, group: GroupOpened, sampling: SamplingBody) -> list[AgentEndpoint]:
     return [
-        AgentEndpoint(f"{client.url}/sessions/{name}/v1", key, name, sampling.max_tokens, sampling.temperature)
+        AgentEndpoint(
+            *(f"{client.url}/sessions/{name}/v1", key, name, sampling.max_tokens, sampling.temperature),
+            verify=client.trust.verify,
+        )
         for name, key in zip(group.session_ids, group.api_keys, strict=True)
     ]
 
@@ -123,7 +126,7 @@ async def _play(
     limits: EpisodeLimits,
 ) -> Played | Lost:
     session_id = endpoint.session_id
-    agent = asyncio.create_task(_guarded(environment, problem, endpoint))
+    agent = asyncio.create_task(_traced(client, environment, problem, endpoint))
     beats = asyncio.create_task(_beat(client, session_id, limits.heartbeat_s))
     try:
         async with asyncio.timeout(limits.timeout_s):
@@ -140,6 +143,16 @@ async def _play(
         return Lost(session_id, cause_of(error) if reached else "server", limits.describe(error))
     finally:
         await _end(agent, beats)
+
+
+async def _traced(
+    client: RolloutClient, environment: AgentEnvironment, problem: Problem, endpoint: AgentEndpoint
+) -> Ended:
+    with client.tracing.span("environment.episode") as span:
+        span.note(session=endpoint.session_id)
+        ended = await _guarded(environment, problem, endpoint)
+        span.note(reward=ended.reward, success=ended.success)
+    return ended
 
 
 async def _guarded(environment: AgentEnvironment, problem: Problem, endpoint: AgentEndpoint) -> Ended:

@@ -48,7 +48,7 @@ class ChatEnvironment:
         messages: list[dict[str, Any]] = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages.append({"role": "user", "content": episode.first_turn})
         spoken = False
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=endpoint.verify)) as http:
             while True:
                 try:
                     message, answer = await chat(http, endpoint, messages)

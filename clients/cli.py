@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import structlog
 import typer
 
+from services.tls_option import TlsDir
 from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def run_environment(
     keys_dir: Annotated[
         Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
     ] = None,
+    tls_dir: TlsDir = None,
     check: Annotated[
         bool, typer.Option("--check", help="Only see whether the task can be made; no server needed")
     ] = False,
@@ -60,11 +62,17 @@ def run_environment(
     from clients.rewards import RewardsAddress
     from clients.runner import RunnerPlan, run_environment
     from services.key_files import read_keys
+    from services.tls import read_trust
+    from services.trace_settings import TraceSettings, with_surroundings
+    from services.tracing import open_tracing
 
+    # It reads no configuration: its surroundings alone say whether it is traced.
+    tracing = open_tracing(with_surroundings(TraceSettings(), os.environ), "environment", run_id, "environment")
+    trust = read_trust(tls_dir)
     key = read_keys("environment", keys_dir).agent
     rewards = None
     if rewards_url is not None:
-        rewards = RewardsAddress(rewards_url, os.environ.get("ROLLMESH_REWARDS_KEY") or key)
+        rewards = RewardsAddress(rewards_url, os.environ.get("ROLLMESH_REWARDS_KEY") or key, trust, tracing)
     made = make_task(task, rewards)
     if check:
         _see_a_problem(made.environment, seed)
@@ -83,6 +91,8 @@ def run_environment(
         episode_timeout_s=episode_timeout,
         retries=retries,
         api_key=os.environ.get("ROLLMESH_AGENT_KEY") or key,
+        trust=trust,
+        tracing=tracing,
     )
 
     async def until_terminated() -> None:
@@ -92,7 +102,8 @@ def run_environment(
 
     structlog.get_logger().info("environment starts", run=run_id, task=task, concurrency=concurrency)
     try:
-        _run(until_terminated())
+        with tracing:
+            _run(until_terminated())
     except asyncio.CancelledError:
         raise SystemExit(128 + signal.SIGTERM) from None
 

@@ -38,9 +38,9 @@ async def ask(client: RolloutClient) -> Literal["text", "chat"]:
     opening = OpenGroup(task="dialect", group_size=1, sampling=SamplingBody(max_tokens=1), purpose="evaluate")
     group = await open_group(client, opening)
     (session_id,), (api_key,) = group.session_ids, group.api_keys
-    endpoint = AgentEndpoint(f"{client.url}/sessions/{session_id}/v1", api_key, session_id, 1, 1.0)
+    endpoint = AgentEndpoint(f"{client.url}/sessions/{session_id}/v1", api_key, session_id, 1, 1.0, client.trust.verify)
     try:
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=endpoint.verify)) as http:
             await chat(http, endpoint, [{"role": "user", "content": "?"}])
     except NoChatTemplateError:
         return "text"

@@ -16,6 +16,8 @@ from types import TracebackType
 from clients.calls import Call
 from clients.environment import Ended, Judging
 from clients.transport import Transport
+from services.tls import PUBLIC, Trust
+from services.tracing import NO_TRACING, Tracing
 from services.wire.errors import RollmeshError
 from services.wire.reward_api import REWARDS_PATH, JudgeSample, RewardFailedError, RewardFormula, RewardGiven
 
@@ -27,18 +29,35 @@ SUBSTITUTED = ".substituted"
 
 @dataclass(frozen=True)
 class RewardsAddress:
-    """Where the reward service is. `key`: what it asks for, None where it asks for none."""
+    """Where the reward service is. `key`: what it asks for, None where it asks for none. `trust`: see `RolloutClient`."""
 
     url: str
     key: str | None = None
+    trust: Trust = PUBLIC
+    tracing: Tracing = NO_TRACING
 
 
 class RewardsClient:
     """One reward service. Use as an async context manager; any number of calls may be in flight."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, patience_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        patience_s: float = 30.0,
+        trust: Trust = PUBLIC,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
         """`patience_s` bounds the time that a call is sent again for while the service is full or out of reach."""
-        self._transport = Transport(url, api_key=api_key, patience_s=patience_s, more_errors=(RewardFailedError,))
+        self._transport = Transport(
+            url,
+            api_key=api_key,
+            patience_s=patience_s,
+            trust=trust,
+            more_errors=(RewardFailedError,),
+            tracing=tracing,
+        )
 
     async def __aenter__(self) -> RewardsClient:
         await self._transport.__aenter__()

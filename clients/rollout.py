@@ -21,6 +21,8 @@ from types import TracebackType
 
 from clients import calls
 from clients.transport import Transport
+from services.tls import PUBLIC, Trust
+from services.tracing import NO_TRACING, Tracing
 from services.wire.rollout_api import (
     FinishGroup,
     GroupFinished,
@@ -47,13 +49,22 @@ from services.wire.session_api import (
 class RolloutClient:
     """One server's rollout API. Use as an async context manager; any number of calls may be in flight."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, patience_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        patience_s: float = 30.0,
+        trust: Trust = PUBLIC,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
         """`url` such as `http://127.0.0.1:8100`; `api_key`: the agent key of a server that asks for one.
 
-        `patience_s` bounds the time spent on repeating one call.
+        `patience_s` bounds the time spent on repeating one call. `trust`: whose certificates servers may show, such as
+        `services.tls.read_trust(folder)`. `tracing`: calls belong to its current span.
         """
-        self._transport = Transport(url, api_key=api_key, patience_s=patience_s)
-        self.url = self._transport.url
+        self._transport = Transport(url, api_key=api_key, patience_s=patience_s, trust=trust, tracing=tracing)
+        self.url, self.trust, self.tracing = self._transport.url, trust, tracing
 
     async def __aenter__(self) -> RolloutClient:
         await self._transport.__aenter__()

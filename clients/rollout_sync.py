@@ -20,6 +20,7 @@ from clients import calls
 from clients.calls import AnswerT, Call
 from clients.repeating import ServerUnreachableError, first_pause_s, pause, worth_repeating
 from clients.transport import headers
+from services.tls import PUBLIC, Trust
 from services.wire.error_answer import typed_error
 from services.wire.errors import RollmeshError
 from services.wire.rollout_api import (
@@ -51,16 +52,18 @@ _KEEP_ALIVE_S = 3.0
 class SyncRolloutClient:
     """One server's rollout API. Use as a context manager. What a method raises is said at `RolloutClient`."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, patience_s: float = 30.0) -> None:
-        """`api_key`: the agent key of a server that asks for one. `patience_s` bounds the repeating of one call."""
-        self.url = url.rstrip("/")
+    def __init__(
+        self, url: str, *, api_key: str | None = None, patience_s: float = 30.0, trust: Trust = PUBLIC
+    ) -> None:
+        """As `RolloutClient`. `patience_s` bounds the repeating of one call."""
+        self.url, self._trust = trust.address(url), trust
         self._patience_s = patience_s
         self._headers = headers(api_key)
         self._http: httpx.Client | None = None
 
     def __enter__(self) -> SyncRolloutClient:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S)
-        self._http = httpx.Client(headers=self._headers, limits=limits, trust_env=False)
+        self._http = httpx.Client(headers=self._headers, limits=limits, trust_env=False, verify=self._trust.verify)
         return self
 
     def __exit__(
@@ -145,6 +148,8 @@ class SyncRolloutClient:
                 call.method, url, headers=call.headers, content=call.payload, timeout=call.timeout_s
             )
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            if (refused := self._trust.refusal(self.url, error)) is not None:
+                raise refused from error
             raise ServerUnreachableError(self.url, str(error) or "no connection", sent=False) from error
         except httpx.TimeoutException as error:
             raise ServerUnreachableError(self.url, f"no answer in {call.timeout_s:g} s", sent=True) from error

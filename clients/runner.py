@@ -32,6 +32,8 @@ from clients.progress import Progress
 from clients.repeating import ServerUnreachableError
 from clients.rollout import RolloutClient
 from clients.server_pool import ServerPool
+from services.tls import PUBLIC, Trust
+from services.tracing import NO_TRACING, Span, Tracing
 from services.wire.errors import CapacityError, ConcludedError, DeadlineError, NotReadyError, RollmeshError
 from services.wire.rollout_api import GroupOpened, OpenGroup, SamplingBody
 
@@ -50,8 +52,8 @@ class RunnerPlan:
     """What to play. `concurrency`: groups in play at once, over all servers. `start_deadline_s`: for the servers' start.
 
     `episode_timeout_s`: longest time from an episode's first call to its reward. `retries`: how often a problem whose group
-    was lost is played again. `api_key`: the agent key of servers that ask for one. `greedy_baseline`: the first sibling of
-    each training group is drawn greedily, for the others to be compared with.
+    was lost is played again. `api_key`: the agent key of servers that ask for one; `trust`: whose certificates they may
+    show. `greedy_baseline`: the first sibling of each training group is drawn greedily, for the others to be compared with.
     """
 
     environment: AnyEnvironment
@@ -68,6 +70,8 @@ class RunnerPlan:
     heartbeat_s: float = 10.0
     retries: int = 2
     api_key: str | None = None
+    trust: Trust = PUBLIC
+    tracing: Tracing = NO_TRACING
     start_deadline_s: float = 300.0
 
     @property
@@ -83,7 +87,9 @@ async def run_environment(urls: Sequence[str], plan: RunnerPlan) -> None:
     """
     async with AsyncExitStack() as stack:
         clients = [
-            await stack.enter_async_context(RolloutClient(url, api_key=plan.api_key, patience_s=_PATIENCE_S))
+            await stack.enter_async_context(
+                RolloutClient(url, api_key=plan.api_key, patience_s=_PATIENCE_S, trust=plan.trust, tracing=plan.tracing)
+            )
             for url in urls
         ]
         pool = ServerPool(clients)
@@ -181,25 +187,34 @@ class _Players:
         while True:
             client = await self._pool.choose()
             try:
-                group = await open_group(client, self._opening)
+                with self._plan.tracing.begin("environment.group") as span:
+                    owed = await self._play_one(client, owed, span)
             except ConcludedError:
                 return
-            except CapacityError:
-                _log.info("waiting", waiting_for="admission", url=client.url)
-                continue
-            except (ServerUnreachableError, NotReadyError) as error:
-                self._pool.set_aside(client, str(error))
-                continue
-            playing = owed or _Owed(group.ordinal, 0)
-            try:
-                self._progress.count(await self._play(client, group, playing.index))
-                owed = None
-            except ConcludedError:
-                return
-            except GroupLostError as lost:
-                if await self._concluded(client):
-                    return
-                owed = await self._lost(client, lost, playing)
+
+    async def _play_one(self, client: RolloutClient, owed: _Owed | None, span: Span) -> _Owed | None:
+        """Open a group and play it, or what is owed, to its end; what is owed then. Raises ConcludedError."""
+        try:
+            group = await open_group(client, self._opening)
+        except CapacityError:
+            _log.info("waiting", waiting_for="admission", url=client.url)
+            return owed
+        except (ServerUnreachableError, NotReadyError) as error:
+            self._pool.set_aside(client, str(error))
+            return owed
+        playing = owed or _Owed(group.ordinal, 0)
+        span.note(group=group.group_id, ordinal=group.ordinal, problem=playing.index, attempt=playing.attempt)
+        try:
+            with structlog.contextvars.bound_contextvars(group=group.group_id):
+                played = await self._play(client, group, playing.index)
+        except GroupLostError as lost:
+            span.note(lost=lost.cause)
+            if await self._concluded(client):
+                raise ConcludedError("the run has concluded") from lost
+            return await self._lost(client, lost, playing)
+        self._progress.count(played)
+        span.note(success=sum(episode.ended.success for episode in played) / len(played))
+        return None
 
     async def _play(self, client: RolloutClient, group: GroupOpened, index: int) -> list[Played]:
         problem = self._environment.problem("train", index, self._plan.seed)

@@ -15,6 +15,8 @@ from yarl import URL
 
 from clients.calls import AnswerT, Call
 from clients.repeating import ServerUnreachableError, first_pause_s, pause, worth_repeating
+from services.tls import PUBLIC, Trust
+from services.tracing import NO_TRACING, Tracing
 from services.wire.error_answer import typed_error
 from services.wire.errors import RollmeshError
 
@@ -26,17 +28,28 @@ class Transport:
     """One service. Use as an async context manager; any number of calls may be in flight."""
 
     def __init__(
-        self, url: str, *, api_key: str | None, patience_s: float, more_errors: tuple[type[RollmeshError], ...] = ()
+        self,
+        url: str,
+        *,
+        api_key: str | None,
+        patience_s: float,
+        trust: Trust = PUBLIC,
+        more_errors: tuple[type[RollmeshError], ...] = (),
+        tracing: Tracing = NO_TRACING,
     ) -> None:
-        """`patience_s` bounds the time spent on repeating one call; `more_errors`: those that only this service raises."""
-        self.url = url.rstrip("/")
+        """`patience_s` bounds the time spent on repeating one call; `more_errors`: those that only this service raises.
+
+        `trust`: whose certificate the service may show. Raises UsageError for plain HTTP where the mesh speaks TLS.
+        """
+        self.url, self.trust = trust.address(url), trust
         self._patience_s = patience_s
         self._headers = headers(api_key)
+        self._tracing = tracing
         self._more_errors = more_errors
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Transport:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self.trust.verify)
         self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=False)
         return self
 
@@ -47,7 +60,10 @@ class Transport:
             await self._session.close()
 
     async def call(self, call: Call[AnswerT], patience_s: float | None = None) -> AnswerT:
-        """The answer. `patience_s` overrides the client's. Raises the service's typed errors, ServerUnreachableError."""
+        """The answer. `patience_s` overrides the client's. Raises the service's typed errors, ServerUnreachableError.
+
+        UntrustedError, at once, where `trust` does not take the certificate of who answers.
+        """
         try:
             # Nearly always this is all: the retrying machinery would cost half as much again as the call.
             content = await self._send(call)
@@ -78,12 +94,14 @@ class Transport:
             async with self._session.request(
                 call.method,
                 url,
-                headers=call.headers,
+                headers=call.headers | self._tracing.headers(),
                 data=call.payload,
                 timeout=aiohttp.ClientTimeout(total=call.timeout_s),
             ) as response:
                 content = await response.read()
         except aiohttp.ClientConnectorError as error:
+            if (refused := self.trust.refusal(self.url, error)) is not None:
+                raise refused from error
             raise ServerUnreachableError(self.url, str(error.os_error.strerror), sent=False) from error
         except aiohttp.ClientError as error:
             raise ServerUnreachableError(self.url, str(error) or type(error).__name__, sent=True) from error

@@ -16,8 +16,9 @@ from typing import TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from services.tls import PUBLIC, Trust
 from services.wire.error_answer import typed_error
-from services.wire.errors import DeadlineError, WireError
+from services.wire.errors import DeadlineError, RollmeshError, WireError
 from services.wire.weight_states import SETTLED, PauseMode
 from services.wire.weights_api import (
     EnginesView,
@@ -44,17 +45,21 @@ ViewT = TypeVar("ViewT", bound=BaseModel)
 
 
 class WeightsClient:
-    """Calls of one operator. `key`: the bus's admin key, where it has one.
+    """Calls of one operator. `key`: the bus's admin key, where it has one; `trust`: whose certificate it may show.
 
     Methods raise the typed error that the bus answered (ConflictError, NotFoundError, UnauthenticatedError …), or
-    DeadlineError when it cannot be reached or does not answer in time.
+    DeadlineError when it cannot be reached or does not answer in time, UntrustedError where somebody else answers.
     """
 
-    def __init__(self, url: str, *, key: str | None = None, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        self._url = url.rstrip("/")
+    def __init__(
+        self, url: str, *, key: str | None = None, timeout_s: float = CALL_TIMEOUT_S, trust: Trust = PUBLIC
+    ) -> None:
+        self._url, self._trust = trust.address(url), trust
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._timeout_s = timeout_s
-        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=httpx.Timeout(timeout_s))
+        self._http = httpx.Client(
+            base_url=self._url, headers=headers, timeout=httpx.Timeout(timeout_s), verify=trust.verify
+        )
 
     def __enter__(self) -> WeightsClient:
         return self
@@ -133,7 +138,7 @@ class WeightsClient:
                         yield event
                     heard = time.monotonic()
             except httpx.TransportError as error:
-                if time.monotonic() - heard > patience_s:
+                if time.monotonic() - heard > patience_s or self._trust.refusal(self._url, error):
                     raise self._away(f"no events for {patience_s:g} s", error) from error
             if time.monotonic() - heard > patience_s:
                 raise DeadlineError(f"{self._url}: no events for {patience_s:g} s")
@@ -171,8 +176,8 @@ class WeightsClient:
         except httpx.TransportError as error:
             raise self._away(what, error) from error
 
-    def _away(self, what: str, error: httpx.TransportError) -> DeadlineError:
-        return DeadlineError(
+    def _away(self, what: str, error: httpx.TransportError) -> RollmeshError:
+        return self._trust.refusal(self._url, error) or DeadlineError(
             f"{self._url}: {what}: the weight bus cannot be reached ({error!r})", "does it run there? see --bus-url"
         )
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.tls_option import TlsDir
+
 if TYPE_CHECKING:
     from clients.weights import WeightsClient
     from services.wire.weights_api import UpdateView
@@ -32,11 +34,17 @@ _BAD = ("failed", "cancelled", "superseded", "rolled_back")
 
 
 @app.command(epilog="Example: rollmesh weights status --json")
-def status(bus_url: BusUrl = URL, admin_key_file: KeyFile = None, keys_dir: KeysDir = None, json: Json = False) -> None:
+def status(
+    bus_url: BusUrl = URL,
+    admin_key_file: KeyFile = None,
+    keys_dir: KeysDir = None,
+    tls_dir: TlsDir = None,
+    json: Json = False,
+) -> None:
     """Which engine serves what, and the versions that the bus remembers."""
     from clients.weights_views import show_json, show_status
 
-    with _client(bus_url, admin_key_file, keys_dir) as weights:
+    with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
         engines, versions = weights.engines(), weights.versions()
     if json:
         show_json(engines)
@@ -54,12 +62,14 @@ def push(
     bus_url: BusUrl = URL,
     admin_key_file: KeyFile = None,
     keys_dir: KeysDir = None,
+    tls_dir: TlsDir = None,
     json: Json = False,
 ) -> None:
     """Publish a folder of safetensors: every engine stages it in the background, then flips."""
     path = str(folder.absolute())
     _update(
-        bus_url, admin_key_file, keys_dir, wait_s, json, lambda weights: weights.push(path, version=version, hold=hold)
+        *(bus_url, admin_key_file, keys_dir, tls_dir, wait_s, json),
+        lambda weights: weights.push(path, version=version, hold=hold),
     )
 
 
@@ -70,10 +80,11 @@ def commit(
     bus_url: BusUrl = URL,
     admin_key_file: KeyFile = None,
     keys_dir: KeysDir = None,
+    tls_dir: TlsDir = None,
     json: Json = False,
 ) -> None:
     """Flip a held version, let a stopped roll go on, or offer a withdrawn version again."""
-    _update(bus_url, admin_key_file, keys_dir, wait_s, json, lambda weights: weights.commit(version))
+    _update(bus_url, admin_key_file, keys_dir, tls_dir, wait_s, json, lambda weights: weights.commit(version))
 
 
 @app.command(epilog="Example: rollmesh weights cancel 7")
@@ -82,12 +93,13 @@ def cancel(
     bus_url: BusUrl = URL,
     admin_key_file: KeyFile = None,
     keys_dir: KeysDir = None,
+    tls_dir: TlsDir = None,
     json: Json = False,
 ) -> None:
     """Withdraw a version before its flips are decided."""
     from clients.weights_views import show_json, show_update
 
-    with _client(bus_url, admin_key_file, keys_dir) as weights:
+    with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
         view = weights.cancel(version)
     (show_json if json else show_update)(view)
 
@@ -99,10 +111,11 @@ def rollback(
     bus_url: BusUrl = URL,
     admin_key_file: KeyFile = None,
     keys_dir: KeysDir = None,
+    tls_dir: TlsDir = None,
     json: Json = False,
 ) -> None:
     """Bring every engine back to the version before, between two decode steps. One step is kept."""
-    _update(bus_url, admin_key_file, keys_dir, wait_s, json, lambda weights: weights.rollback(to).update)
+    _update(bus_url, admin_key_file, keys_dir, tls_dir, wait_s, json, lambda weights: weights.rollback(to).update)
 
 
 @app.command(epilog="Example: rollmesh weights verify --no-canary")
@@ -111,12 +124,13 @@ def verify(
     bus_url: BusUrl = URL,
     admin_key_file: KeyFile = None,
     keys_dir: KeysDir = None,
+    tls_dir: TlsDir = None,
     json: Json = False,
 ) -> None:
     """Have every engine hash what it really serves; exit code 1 unless all of them serve the published bytes."""
     from clients.weights_views import show_json, show_verified
 
-    with _client(bus_url, admin_key_file, keys_dir) as weights:
+    with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
         view = weights.verify(canary=canary)
     (show_json if json else show_verified)(view)
     if not view.match or (view.canary is not None and not view.canary.agree):
@@ -129,12 +143,13 @@ def watch(
     bus_url: BusUrl = URL,
     admin_key_file: KeyFile = None,
     keys_dir: KeysDir = None,
+    tls_dir: TlsDir = None,
     json: Json = False,
 ) -> None:
     """Print what happens on the bus as it happens, until Ctrl-C."""
     from clients.weights_views import show_event, show_json
 
-    with _client(bus_url, admin_key_file, keys_dir) as weights:
+    with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
         for event in weights.watch(since):
             (show_json if json else show_event)(event)
 
@@ -143,6 +158,7 @@ def _update(
     bus_url: str,
     key_file: Path | None,
     keys_dir: Path | None,
+    tls_dir: Path | None,
     wait_s: float,
     json: bool,
     begin: Callable[[WeightsClient], UpdateView],
@@ -150,7 +166,7 @@ def _update(
     """Begin an update, wait for it, show it; exit code 1 when it failed, or an engine did."""
     from clients.weights_views import show_json, show_update
 
-    with _client(bus_url, key_file, keys_dir) as weights:
+    with _client(bus_url, key_file, keys_dir, tls_dir) as weights:
         view = begin(weights)
         if wait_s:
             view = weights.wait(view.version, wait_s)
@@ -160,11 +176,15 @@ def _update(
 
 
 @contextmanager
-def _client(bus_url: str, key_file: Path | None, keys_dir: Path | None) -> Iterator[WeightsClient]:
+def _client(
+    bus_url: str, key_file: Path | None, keys_dir: Path | None, tls_dir: Path | None
+) -> Iterator[WeightsClient]:
     from clients.weights import WeightsClient
     from services.key_files import read_keys
+    from services.tls import read_trust
 
-    with WeightsClient(bus_url, key=read_keys("operator", keys_dir, {"admin": key_file}).admin) as weights:
+    key, trust = read_keys("operator", keys_dir, {"admin": key_file}).admin, read_trust(tls_dir)
+    with WeightsClient(bus_url, key=key, trust=trust) as weights:
         try:
             yield weights
         except KeyboardInterrupt:

@@ -27,6 +27,7 @@ from rollout_server.journal_replay import AnswerName, Now, Replayed, replay
 from rollout_server.named_locks import NamedLocks
 from services.ledger import Ledger
 from services.registry import Registry, ServerRecord
+from services.tls import PUBLIC, Trust
 from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError
 
 SWEEP_S = 2.0
@@ -66,14 +67,21 @@ class Adopter:
     """Takes groups over for one server. `run` is a task owned by the server."""
 
     def __init__(
-        self, groups: GroupRegistry, journal: Journal, ledger: Ledger, servers: Registry, server_id: str
+        self,
+        groups: GroupRegistry,
+        journal: Journal,
+        ledger: Ledger,
+        servers: Registry,
+        server_id: str,
+        trust: Trust = PUBLIC,
     ) -> None:
         self._groups = groups
         self._journal = journal
         self._ledger = ledger
         self._servers = servers
         self._server_id = server_id
-        self._http = httpx.AsyncClient(timeout=PROBE_WITHIN_S)
+        self._http = httpx.AsyncClient(timeout=PROBE_WITHIN_S, verify=trust.verify)
+        self._trust = trust
         self.taking = True
         """Whether it takes groups over. Not while the server is on its way out, or its engine serves nothing."""
         self._locks = NamedLocks()
@@ -181,7 +189,8 @@ class Adopter:
         try:
             answer = await self._http.get(f"{url}/livez")
         except httpx.HTTPError as error:
-            _log.warning("a server does not answer", server=owner, url=url, why=repr(error))
+            why = self._trust.refusal(url, error) or repr(error)
+            _log.warning("a server does not answer", server=owner, url=url, why=str(why))
             return None
         return url if answer.status_code == 200 else None
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.tls_option import TlsDir
 from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def rollout_server(
         str, typer.Option(help="Address to listen on; one that is not loopback needs --keys-dir")
     ] = "127.0.0.1",
     own_url: Annotated[
-        str | None, typer.Option(help="Where the bus, the gateway and agents find it; else http://HOST:PORT")
+        str | None, typer.Option(help="Where the bus, the gateway and agents find it; else HOST:PORT")
     ] = None,
     bus_url: Annotated[str | None, typer.Option(help="Weight bus to register with; none: serve fixed weights")] = None,
     config: Annotated[Path | None, typer.Option(help="Configuration of the run (TOML)")] = None,
@@ -64,8 +65,10 @@ def rollout_server(
     redis_password_file: Annotated[
         Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with Redis's password")
     ] = None,
+    tls_dir: TlsDir = None,
 ) -> None:
     import asyncio
+    import os
     import zlib
 
     from services.app import Stop, open_port, serve
@@ -73,10 +76,14 @@ def rollout_server(
     from services.imports import heavy_imports
     from services.key_files import read_key, read_keys
     from services.key_rules import lacking
-    from services.redis_client import check_reachable, with_password
+    from services.redis_client import check_reachable, reached_by
+    from services.tls import read_tls, read_trust
+    from services.trace_settings import with_surroundings
+    from services.tracing import open_tracing
 
     name = _chosen(engine, url, engine_key_file)
     settings = load_settings(config, [])
+    tracing = open_tracing(with_surroundings(settings.telemetry, os.environ), "rollout-server", run_id, server_id)
     keys = read_keys(
         "rollout-server",
         keys_dir,
@@ -84,7 +91,10 @@ def rollout_server(
     )
     bus_key = keys.peer if bus_key_file is None else read_key(bus_key_file)
     engine_key = None if engine_key_file is None else read_key(engine_key_file)
-    redis_url = with_password(redis_url, keys.redis)
+    tls = read_tls(tls_dir)
+    own_url = tls.own_url(host, port, own_url)
+    bus_url = None if bus_url is None else tls.trust.address(bus_url)
+    redis_url = reached_by(redis_url, keys.redis, tls.trust)
     asyncio.run(check_reachable(redis_url))
     # Bound before anything slow: a port in use is known at once, and probes are answered while the model loads.
     listener = open_port(host, port, lacking=lacking(keys, "rollout-server"))
@@ -98,7 +108,13 @@ def rollout_server(
         from weight_bus.bus_client import BusClient
 
         policy = make_engine(
-            name, model, run_id, settings, seed=seed, url=url, key=engine_key, weights_key=keys.weights
+            *(name, model, run_id, settings),
+            seed=seed,
+            url=url,
+            key=engine_key,
+            weights_key=keys.weights,
+            # The engine behind --url may be anybody's.
+            trust=read_trust(tls_dir, public=True),
         )
         preload = getattr(policy, "preload", None)
         if preload is not None:
@@ -106,16 +122,20 @@ def rollout_server(
     plan = ServerPlan(
         run_id=run_id,
         server_id=server_id,
-        url=f"http://{host}:{port}" if own_url is None else own_url.rstrip("/"),
+        url=own_url,
         redis_url=redis_url,
         model=model,
         settings=settings,
         keys=keys,
+        trust=tls.trust,
+        tracing=tracing,
     )
     # A heartbeat that fails is repeated by its owner, so one try may be short.
-    bus = None if bus_url is None else BusClient(bus_url, run_id, deadline_s=2.0, key=bus_key)
+    bus = None if bus_url is None else BusClient(bus_url, run_id, deadline_s=2.0, key=bus_key, trust=tls.trust)
     stop = Stop()
-    serve(make_rollout_app(plan, policy, bus, stop), host, port, listener=listener, stop=stop)
+    app = make_rollout_app(plan, policy, bus, stop)
+    with tracing:
+        serve(app, host, port, listener=listener, stop=stop, identity=tls.identity)
 
 
 def _chosen(engine: str, url: str | None, key_file: Path | None) -> EngineClass:

@@ -40,6 +40,7 @@ from rollout_server.turns import TurnTaker
 from services.app import Stop
 from services.directory import ServiceRecord, announced
 from services.doorkeeper import Doorkeeper
+from services.first_failure import first_failure
 from services.key_rules import NO_KEYS, Keys
 from services.ledger import Ledger
 from services.model_folder import wait_for_model
@@ -48,6 +49,8 @@ from services.registry import Registry, ServerRecord
 from services.session_keys import SessionKeys, secret_of_run
 from services.settings import RunSettings
 from services.stream import TrajectoryLog, TrajectoryWriter
+from services.tls import PUBLIC, Trust
+from services.tracing import NO_TRACING, Tracing
 from services.waits import WaitBoard
 from services.wire.errors import ConflictError, DrainingError, NotReadyError, RollmeshError
 from weight_bus.membership import Bus, Membership
@@ -75,6 +78,9 @@ class ServerPlan:
     model: Path
     settings: RunSettings
     keys: Keys = NO_KEYS
+    trust: Trust = PUBLIC
+    """Which certificates of other servers it takes."""
+    tracing: Tracing = NO_TRACING
 
 
 @dataclass(frozen=True)
@@ -186,18 +192,20 @@ class RolloutServer:
             self._cpu_when_ready = time.thread_time()
             plan, timeout_s = self.plan, self.plan.settings.rollout.group_timeout_s
             record = ServiceRecord(name=plan.server_id, kind="rollout-server", url=plan.url)
-            async with announced(redis, plan.run_id, record), asyncio.TaskGroup() as tasks:
-                tasks.create_task(parts.journal.run(), name="journal")
-                tasks.create_task(parts.announcer.run(), name="announcer")
-                tasks.create_task(parts.adopter.run(), name="adoption")
-                watch = EngineWatch(self._engine, parts.adopter, parts.drainer, parts.announcer)
-                tasks.create_task(watch.run(), name="engine watch")
-                tasks.create_task(parts.gate.run(), name="admission")
-                tasks.create_task(parts.publisher.run(), name="publisher")
-                tasks.create_task(sweep(parts.registry, parts.finisher, timeout_s), name="sweeper")
-                tasks.create_task(parts.caller.watch(parts.registry, timeout_s), name="call watcher")
-                if self._membership is not None:
-                    tasks.create_task(self._membership.run(), name="membership")
+            async with announced(redis, plan.run_id, record):
+                with first_failure():
+                    async with asyncio.TaskGroup() as tasks:
+                        tasks.create_task(parts.journal.run(), name="journal")
+                        tasks.create_task(parts.announcer.run(), name="announcer")
+                        tasks.create_task(parts.adopter.run(), name="adoption")
+                        watch = EngineWatch(self._engine, parts.adopter, parts.drainer, parts.announcer)
+                        tasks.create_task(watch.run(), name="engine watch")
+                        tasks.create_task(parts.gate.run(), name="admission")
+                        tasks.create_task(parts.publisher.run(), name="publisher")
+                        tasks.create_task(sweep(parts.registry, parts.finisher, timeout_s), name="sweeper")
+                        tasks.create_task(parts.caller.watch(parts.registry, timeout_s), name="call watcher")
+                        if self._membership is not None:
+                            tasks.create_task(self._membership.run(), name="membership")
         except RollmeshError as error:
             self._stop.fail(error)
         except RedisError as error:
@@ -219,7 +227,7 @@ class RolloutServer:
         access = Access(await self._session_keys(ledger), self.doors)
         servers = Registry(redis, plan.run_id)
         journal = Journal(redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.let_go)
-        adopter = Adopter(registry, journal, ledger, servers, plan.server_id)
+        adopter = Adopter(registry, journal, ledger, servers, plan.server_id, plan.trust)
         announcer = Announcer(servers, lambda: self._record(registry))
         publisher = Publisher(TrajectoryWriter(redis, plan.run_id, journal.owner), ledger)
         gate = AdmissionGate(
@@ -243,7 +251,9 @@ class RolloutServer:
             gate=gate,
             registry=registry,
             access=access,
-            opener=SessionOpener(registry, gate, ledger, journal, adopter, plan.settings.rollout.group_timeout_s),
+            opener=SessionOpener(
+                *(registry, gate, ledger, journal, adopter, plan.settings.rollout.group_timeout_s), plan.tracing
+            ),
             journal=journal,
             adopter=adopter,
             drainer=Drainer(
@@ -251,9 +261,12 @@ class RolloutServer:
             ),
             announcer=announcer,
             renderer=renderer,
-            turns=TurnTaker(self._engine, renderer, journal, self.until_clear),
+            turns=TurnTaker(self._engine, renderer, journal, self.until_clear, plan.tracing),
             caller=Caller(
-                Means(self._engine, journal, self.until_clear, plan.settings.rollout.draft_every_tokens), self.fail
+                Means(
+                    *(self._engine, journal, self.until_clear, plan.settings.rollout.draft_every_tokens), plan.tracing
+                ),
+                self.fail,
             ),
             dialect=Dialect(self._engine, renderer, plan.model, plan.settings.rollout.renderer),
             publisher=publisher,

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from services.loopback import require_loopback
 from services.metric_catalog import SERVICE_BUILD, SERVICE_NOT_READY
 from services.metrics import CONTENT_TYPE, Metrics, Reading
+from services.tls import Identity
 from services.wire.errors import CapacityError, HeldElsewhereError, RollmeshError, SessionConcludedError, UsageError
 from services.wire.mesh_headers import OWNER_URL_HEADER
 from services.wire.rollout_api import ErrorBody, ErrorDetail
@@ -175,8 +176,13 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def make_server(app: FastAPI, stop: Stop, *, shutdown_s: int = SHUTDOWN_S) -> uvicorn.Server:
-    """The server of `app`, to be run on a socket from `open_port`; at its end, calls in flight have `shutdown_s` left."""
+def make_server(
+    app: FastAPI, stop: Stop, *, shutdown_s: int = SHUTDOWN_S, identity: Identity | None = None
+) -> uvicorn.Server:
+    """The server of `app`, to be run on a socket from `open_port`; at its end, calls in flight have `shutdown_s` left.
+
+    `identity`: what it shows to its callers, over HTTPS; None: it speaks plain HTTP.
+    """
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -187,6 +193,8 @@ def make_server(app: FastAPI, stop: Stop, *, shutdown_s: int = SHUTDOWN_S) -> uv
         ws="none",
         # Nobody stands between: an address in a forwarded header would be believed for nothing.
         proxy_headers=False,
+        ssl_certfile=None if identity is None else identity.certificate,
+        ssl_keyfile=None if identity is None else identity.key,
     )
     return _Server(config, stop)
 
@@ -199,14 +207,15 @@ def serve(
     listener: socket.socket | None = None,
     stop: Stop | None = None,
     shutdown_s: int = SHUTDOWN_S,
+    identity: Identity | None = None,
 ) -> None:
     """Run `app` until SIGTERM, Ctrl-C or `stop.fail`, whose failure is raised then.
 
-    `listener`: a socket from `open_port`, bound already; `shutdown_s`: see `make_server`.
+    `listener`: a socket from `open_port`, bound already; `shutdown_s`, `identity`: see `make_server`.
     Raises UsageError for an address that is not loopback or that is taken.
     """
     listener = listener or open_port(host, port)
     stop = stop or Stop()
-    make_server(app, stop, shutdown_s=shutdown_s).run(sockets=[listener])
+    make_server(app, stop, shutdown_s=shutdown_s, identity=identity).run(sockets=[listener])
     if stop.failure is not None:
         raise stop.failure

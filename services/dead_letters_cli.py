@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.tls_option import TlsDir
+
 if TYPE_CHECKING:
     from services.dead_letters import DeadLetter
     from services.ledger import Accounts
@@ -26,6 +28,7 @@ def dead_letters(
         Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with Redis's password")
     ] = None,
     newest: Annotated[int, typer.Option(min=1, help="How many to show, the newest first")] = 20,
+    tls_dir: TlsDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON line a letter, its payload in base64")] = False,
 ) -> None:
     """Show the newest trajectories that were dropped with a reason, and all drops by cause."""
@@ -34,9 +37,11 @@ def dead_letters(
     import msgspec
 
     from services.key_files import read_keys
-    from services.redis_client import with_password
+    from services.redis_client import reached_by
+    from services.tls import read_trust
 
-    redis_url = with_password(redis_url, read_keys("reader", keys_dir, {"redis": redis_password_file}).redis)
+    password = read_keys("reader", keys_dir, {"redis": redis_password_file}).redis
+    redis_url = reached_by(redis_url, password, read_trust(tls_dir))
     letters, accounts = asyncio.run(_read(run_id, redis_url, newest))
     if as_json:
         sys.stdout.writelines(msgspec.json.encode(letter).decode() + "\n" for letter in letters)

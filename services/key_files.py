@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import get_args
 
 from services.key_rules import GIVEN, HolderName, KeyName, Keys
+from services.tls import TLS_DIR
 from services.wire.errors import UsageError
 
 KEYS_DIR = "ROLLMESH_KEYS_DIR"
@@ -27,20 +28,22 @@ _NO_FILES: Mapping[KeyName, Path | None] = MappingProxyType({})
 
 
 def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a process that is to have no keys."""
-    return {name: value for name, value in environment.items() if name not in (KEYS_DIR, REDIS_PASSWORD_FILE)}
+    """The variables of a process that is to have no keys, and no TLS."""
+    ours = (KEYS_DIR, REDIS_PASSWORD_FILE, TLS_DIR)
+    return {name: value for name, value in environment.items() if name not in ours}
 
 
 @dataclass(frozen=True)
 class KeyPlaces:
-    """Where the processes of one machine find their keys; None where they have none."""
+    """Where the processes of one machine find their keys; None where they have none. `tls`: the folder of certificates."""
 
     folder: Path | None = None
     redis_password: Path | None = None
+    tls: Path | None = None
 
     def surroundings(self) -> dict[str, str]:
         """The variables that tell a process."""
-        named = {KEYS_DIR: self.folder, REDIS_PASSWORD_FILE: self.redis_password}
+        named = {KEYS_DIR: self.folder, REDIS_PASSWORD_FILE: self.redis_password, TLS_DIR: self.tls}
         return {name: str(path.absolute()) for name, path in named.items() if path is not None}
 
     def read(self, holder: HolderName) -> Keys:
@@ -98,7 +101,7 @@ def make_keys(folder: Path) -> tuple[list[Path], list[Path]]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in get_args(KeyName):
             path = key_file(folder, name)
-            (made if _write_new(path, f"{secrets.token_urlsafe(_BYTES)}\n") else kept).append(path)
+            (made if write_new(path, f"{secrets.token_urlsafe(_BYTES)}\n") else kept).append(path)
     except OSError as error:
         raise UsageError(
             f"keys cannot be written to {folder} ({error})", "name a folder that you may write to"
@@ -106,11 +109,11 @@ def make_keys(folder: Path) -> tuple[list[Path], list[Path]]:
     return made, kept
 
 
-def _write_new(path: Path, text: str) -> bool:
-    """Write a file that appears whole or not at all; False where one is there."""
+def write_new(path: Path, text: str, *, mode: int = 0o600) -> bool:
+    """Write a file that appears whole or not at all; False where one is there. Raises OSError."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="ascii") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""`rollmesh keys …`: the secrets of a mesh, one file each."""
+"""`rollmesh keys …`: the secrets and certificates of a mesh, one file each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Make the keys of a mesh.\n\nExample: rollmesh keys init keys",
+    help="Make the keys and certificates of a mesh.\n\nExample: rollmesh keys init keys",
 )
 
 
 @app.callback()
 def keys() -> None:
-    """Make the keys of a mesh."""
+    """Make the keys and certificates of a mesh."""
 
 
 @app.command(epilog="Example: rollmesh keys init keys && rollmesh up --keys-dir keys")
@@ -38,3 +38,28 @@ def init(
         console.print(f"made {path}", markup=False)
     for path in kept:
         console.print(f"kept {path}: it was there", markup=False)
+
+
+@app.command(epilog="Example: rollmesh keys tls tls && rollmesh up --tls-dir tls/localhost")
+def tls(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the authority; made where it is not there")],
+    hosts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="HOST", help="Names and addresses of one host, with commas: gateway,10.0.0.5"),
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="How long a host's certificate holds")] = 825,
+) -> None:
+    """Make an authority of the mesh's own, and a certificate for each HOST in a folder named after it; else for loopback.
+
+    A host's services take its folder as --tls-dir. DIR/authority.key signs: keep it away from services. A host's folder
+    stays if it is there: remove it to make its certificate anew.
+    """
+    from rich.console import Console
+
+    from services.certificates import LOOPBACK_NAMES, make_host, open_authority
+
+    console = Console(soft_wrap=True, highlight=False)
+    authority = open_authority(folder)
+    for names in [host.split(",") for host in hosts or [",".join(LOOPBACK_NAMES)]]:
+        path, made = make_host(folder, names, authority, days=days)
+        console.print(f"made {path}" if made else f"kept {path}: it was there", markup=False)

@@ -16,6 +16,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_unspecified(host: str) -> bool:
+    """Whether an address stands for all of the machine's: one to listen on, and nobody's name."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def require_loopback(host: str, lacking: Sequence[str]) -> None:
     """Raise UsageError for another address where keys are lacking: no open door (promise 6)."""
     if lacking and not is_loopback(host):

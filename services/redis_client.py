@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from urllib.parse import quote, urlsplit
+from pathlib import Path
+from urllib.parse import parse_qs, quote, urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -11,7 +12,11 @@ from redis.exceptions import AuthenticationError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from services.tls import PUBLIC, Trust
 from services.wire.errors import UsageError
+
+_AUTHORITY = "ssl_ca_certs"
+"""What redis-py calls the file with the authority, in a URL's query too."""
 
 
 def with_password(url: str, password: str | None) -> str:
@@ -26,6 +31,18 @@ def with_password(url: str, password: str | None) -> str:
         return url
     _, _, host = parts.netloc.rpartition("@")
     return parts._replace(netloc=f"{parts.username or ''}:{quote(password, safe='')}@{host}").geturl()
+
+
+def reached_by(url: str, password: str | None, trust: Trust = PUBLIC) -> str:
+    """`url` for `connect` and `check_reachable`: with the password (`with_password`), `rediss://` with the authority.
+
+    One that `url` itself names (`?ssl_ca_certs=FILE`) goes before the mesh's.
+    """
+    parts = urlsplit(with_password(url, password))
+    if parts.scheme != "rediss" or trust.authority is None or _AUTHORITY in parts.query:
+        return parts.geturl()
+    authority = f"{_AUTHORITY}={quote(str(trust.authority.absolute()), safe='')}"
+    return parts._replace(query="&".join(filter(None, (parts.query, authority)))).geturl()
 
 
 def without_password(url: str) -> str:
@@ -50,7 +67,7 @@ def connect(url: str) -> Redis:
 
 
 async def check_reachable(url: str) -> None:
-    """Raise UsageError, in one line, when no Redis answers at `url`."""
+    """Raise UsageError, in one line, when no Redis answers at `url`, UntrustedError where somebody else does."""
     shown = without_password(url)
     try:
         client = Redis.from_url(
@@ -66,6 +83,9 @@ async def check_reachable(url: str) -> None:
             "see --redis-password-file, or redis.key of --keys-dir",
         ) from error
     except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+        named = parse_qs(urlsplit(url).query).get(_AUTHORITY, [])
+        if (refused := Trust(Path(named[0]) if named else None).refusal(shown, error)) is not None:
+            raise refused from error
         raise UsageError(
             f"no Redis answers at {shown} ({error})", "start one there, or leave --redis-url out for the embedded one"
         ) from error

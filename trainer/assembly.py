@@ -21,6 +21,8 @@ from services.redis_client import connect
 from services.run_folder import RunFolder
 from services.settings import RunSettings
 from services.stream import TrajectoryReader
+from services.tls import PLAIN, Tls
+from services.tracing import NO_TRACING, Tracing
 from services.vocabulary import vocabulary_digest
 from services.waits import WaitBoard
 from services.wire.errors import UsageError
@@ -51,6 +53,7 @@ class TrainerArguments:
     """`model`: a Hugging Face folder, which may still be made; `run_dir`: the run folder.
 
     `weights_key` signs manifests, `bus_key` opens the weight bus; None where the mesh runs without keys, on loopback.
+    `tls`: what its probes show, and whose certificate the bus may.
     """
 
     run_id: str
@@ -61,6 +64,8 @@ class TrainerArguments:
     run_dir: Path
     weights_key: str | None = None
     bus_key: str | None = None
+    tls: Tls = PLAIN
+    tracing: Tracing = NO_TRACING
 
 
 class Assembly:
@@ -73,7 +78,7 @@ class Assembly:
         self.redis: Redis = connect(arguments.redis_url)
         self._close_later(self.redis.aclose, "closing Redis")
         told = (arguments.run_id, arguments.bus_url, self.folder.metrics, arguments.settings)
-        open_telemetry(self.redis, *told, background, stack, Keys(peer=arguments.bus_key))
+        open_telemetry(self.redis, *told, background, stack, Keys(peer=arguments.bus_key), arguments.tls)
         self.ledger = Ledger(self.redis, arguments.run_id)
         self.reader = self._open_reader()
 
@@ -114,6 +119,7 @@ class Assembly:
             records=self._records(tokenizer),
             sign=WaitSign(WaitBoard(self.redis, self.arguments.run_id, "trainer"), self.background),
             interrupt=interrupt,
+            tracing=self.arguments.tracing,
             journal=self._stack.enter_context(ThreadPoolExecutor(1, "step-log")),
             files=self._stack.enter_context(ThreadPoolExecutor(1, "run-files")),
         )
@@ -140,11 +146,17 @@ class Assembly:
             delta_max_ratio=weights.delta_max_ratio if weights.delta == "auto" else 0.0,
         )
         self._stack.callback(publisher.close)
-        bus = BusClient(arguments.bus_url, arguments.run_id, key=arguments.bus_key)
+        bus = BusClient(
+            arguments.bus_url,
+            arguments.run_id,
+            key=arguments.bus_key,
+            trust=arguments.tls.trust,
+            tracing=arguments.tracing,
+        )
         self._close_later(bus.close, "closing the bus client")
         lines = read_metrics(self.folder.metrics)
         committed = max((line.commits for line in lines), default=0)
-        return WeightUpdates(publisher, bus, self.background, settle_s, committed)
+        return WeightUpdates(publisher, bus, self.background, settle_s, committed, arguments.tracing)
 
     def _tokenizer(self) -> Tokenizer:
         path = self.arguments.model / "tokenizer.json"

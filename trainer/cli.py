@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from services.tls_option import TlsDir
+
 app = typer.Typer(add_completion=False)
 
 
@@ -33,29 +35,42 @@ def train(
     redis_password_file: Annotated[
         Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with Redis's password")
     ] = None,
+    tls_dir: TlsDir = None,
 ) -> None:
     """Train on the trajectories of a run and publish every version of the policy."""
+    import os
+
     from services.config_file import load_settings
     from services.imports import heavy_imports
     from services.key_files import read_key, read_keys
-    from services.redis_client import with_password
+    from services.redis_client import reached_by
+    from services.tls import read_tls
+    from services.trace_settings import with_surroundings
+    from services.tracing import open_tracing
     from trainer.formula import describe
 
     settings = load_settings(config, [])
+    tracing = open_tracing(with_surroundings(settings.telemetry, os.environ), "trainer", run_id, "trainer")
     describe(settings.trainer)
 
     keys = read_keys("trainer", keys_dir, {"weights": weights_key_file, "redis": redis_password_file})
     bus_key = keys.peer if bus_key_file is None else read_key(bus_key_file)
-    redis_url = with_password(redis_url, keys.redis)
+    tls = read_tls(tls_dir)
+    bus_url = tls.trust.address(bus_url)
+    redis_url = reached_by(redis_url, keys.redis, tls.trust)
 
     with heavy_imports():
         from trainer.assembly import TrainerArguments
         from trainer.run import train as run_trainer
 
-    code = run_trainer(
-        TrainerArguments(
-            run_id, settings, redis_url, bus_url, model, run_dir, weights_key=keys.weights, bus_key=bus_key
-        )
+    arguments = TrainerArguments(
+        *(run_id, settings, redis_url, bus_url, model, run_dir),
+        weights_key=keys.weights,
+        bus_key=bus_key,
+        tls=tls,
+        tracing=tracing,
     )
+    with tracing:
+        code = run_trainer(arguments)
     if code:
         raise typer.Exit(code)

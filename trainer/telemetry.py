@@ -30,8 +30,10 @@ from services.line_tail import LineTail
 from services.metrics import Metrics, Reading
 from services.settings import RunSettings
 from services.threshold import Threshold
+from services.tls import PLAIN, Identity, Tls
 from services.trainer_report import post_report
 from services.waits import Wait, read_waits
+from services.wire.errors import UsageError
 from trainer.background import Background
 from trainer.step_totals import StepTotals
 
@@ -51,20 +53,28 @@ def open_telemetry(
     background: Background,
     stack: ExitStack,
     keys: Keys = NO_KEYS,
+    tls: Tls = PLAIN,
 ) -> None:
-    """Tell of the trainer until `stack` is closed. `keys`: what opens /metrics.
+    """Tell of the trainer until `stack` is closed. `keys`: what opens /metrics; `tls`: what its port shows.
 
-    Raises UsageError for a port that is taken, and for an address other than loopback without a key.
+    Raises UsageError for a port that is taken, for an address other than loopback without a key, and for a certificate that
+    is not for that address.
     """
     host = settings.telemetry.trainer_host
     listener = open_port(host, settings.telemetry.trainer_port, lacking=lacking(keys, "trainer"))
-    shown = f"[{host}]" if ":" in host else host
+    try:
+        url = tls.own_url(host, listener.getsockname()[1])
+    except UsageError:
+        listener.close()
+        raise
     records = (
-        ServiceRecord(name=NAME, kind="trainer", url=f"http://{shown}:{listener.getsockname()[1]}"),
+        ServiceRecord(name=NAME, kind="trainer", url=url),
         # The bus speaks to no Redis.
         ServiceRecord(name="weight-bus", kind="weight-bus", url=bus_url, told_by=NAME),
     )
-    telemetry = Telemetry(redis, run_id, metrics, StepTotals(settings.steps, settings.k), Doorkeeper(keys))
+    telemetry = Telemetry(
+        redis, run_id, metrics, StepTotals(settings.steps, settings.k), Doorkeeper(keys), tls.identity
+    )
     background.spawn(telemetry.run(listener, records), "telemetry")
     stack.callback(lambda: background.call(telemetry.close(), "closing telemetry", CLOSE_WITHIN_S))
 
@@ -72,8 +82,16 @@ def open_telemetry(
 class Telemetry:
     """Lives on the background loop."""
 
-    def __init__(self, redis: Redis, run_id: str, metrics: Path, totals: StepTotals, doors: Doorkeeper) -> None:
-        self._redis, self._run_id = redis, run_id
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        metrics: Path,
+        totals: StepTotals,
+        doors: Doorkeeper,
+        identity: Identity | None = None,
+    ) -> None:
+        self._redis, self._run_id, self._identity = redis, run_id, identity
         self._tail, self._totals = LineTail(metrics), totals
         self._doors = doors
         self._wait: Wait | None = None
@@ -87,7 +105,7 @@ class Telemetry:
         scraping = self._doors.of("service")
         app = make_app("trainer", version("rollmesh"), _nothing, self._not_ready, metrics, metrics_access=scraping)
         app.add_middleware(Threshold, doors=self._doors)
-        server = make_server(app, Stop(), shutdown_s=1)
+        server = make_server(app, Stop(), shutdown_s=1, identity=self._identity)
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="telemetry")
         try:
             async with announced(self._redis, self._run_id, *records):

@@ -16,6 +16,9 @@ from services.key_rules import NO_KEYS, Keys
 from services.metrics import Metrics
 from services.policies.fleet_policy import BARRIER, FleetPolicy
 from services.threshold import Threshold
+from services.tls import PUBLIC, Trust
+from services.traced_calls import trace_calls
+from services.tracing import NO_TRACING, Tracing
 from weight_bus.admin_routes import admin_routes
 from weight_bus.coordinator import Coordinator
 from weight_bus.engine_client import EngineClient
@@ -36,15 +39,20 @@ def build_app(
     keys: Keys = NO_KEYS,
     engine_key: str | None = None,
     stop: Stop | None = None,
+    trust: Trust = PUBLIC,
+    tracing: Tracing = NO_TRACING,
 ) -> FastAPI:
     """The bus of one run. `stage_timeout_s` bounds every call to an engine.
 
     `keys`: asked for by the routes; with a weights key, manifests must bear its signature. `engine_key`: is shown to
-    engines, else the peer key. `GET /docs` and `/openapi.json` describe the routes.
+    engines, else the peer key; `trust`: whose certificates they may show. `GET /docs` and `/openapi.json` describe the
+    routes.
     """
-    client = EngineClient(stage_timeout_s, engine_key or keys.peer)
+    client = EngineClient(stage_timeout_s, engine_key or keys.peer, trust, tracing)
     metrics = Metrics()
-    coordinator = Coordinator(run_id, client, lease_s=lease_s, policy=policy, weights_key=keys.weights, metrics=metrics)
+    coordinator = Coordinator(
+        run_id, client, lease_s=lease_s, policy=policy, weights_key=keys.weights, metrics=metrics, tracing=tracing
+    )
     if stop is not None:
         stop.on_stop = coordinator.release_waiters
 
@@ -63,6 +71,7 @@ def build_app(
     scraping = doors.of("service")
     app = make_app("weight-bus", package_version("rollmesh"), lifespan, list, metrics, metrics_access=scraping)
     app.add_middleware(BodyLimit, limit_bytes=MANIFEST_LIMIT)
+    trace_calls(app, tracing)
     app.add_middleware(Threshold, doors=doors)
     calls, snapshots = FleetCalls(coordinator, client), Snapshots(coordinator, run_id, keys.weights)
     app.include_router(admin_routes(doors, coordinator, calls, snapshots))

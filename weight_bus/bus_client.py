@@ -10,6 +10,8 @@ import httpx
 from pydantic import BaseModel
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
+from services.tls import PUBLIC, Trust
+from services.tracing import NO_TRACING, Tracing
 from services.wire.errors import DeadlineError
 from services.wire.weight_states import SETTLED
 from services.wire.weights_api import EngineRegistered, EnginesView, RegisterEngine, UpdateView, VerifyView
@@ -26,18 +28,29 @@ class BusClient:
     """Calls of one run. Every call may be repeated safely, so a bus that cannot be reached is tried for `deadline_s`.
 
     Methods raise the typed error that the bus answered (ConflictError, NotFoundError, UsageError …), or DeadlineError
-    when it could not be reached in time. `key`: the bus's admin key, where it has one. Use it as an asynchronous context
+    when it could not be reached in time, or at once UntrustedError for one whose certificate `trust` does not take. `key`:
+    the bus's admin key, where it has one. Use it as an asynchronous context
     manager, or `close` it.
     """
 
-    def __init__(self, base_url: str, run_id: str, *, deadline_s: float = 15.0, key: str | None = None) -> None:
-        self._base_url = base_url.rstrip("/")
+    def __init__(
+        self,
+        base_url: str,
+        run_id: str,
+        *,
+        deadline_s: float = 15.0,
+        key: str | None = None,
+        trust: Trust = PUBLIC,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
+        self._base_url, self._trust, self._tracing = trust.address(base_url), trust, tracing
         self._run_id = run_id
         self._deadline_s = deadline_s
         self._http = httpx.AsyncClient(
             base_url=self._base_url,
             timeout=httpx.Timeout(10.0, read=_LONGEST_POLL_S + 10),
             headers={} if key is None else {"authorization": f"Bearer {key}"},
+            verify=trust.verify,
         )
 
     async def __aenter__(self) -> BusClient:
@@ -116,11 +129,22 @@ class BusClient:
             wait=wait_random_exponential(multiplier=0.05, max=1.0),
             reraise=True,
         )
+        headers = (headers or {}) | self._tracing.headers()
         try:
-            response: httpx.Response = await retrying(self._http.request, method, path, content=body, headers=headers)
+            response: httpx.Response = await retrying(self._request, method, path, body, headers)
         except httpx.TransportError as error:
             raise DeadlineError(
                 f"{method} {self._base_url}{path}: the weight bus did not answer within {self._deadline_s} s ({error!r})"
             ) from error
         raise_for_error(response)
         return response
+
+    async def _request(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None
+    ) -> httpx.Response:
+        try:
+            return await self._http.request(method, path, content=body, headers=headers)
+        except httpx.ConnectError as error:
+            if (refused := self._trust.refusal(self._base_url, error)) is not None:
+                raise refused from error
+            raise

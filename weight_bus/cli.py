@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from services.tls_option import TlsDir
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -35,15 +37,25 @@ def weight_bus(
     engine_key_file: Annotated[
         Path | None, typer.Option(help="Key that the engines ask of the bus; else the peer key")
     ] = None,
+    tls_dir: TlsDir = None,
 ) -> None:
+    import os
+
     from services.app import Stop, open_port, serve
     from services.config_file import load_settings
     from services.key_files import read_key, read_keys
     from services.key_rules import lacking
     from services.policies.fleet_policy import FleetPolicy
+    from services.tls import read_tls
+    from services.trace_settings import with_surroundings
+    from services.tracing import open_tracing
 
-    weights = load_settings(config, [] if policy is None else [f"weights.policy={policy}"]).weights
+    settings = load_settings(config, [] if policy is None else [f"weights.policy={policy}"])
+    weights = settings.weights
+    tracing = open_tracing(with_surroundings(settings.telemetry, os.environ), "weight-bus", run_id, "weight-bus")
     keys = read_keys("weight-bus", keys_dir, {"admin": admin_key_file, "weights": weights_key_file})
+    tls = read_tls(tls_dir)
+    tls.own_url(host, port)
     # Bound before anything slow: a port in use is known at once.
     listener = open_port(host, port, lacking=lacking(keys, "weight-bus"))
 
@@ -57,5 +69,8 @@ def weight_bus(
         keys=keys,
         engine_key=None if engine_key_file is None else read_key(engine_key_file),
         stop=stop,
+        trust=tls.trust,
+        tracing=tracing,
     )
-    serve(bus, host, port, listener=listener, stop=stop)
+    with tracing:
+        serve(bus, host, port, listener=listener, stop=stop, identity=tls.identity)

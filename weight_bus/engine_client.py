@@ -1,4 +1,4 @@
-"""The bus's calls to an engine; whatever goes wrong is an EngineCallError that says what."""
+"""The bus's calls to an engine; whatever goes wrong is an EngineCallError that says what, or an UntrustedError."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import httpx
 import msgspec
 from pydantic import BaseModel, ValidationError
 
+from services.tls import PUBLIC, Trust
+from services.tracing import NO_TRACING, Tracing
 from services.wire.errors import RollmeshError
 from services.wire.weight_states import PauseMode
 from weight_bus.bus_api import CommitAnswer, CommitCall, DigestAnswer, RollbackCall, StageAnswer
@@ -41,12 +43,17 @@ _generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
 
 
 class EngineClient:
-    """Connections to all engines. `timeout_s` bounds each call as a whole; `key` is shown to every engine."""
+    """Connections to all engines. `timeout_s` bounds each call as a whole; `key` is shown to every engine.
 
-    def __init__(self, timeout_s: float, key: str | None = None) -> None:
-        self._timeout_s = timeout_s
+    `trust`: whose certificates engines may show.
+    """
+
+    def __init__(
+        self, timeout_s: float, key: str | None = None, trust: Trust = PUBLIC, tracing: Tracing = NO_TRACING
+    ) -> None:
+        self._timeout_s, self._trust, self._tracing = timeout_s, trust, tracing
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        self._http = httpx.AsyncClient(timeout=None, headers=headers)
+        self._http = httpx.AsyncClient(timeout=None, headers=headers, verify=trust.verify)
 
     async def stage(self, url: str, manifest: bytes) -> StageAnswer:
         return await self._call(StageAnswer, "POST", f"{url}/weights/stage", manifest, _MSGPACK)
@@ -92,12 +99,15 @@ class EngineClient:
             raise EngineCallError(f"{url} answered something else than {answer.__name__}") from error
 
     async def _send(self, method: str, url: str, body: bytes | None, headers: dict[str, str] | None) -> bytes:
+        headers = (headers or {}) | self._tracing.headers()
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._http.request(method, url, content=body, headers=headers)
+                response = await self._http.request(method, self._trust.address(url), content=body, headers=headers)
         except TimeoutError as error:
             raise EngineCallError(f"{url} did not answer within {self._timeout_s} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
+            if (refused := self._trust.refusal(url, error)) is not None:
+                raise refused from error
             raise EngineCallError(f"{url} could not be reached ({error!r})") from error
         raise_for_error(response)
         return response.content

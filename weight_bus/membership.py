@@ -14,7 +14,7 @@ from typing import Protocol
 
 import structlog
 
-from services.wire.errors import RollmeshError
+from services.wire.errors import RollmeshError, UntrustedError
 from services.wire.weights_api import EngineRegistered
 
 RETRY_S = 0.25
@@ -66,7 +66,10 @@ class Membership:
         return f"not registered with the weight bus, which {self._reason}"
 
     async def run(self) -> None:
-        """Register and heartbeat until cancelled. A bus that is away or restarts is waited for."""
+        """Register and heartbeat until cancelled. A bus that is away or restarts is waited for.
+
+        Raises UntrustedError where who answers as the bus never was it: waiting mends nothing.
+        """
         failing = False
         while True:
             try:
@@ -74,6 +77,8 @@ class Membership:
                     self._engine_id, self._url, self._policy_version(), staged_version=self._staged_version()
                 )
             except RollmeshError as error:
+                if isinstance(error, UntrustedError) and self._lease_ends is None:
+                    raise
                 self._reason = f"answers: {error}"
                 if not failing:
                     _log.warning("waiting", waiting_for="the weight bus", why=str(error))

@@ -30,7 +30,7 @@ from services.app import error_answer
 from services.wire.errors import DeadlineError, RollmeshError, UsageError
 from weight_bus.bus_client import BusClient
 from weight_bus.membership import Membership
-from weight_bus.vllm_plain import PlainEngine, check_address
+from weight_bus.vllm_plain import PlainEngine, check_address, check_served_by_tls
 from weight_bus.vllm_protocol import LIVE_WEIGHTS
 from weight_bus.vllm_settings import EngineSettings, read_settings
 from weight_bus.weight_routes import weight_routes
@@ -80,6 +80,7 @@ class RollmeshEndpoints:
         if (getattr(args, "api_server_count", None) or 1) > 1:
             raise UsageError("several API servers would each register this engine", "leave --api-server-count out")
         check_address(args.host, settings)
+        check_served_by_tls(getattr(args, "ssl_certfile", None), settings)
         await self.engine.attach(engine_client, settings)
         self._settings = settings
         self._listens = (args.host or "127.0.0.1", args.port)
@@ -91,7 +92,8 @@ class RollmeshEndpoints:
         if settings is None or settings.bus_url is None:
             yield
             return
-        bus = BusClient(settings.bus_url, settings.run_id, key=settings.bus_key or settings.keys.peer)
+        key = settings.bus_key or settings.keys.peer
+        bus = BusClient(settings.bus_url, settings.run_id, key=key, trust=settings.tls.trust)
         membership = Membership(
             bus,
             settings.engine_id,

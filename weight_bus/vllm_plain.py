@@ -97,6 +97,16 @@ class PlainEngine:
         return reply
 
 
+def check_served_by_tls(certificate: str | None, settings: EngineSettings) -> None:
+    """Raise UsageError for a vLLM of plain HTTP in a mesh of TLS. `certificate`: its --ssl-certfile."""
+    ours = settings.tls.identity
+    if ours is not None and not certificate:
+        raise UsageError(
+            "this vLLM speaks plain HTTP, and the mesh TLS",
+            f"start it with --ssl-certfile {ours.certificate} --ssl-keyfile {ours.key}",
+        )
+
+
 def check_address(host: str | None, settings: EngineSettings) -> None:
     """Raise UsageError for weight routes that are open to others without a key, or an address that nobody can call."""
     # Without --host vLLM listens on every address.

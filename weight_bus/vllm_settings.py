@@ -13,6 +13,7 @@
 | `ROLLMESH_ADMIN_KEY_FILE`   | the key that `/weights/*` wants as bearer             | loopback only        |
 | `ROLLMESH_BUS_KEY_FILE`     | the key that is shown to the bus                      | the peer key, if any |
 | `ROLLMESH_WEIGHTS_KEY_FILE` | the key that manifests are signed with                | any manifest is taken |
+| `ROLLMESH_TLS_DIR`          | certificates: the bus is called by TLS, as vLLM is    | plain HTTP           |
 
 Importing this module imports neither torch nor vLLM.
 """
@@ -27,6 +28,7 @@ from typing import cast, get_args
 
 from services.key_files import KEYS_DIR, read_key, read_keys
 from services.key_rules import Keys
+from services.tls import TLS_DIR, Tls, read_tls
 from services.wire.errors import UsageError
 from services.wire.kv_policy import KvPolicy
 
@@ -46,12 +48,13 @@ class EngineSettings:
     keys: Keys
     bus_key: str | None
     file_root: str | None
+    tls: Tls
 
 
 def read_settings(host: str, port: int, environment: Mapping[str, str] | None = None) -> EngineSettings | None:
     """The settings of a vLLM that listens on `host:port`; None where it was given no run.
 
-    Raises UsageError for a policy that is unknown or a key that cannot be read.
+    Raises UsageError for a policy that is unknown, and for a key or a certificate that cannot be read.
     """
     given = os.environ if environment is None else environment
     run_id = given.get("ROLLMESH_RUN_ID")
@@ -60,11 +63,12 @@ def read_settings(host: str, port: int, environment: Mapping[str, str] | None = 
     policy = given.get("ROLLMESH_KV_POLICY", "salt")
     if policy not in get_args(KvPolicy):
         raise UsageError(f"no KV policy {policy!r}", f"ROLLMESH_KV_POLICY: {', '.join(get_args(KvPolicy))}")
+    tls = read_tls(_path(given, TLS_DIR))
     return EngineSettings(
         run_id=run_id,
         bus_url=given.get("ROLLMESH_BUS_URL") or None,
         engine_id=given.get("ROLLMESH_ENGINE_ID") or f"vllm-{host}-{port}",
-        url=(given.get("ROLLMESH_ENGINE_URL") or f"http://{host}:{port}").rstrip("/"),
+        url=tls.own_url(host, port, given.get("ROLLMESH_ENGINE_URL") or None),
         transport=given.get("ROLLMESH_TRANSPORT", "auto"),
         kv_policy=cast("KvPolicy", policy),
         keys=read_keys(
@@ -74,6 +78,7 @@ def read_settings(host: str, port: int, environment: Mapping[str, str] | None = 
         ),
         bus_key=_key(given, "ROLLMESH_BUS_KEY_FILE"),
         file_root=given.get("ROLLMESH_FILE_ROOT") or None,
+        tls=tls,
     )
 
 

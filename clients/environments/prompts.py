@@ -56,7 +56,12 @@ class Prompts:
                 f"{self.name} has nobody to judge its answers", "set rewards.enabled, or give --rewards-url"
             )
         self._client = await self._stack.enter_async_context(
-            RewardsClient(self._rewards.url, api_key=self._rewards.key)
+            RewardsClient(
+                self._rewards.url,
+                api_key=self._rewards.key,
+                trust=self._rewards.trust,
+                tracing=self._rewards.tracing,
+            )
         )
         in_force = await self._client.formula()
         _log.info("answers are judged by", formula=in_force.formula, components=in_force.components)

@@ -9,6 +9,7 @@ from typing import Literal, cast
 
 from rollout_server.engines.base import Engine
 from services.settings import RunSettings
+from services.tls import PUBLIC, Trust
 from services.wire.errors import UsageError
 
 EngineClass = Literal["torch", "vllm", "http"]
@@ -28,15 +29,16 @@ def make_engine(
     url: str | None = None,
     key: str | None = None,
     weights_key: str | None = None,
+    trust: Trust = PUBLIC,
 ) -> Engine:
     """The engine `name` over a complete model folder, not started. `seed`: the settings' own, unless given.
 
     Servers of one mesh must differ in it, or they draw alike. `url`, `key`: where http finds its engine, and what it shows
-    there. `weights_key`: manifests must bear its signature. Raises UsageError for an unknown name, for http without a URL,
-    or for vllm where it is not installed.
+    there; `trust`: whose certificate that may show. `weights_key`: manifests must bear its signature. Raises UsageError for
+    an unknown name, for http without a URL, or for vllm where it is not installed.
     """
     if name == "http":
-        return _http_engine(model, run_id, settings, url, key)
+        return _http_engine(model, run_id, settings, url, key, trust)
     if name not in _CLASSES:
         raise UsageError(f"no engine {name!r}", f"known: {', '.join(_CLASSES)}, http")
     if name == "vllm" and find_spec("vllm") is None:
@@ -57,10 +59,12 @@ def make_engine(
     return cast(Engine, made)
 
 
-def _http_engine(model: Path, run_id: str, settings: RunSettings, url: str | None, key: str | None) -> Engine:
+def _http_engine(
+    model: Path, run_id: str, settings: RunSettings, url: str | None, key: str | None, trust: Trust
+) -> Engine:
     """The engine behind `url`, which has its own dtype, bounds and seed."""
     if url is None:
         raise UsageError("engine http without an address", "give --url http://HOST:PORT")
     from rollout_server.engines.http_engine import HttpEngine
 
-    return HttpEngine(model, url=url, key=key, run_id=run_id, transport=settings.weights.transport)
+    return HttpEngine(model, url=url, key=key, run_id=run_id, transport=settings.weights.transport, trust=trust)

@@ -40,6 +40,7 @@ from rollout_server.engines.http_watch import Watch
 from rollout_server.engines.http_wire import generate_body
 from rollout_server.engines.model_config import eos_token_ids, vocabulary_size
 from rollout_server.engines.request_check import check_request
+from services.tls import PUBLIC, Trust
 from services.wire.errors import NotReadyError, RollmeshError, UsageError
 
 _log = structlog.get_logger()
@@ -51,12 +52,15 @@ _TAIL_S = 5.0
 class HttpEngine:
     """See `rollout_server.engines.base.Engine`. `model`: the local folder with the tokenizer and config of what is served.
 
-    `url`: the engine's server; `key`: its bearer key. `transport` is told to it with the first manifest.
+    `url`: the engine's server; `key`: its bearer key; `trust`: whose certificate it may show. `transport` is told to it
+    with the first manifest.
     """
 
-    def __init__(self, model: Path, *, url: str, key: str | None, run_id: str, transport: str) -> None:
+    def __init__(
+        self, model: Path, *, url: str, key: str | None, run_id: str, transport: str, trust: Trust = PUBLIC
+    ) -> None:
         self._folder = model
-        self._peer = Peer(url, key)
+        self._peer = Peer(url, key, trust)
         self._standing = Standing(self._peer.url)
         self._updates = Updates(
             self._peer, self._standing, run_id, transport, stand_still=self._stand_still, go_on=self._go_on

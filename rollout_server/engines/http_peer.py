@@ -19,6 +19,7 @@ from rollout_server.engines.base import PauseMode
 from rollout_server.engines.http_errors import EngineLostError, peer_error, stream_error
 from rollout_server.engines.http_events import EventReader
 from rollout_server.engines.http_wire import PeerChunk, read_chunk
+from services.tls import PUBLIC, Trust
 from services.wire.errors import DeadlineError, NotFoundError, RollmeshError, WireError
 from weight_bus.vllm_protocol import BACKEND
 
@@ -55,9 +56,13 @@ class _Checksums(msgspec.Struct):
 
 
 class Peer:
-    """`key`: shown as bearer with every call. Every method raises EngineLostError where nobody answers."""
+    """`key`: shown as bearer with every call. Every method raises EngineLostError where nobody answers.
 
-    def __init__(self, url: str, key: str | None) -> None:
+    UntrustedError where `trust` does not take the certificate of who does.
+    """
+
+    def __init__(self, url: str, key: str | None, trust: Trust = PUBLIC) -> None:
+        self._trust = trust
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
         if key is not None:
@@ -66,7 +71,7 @@ class Peer:
 
     async def open(self) -> None:
         # Admission bounds how many requests there are; a bound here would only queue them unseen.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._trust.verify)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         self._http = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
 
@@ -185,6 +190,8 @@ class Peer:
     def _lost(self, error: Exception) -> RollmeshError:
         if isinstance(error, aiohttp.InvalidURL):
             return WireError(f"{self.url} is no address of an engine")
+        if (refused := self._trust.refusal(self.url, error)) is not None:
+            return refused
         return EngineLostError(f"the engine at {self.url} does not answer ({error!r})", "another server may")
 
     def _opened(self) -> aiohttp.ClientSession:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from services.tls_option import TlsDir
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -22,7 +24,7 @@ def gateway(
     host: Annotated[
         str, typer.Option(help="Address to listen on; one that is not loopback needs --keys-dir")
     ] = "127.0.0.1",
-    own_url: Annotated[str | None, typer.Option(help="Where it is reached; else http://HOST:PORT")] = None,
+    own_url: Annotated[str | None, typer.Option(help="Where it is reached; else HOST:PORT")] = None,
     name: Annotated[str, typer.Option(help="Name of this gateway, unique in the run")] = "gateway",
     config: Annotated[Path | None, typer.Option(help="Configuration of the run (TOML)")] = None,
     keys_dir: Annotated[
@@ -31,8 +33,10 @@ def gateway(
     redis_password_file: Annotated[
         Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with Redis's password")
     ] = None,
+    tls_dir: TlsDir = None,
 ) -> None:
     import asyncio
+    import os
 
     from services.app import Stop, open_port, serve
     from services.config_file import load_settings
@@ -40,11 +44,17 @@ def gateway(
     from services.gateway.gateway import GatewayPlan
     from services.key_files import read_keys
     from services.key_rules import lacking
-    from services.redis_client import check_reachable, with_password
+    from services.redis_client import check_reachable, reached_by
+    from services.tls import read_tls
+    from services.trace_settings import with_surroundings
+    from services.tracing import open_tracing
 
     settings = load_settings(config, [])
+    tracing = open_tracing(with_surroundings(settings.telemetry, os.environ), "gateway", run_id, name)
     keys = read_keys("gateway", keys_dir, {"redis": redis_password_file})
-    redis_url = with_password(redis_url, keys.redis)
+    tls = read_tls(tls_dir)
+    own_url = tls.own_url(host, port, own_url)
+    redis_url = reached_by(redis_url, keys.redis, tls.trust)
     asyncio.run(check_reachable(redis_url))
     listener = open_port(host, port, lacking=lacking(keys, "gateway"))
     stop = Stop()
@@ -53,8 +63,12 @@ def gateway(
         redis_url=redis_url,
         settings=settings.gateway,
         name=name,
-        url=f"http://{host}:{port}" if own_url is None else own_url.rstrip("/"),
+        url=own_url,
         keys=keys,
+        trust=tls.trust,
+        tracing=tracing,
     )
     app = make_gateway_app(plan, stop, max_body_mib=settings.rollout.max_body_mib)
-    serve(app, host, port, listener=listener, stop=stop, shutdown_s=settings.gateway.shutdown_s)
+    shutdown_s = settings.gateway.shutdown_s
+    with tracing:
+        serve(app, host, port, listener=listener, stop=stop, shutdown_s=shutdown_s, identity=tls.identity)

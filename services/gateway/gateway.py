@@ -24,6 +24,7 @@ from services.key_rules import NO_KEYS, Keys
 from services.redis_client import connect
 from services.registry import Registry
 from services.settings import GatewaySettings
+from services.tls import PUBLIC, Trust
 from services.tracing import NO_TRACING, Tracing
 from services.waits import WaitBoard
 from services.wire.errors import NotReadyError, RollmeshError
@@ -45,6 +46,8 @@ class GatewayPlan:
     keys: Keys = NO_KEYS
     """What callers must show (`services.key_rules`); session keys are judged by the servers."""
     tracing: Tracing = NO_TRACING
+    trust: Trust = PUBLIC
+    """Which certificates of servers it takes."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Gateway:
         async with AsyncExitStack() as stack:
             redis = connect(plan.redis_url)
             stack.push_async_callback(redis.aclose)
-            upstream = await stack.enter_async_context(Upstream())
+            upstream = await stack.enter_async_context(Upstream(plan.trust))
             board = WaitBoard(redis, plan.run_id, plan.name)
             servers = Servers(Registry(redis, plan.run_id), board, settings.poll_s)
             placer = Placer(servers, settings)

@@ -12,8 +12,9 @@ from yarl import URL
 
 from services.gateway.proxied_call import ProxiedCall
 from services.gateway.servers import Server
+from services.tls import PUBLIC, Trust
 from services.wire.error_answer import typed_error
-from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError
+from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError, UsageError
 from services.wire.mesh_headers import OWNER_URL_HEADER
 
 _CONNECT_WITHIN_S = 2.0
@@ -52,12 +53,15 @@ _error = msgspec.json.Decoder(_Error)
 
 
 class Upstream:
-    """Sends calls to servers over kept connections. An async context manager."""
+    """Sends calls to servers over kept connections. An async context manager. `trust`: whose certificates it takes."""
+
+    def __init__(self, trust: Trust = PUBLIC) -> None:
+        self._trust = trust
 
     async def __aenter__(self) -> Upstream:
         # aiohttp's client costs a tenth of httpx's CPU a call; what it would add or change by itself is turned off.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._trust.verify),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_WITHIN_S),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -75,13 +79,14 @@ class Upstream:
         There is no time limit on an answer, for a draw takes as long as it takes: the wait ends with the server's lease,
         or when the agent hangs up. Raises TryFailedError, also for what happens while the block reads the body.
         """
+        url = self._trusted(server)
         limit = asyncio.timeout(None)
         try:
             async with limit:
                 with server.trying(limit, call):
                     async with self._session.request(
                         call.method,
-                        URL(server.record.url + call.target, encoded=True),
+                        URL(url + call.target, encoded=True),
                         data=call.body or None,
                         headers=call.headers,
                         allow_redirects=False,
@@ -90,6 +95,9 @@ class Upstream:
                         yield response
         except aiohttp.ClientConnectorError as error:
             server.avoid()
+            if (refused := self._trust.refusal(url, error)) is not None:
+                # Another server may be who it says: this one alone is not called again at once.
+                raise TryFailedError(str(refused)) from error
             raise TryFailedError(f"no connection ({error.os_error.strerror or error.os_error})") from error
         except aiohttp.ServerTimeoutError as error:
             server.avoid()
@@ -102,17 +110,27 @@ class Upstream:
 
     async def ask(self, server: Server, method: str, path: str, authorization: str | None) -> bytes:
         """The gateway's own question to a server. Raises the typed error that it answers, RollmeshError for no answer."""
-        url = f"{server.record.url}{path}"
+        url = f"{self._trust.address(server.record.url)}{path}"
         headers = {} if authorization is None else {"Authorization": authorization}
         body: dict[str, str] | None = {} if method == "POST" else None
         try:
             async with self._session.request(method, url, json=body, headers=headers, timeout=_ASK_WITHIN) as response:
                 content = await response.read()
         except (aiohttp.ClientError, OSError) as error:
+            if (refused := self._trust.refusal(server.record.url, error)) is not None:
+                raise refused from error
             raise RollmeshError(f"server {server.name} did not answer {url} ({error!r})", "see its log") from error
         if response.status >= 400:
             raise typed_error(f"{method} {url}", response.status, response.headers.get("Retry-After"), content)
         return content
+
+    def _trusted(self, server: Server) -> str:
+        """The server's address. Raises TryFailedError for one of plain HTTP where the mesh speaks TLS."""
+        try:
+            return self._trust.address(server.record.url)
+        except UsageError as error:
+            server.avoid()
+            raise TryFailedError(str(error)) from error
 
 
 async def _refuse_passing(response: aiohttp.ClientResponse) -> None:

@@ -20,15 +20,25 @@ from services.rewards.judge import Judge
 from services.rewards.metrics import RewardMetrics
 from services.rewards.routes import reward_routes
 from services.threshold import Threshold
+from services.tls import PUBLIC, Trust
+from services.traced_calls import trace_calls
+from services.tracing import NO_TRACING, Tracing
 from services.wire.errors import RollmeshError
 
 _log = structlog.get_logger()
 
 
-def make_rewards_app(settings: RewardSettings, stop: Stop, *, keys: Keys = NO_KEYS) -> FastAPI:
-    """The application. A component that cannot be started ends it, through `stop`."""
+def make_rewards_app(
+    settings: RewardSettings,
+    stop: Stop,
+    *,
+    keys: Keys = NO_KEYS,
+    trust: Trust = PUBLIC,
+    tracing: Tracing = NO_TRACING,
+) -> FastAPI:
+    """The application. A component that cannot be started ends it, through `stop`. `trust`: for reward models."""
     metrics, doors = Metrics(), Doorkeeper(keys)
-    judge = Judge(settings, RewardMetrics(metrics))
+    judge = Judge(settings, RewardMetrics(metrics), trust)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -46,6 +56,7 @@ def make_rewards_app(settings: RewardSettings, stop: Stop, *, keys: Keys = NO_KE
     scraping = doors.of("service")
     app = make_app("rewards", version("rollmesh"), lifespan, judge.not_ready, metrics, metrics_access=scraping)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_mib << 20)
+    trace_calls(app, tracing)
     app.add_middleware(Threshold, doors=doors)
     app.include_router(reward_routes(doors, judge))
     return app

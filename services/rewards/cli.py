@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from services.tls_option import TlsDir
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
@@ -28,17 +30,29 @@ def rewards(
     key_file: Annotated[
         Path | None, typer.Option(help="File with the agent key; without another key every caller must show it")
     ] = None,
+    tls_dir: TlsDir = None,
 ) -> None:
+    import os
+
     from services.app import Stop, open_port, serve
     from services.config_file import load_settings
     from services.key_files import read_keys
     from services.key_rules import lacking
+    from services.tls import read_tls, read_trust
+    from services.trace_settings import with_surroundings
+    from services.tracing import open_tracing
     from services.wire.errors import UsageError
 
-    settings = load_settings(config, []).rewards
+    whole = load_settings(config, [])
+    settings = whole.rewards
     if not settings.components:
         raise UsageError(f"{config} has no reward component", "add a section [[rewards.components]]")
+    tracing = open_tracing(with_surroundings(whole.telemetry, os.environ), "rewards", run_id or "", "rewards")
     keys = read_keys("rewards", keys_dir, {"agent": key_file})
+    tls = read_tls(tls_dir)
+    tls.own_url(host, port)
+    # Reward models may be anybody's.
+    outside = read_trust(tls_dir, public=True)
     listener = open_port(host, port, lacking=lacking(keys, "rewards"))
 
     import structlog
@@ -48,4 +62,6 @@ def rewards(
     if run_id is not None:
         structlog.contextvars.bind_contextvars(run=run_id)
     stop = Stop()
-    serve(make_rewards_app(settings, stop, keys=keys), host, port, listener=listener, stop=stop)
+    judging = make_rewards_app(settings, stop, keys=keys, trust=outside, tracing=tracing)
+    with tracing:
+        serve(judging, host, port, listener=listener, stop=stop, identity=tls.identity)

@@ -27,6 +27,7 @@ from services.rewards.metrics import RewardMetrics
 from services.rewards.model_scorer import ModelScorer, describe_model
 from services.rewards.scoring import Score, Scorer
 from services.rewards.worker_wire import Sample
+from services.tls import PUBLIC, Trust
 from services.wire.errors import CapacityError
 
 _log = structlog.get_logger()
@@ -36,8 +37,8 @@ RETRY_AFTER_S = 1.0
 class Judge:
     """All components of one service. `run` keeps them going; `judge` may be called once `not_ready` is empty."""
 
-    def __init__(self, settings: RewardSettings, metrics: RewardMetrics) -> None:
-        self._settings = settings
+    def __init__(self, settings: RewardSettings, metrics: RewardMetrics, trust: Trust = PUBLIC) -> None:
+        self._settings, self._trust = settings, trust
         self._metrics = metrics
         self._terms = [Term(each.name, each.weight, each.substitute) for each in settings.components]
         self._scorers: Mapping[str, Scorer] = {each.name: self._make(each) for each in settings.components}
@@ -46,7 +47,7 @@ class Judge:
     def _make(self, component: RewardComponent) -> Scorer:
         waiting = self._settings.max_waiting
         if component.model is not None:
-            return ModelScorer(component, waiting, partial(self._metrics.batch_sent, component.name))
+            return ModelScorer(component, waiting, partial(self._metrics.batch_sent, component.name), self._trust)
         return FunctionScorer(component, waiting)
 
     @property

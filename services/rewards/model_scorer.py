@@ -23,7 +23,8 @@ from services.reward_settings import ModelScoring, RewardComponent
 from services.rewards.model_wire import decode_batch, encode_batch
 from services.rewards.scoring import Score, settle
 from services.rewards.worker_wire import Sample
-from services.wire.errors import RollmeshError, WireError
+from services.tls import PUBLIC, Trust
+from services.wire.errors import RollmeshError, UntrustedError, WireError
 
 _log = structlog.get_logger()
 _CONNECT_WITHIN_S = 5.0
@@ -55,8 +56,15 @@ class _Waiting:
 class ModelScorer:
     """Scores by one model. `note_batch` is told the size of every batch that is sent."""
 
-    def __init__(self, component: RewardComponent, max_waiting: int, note_batch: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        component: RewardComponent,
+        max_waiting: int,
+        note_batch: Callable[[int], None],
+        trust: Trust = PUBLIC,
+    ) -> None:
         assert component.model is not None
+        self._trust = trust
         self._name, self._model, self._deadline_s = component.name, component.model, component.deadline_s
         rules = BatchRules(
             largest=self._model.max_batch,
@@ -99,7 +107,7 @@ class ModelScorer:
 
     async def run(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_WITHIN_S)
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, ssl=self._trust.verify)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers) as http:
             async with asyncio.TaskGroup() as sending:
                 self._running = True
@@ -134,7 +142,7 @@ class ModelScorer:
                 await self._score(http, batch[middle:])
                 return
             settle(batch[0].future, Failure(RewardFailure.REFUSED, str(error)))
-        except (_NoAnswerError, WireError) as error:
+        except (_NoAnswerError, UntrustedError, WireError) as error:
             _log.warning("reward model does not answer", component=self._name, samples=len(batch), why=str(error))
             for item in batch:
                 settle(item.future, Failure(RewardFailure.UNREACHABLE, str(error)))
@@ -161,6 +169,8 @@ class ModelScorer:
             async with http.post(self._url, data=body) as response:
                 content = await response.read()
         except (aiohttp.ClientError, OSError) as error:
+            if (refused := self._trust.refusal(self._url, error)) is not None:
+                raise refused from error
             raise _NoAnswerError(f"{self._url} cannot be reached ({str(error) or repr(error)})") from error
         if response.status < HTTPStatus.BAD_REQUEST:
             return content

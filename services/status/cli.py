@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from services.tls_option import TlsDir
+
 if TYPE_CHECKING:
     from services.directory import Listed
     from services.status.report import MeshReport
+    from services.tls import Trust
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -47,16 +50,19 @@ def status(
         Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
     ] = None,
     redis_password_file: Annotated[Path | None, typer.Option(help="File with Redis's password")] = None,
+    tls_dir: TlsDir = None,
 ) -> None:
     import asyncio
 
     from services.key_files import read_keys
-    from services.redis_client import with_password
+    from services.redis_client import reached_by
+    from services.tls import read_trust
 
-    redis_url = with_password(redis_url, read_keys("reader", keys_dir, {"redis": redis_password_file}).redis)
+    trust = read_trust(tls_dir)
+    redis_url = reached_by(redis_url, read_keys("reader", keys_dir, {"redis": redis_password_file}).redis, trust)
     further = [_further(each) for each in also or []]
     with _shown(watch=watch, as_json=json) as show:
-        well = asyncio.run(_look(redis_url, run_id, further, every if watch else None, show))
+        well = asyncio.run(_look(redis_url, run_id, trust, further, every if watch else None, show))
     if not well:
         raise typer.Exit(1)
 
@@ -64,6 +70,7 @@ def status(
 async def _look(
     redis_url: str,
     run_id: str | None,
+    trust: Trust,
     also: Sequence[Listed],
     every_s: float | None,
     show: Callable[[MeshReport], None],
@@ -81,8 +88,8 @@ async def _look(
     redis = connect(redis_url)
     try:
         run = await find_run(redis, run_id)
-        async with httpx.AsyncClient(trust_env=False) as http:
-            looker = Looker(redis, run, http, also)
+        async with httpx.AsyncClient(trust_env=False, verify=trust.verify) as http:
+            looker = Looker(redis, run, http, also, trust=trust)
             while True:
                 report = await looker.look(again=every_s is None)
                 show(report)

@@ -27,6 +27,7 @@ from services.registry import Registry, ServerRecord
 from services.run_keys import RunKeys
 from services.status.probing import Probe, probe_all
 from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
+from services.tls import PUBLIC, Trust
 from services.trainer_report import TrainerReport, read_report
 from services.waits import Wait, read_waits
 
@@ -64,7 +65,7 @@ class _Drawn:
 
 
 class Looker:
-    """Takes looks at one run. `also`: further services, that stand in no directory."""
+    """Takes looks at one run. `also`: further services, that stand in no directory; `trust`: `http`'s."""
 
     def __init__(
         self,
@@ -73,11 +74,12 @@ class Looker:
         http: httpx.AsyncClient,
         also: Sequence[Listed] = (),
         *,
+        trust: Trust = PUBLIC,
         part_within_s: float = PART_WITHIN_S,
         look_again_s: float = LOOK_AGAIN_S,
     ) -> None:
         self._redis, self._run_id, self._http = redis, run_id, http
-        self._also = also
+        self._also, self._trust = also, trust
         self._part_within_s, self._look_again_s = part_within_s, look_again_s
         self._directory, self._registry = Directory(redis, run_id), Registry(redis, run_id)
         self._ledger = Ledger(redis, run_id)
@@ -87,7 +89,7 @@ class Looker:
         """The run as it is. `again`: look twice where that says more; not for whoever looks again and again anyway."""
         parts = await self._read()
         listed = [*parts.listed, *self._also]
-        probes = await probe_all(self._http, {each.record.name: each.record.url for each in listed})
+        probes = await probe_all(self._http, {each.record.name: each.record.url for each in listed}, self._trust)
         wait = parts.waits.get(TRAINER)
         causes = self._causes(parts, listed, probes, wait)
         if again and wait is not None and not any(cause.sure for cause in causes):

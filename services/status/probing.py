@@ -10,6 +10,7 @@ import httpx
 import msgspec
 
 from services.policies.wait_causes import ProbeOutcome
+from services.tls import PUBLIC, Trust
 
 PROBE_WITHIN_S = 1.5
 
@@ -29,21 +30,22 @@ class Probe:
     reasons: tuple[str, ...] = ()
 
 
-async def probe_all(http: httpx.AsyncClient, urls: Mapping[str, str]) -> dict[str, Probe]:
-    """Name → what became of asking it at its URL; all at once, within PROBE_WITHIN_S."""
-    probes = await asyncio.gather(*(_probe(http, url) for url in urls.values()))
+async def probe_all(http: httpx.AsyncClient, urls: Mapping[str, str], trust: Trust = PUBLIC) -> dict[str, Probe]:
+    """Name → what became of asking it at its URL; all at once, within PROBE_WITHIN_S. `trust`: `http`'s."""
+    probes = await asyncio.gather(*(_probe(http, url, trust) for url in urls.values()))
     return dict(zip(urls, probes, strict=True))
 
 
-async def _probe(http: httpx.AsyncClient, url: str) -> Probe:
+async def _probe(http: httpx.AsyncClient, url: str, trust: Trust) -> Probe:
     try:
         # Around all of it: httpx's own timeouts bound each read, and a trickle of bytes would go on for ever.
         async with asyncio.timeout(PROBE_WITHIN_S):
             answer = await http.get(f"{url}/readyz", timeout=PROBE_WITHIN_S)
     except (httpx.TimeoutException, TimeoutError):
         return Probe("silent")
-    except httpx.ConnectError:
-        return Probe("refused")
+    except httpx.ConnectError as error:
+        refused = trust.refusal(url, error)
+        return Probe("refused") if refused is None else Probe("not_ready", (str(refused),))
     except httpx.HTTPError as error:
         return Probe("not_ready", (f"its answer broke off ({error!r})",))
     if answer.status_code == 200:

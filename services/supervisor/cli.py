@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from services.tls_option import TlsDir
 from services.wire.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -49,6 +50,7 @@ def up(
         Path | None,
         typer.Option(metavar="FILE", envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="The password of a Redis of yours"),
     ] = None,
+    tls_dir: TlsDir = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings as TOML; flags go before it")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view")] = False,
 ) -> None:
@@ -73,7 +75,7 @@ def up(
 
     from services.supervisor.foreground import run_in_foreground
 
-    raise SystemExit(run_in_foreground(settings, KeyPlaces(keys_dir, redis_password_file), plain=plain))
+    raise SystemExit(run_in_foreground(settings, KeyPlaces(keys_dir, redis_password_file, tls_dir), plain=plain))
 
 
 def _overrides(arguments: Sequence[str]) -> list[str]:

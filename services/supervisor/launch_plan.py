@@ -13,7 +13,7 @@ Everything that can overlap does: the warm start runs while the others import to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from services.supervisor.keeper import Post, Role
 from services.supervisor.ports import LOOPBACK
 from services.supervisor.processes import OURS, ProcessSpec
 from services.supervisor.valkey import ValkeyPlan
+from services.trace_settings import as_surroundings
 
 _ONCE = RestartPolicy(max_restarts=0)
 
@@ -69,10 +70,11 @@ def plan_launch(
     if settings.redis_url is None:
         valkey = ValkeyPlan(data_dir=folder.redis, port=ports.redis, asks_password=keys.folder is not None)
     redis_url = settings.redis_url or f"redis://{LOOPBACK}:{ports.redis}/0"
-    bus_url = f"http://{LOOPBACK}:{ports.bus}"
-    server_urls = tuple(f"http://{LOOPBACK}:{port}" for port in ports.servers)
-    gateway_url = f"http://{LOOPBACK}:{ports.gateway}" if has_gateway(settings) else None
-    rewards_url = f"http://{LOOPBACK}:{ports.rewards}" if settings.rewards.enabled else None
+    scheme = "http" if keys.tls is None else "https"
+    bus_url = f"{scheme}://{LOOPBACK}:{ports.bus}"
+    server_urls = tuple(f"{scheme}://{LOOPBACK}:{port}" for port in ports.servers)
+    gateway_url = f"{scheme}://{LOOPBACK}:{ports.gateway}" if has_gateway(settings) else None
+    rewards_url = f"{scheme}://{LOOPBACK}:{ports.rewards}" if settings.rewards.enabled else None
     model = settings.model.path or folder.model
     desk = _Desk(run_id, keys)
     run = ("--run-id", run_id, "--config", str(folder.config))
@@ -109,7 +111,10 @@ def plan_launch(
             "trainer", "train", *mesh, "--run-dir", str(folder.root), role="job", threads=settings.trainer.threads
         ),
         environment=_environment(
-            settings, folder, run_id, server_urls if gateway_url is None else (gateway_url,), rewards_url, desk
+            environment_command(settings, run_id, folder.root, server_urls if gateway_url is None else (gateway_url,)),
+            rewards_url,
+            desk,
+            as_surroundings(settings.telemetry),
         ),
         warm_start=_warm_start(settings, folder, desk),
     )
@@ -152,14 +157,10 @@ class _Desk:
         return Post(process, role, _ONCE) if once else Post(process, role)
 
 
-def _environment(
-    settings: RunSettings,
-    folder: RunFolder,
-    run_id: str,
-    rollout_urls: tuple[str, ...],
-    rewards_url: str | None,
-    desk: _Desk,
-) -> Post:
+def environment_command(
+    settings: RunSettings, run_id: str, run_dir: Path, rollout_urls: Sequence[str]
+) -> tuple[str, ...]:
+    """What plays a run's task: a command of ours, without `rollmesh`."""
     flags: dict[str, object] = {
         "--run-id": run_id,
         "--task": settings.task,
@@ -170,26 +171,37 @@ def _environment(
         "--episode-timeout": settings.rollout.episode_timeout_s,
         "--concurrency": (settings.k + 1) * settings.rollout.groups_per_step,
         "--evaluation-problems": settings.evaluation.problems,
-        "--run-dir": folder.root,
+        "--run-dir": run_dir,
     }
     pairs = [part for flag, value in flags.items() for part in (flag, str(value))]
     urls = [part for url in rollout_urls for part in ("--rollout-url", url)]
     if settings.trainer.advantage.greedy_baseline:
         pairs.append("--greedy-baseline")
+    return ("run-environment", *pairs, *urls)
+
+
+def _environment(command: tuple[str, ...], rewards_url: str | None, desk: _Desk, traced: Mapping[str, str]) -> Post:
+    """`traced`: it reads no configuration; all others learn from there whether traces are wanted."""
     # In its surroundings, where a task of the user's own finds it too.
     judged = {} if rewards_url is None else {"ROLLMESH_REWARDS_URL": rewards_url}
-    return desk.post("environment", "run-environment", *pairs, *urls, role="job", surroundings=judged)
+    return desk.post("environment", *command, role="job", surroundings={**judged, **traced})
 
 
-def _warm_start(settings: RunSettings, folder: RunFolder, desk: _Desk) -> tuple[Post, ...]:
-    if settings.model.path is not None:
-        return ()
+def warm_start_commands(settings: RunSettings, folder: RunFolder) -> tuple[tuple[str, ...], ...]:
+    """What makes the policy of a run that was given none, one after the other: commands of ours, without `rollmesh`."""
     seed, threads = str(settings.seed), settings.warm_start.threads
     cache: Path | None = settings.warm_start.cache_dir
     cached = () if cache is None else ("--cache-dir", str(cache))
     written = ("--task", settings.task, "--seed", seed, "--out", str(folder.demonstrations))
     learned = ("--demonstrations", str(folder.demonstrations), "--seed", seed, "--out", str(folder.model))
-    return (
-        desk.post("demonstrations", "demonstrations", *written, role="job", once=True),
-        desk.post("sft", "sft", *learned, *cached, "--threads", str(threads), role="job", threads=threads, once=True),
+    return (("demonstrations", *written), ("sft", *learned, *cached, "--threads", str(threads)))
+
+
+def _warm_start(settings: RunSettings, folder: RunFolder, desk: _Desk) -> tuple[Post, ...]:
+    if settings.model.path is not None:
+        return ()
+    threads = settings.warm_start.threads
+    return tuple(
+        desk.post(command[0], *command, role="job", threads=threads, once=True)
+        for command in warm_start_commands(settings, folder)
     )

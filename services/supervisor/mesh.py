@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from services.config_file import dump_settings
 from services.key_files import NO_PLACES, KeyPlaces
 from services.ledger import Ledger
-from services.redis_client import connect, with_password, without_password
+from services.redis_client import connect, reached_by, without_password
 from services.run_folder import RunFolder, free_bytes
 from services.settings import RunSettings
 from services.shared_memory import remove_shm_files, shm_directory, shm_prefix
@@ -41,6 +41,7 @@ from services.supervisor.summary import (
     write_summary,
 )
 from services.supervisor.valkey import write_users
+from services.tls import read_trust
 from services.wire.errors import RollmeshError
 
 STOP_DEADLINE_S = 8.0
@@ -102,6 +103,7 @@ class Mesh:
         self._view = view
         self._key_places = keys
         self._keys = keys.read("supervisor")
+        self._trust = read_trust(keys.tls)
         self._crew: Crew | None = None
         self._starting: list[str] = []
         # The command began before Python had imported this module.
@@ -157,11 +159,13 @@ class Mesh:
 
     async def _train(self, plan: LaunchPlan, crew: Crew) -> Summary:
         async with AsyncExitStack() as stack:
-            redis = connect(with_password(plan.redis_url, self._keys.redis))
+            redis = connect(reached_by(plan.redis_url, self._keys.redis, self._trust))
             stack.push_async_callback(redis.aclose)
             peer = self._keys.peer
             headers = {} if peer is None else {"authorization": f"Bearer {peer}"}
-            http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, headers=headers))
+            http = await stack.enter_async_context(
+                httpx.AsyncClient(trust_env=False, headers=headers, verify=self._trust.verify)
+            )
             try:
                 async with asyncio.TaskGroup() as tasks:
                     lasting = [tasks.create_task(self._watch_disk())]

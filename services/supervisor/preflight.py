@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import importlib.util
+import os
 import secrets
 import shutil
 import subprocess
@@ -13,10 +14,14 @@ from pathlib import Path
 from typing import Literal
 
 from services.key_files import KeyPlaces
-from services.redis_client import check_reachable, with_password
+from services.redis_client import check_reachable, reached_by
 from services.run_folder import RunFolder, make_run_folder
 from services.settings import RunSettings
+from services.supervisor.ports import LOOPBACK
 from services.supervisor.processes import OURS
+from services.tls import read_tls
+from services.trace_settings import with_surroundings
+from services.tracing import check_installed
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.task_name import parse_task
 
@@ -37,9 +42,14 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings
     if parse_task(task).kind == "prompts" and not settings.rewards.enabled:
         raise UsageError(f"task {task} has nobody to judge its answers", "set rewards.enabled and its components")
     await check_task(task)
+    settings = settings.model_copy(update={"telemetry": with_surroundings(settings.telemetry, os.environ)})
+    check_installed(settings.telemetry)
     password = keys.read("supervisor").redis
+    tls = read_tls(keys.tls)
+    if tls.identity is not None:
+        tls.identity.check(LOOPBACK, tls.trust)
     if settings.redis_url is not None:
-        await check_reachable(with_password(settings.redis_url, password))
+        await check_reachable(reached_by(settings.redis_url, password, tls.trust))
     elif keys.redis_password is not None:
         raise UsageError("a Redis password without a Redis of yours", "give --redis-url, or leave the password out")
     elif keys.folder is not None and password is None:

@@ -20,6 +20,7 @@ from services.wire.errors import (
     SessionExpiredError,
     UnauthenticatedError,
     UnsupportedParameterError,
+    UntrustedError,
     UsageError,
     WireError,
 )
@@ -45,6 +46,7 @@ _KINDS: tuple[type[RollmeshError], ...] = (
     SessionExpiredError,
     UnauthenticatedError,
     UnsupportedParameterError,
+    UntrustedError,
     UsageError,
     WireError,
 )

@@ -103,6 +103,13 @@ class SessionExpiredError(RollmeshError):
     code = "session_expired"
 
 
+class UntrustedError(RollmeshError):
+    """Who answers a call over TLS is not who was meant, or speaks no TLS: another try mends nothing. HTTP 502."""
+
+    status = 502
+    code = "untrusted"
+
+
 class DeadlineError(RollmeshError):
     """A named wait ran out of time."""
 
