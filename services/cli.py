@@ -10,13 +10,18 @@ from services.imports import leave_quickly
 
 COMMANDS = {
     "up": Command("services.supervisor.cli:app", "Run the whole mesh on this machine and train a model"),
+    "prepare": Command(
+        "services.supervisor.prepare_cli:app", "Make the run folder of a mesh that is started part by part"
+    ),
     "sft": Command("trainer.sft_cli:app", "Warm-start a tiny policy by a short supervised run"),
     "train": Command("trainer.cli:app", "Run the trainer"),
     "rollout-server": Command("rollout_server.cli:app", "Run a rollout server"),
     "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers"),
     "weight-bus": Command("weight_bus.cli:app", "Run the weight bus"),
+    "redis": Command("services.supervisor.redis_cli:app", "Run the Redis of a mesh whose parts are started one by one"),
     "rewards": Command("services.rewards.cli:app", "Run the reward service: functions in sandboxes, reward models"),
     "weights": Command("clients.weights_cli:app", "See and steer which weights engines serve"),
+    "play": Command("services.supervisor.play_cli:app", "Play a run's task as its settings say"),
     "run-environment": Command("clients.cli:app", "Run an environment against rollout servers"),
     "demonstrations": Command("clients.demonstrations_cli:app", "Write demonstrations of a task for `sft`"),
     "status": Command("services.status.cli:app", "Show how a run is, and why its trainer waits"),
