@@ -26,6 +26,7 @@ from services.supervisor.keeper import Post, Role
 from services.supervisor.ports import LOOPBACK
 from services.supervisor.processes import OURS, ProcessSpec
 from services.supervisor.valkey import ValkeyPlan
+from services.trace_settings import as_surroundings
 
 _ONCE = RestartPolicy(max_restarts=0)
 
@@ -69,10 +70,11 @@ def plan_launch(
     if settings.redis_url is None:
         valkey = ValkeyPlan(data_dir=folder.redis, port=ports.redis, asks_password=keys.folder is not None)
     redis_url = settings.redis_url or f"redis://{LOOPBACK}:{ports.redis}/0"
-    bus_url = f"http://{LOOPBACK}:{ports.bus}"
-    server_urls = tuple(f"http://{LOOPBACK}:{port}" for port in ports.servers)
-    gateway_url = f"http://{LOOPBACK}:{ports.gateway}" if has_gateway(settings) else None
-    rewards_url = f"http://{LOOPBACK}:{ports.rewards}" if settings.rewards.enabled else None
+    scheme = "http" if keys.tls is None else "https"
+    bus_url = f"{scheme}://{LOOPBACK}:{ports.bus}"
+    server_urls = tuple(f"{scheme}://{LOOPBACK}:{port}" for port in ports.servers)
+    gateway_url = f"{scheme}://{LOOPBACK}:{ports.gateway}" if has_gateway(settings) else None
+    rewards_url = f"{scheme}://{LOOPBACK}:{ports.rewards}" if settings.rewards.enabled else None
     model = settings.model.path or folder.model
     desk = _Desk(run_id, keys)
     run = ("--run-id", run_id, "--config", str(folder.config))
@@ -112,6 +114,7 @@ def plan_launch(
             environment_command(settings, run_id, folder.root, server_urls if gateway_url is None else (gateway_url,)),
             rewards_url,
             desk,
+            as_surroundings(settings.telemetry),
         ),
         warm_start=_warm_start(settings, folder, desk),
     )
@@ -177,10 +180,11 @@ def environment_command(
     return ("run-environment", *pairs, *urls)
 
 
-def _environment(command: tuple[str, ...], rewards_url: str | None, desk: _Desk) -> Post:
+def _environment(command: tuple[str, ...], rewards_url: str | None, desk: _Desk, traced: Mapping[str, str]) -> Post:
+    """`traced`: it reads no configuration; all others learn from there whether traces are wanted."""
     # In its surroundings, where a task of the user's own finds it too.
     judged = {} if rewards_url is None else {"ROLLMESH_REWARDS_URL": rewards_url}
-    return desk.post("environment", *command, role="job", surroundings=judged)
+    return desk.post("environment", *command, role="job", surroundings={**judged, **traced})
 
 
 def warm_start_commands(settings: RunSettings, folder: RunFolder) -> tuple[tuple[str, ...], ...]:
