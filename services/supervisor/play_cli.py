@@ -28,8 +28,9 @@ def play(
     from services.config_file import load_settings
     from services.supervisor.launch_plan import environment_command
     from services.supervisor.processes import OURS
+    from services.trace_settings import as_surroundings
 
     settings = load_settings(config, [])
     command = (*OURS, *environment_command(settings, run_id, run_dir or config.parent, rollout_url))
     # In this process's place: signals and the exit code are the environment's own.
-    os.execv(command[0], command)
+    os.execve(command[0], command, {**os.environ, **as_surroundings(settings.telemetry)})

@@ -12,8 +12,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @app.command(
     help="Make the run folder of a mesh whose parts are started one by one: write the resolved settings, which every part "
-    "is given as --config RUN_DIR/config.toml, and warm-start a small policy into RUN_DIR/model, unless model.path is set.\n\n"
-    "What is there stays; other settings than the run began with are refused.\n\n"
+    "is given as --config RUN_DIR/config.toml, and warm-start a small policy into RUN_DIR/model.\n\n"
+    "With model.path there is no warm start. What is there stays; other settings than the run began with are refused.\n\n"
     "Example: rollmesh prepare --run-dir runs/demo task=guess-number steps=30"
 )
 def prepare(
