@@ -24,6 +24,7 @@ from services.app import Stop, error_answer, make_app
 from services.body_limit import BodyLimit
 from services.metrics import Metrics
 from services.threshold import Threshold
+from services.traced_calls import trace_calls
 from weight_bus.membership import Bus
 from weight_bus.weight_routes import weight_routes
 
@@ -39,6 +40,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         metrics_access=scraping,
     )
     app.add_middleware(BodyLimit, limit_bytes=plan.settings.rollout.max_body_mib << 20)
+    trace_calls(app, plan.tracing)
     app.add_middleware(Threshold, doors=server.doors, sessions=True)
 
     @app.exception_handler(EngineCrashedError)

@@ -241,6 +241,7 @@ class Finisher:
             finished_at=time.time(),
             finish_reason=session.finish_reason,
             metadata=dict(terms.metadata),
+            trace=terms.trace,
         )
 
 

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from rollout_server.call_names import call_name
 from rollout_server.disconnect import ClientGoneError, while_connected
+from rollout_server.log_names import name_version
 from rollout_server.route_errors import ERRORS
 from rollout_server.server import RolloutServer
 from rollout_server.turns import Progress
@@ -56,6 +57,7 @@ def group_routes(server: RolloutServer) -> APIRouter:
         parts.access.require_agent(request)
         await parts.adopter.hold_group(group_id)
         server.check_taking_calls()
+        name_version(parts.engine.policy_version)
         group = parts.registry.find_open(group_id)
         try:
             taken = await while_connected(
@@ -74,6 +76,7 @@ def group_routes(server: RolloutServer) -> APIRouter:
         """Write the group's trajectories to the stream, exactly once however often this is called."""
         parts = server.parts()
         parts.access.require_agent(request)
+        name_version(parts.engine.policy_version)
         await parts.adopter.hold_group(group_id)
         stream_ids = await parts.finisher.finish(group_id, call.rewards)
         return answer(GroupFinished(stream_ids=stream_ids))

@@ -54,6 +54,7 @@ class SessionBegan(msgspec.Struct, frozen=True, kw_only=True, tag="session", omi
     deadline_s: float | None = None
     max_tokens: int | None = None
     metadata: dict[str, str] = {}
+    trace: str = ""
 
 
 class SaidRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -168,6 +168,7 @@ def began(session: Session, now: Now) -> SessionBegan:
         deadline_s=terms.deadline_s,
         max_tokens=terms.max_tokens,
         metadata=dict(terms.metadata),
+        trace=terms.trace,
     )
 
 
@@ -210,6 +211,7 @@ def _session(group: Group, record: SessionBegan, now: Now) -> Session:
         deadline_s=record.deadline_s,
         max_tokens=record.max_tokens,
         metadata=record.metadata,
+        trace=record.trace,
     )
     return Session(
         record.session_id,

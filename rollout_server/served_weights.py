@@ -6,6 +6,7 @@ import structlog
 
 from rollout_server.engines.base import CommitReport
 from rollout_server.server import RolloutServer
+from services.tracing import Span
 from weight_bus.bus_api import CommitAnswer, DigestAnswer, StageAnswer
 
 _log = structlog.get_logger()
@@ -16,9 +17,13 @@ class ServedWeights:
 
     def __init__(self, server: RolloutServer) -> None:
         self._server = server
+        self._tracing = server.plan.tracing
 
     async def stage(self, manifest: bytes) -> StageAnswer:
-        report = await self._server.parts().engine.stage(manifest)
+        engine = self._server.parts().engine
+        with self._tracing.span("rollout.stage") as span:
+            report = await engine.stage(manifest)
+            span.note(version=report.version, bytes_read=report.bytes_read)
         return StageAnswer(
             version=report.version,
             root_digest=report.root_digest,
@@ -28,10 +33,14 @@ class ServedWeights:
         )
 
     async def commit(self, version: int) -> CommitAnswer:
-        return self._served("commit", await self._server.parts().engine.commit(version))
+        engine = self._server.parts().engine
+        with self._tracing.span("rollout.commit") as span:
+            return self._served("commit", await engine.commit(version), span)
 
     async def rollback(self, version: int) -> CommitAnswer:
-        return self._served("rollback", await self._server.parts().engine.rollback(version))
+        engine = self._server.parts().engine
+        with self._tracing.span("rollout.rollback") as span:
+            return self._served("rollback", await engine.rollback(version), span)
 
     async def digest(self) -> DigestAnswer:
         engine = self._server.parts().engine
@@ -41,8 +50,9 @@ class ServedWeights:
             if version == engine.policy_version:  # else a commit came between, and the pair would be a lie
                 return DigestAnswer(version=version, root_digest=root_digest)
 
-    def _served(self, what: str, report: CommitReport) -> CommitAnswer:
+    def _served(self, what: str, report: CommitReport, span: Span) -> CommitAnswer:
         self._server.parts().gate.notify()
+        span.note(version=report.version, flip_ms=report.flip_ms, running=report.requests_in_flight)
         _log.info(what, version=report.version, flip_ms=round(report.flip_ms, 3), running=report.requests_in_flight)
         return CommitAnswer(
             version=report.version, flip_ms=report.flip_ms, requests_in_flight=report.requests_in_flight

@@ -31,6 +31,7 @@ from rollout_server.named_locks import NamedLocks
 from rollout_server.sessions import Session, Terms
 from rollout_server.turns import sampling_of
 from services.ledger import Ledger
+from services.tracing import NO_TRACING, Tracing
 from services.wire.errors import ConflictError, RollmeshError, SessionConcludedError
 from services.wire.rollout_api import OpenGroup, SamplingLimits
 from services.wire.session_api import OpenSession
@@ -52,6 +53,7 @@ class SessionOpener:
         journal: Journal,
         adopter: Adopter,
         idle_timeout_s: float,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._registry = registry
         self._gate = gate
@@ -59,6 +61,7 @@ class SessionOpener:
         self._journal = journal
         self._adopter = adopter
         self._idle_timeout_s = idle_timeout_s
+        self._tracing = tracing
         self._locks = NamedLocks()
 
     async def open_group(self, call: OpenGroup, name: str | None) -> Group:
@@ -85,7 +88,13 @@ class SessionOpener:
                 sampling_of(call.sampling),
             )
             limits = SamplingLimits.model_validate(call.sampling.model_dump(exclude_unset=True))
-            terms = Terms(task=call.task, purpose=call.purpose, sampling=limits, idle_timeout_s=self._idle_timeout_s)
+            terms = Terms(
+                task=call.task,
+                purpose=call.purpose,
+                sampling=limits,
+                idle_timeout_s=self._idle_timeout_s,
+                trace=self._tracing.current(),
+            )
             greedy = replace(terms, sampling=limits.model_copy(update={"temperature": 0.0}))
             group.fill(terms, greedy if call.greedy_baseline else terms)
             try:
@@ -197,6 +206,7 @@ class SessionOpener:
             deadline_s=call.deadline_s,
             max_tokens=call.max_tokens,
             metadata=call.metadata,
+            trace=self._tracing.current(),
         )
 
 

@@ -10,6 +10,7 @@ from rollout_server.call_names import call_name
 from rollout_server.disconnect import while_connected
 from rollout_server.journal_records import Rewarded
 from rollout_server.journal_replay import apply_reward
+from rollout_server.log_names import name_version
 from rollout_server.route_errors import ERRORS
 from rollout_server.server import Parts, RolloutServer
 from rollout_server.sessions import Session, SessionEnd
@@ -98,6 +99,7 @@ def session_routes(server: RolloutServer) -> APIRouter:
         """Write the trajectory to the stream, exactly once however often this is called."""
         parts = server.parts()
         parts.access.require_agent(request)
+        name_version(parts.engine.policy_version)
         await parts.adopter.hold_session(session_id)
         found = parts.registry.get_session(session_id)
         if isinstance(found, Session):
@@ -127,6 +129,7 @@ def session_routes(server: RolloutServer) -> APIRouter:
         parts.access.require_agent(request)
         found = await _find(parts, session_id)
         if isinstance(found, Session):
+            name_version(parts.engine.policy_version)
             found = await _abort(parts, found)
         if found.state != "aborted":
             raise found.refuse()

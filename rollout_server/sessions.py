@@ -32,7 +32,10 @@ from services.wire.session_api import SessionState
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What sessions are opened on; siblings may share it. `sampling` wins over what calls say."""
+    """What sessions are opened on; siblings may share it. `sampling` wins over what calls say.
+
+    `trace`: the context of the call that opened them, where it is recorded; also after another server has adopted them.
+    """
 
     task: str
     purpose: Purpose
@@ -42,6 +45,7 @@ class Terms:
     deadline_s: float | None = None
     max_tokens: int | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from rollout_server.capture import CaptureError, check_sampled
 from rollout_server.carrying_on import UntilClear, carry_on
 from rollout_server.dialect.sampling_choice import within
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest, collect
+from rollout_server.generation_spans import generating, note_drawn
 from rollout_server.groups import Group
 from rollout_server.journal import Journal
 from rollout_server.journal_records import TurnRecord, TurnsAnswered
@@ -26,6 +27,7 @@ from rollout_server.journal_replay import apply_turns, node_record
 from rollout_server.named_locks import NamedLocks
 from rollout_server.rendering import Renderer
 from rollout_server.sessions import Session
+from services.tracing import NO_TRACING, Tracing
 from services.wire.errors import ContextLengthError, DeadlineError, UsageError
 from services.wire.rollout_api import SamplingBody, TakeTurns, Turn, TurnsTaken, TurnTaken
 from services.wire.sampling import SamplingParams
@@ -55,11 +57,19 @@ class Plan:
 class TurnTaker:
     """Lets the policy speak in sessions."""
 
-    def __init__(self, engine: Engine, renderer: Renderer, journal: Journal, until_clear: UntilClear) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        journal: Journal,
+        until_clear: UntilClear,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._journal = journal
         self._until_clear = until_clear
+        self._tracing = tracing
         self._names = NamedLocks()
         self._count = itertools.count()
 
@@ -84,7 +94,10 @@ class TurnTaker:
             additions = await self._encode(call.turns)
             samplings = [_sampling_in(group, session, sampling) for session in sessions]
             plans = self._plan(group.group_id, sessions, additions, samplings)
-            drawn = await self._run_all(plans)
+            with generating(self._tracing, sessions[0].terms.trace) as span:
+                drawn = await self._run_all(plans)
+                if span.context:
+                    note_drawn(span, [delta.versions for delta in drawn.values()], group=group.group_id)
             ordered = [drawn[position] for position in range(len(sessions))]
             for delta in ordered:
                 check_sampled(delta.token_ids, delta.logprobs, delta.versions)

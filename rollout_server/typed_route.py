@@ -16,6 +16,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.routing import request_response
 
+from rollout_server.log_names import name_call
+
 
 def answer(body: BaseModel, status_code: int = 200) -> Response:
     """The JSON answer of a `TypedRoute`."""
@@ -41,6 +43,7 @@ class TypedRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             arguments: dict[str, Any] = dict(request.path_params)
+            name_call(arguments)
             if request_name is not None:
                 arguments[request_name] = request
             if model is not None:

@@ -186,6 +186,8 @@ def make_server(
     config = uvicorn.Config(
         app,
         log_level="warning",
+        # What it logs goes where all else does (`services.telemetry`).
+        log_config=None,
         access_log=False,
         timeout_graceful_shutdown=shutdown_s,
         # Longer than clients keep idle connections: whoever closes first must be the one who would reuse it.

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+import structlog
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from services.telemetry import configure_logging
+from services.telemetry import configure_logging, logs_json
 from services.wire.errors import RollmeshError
 
+_RUN_OPTION = "--run-id"
 HEAVY = ("torch", "transformers", "vllm", "nixl_cu12")
 
 
@@ -49,7 +51,8 @@ class Dispatcher:
             target = getattr(importlib.import_module(module), attribute)
             if isinstance(target, Dispatcher):
                 return target.run(rest)
-            configure_logging(os.environ.get("ROLLMESH_SERVICE", name), run_id=os.environ.get("ROLLMESH_RUN_ID"))
+            run_id = os.environ.get("ROLLMESH_RUN_ID") or _named_run(rest)
+            configure_logging(os.environ.get("ROLLMESH_SERVICE", name), run_id=run_id)
             typer.main.get_command(target).main(args=rest, prog_name=f"{self.prog} {name}")
         except RollmeshError as error:
             return _fail(str(error), error.exit_code)
@@ -74,6 +77,19 @@ class Dispatcher:
         console.print(f"\nExample: {self.example}\n`{self.prog} COMMAND --help` says more.")
 
 
+def _named_run(arguments: Sequence[str]) -> str | None:
+    """The run that a command line names: its log lines do, before the command has read its options."""
+    for place, argument in enumerate(arguments):
+        if argument == _RUN_OPTION:
+            return next(iter(arguments[place + 1 :]), None)
+        if argument.startswith(f"{_RUN_OPTION}="):
+            return argument.partition("=")[2]
+    return None
+
+
 def _fail(message: str, code: int) -> int:
+    if logs_json(os.environ):
+        structlog.get_logger().error("failed", why=message, exit_code=code)
+        return code
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"rollmesh: {message}", markup=False)
     return code

@@ -21,6 +21,8 @@ from services.wire.errors import UsageError
 
 TRACEPARENT = "traceparent"
 """The header of W3C Trace Context: `00-<trace>-<span>-<flags>`."""
+NO_TRACE = "00-" + "0" * 32 + "-" + "0" * 16 + "-00"
+"""A parent that is recorded nowhere, for work that belongs to no trace, whatever is current."""
 Fact = str | int | float | bool
 Kind = Literal["internal", "server", "client"]
 ServiceKind = Literal["environment", "gateway", "rollout-server", "rewards", "trainer", "weight-bus"]

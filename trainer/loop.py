@@ -18,9 +18,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
+
 from services.policies.batching import Group
 from services.settings import RunSettings
 from services.stream import TrajectoryReader
+from services.tracing import Tracing
 from services.wire.trajectory import Trajectory
 from trainer.arrivals import Arrivals
 from trainer.background import Background
@@ -34,6 +37,7 @@ from trainer.metrics import StepTimes, outcome, step_metrics
 from trainer.roles import Roles
 from trainer.run_records import RunRecords
 from trainer.step_log import StepLog, StepRecord
+from trainer.step_spans import record_steps
 from trainer.wait_sign import WaitSign
 from trainer.weights import WeightUpdates
 
@@ -64,6 +68,7 @@ class TrainingLoop:
     records: RunRecords
     sign: WaitSign
     interrupt: Interrupt
+    tracing: Tracing
     journal: ThreadPoolExecutor
     """One thread: records of the step log become durable in order."""
     files: ThreadPoolExecutor
@@ -83,7 +88,10 @@ class TrainingLoop:
             if groups is None:
                 return False
             version = self.learner.version
-            self._one_batch(groups, started)
+            structlog.contextvars.bind_contextvars(version=version)
+            with self.tracing.begin("trainer.batch") as span:
+                self._one_batch(groups, started)
+                span.note(version=self.learner.version, groups=len(groups))
             every = self.settings.trainer.checkpoint_every
             if self.learner.version // every > version // every:
                 self.checkpoint()
@@ -136,7 +144,9 @@ class TrainingLoop:
         record = StepRecord(self.learner.version, entries, self._updates())
         self.log.records.append(record)
         durable = self.journal.submit(self.log.append, record)
+        began_ns = time.time_ns()
         trained = train_batch(self.roles, self.settings, groups, record.updates)
+        record_steps(self.tracing, trained, began_ns, wait_s=taken - started)
         ended = time.perf_counter()
         self.updates.publish(self.learner.version, self.learner.weights(), durable)
         self._settling.append(self.background.spawn(self._settle(entries, durable), "acknowledge"))

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 import structlog
 from torch import Tensor
 
+from services.tracing import NO_TRACING, Tracing
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
 from services.wire.weight_states import SETTLED
 from services.wire.weights_api import UpdateView, VerifyView
@@ -44,9 +45,16 @@ class WeightUpdates:
     """
 
     def __init__(
-        self, publisher: Publisher, bus: BusClient, background: Background, settle_s: float, committed_before: int = 0
+        self,
+        publisher: Publisher,
+        bus: BusClient,
+        background: Background,
+        settle_s: float,
+        committed_before: int = 0,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._publisher, self._bus, self._background = publisher, bus, background
+        self._tracing = tracing
         self._settle_s = settle_s
         self._following: dict[int, Future[UpdateView]] = {}
         self._base: int | None = None
@@ -109,6 +117,14 @@ class WeightUpdates:
         await self._bus.close()
 
     async def _follow(self, publication: Publication, durable: Future[None]) -> UpdateView:
+        """Belongs to the batch's span: what is spawned on the loop goes on in the context that it is spawned in."""
+        structlog.contextvars.bind_contextvars(version=publication.version)
+        with self._tracing.span("trainer.update") as span:
+            view = await self._followed(publication, durable)
+            span.note(version=view.version, state=view.state)
+        return view
+
+    async def _followed(self, publication: Publication, durable: Future[None]) -> UpdateView:
         try:
             await asyncio.wrap_future(durable)
             manifest = await asyncio.wrap_future(publication.future)

@@ -19,6 +19,7 @@ from services.metrics import Metrics
 from services.policies.commit import CommitMachine
 from services.policies.commit_update import Ask, Update
 from services.policies.fleet_policy import BARRIER, FleetPolicy
+from services.tracing import NO_TRACE, NO_TRACING, Tracing
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
 from services.wire.weight_states import SETTLED, EngineState, EventKind
 from services.wire.weights_api import (
@@ -69,8 +70,10 @@ class Coordinator:
         policy: FleetPolicy = BARRIER,
         weights_key: str | None = None,
         metrics: Metrics | None = None,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self.events = EventLog()
+        self._tracing = tracing
         self._run_id = run_id
         self._client = client
         self._lease_s = lease_s
@@ -170,7 +173,8 @@ class Coordinator:
             self._repeat(manifest, payload, highest)
             return False
         update = self._machine.announce(manifest.version, hold=hold)
-        self._records[manifest.version] = Record(update, time.monotonic(), manifest, payload)
+        record = Record(update, time.monotonic(), manifest, payload, trace=self._tracing.current())
+        self._records[manifest.version] = record
         self.events.add("announced", version=manifest.version)
         self._metrics.announced()
         while len(self._records) > _KEPT_UPDATES:
@@ -260,6 +264,7 @@ class Coordinator:
                 f"version {manifest.version} is published with other bytes", "a version is one set of bytes for ever"
             )
         record.manifest, record.payload = manifest, payload
+        record.trace = self._tracing.current() or record.trace
         latest = self._machine.latest
         if latest is not None and latest.version == manifest.version:
             self._machine.offer_again()
@@ -333,8 +338,13 @@ class Coordinator:
     async def _carry_out(self, ask: Ask, engine: _Engine) -> None:
         record = self._records[ask.version]
         failure: str | None = None
+        names: dict[str, str | int] = {"version": ask.version, "engine": ask.engine_id}
+        # Whoever's answer or heartbeat made it due, an ask belongs to the publisher's trace.
+        tracing = self._tracing.span(f"bus.{ask.phase}", parent=record.trace or NO_TRACE)
         try:
-            failure = await self._ask(ask, engine, record)
+            with structlog.contextvars.bound_contextvars(**names), tracing as span:
+                span.note(**names)
+                failure = await self._ask(ask, engine, record)
         except RollmeshError as error:
             failure = str(error)
         except Exception as error:  # noqa: BLE001 - see below

@@ -35,6 +35,8 @@ class Record:
     told: dict[str, EngineState] = field(default_factory=dict)
     """The state of each engine that watchers were told last."""
     told_state: str = "staging"
+    trace: str = ""
+    """The context that it was announced in."""
 
     @property
     def root_digest(self) -> str:

@@ -23,6 +23,7 @@ from rollout_server.dialect.making import Making, Means
 from rollout_server.dialect.sampling_choice import BudgetSpentError, within
 from rollout_server.drafts import Draft
 from rollout_server.engines.errors import EngineCrashedError
+from rollout_server.generation_spans import generating
 from rollout_server.groups import GroupRegistry
 from rollout_server.journal_records import DraftHead, DraftPart, NodeRecord
 from rollout_server.journal_replay import node_record
@@ -78,8 +79,9 @@ class Caller:
             draft = Draft(journal, session.group_id, journal.draft_key(session.session_id, marks.call), head, parts)
 
         async def make(answer: Answer) -> None:
-            made = Making(self._means, session, answer, marks, head.call_id, head.created, draft)
-            await self._make(session, lambda: produce(made))
+            with generating(self._means.tracing, session.terms.trace) as span:
+                made = Making(self._means, session, answer, marks, head.call_id, head.created, draft, span)
+                await self._make(session, lambda: produce(made))
 
         return session.memory.answers.start(marks, make)
 

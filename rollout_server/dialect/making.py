@@ -17,11 +17,13 @@ from rollout_server.capture import Node
 from rollout_server.carrying_on import UntilClear, carry_on
 from rollout_server.drafts import Draft
 from rollout_server.engines.base import Engine, FinishReason, GenerationDelta, GenerationRequest
+from rollout_server.generation_spans import note_drawn
 from rollout_server.journal import Journal
 from rollout_server.journal_records import Answered, NodeRecord
 from rollout_server.journal_replay import apply_answer
 from rollout_server.retries import Marks
 from rollout_server.sessions import Session
+from services.tracing import NO_TRACING, Span, Tracing
 from services.wire.sampling import SamplingParams
 
 _KEPT_BYTES = 1 << 20
@@ -36,11 +38,12 @@ class Means:
     journal: Journal
     until_clear: UntilClear
     draft_every: int
+    tracing: Tracing = NO_TRACING
 
 
 @dataclass(frozen=True)
 class Making:
-    """`created`: Unix seconds. `draft`: None where nobody could ask another server for this answer."""
+    """`created`: Unix seconds. `draft`: None where nobody could ask another server for this answer. `span`: of the try."""
 
     means: Means
     session: Session
@@ -49,6 +52,7 @@ class Making:
     call_id: str
     created: int
     draft: Draft | None
+    span: Span
 
     def draw(self, request: GenerationRequest, prompt: int = 0) -> AsyncGenerator[GenerationDelta, None]:
         """Deltas of prompt number `prompt`. None is given out before it is written down, if it is to be."""
@@ -92,6 +96,8 @@ class Making:
     ) -> list[Node]:
         """Write the answer down, capture it, and let its end be heard. Raises as `Journal.append` does."""
         marks, session = self.marks, self.session
+        if self.span.context:
+            note_drawn(self.span, [node.spans for node in nodes], session=session.session_id, answer=self.call_id)
         record = Answered(
             session_id=session.session_id,
             call_id=self.call_id,

@@ -15,6 +15,7 @@ from rollout_server.dialect.caller import new_call_id
 from rollout_server.dialect.making import Making
 from rollout_server.disconnect import while_connected
 from rollout_server.event_stream import BrokenOffError, EventStream
+from rollout_server.log_names import name_session
 from rollout_server.model_routes import model_list
 from rollout_server.retries import Marks
 from rollout_server.route_errors import ERRORS
@@ -51,6 +52,7 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
             )
         await parts.adopter.hold_session(name)
         server.check_taking_calls()
+        name_session(name, parts.engine.policy_version)
         return parts.registry.find_session(name)
 
     async def respond(

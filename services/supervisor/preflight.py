@@ -86,7 +86,11 @@ async def check_task(task: str) -> None:
         return
     flags = ("--task", task, "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
     process = await asyncio.create_subprocess_exec(
-        *OURS, "run-environment", *flags, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        *(*OURS, "run-environment", *flags),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        # Its last words are for the user.
+        env={**os.environ, "ROLLMESH_LOG_JSON": "0"},
     )
     try:
         async with asyncio.timeout(_TASK_CHECK_S):

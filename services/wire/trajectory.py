@@ -25,7 +25,7 @@ from services.wire.kv_policy import KvPolicy
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.sampling import SamplingParams
 
-TRAJECTORY_SCHEMA = 4
+TRAJECTORY_SCHEMA = 5
 
 BreakReason = Literal["template", "compaction", "retokenization", "tools_changed", "truncated", "branch"]
 """Why a context does not extend what was captured before it.
@@ -115,6 +115,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Unix seconds."""
     finished_at: float
     finish_reason: str = "stop"
+    trace: str = ""
+    """`traceparent` of the call that opened its session, where that is recorded (`services.tracing`)."""
 
     def sampled_tokens(self) -> int:
         """How many tokens of all segments were drawn by the policy."""
