@@ -43,7 +43,9 @@ def configure_logging(service: str, *, run_id: str | None = None) -> None:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.clear_contextvars()
-    _take_foreign(structlog.stdlib.ProcessorFormatter(renderer, [_named_by_logger, *fields]), level)
+    made: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
+    pre = [_named_by_logger, *fields]
+    _take_foreign(structlog.stdlib.ProcessorFormatter(processors=made, foreign_pre_chain=pre), level)
     if as_json:
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
