@@ -69,13 +69,13 @@ class Identity:
 
     certificate: Path
     key: Path
-    _context: ssl.SSLContext = field(repr=False, compare=False)
+    context: ssl.SSLContext = field(repr=False, compare=False)
 
     def check(self, host: str, trust: Trust) -> None:
         """Raises UsageError unless callers with `trust` take the certificate for `host`, today."""
         assert isinstance(trust.verify, ssl.SSLContext)
         try:
-            _shake_hands(self._context, trust.verify, host)
+            _shake_hands(self.context, trust.verify, host)
         except ssl.SSLCertVerificationError as error:
             raise UsageError(
                 f"callers of {host} would refuse {self.certificate} ({error.verify_message})",

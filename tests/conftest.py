@@ -16,8 +16,8 @@ from services.supervisor.valkey import ValkeyPlan
 
 # Many processes share two cores; torch's default of one thread a core makes each of them wait for the others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The keys of a mesh of the developer's own are not for those of tests.
-for _name in ("ROLLMESH_KEYS_DIR", "ROLLMESH_REDIS_PASSWORD_FILE"):
+# The keys and certificates of a mesh of the developer's own are not for those of tests.
+for _name in ("ROLLMESH_KEYS_DIR", "ROLLMESH_REDIS_PASSWORD_FILE", "ROLLMESH_TLS_DIR"):
     os.environ.pop(_name, None)
 
 

@@ -16,6 +16,7 @@ from services.gateway.gateway import GatewayPlan
 from services.redis_client import connect
 from services.registry import Registry
 from services.settings import GatewaySettings
+from services.tls import PLAIN, Tls
 from tests.support.fake_servers import FakeServer, fake_servers
 from tests.support.until import until
 
@@ -49,18 +50,18 @@ class GatewayHost:
 
 
 @asynccontextmanager
-async def gateway(redis_url: str, run_id: str, **settings: Any) -> AsyncIterator[GatewayHost]:
+async def gateway(redis_url: str, run_id: str, *, tls: Tls = PLAIN, **settings: Any) -> AsyncIterator[GatewayHost]:
     """A gateway of the run; `settings` are `GatewaySettings`."""
     listener = open_port("127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    url = f"{tls.scheme}://127.0.0.1:{listener.getsockname()[1]}"
     chosen = GatewaySettings(**{"poll_s": 0.02, "failover_timeout_s": 3.0} | settings)
-    plan = GatewayPlan(run_id=run_id, redis_url=redis_url, settings=chosen)
+    plan = GatewayPlan(run_id=run_id, redis_url=redis_url, settings=chosen, trust=tls.trust)
     stop = Stop()
-    server = make_server(make_gateway_app(plan, stop, max_body_mib=1), stop)
+    server = make_server(make_gateway_app(plan, stop, max_body_mib=1), stop, identity=tls.identity)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     redis = connect(redis_url)
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=20.0) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=20.0, verify=tls.trust.verify) as http:
             await until(lambda: server.started)
             yield GatewayHost(http, url, Registry(redis, run_id))
     finally:

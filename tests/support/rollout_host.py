@@ -21,6 +21,7 @@ from services.ledger import Ledger
 from services.redis_client import connect
 from services.settings import RunSettings
 from services.stream import TrajectoryReader
+from services.tls import PLAIN, Tls
 from services.wire.trajectory import Trajectory, decode_trajectory
 from tests.support.until import until as until
 from weight_bus.membership import Bus
@@ -85,10 +86,11 @@ async def hosting(
     server_id: str = "s0",
     port: int = 0,
     keys: Keys = NO_KEYS,
+    tls: Tls = PLAIN,
 ) -> AsyncIterator[Host]:
     """Serve `engine` until the block ends; the block starts when the server says that it is ready."""
     listener = open_port("127.0.0.1", port)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    url = f"{tls.scheme}://127.0.0.1:{listener.getsockname()[1]}"
     plan = ServerPlan(
         run_id=run_id,
         server_id=server_id,
@@ -97,13 +99,14 @@ async def hosting(
         model=model,
         settings=settings or RunSettings(),
         keys=keys,
+        trust=tls.trust,
     )
     stop = Stop()
-    server = make_server(make_rollout_app(plan, engine, bus, stop), stop)
+    server = make_server(make_rollout_app(plan, engine, bus, stop), stop, identity=tls.identity)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     redis = connect(redis_url)
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=20.0) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=20.0, verify=tls.trust.verify) as http:
             await until_ready(http, serving)
             yield Host(http, url, redis, Ledger(redis, run_id), run_id, stop)
     finally:

@@ -9,19 +9,20 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from services.app import Stop, make_server, open_port
+from services.tls import Identity
 from tests.support.until import until
 
 
 @asynccontextmanager
-async def served(app: FastAPI, stop: Stop | None = None) -> AsyncIterator[str]:
-    """Gives its URL. `stop`: the one that the application was made with."""
+async def served(app: FastAPI, stop: Stop | None = None, *, identity: Identity | None = None) -> AsyncIterator[str]:
+    """Gives its URL. `stop`: the one that the application was made with; `identity`: what it shows, over HTTPS."""
     listener = open_port("127.0.0.1", 0)
-    server = make_server(app, stop or Stop(), shutdown_s=1)
+    server = make_server(app, stop or Stop(), shutdown_s=1, identity=identity)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.create_task(server._serve([listener]))
     try:
         await until(lambda: server.started, 10.0)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"{'http' if identity is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await task
