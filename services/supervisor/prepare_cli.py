@@ -19,6 +19,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 def prepare(
     run_dir: Annotated[Path, typer.Option(help="Run folder; made where it is not there")],
     config: Annotated[Path | None, typer.Option(help="Settings as TOML; overrides go before it")] = None,
+    settings_only: Annotated[
+        bool, typer.Option("--settings-only", help="Leave the warm start to another call; torch is not needed then")
+    ] = False,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]…", help="Settings, such as steps=30")
     ] = None,
@@ -26,4 +29,4 @@ def prepare(
     from services.config_file import load_settings
     from services.supervisor import preparing
 
-    preparing.prepare(load_settings(config, overrides or []), run_dir)
+    preparing.prepare(load_settings(config, overrides or []), run_dir, settings_only=settings_only)

@@ -24,8 +24,10 @@ from services.wire.task_name import parse_task
 _log = structlog.get_logger()
 
 
-def prepare(settings: RunSettings, run_dir: Path) -> RunFolder:
+def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False) -> RunFolder:
     """Make the run folder ready for a run of these settings. Returns once it can be started.
+
+    `settings_only`: without the warm start, for which trainer and servers wait by themselves.
 
     Raises UsageError for a folder that holds a run of other settings, and for a task without demonstrations where no
     model is given; RollmeshError when the warm start fails.
@@ -43,7 +45,7 @@ def prepare(settings: RunSettings, run_dir: Path) -> RunFolder:
         partial.write_text(dump_settings(settings), encoding="utf-8")
         partial.rename(folder.config)
         _log.info("settings resolved", config=str(folder.config))
-    if settings.model.path is None and not is_complete(folder.model):
+    if not settings_only and settings.model.path is None and not is_complete(folder.model):
         for command in warm_start_commands(settings, folder):
             _run(command)
     return folder
