@@ -67,6 +67,10 @@ def rollout_server(
     ] = None,
     tls_dir: TlsDir = None,
 ) -> None:
+    from services.huge_pages import begin_again_with_huge_pages
+
+    begin_again_with_huge_pages()
+
     import asyncio
     import os
     import zlib

@@ -101,6 +101,11 @@ async def _serve(engine: Engine, exchanges: list[Exchange], replies: int) -> Non
 
 
 def _main() -> None:
+    from services.huge_pages import begin_again_with_huge_pages
+
+    # As a rollout server does: the two are compared.
+    begin_again_with_huge_pages()
+
     import uvloop
 
     from rollout_server.engines.factory import make_engine
