@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from textwrap import indent
 from typing import Literal
 
 from services import metric_catalog as catalog
@@ -111,8 +112,19 @@ ALERTS = (
 
 
 def alert_rules() -> str:
-    """Prometheus's rule file (YAML). Texts are quoted as JSON quotes them, which YAML reads as they are."""
-    lines = [HEADER, "groups:\n", "  - name: rollmesh\n", "    rules:\n"]
+    """Prometheus's rule file (YAML)."""
+    return HEADER + _groups()
+
+
+def operator_rules() -> str:
+    """The same as an object of Prometheus's operator on Kubernetes."""
+    head = "apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata: {name: rollmesh}\nspec:\n"
+    return HEADER + head + indent(_groups(), "  ")
+
+
+def _groups() -> str:
+    """Texts are quoted as JSON quotes them, which YAML reads as they are."""
+    lines = ["groups:\n", "  - name: rollmesh\n", "    rules:\n"]
     for alert in ALERTS:
         lines += [
             f"      - alert: {alert.name}\n",

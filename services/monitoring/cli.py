@@ -12,8 +12,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(
-    help="Write Prometheus's alert rules and Grafana's dashboard, made from the names that the services export, to "
-    "FOLDER/prometheus/alerts.yaml and FOLDER/grafana/rollmesh.json.\n\nExample: rollmesh monitoring deploy"
+    help="Write Prometheus's alert rules and Grafana's dashboard, made from the names that the services export: "
+    "FOLDER/prometheus/alerts.yaml, the same for Prometheus's operator on Kubernetes, and FOLDER/grafana/rollmesh.json.\n\n"
+    "Example: rollmesh monitoring deploy"
 )
 def monitoring(folder: Annotated[Path, typer.Argument(help="What is there is overwritten")]) -> None:
     from services.monitoring.files import monitoring_files
