@@ -48,12 +48,13 @@ class Trust:
     def refusal(self, url: str, error: BaseException) -> UntrustedError | None:
         """Why the call of `url` that ended with `error` will never work; None for all that another try may mend."""
         for each in _chain(error):
+            # aiohttp's errors are of these classes too, without what those say.
             if isinstance(each, ssl.SSLCertVerificationError) and (why := getattr(each, "verify_message", "")):
-                whose = "the system's authorities" if self.authority is None else str(self.authority)
+                whose = "the system's trust store" if self.authority is None else str(self.authority)
                 what = f"{url} shows a certificate that {whose} does not vouch for ({why})"
                 remedy = "give --tls-dir of the mesh that runs there, and that host a certificate: `rollmesh keys tls`"
                 return UntrustedError(what, remedy)
-            if isinstance(each, ssl.SSLError) and each.reason in _NO_TLS_THERE:
+            if isinstance(each, ssl.SSLError) and getattr(each, "reason", None) in _NO_TLS_THERE:
                 return UntrustedError(
                     f"{url} speaks no TLS", "start that service with --tls-dir, or call it by http://"
                 )
