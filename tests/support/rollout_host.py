@@ -22,6 +22,7 @@ from services.redis_client import connect
 from services.settings import RunSettings
 from services.stream import TrajectoryReader
 from services.tls import PLAIN, Tls
+from services.tracing import NO_TRACING, Tracing
 from services.wire.trajectory import Trajectory, decode_trajectory
 from tests.support.until import until as until
 from weight_bus.membership import Bus
@@ -87,8 +88,13 @@ async def hosting(
     port: int = 0,
     keys: Keys = NO_KEYS,
     tls: Tls = PLAIN,
+    tracing: Tracing = NO_TRACING,
+    stop: Stop | None = None,
 ) -> AsyncIterator[Host]:
-    """Serve `engine` until the block ends; the block starts when the server says that it is ready."""
+    """Serve `engine` until the block ends; the block starts when the server says that it is ready.
+
+    `stop`: given, it says why a server ended that never was ready.
+    """
     listener = open_port("127.0.0.1", port)
     url = f"{tls.scheme}://127.0.0.1:{listener.getsockname()[1]}"
     plan = ServerPlan(
@@ -100,8 +106,9 @@ async def hosting(
         settings=settings or RunSettings(),
         keys=keys,
         trust=tls.trust,
+        tracing=tracing,
     )
-    stop = Stop()
+    stop = stop or Stop()
     server = make_server(make_rollout_app(plan, engine, bus, stop), stop, identity=tls.identity)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     redis = connect(redis_url)
