@@ -7,19 +7,30 @@ the block they are frozen: a later full collection, which would stop a decode lo
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_LOUD = ("transformers",)
+"""Libraries whose loggers come with a handler of their own, which writes lines as nobody else does."""
 
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """No garbage collection inside the block; what is alive at its end is never looked at again."""
+    """No garbage collection inside the block; what is alive at its end is never looked at again.
+
+    What the libraries log goes where all logs go (`services.telemetry`).
+    """
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
+        for name in _LOUD:
+            logger = logging.getLogger(name)
+            logger.handlers.clear()
+            logger.propagate = True
 
 
 def leave_quickly() -> None:

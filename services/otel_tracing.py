@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from types import TracebackType
@@ -19,7 +19,7 @@ from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -47,7 +47,6 @@ class OtelTracing(Tracing):
     on = True
 
     def __init__(self, settings: TraceSettings, kind: ServiceKind, run_id: str, instance: str) -> None:
-        self._settings = settings
         # A trainer's own traces are its steps, of which there are few.
         self._ratio = 1.0 if kind == "trainer" else settings.traces_ratio
         self._who = {
@@ -60,6 +59,7 @@ class OtelTracing(Tracing):
         self._opening = threading.Lock()
         self._tracer: trace.Tracer | None = None
         self._provider: TracerProvider | None = None
+        self._exporter = _Exporter(settings)
 
     def begin(self, name: str, *, kind: Kind = "internal") -> AbstractContextManager[Span]:
         return self._recorded(name, None, kind)
@@ -96,6 +96,7 @@ class OtelTracing(Tracing):
         closing.start()
         closing.join(CLOSE_WITHIN_S)
         if closing.is_alive():
+            self._exporter.give_up()
             _log.warning("traces are lost: they were not taken in time", within_s=CLOSE_WITHIN_S)
 
     @contextmanager
@@ -127,7 +128,7 @@ class OtelTracing(Tracing):
                 )
                 provider.add_span_processor(
                     BatchSpanProcessor(
-                        _exporter(self._settings),
+                        self._exporter,
                         max_queue_size=QUEUED_SPANS,
                         schedule_delay_millis=_EVERY_MS,
                         max_export_batch_size=_BATCH,
@@ -155,6 +156,24 @@ class _OtelSpan(Span):
         )
         if status >= 500:
             self._span.set_status(trace.StatusCode.ERROR)
+
+
+class _Exporter(SpanExporter):
+    """One that can be given up while it tries: what is still queued then goes nowhere, without a word for each batch."""
+
+    def __init__(self, settings: TraceSettings) -> None:
+        self._inner = _exporter(settings)
+        self._ended = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        return SpanExportResult.FAILURE if self._ended else self._inner.export(spans)
+
+    def give_up(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._inner.shutdown()
+
+    shutdown = give_up
 
 
 def _exporter(settings: TraceSettings) -> SpanExporter:

@@ -130,6 +130,6 @@ def check_installed(settings: TraceSettings) -> None:
         import opentelemetry.sdk.trace  # noqa: F401 - only to see that they are there
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"traces are switched on (telemetry.traces = {settings.traces!r}) and {error.name} is not installed",
+            f"traces are switched on (telemetry.traces = {settings.traces!r}), OpenTelemetry is not installed",
             "pip install 'rollmesh[traces]', or switch them off",
         ) from error

@@ -46,7 +46,7 @@ class HttpArm:
         self, http: aiohttp.ClientSession, url: str, tail: Callable[[], str], *, sessions: bool = True
     ) -> None:
         self._http = http
-        self._url = url
+        self._url = self.url = url
         self._tail = tail
         self._sessions = sessions
 

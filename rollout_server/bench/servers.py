@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 import aiohttp
 
@@ -66,14 +67,18 @@ async def plan_mesh(
 
 @asynccontextmanager
 async def running_server(
-    plan: MeshPlan, server_id: str, http: aiohttp.ClientSession
+    plan: MeshPlan,
+    server_id: str,
+    http: aiohttp.ClientSession,
+    surroundings: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[tuple[HttpArm, Child]]:
     """`rollmesh rollout-server`, ready. Raises RollmeshError when it does not come up."""
     port = free_port()
     command = plan.command("rollout-server", port)
     command += ["--server-id", server_id, "--model", str(plan.model), "--engine", plan.engine]
     url = f"http://{LOOPBACK}:{port}"
-    async with running(f"server {plan.run_id} {server_id}", command, plan.folder) as child:
+    name = f"server {plan.run_id} {server_id}"
+    async with running(name, command, plan.folder, environment=surroundings) as child:
         await child.until(lambda: _answers(http, f"{url}/readyz"), _OURS_WITHIN_S)
         yield HttpArm(http, url, child.tail), child
 

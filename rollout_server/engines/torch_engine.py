@@ -19,6 +19,7 @@ from typing import Any
 import structlog
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers.utils import logging as transformers_logging
 
 from rollout_server.engines.base import (
     CommitReport,
@@ -274,6 +275,7 @@ class TorchEngine:
 
 def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
+        transformers_logging.disable_progress_bar()
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise UsageError(

@@ -18,7 +18,7 @@ def test_every_setting_is_documented_and_no_other() -> None:
     assert sorted(table) == sorted(known_keys())
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/configuration.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/configuration.md", "docs/observability.md"])
 def test_documented_command_lines_are_understood(document: str) -> None:
     """Every `rollmesh up` or `./dev up` line in the docs has overrides that the settings tree takes."""
     lines = re.findall(r"^\$ (?:rollmesh|\./dev) up(.*)$", (ROOT / document).read_text(), flags=re.MULTILINE)

@@ -1,0 +1,151 @@
+"""`rollmesh up` with traces and JSON logs: an episode can be followed from the runner to the commit that it led to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.mesh_command import Finished, Running, running_up, summary_of, warm_starts
+from tests.support.trace_receiver import TakenSpan, TraceReceiver, receiving_traces
+
+pytestmark = pytest.mark.e2e
+STEPS = 8
+GIVEN_UP, CALLER = "s-given-up", "00-11112222333344445555666677778888-aaaabbbbccccdddd-01"
+SERVERS = {"s0", "s1"}
+
+
+def traced_run(
+    run_dir: Path, cache: Path, receiver: TraceReceiver, *more: str, give_one_up: bool = False
+) -> tuple[Running, Finished]:
+    small = ["evaluation.problems=32", "rollout.groups_per_step=4", f"warm_start.cache_dir={cache}"]
+    traces = ["telemetry.traces=otlp", f"telemetry.traces_endpoint={receiver.endpoint}"]
+    arguments = ["--engine", "torch", "--servers", "2", "--steps", str(STEPS), *small, *traces, *more]
+    with running_up(run_dir, *arguments) as mesh:
+        if give_one_up:
+            mesh.wait_for_steps(1, 240.0)
+            give_a_session_up(mesh)
+        return mesh, mesh.finish()
+
+
+def give_a_session_up(mesh: Running) -> None:
+    words = mesh.service("rollout-server").cmdline()
+    with httpx.Client(base_url=f"http://127.0.0.1:{words[words.index('--port') + 1]}", timeout=20.0) as server:
+        body = {"session_id": GIVEN_UP, "purpose": "evaluate"}
+        server.post("/sessions", json=body, headers={"traceparent": CALLER}).raise_for_status()
+        server.post(f"/sessions/{GIVEN_UP}/abort", headers={"traceparent": CALLER}).raise_for_status()
+
+
+def test_an_episode_leads_to_a_step_and_to_the_commits_that_followed(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMESH_LOG_JSON", "1")
+    run_dir = tmp_path / "run"
+    with receiving_traces() as receiver:
+        mesh, done = traced_run(run_dir, warm_starts(tmp_path_factory), receiver, give_one_up=True)
+    assert done.code == 0, f"{done.out}\n{done.err}\n{mesh.logs()}"
+
+    steps = {span.facts["rollmesh.version"]: span for span in receiver.spans("trainer.step")}
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    summary = summary_of(run_dir)
+    assert sum(step.facts["rollmesh.trajectories"] for step in steps.values()) == summary["trajectories_trained"]
+    assert {span.run for span in receiver.spans()} == {summary["run_id"]}
+    for version, step in steps.items():
+        assert len(step.links) == step.facts["rollmesh.groups"] == 4
+        for link in step.links:
+            check_way_from_the_runner(receiver, link, version)
+        check_way_to_the_engines(receiver, step, version)
+    check_logs(run_dir, summary["run_id"], {span.trace for span in receiver.spans()})
+
+
+def check_way_from_the_runner(receiver: TraceReceiver, link: tuple[str, str], version: int) -> None:
+    """From the group's first call in the runner's process to the tokens that the step of `version` learned from."""
+    trace = receiver.trace(link[0])
+    (opened,) = [span for span in trace if span.span == link[1]]
+    assert (opened.service, opened.name) == ("rollmesh-rollout-server", "POST /groups")
+    assert [(span.service, span.name) for span in receiver.way_up(opened)] == [
+        ("rollmesh-gateway", "POST /groups"),
+        ("rollmesh-environment", "environment.group"),
+    ]
+    drawn = [span for span in trace if span.name == "rollout.generate"]
+    assert sum(span.facts["rollmesh.samples"] for span in drawn) == 8
+    assert 0 <= version - 1 - max(span.facts["rollmesh.version"] for span in drawn) <= 2
+    for span in drawn:
+        assert span.facts["rollmesh.tokens"] > 0 and span.instance in SERVERS
+        above = receiver.way_up(span)
+        assert [each.service for each in above] == [
+            "rollmesh-rollout-server",
+            "rollmesh-gateway",
+            "rollmesh-environment",
+        ]
+        assert above[0].name == "POST /groups/{group_id}/turns"
+        assert above[-1].facts["rollmesh.group"] == span.facts["rollmesh.group"]
+        # One clock: what is below lies within what is above.
+        assert all(each.start <= span.start and span.end <= each.end for each in above)
+
+
+def check_way_to_the_engines(receiver: TraceReceiver, step: TakenSpan, version: int) -> None:
+    """From the step's batch to the flip of each server, or to the update that overtook it."""
+    trace = receiver.trace(step.trace)
+    assert [span.name for span in receiver.way_up(step)] == ["trainer.batch"]
+    (update,) = [span for span in trace if span.name == "trainer.update"]
+    assert update.facts["rollmesh.version"] == version
+    commits = [span for span in trace if span.name == "rollout.commit"]
+    assert {span.facts["rollmesh.version"] for span in commits} <= {version}
+    if update.facts["rollmesh.state"] == "committed":
+        assert {span.instance for span in commits} == SERVERS
+    else:
+        assert update.facts["rollmesh.state"] == "superseded" and version < STEPS
+    for commit in commits:
+        assert [(span.service, span.name) for span in receiver.way_up(commit)] == [
+            ("rollmesh-rollout-server", "POST /weights/commit"),
+            ("rollmesh-weight-bus", "bus.commit"),
+            ("rollmesh-weight-bus", "POST /v1/updates"),
+            ("rollmesh-trainer", "trainer.update"),
+            ("rollmesh-trainer", "trainer.batch"),
+        ]
+        assert commit.start >= step.end
+
+
+def check_logs(run_dir: Path, run_id: str, traces: set[str]) -> None:
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for log in (run_dir / "logs").glob("*.log"):
+        if log.stem != "valkey":
+            lines[log.stem] = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    assert lines.keys() >= {"environment", "gateway", "rollout-server-0", "rollout-server-1", "trainer", "weight-bus"}
+    for service, said in lines.items():
+        for line in said:
+            assert (line["service"], line["run"]) == (service, run_id), line
+            assert line["event"] and line["level"] and line["timestamp"]
+    updates = [line for line in lines["weight-bus"] if line["event"] == "weight update" and line["version"] > 0]
+    commits = [line for line in lines["rollout-server-0"] if line["event"] == "commit" and line["version"] > 0]
+    assert updates and commits
+    assert all(line["trace_id"] in traces for line in [*updates, *commits])
+    (given_up,) = [
+        line
+        for service in lines
+        for line in lines[service]
+        if line["event"] == "session given up" and "rollout" in service
+    ]
+    assert given_up["session"] == GIVEN_UP and given_up["version"] >= 0
+    assert given_up["trace_id"] == CALLER.split("-")[1]
+
+
+def test_only_the_share_of_the_groups_that_was_asked_for_is_traced(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with receiving_traces() as receiver:
+        cache = warm_starts(tmp_path_factory)
+        mesh, done = traced_run(tmp_path / "run", cache, receiver, "telemetry.traces_ratio=0.0")
+    assert done.code == 0, f"{done.out}\n{done.err}\n{mesh.logs()}"
+    steps = receiver.spans("trainer.step")
+    assert len(steps) == STEPS and not any(step.links for step in steps)
+    assert {span.service for span in receiver.spans()} == {
+        "rollmesh-trainer",
+        "rollmesh-weight-bus",
+        "rollmesh-rollout-server",
+    }
+    assert not receiver.spans("environment.group") and not receiver.spans("rollout.generate")
