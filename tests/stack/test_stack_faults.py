@@ -1,0 +1,80 @@
+"""A stack that is scaled, killed service by service, crashed and cut off goes on training, and its accounts balance."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.support.compose_stack import LASTING, Stack
+
+pytestmark = pytest.mark.stack
+
+STEPS = 500
+RECOVERY_S = 60.0
+
+
+def work_of(stack: Stack) -> dict[str, bool]:
+    """Rollout server → whether it has work."""
+    services = stack.status().get("services", [])
+    return {
+        each["name"]: bool(each["running"] or each["open_sessions"] or each["open_groups"])
+        for each in services
+        if each["kind"] == "rollout-server" and each["probe"] == "ready"
+    }
+
+
+def trains_on(stack: Stack) -> None:
+    """Steps are made that were not there before, or the run has ended meanwhile."""
+    before = stack.steps()
+    stack.wait("three more steps", lambda: stack.steps() >= min(before + 3, STEPS), RECOVERY_S)
+
+
+def test_a_stack_is_scaled_killed_crashed_and_cut_off(stack: Stack) -> None:
+    stack = dataclasses.replace(stack, settings={**stack.settings, "ROLLMESH_STEPS": str(STEPS)})
+    stack.compose("up", "--detach")
+    stack.wait_healthy(*LASTING, deadline_s=RECOVERY_S)
+
+    stack.compose("up", "--detach", "--no-recreate", "--scale", "rollout=3")
+    stack.wait("three servers have work", lambda: sum(work_of(stack).values()) == 3, 20.0)
+
+    for service in ("environment", "gateway", "rewards", "weight-bus", "redis", "prometheus", "rollout", "trainer"):
+        stack.compose("kill", service)
+        assert stack.state(service) != "healthy"
+        stack.compose("up", "--detach", "--no-deps", "--no-recreate", "--scale", "rollout=3", service)
+        if service in LASTING:
+            stack.wait_healthy(service, deadline_s=RECOVERY_S)
+        trains_on(stack)
+
+    for service in ("rollout", "weight-bus", "trainer"):
+        stack.crash(service)
+        stack.wait_healthy(service, deadline_s=RECOVERY_S)
+        trains_on(stack)
+
+    network, bus = f"{stack.project}_mesh", stack.container("weight-bus")
+    stack.run(["docker", "network", "disconnect", network, bus], deadline_s=30.0)
+    stack.wait("status misses the bus", lambda: misses_the_bus(stack), 20.0)
+    stack.run(["docker", "network", "connect", "--alias", "weight-bus", network, bus], deadline_s=30.0)
+    trains_on(stack)
+
+    stack.wait("the run ends", lambda: ended(stack), 300.0)
+    queue = stack.status()["queue"]
+    assert queue["concluded"]
+    assert queue["published"] == queue["trained"] + queue["dropped"]
+    assert queue["in_stream"] == queue["open_groups"] == 0
+    report = json.loads(stack.compose("exec", "-T", "gateway", "cat", "/runs/stack/trainer_report.json").stdout)
+    assert report["final_version"] == STEPS
+    assert report["weights_digest_match"] is True
+    stack.down()
+    assert stack.left() == []
+
+
+def misses_the_bus(stack: Stack) -> bool:
+    causes = stack.status().get("causes", [])
+    return any(cause["service"] == "weight-bus" for cause in causes)
+
+
+def ended(stack: Stack) -> bool:
+    states = {each["Service"]: each["State"] for each in stack.containers()}
+    return states["trainer"] == states["environment"] == "exited"
