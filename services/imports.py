@@ -27,10 +27,15 @@ def heavy_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        for name in _LOUD:
-            logger = logging.getLogger(name)
-            logger.handlers.clear()
-            logger.propagate = True
+        take_over_logs()
+
+
+def take_over_logs() -> None:
+    """Once the libraries are imported; for whoever uses them before the block above has ended."""
+    for name in _LOUD:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
 
 
 def leave_quickly() -> None:

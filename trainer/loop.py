@@ -83,12 +83,12 @@ class TrainingLoop:
         """Train until `settings.steps`; False when an interrupt came first."""
         while self.learner.version < self.settings.steps:
             self.background.check()
+            structlog.contextvars.bind_contextvars(version=self.learner.version)
             started = time.perf_counter()
             groups = self._next_batch()
             if groups is None:
                 return False
             version = self.learner.version
-            structlog.contextvars.bind_contextvars(version=version)
             with self.tracing.begin("trainer.batch") as span:
                 self._one_batch(groups, started)
                 span.note(version=self.learner.version, groups=len(groups))
@@ -97,6 +97,7 @@ class TrainingLoop:
                 self.checkpoint()
             if self.interrupt:
                 return False
+        structlog.contextvars.bind_contextvars(version=self.learner.version)
         return True
 
     def repeat(self, groups: Sequence[Group[Trajectory]], updates: int) -> None:

@@ -37,6 +37,7 @@ from rollout_server.engines.request_check import check_request
 from rollout_server.engines.running_batch import RunningBatch
 from rollout_server.engines.sampler import Sampler
 from rollout_server.engines.torch_weights import ModelWeights
+from services.imports import take_over_logs
 from services.wire.errors import NotReadyError, UsageError
 from services.wire.kv_policy import KvPolicy
 from weight_bus.background import background_threads
@@ -123,6 +124,7 @@ class TorchEngine:
             return
         self._readers = make_readers(self._transport, file_root=self._file_root)
         torch.set_num_threads(self._threads)
+        take_over_logs()
         # Modules that transformers imports late, and the recorder of decode steps, cost most of a small model's start.
         PolicyForward(AutoModelForCausalLM.from_config(Qwen3Config(**_TOY), attn_implementation="sdpa").eval())
 
