@@ -13,7 +13,7 @@ from tests.support.command_lines import parse
 from tests.support.compose_stack import Stack, no_engine
 
 pytestmark = pytest.mark.stack
-OVERRIDES = ("gpu", "dev")
+OVERRIDES = ("gpu", "dev", "tls")
 
 
 def resolved(*overrides: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import ssl
 import stat
 from pathlib import Path
@@ -85,6 +87,19 @@ def test_certificates_are_made_only_where_their_authority_was(tmp_path: Path) ->
     (tmp_path / "authority.key").unlink()
     with pytest.raises(UsageError, match=r"without authority\.key"):
         open_authority(tmp_path)
+
+
+def test_the_documented_commands_make_the_documented_folders(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/keys.md").read_text()
+    lines = [shlex.split(line) for line in re.findall(r"^\$ rollmesh (keys tls .*)$", text, flags=re.MULTILINE)]
+    assert len(lines) == 2
+    for words in lines:
+        done = run_command(words, cwd=tmp_path)
+        assert done.code == 0, done.err
+    hosts = {"localhost", "gateway", "rollout-1", "rollout-2", "trainer", "mesh.internal"}
+    assert {path.name for path in (tmp_path / "tls").iterdir() if path.is_dir()} == hosts
+    for named in re.findall(r"--tls-dir (tls/\S+)", text):
+        read_tls(tmp_path / named)
 
 
 def test_strict_clients_take_the_certificates(certificates: Certificates) -> None:
