@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("images")]
 
 IMAGES = ("service", "trainer", "rollout-cpu", "prometheus")
 PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----\s+[A-Za-z0-9+/=\s]{200,}")
-LARGEST_TEXT = 1 << 20
+LARGEST_TEXT = 1 << 18
 
 
 def docker(*words: str) -> str:
@@ -44,7 +44,7 @@ def in_image(image: str, *words: str) -> str:
 
 
 def files_of(image: str) -> Iterator[tuple[str, bytes]]:
-    """Every file of every layer with its first MiB, those too that a later layer hides."""
+    """Every file of every layer and the contents of the small ones, those too that a later layer hides."""
     saving = subprocess.Popen(["docker", "save", f"rollmesh-{image}"], stdout=subprocess.PIPE)
     assert saving.stdout is not None
     with saving, tarfile.open(fileobj=saving.stdout, mode="r|") as saved:
@@ -128,7 +128,8 @@ def test_no_layer_holds_a_secret(tmp_path: Path) -> None:
             seen += 1
             assert not name.endswith(".key"), f"{image}: {name}"
             assert not name.startswith(("run/secrets/", "wheels/")), f"{image}: {name}"
-            assert not PRIVATE_KEY.search(content), f"{image}: {name} holds a private key"
+            held = b"PRIVATE KEY" in content and PRIVATE_KEY.search(content)
+            assert not held, f"{image}: {name} holds a private key"
             assert not certificates or content != certificates or name.startswith("etc/ssl/"), f"{image}: {name}"
         assert seen > 500
 
