@@ -18,6 +18,8 @@ from services.tls import PLAIN, PUBLIC, Trust, read_tls, read_trust
 from services.wire.errors import UsageError
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.mesh_command import run_command
+from weight_bus.vllm_plain import check_served_by_tls
+from weight_bus.vllm_settings import read_settings
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +203,19 @@ def test_the_folder_is_handed_on_and_kept_back() -> None:
 @pytest.mark.parametrize(("host", "all_of_them"), [("0.0.0.0", True), ("::", True), ("10.0.0.1", False), ("a", False)])
 def test_an_address_that_stands_for_all_is_no_name(host: str, all_of_them: bool) -> None:
     assert is_unspecified(host) is all_of_them
+
+
+def test_a_plain_vllm_is_called_over_tls_and_must_serve_it(certificates: Certificates) -> None:
+    told = {"ROLLMESH_RUN_ID": "r", "ROLLMESH_ADMIN_KEY_FILE": "", "ROLLMESH_TLS_DIR": str(certificates.ours)}
+    settings = read_settings("127.0.0.1", 8000, told)
+    assert settings is not None
+    assert (settings.url, settings.tls) == ("https://127.0.0.1:8000", certificates.mesh)
+    check_served_by_tls(str(certificates.ours / "cert.pem"), settings)
+    with pytest.raises(UsageError, match=rf"--ssl-certfile {certificates.ours}/cert\.pem --ssl-keyfile"):
+        check_served_by_tls(None, settings)
+    with pytest.raises(UsageError, match=r"callers of 10\.0\.0\.1"):
+        read_settings("0.0.0.0", 8000, told | {"ROLLMESH_ENGINE_URL": "https://10.0.0.1:8000"})
+    plain = read_settings("127.0.0.1", 8000, {"ROLLMESH_RUN_ID": "r"})
+    assert plain is not None
+    assert plain.url == "http://127.0.0.1:8000"
+    check_served_by_tls(None, plain)
