@@ -39,9 +39,7 @@ BENCHES = Dispatcher(
         "loop": Command("services.supervisor.bench_loop:app", "The whole loop beside TRL's GRPOTrainer"),
         "rollout": Command("rollout_server.bench.rollout:app", "The rollout server beside its engine and vllm serve"),
         "gateway": Command("rollout_server.bench.gateway:app", "The gateway beside bare engines, and servers killed"),
-        "telemetry": Command(
-            "rollout_server.bench.telemetry:app", "What figures, logs and traces cost a rollout server"
-        ),
+        "telemetry": Command("rollout_server.bench.telemetry:app", "What figures and traces cost a rollout server"),
         "staleness": Command("trainer.bench.staleness.cli:app", "Corrections on tokens that are K optimizer steps old"),
         "trainer": Command("trainer.bench.trainer:app", "The trainer's step beside a padded loop and TRL's GRPO step"),
         "weights": Command("weight_bus.bench.weights:app", "Weight updates under load beside paused reloads"),

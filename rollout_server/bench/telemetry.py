@@ -1,16 +1,16 @@
-"""`rollmesh bench telemetry`: what figures, logs and traces cost a rollout server's throughput.
+"""`rollmesh bench telemetry`: what figures and traces cost a rollout server's throughput.
 
-    this process: the client ──HTTP──► server, telemetry as it is by default     `off`
-                             ──HTTP──► the same once more                         `control`: the noise
-                             ──HTTP──► … its /metrics read every second           `scraped`
-                             ──HTTP──► … its logs as JSON                         `json_logs`
-                             ──HTTP──► … every call traced ──OTLP──► a sink       `traced`
-                             ──HTTP──► … all three                                `all`
+    this process: the client ──HTTP──► server, traces and JSON logs switched on
+        `off`      calls of a trace that is recorded nowhere        `control`  the same once more: the noise
+        `scraped`  … and /metrics read every second                `traced`   every call recorded ──OTLP──► a sink
+        `all`      both
 
-All are up together and idle but for the one that is measured; each round runs them in a random order. Every request is
-a chat completion in a session that its agent opens just before: two calls, and with traces three spans. Costs are of one
-arm beside `off` in the same round; what `control` shows is no cost but the machine's noise. The CPU time of the server's
-process is much steadier than its speed. The figures of /metrics are kept in all arms: there is no switch to keep none.
+All arms are of one process, in rounds of random order: two processes of the same program differ by several percent in
+speed for their whole life, which would hide what is looked for. For the same reason several servers are measured, one
+after the other. Every request is a chat completion in a session that its agent opens just before: two calls, and where
+they are recorded three spans. Costs are of an arm beside `off` in the same round. Figures are kept in all arms: there is
+no switch to keep none, and nothing is counted by token. The server writes no line for a call that goes well: JSON costs
+nothing there.
 """
 
 from __future__ import annotations
@@ -30,36 +30,31 @@ from services.wire.errors import UsageError
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-@app.command(epilog="Example: rollmesh bench telemetry --rounds 9 --json")
+@app.command(epilog="Example: rollmesh bench telemetry --servers 3 --json")
 def telemetry(
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each arm, interleaved")] = 9,
-    requests: Annotated[int, typer.Option(min=1, help="Requests a run")] = 192,
+    servers: Annotated[int, typer.Option(min=1, help="Servers, one after the other")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each arm a server, interleaved")] = 4,
+    requests: Annotated[int, typer.Option(min=1, help="Requests a run")] = 128,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight")] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Tokens of an answer, on average")] = 64,
-    only: Annotated[list[str] | None, typer.Option(help="An arm to put beside `off`, any number; else all")] = None,
     hidden_size: Annotated[int, typer.Option(min=32, help="Width of the random policy, a multiple of 32")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the random policy")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of a table")] = False,
 ) -> None:
-    """What figures, logs and traces cost: the rollout server with each beside the same server without."""
+    """What figures and traces cost a rollout server: calls with each beside calls without."""
     if hidden_size % 32:
         raise UsageError(f"a hidden size of {hidden_size}", "give a multiple of 32")
-
-    from rollout_server.bench.telemetry_report import ARMS, BASE, as_table
-
-    arms = tuple(arm for arm in ARMS if arm == BASE or not only or arm in only)
-    if unknown := set(only or ()).difference(ARMS):
-        raise UsageError(f"no arm {min(unknown)!r}", f"known: {', '.join(ARMS)}")
 
     import msgspec
 
     from rollout_server.bench.telemetry_measuring import TelemetryShape, measure_telemetry
+    from rollout_server.bench.telemetry_report import as_table
     from services.trace_settings import TraceSettings
     from services.tracing import check_installed
 
     check_installed(TraceSettings(traces="otlp"))
     shape = TelemetryShape(
-        arms=arms,
+        servers=servers,
         rounds=rounds,
         requests=requests,
         concurrency=concurrency,

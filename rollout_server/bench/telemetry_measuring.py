@@ -1,4 +1,4 @@
-"""The arms of `rollmesh bench telemetry`: the same server again and again, each with another part of it switched on."""
+"""The arms of `rollmesh bench telemetry`, all of one server: what differs is what its callers ask of its telemetry."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from rollout_server.bench.rate import Rate
 from rollout_server.bench.ratios import Speeds, by_round
 from rollout_server.bench.rounds import Arms, in_rounds, warm_up
 from rollout_server.bench.servers import plan_mesh, running_server
-from rollout_server.bench.telemetry_report import BASE, Arm, TelemetryBench, costs
+from rollout_server.bench.telemetry_report import ARMS, BASE, Arm, TelemetryBench, costs
 from rollout_server.bench.workload import Exchange, make_workload
 from services.bench.processes import LOOPBACK, PYTHON, Child, free_port, running, running_redis
 from services.bench.versions import versions
@@ -28,14 +28,15 @@ from services.tracing import TRACEPARENT
 Say = Callable[[str], None]
 _SEED = 1
 _SCRAPE_EVERY_S = 1.0
-_QUIET = {"ROLLMESH_TRACES": "off", "ROLLMESH_LOG_JSON": "0"}
+_SCRAPED: tuple[Arm, ...] = ("scraped", "all")
+_TRACED: tuple[Arm, ...] = ("traced", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryShape:
-    """What the command line asks for. `arms`: the one without telemetry first."""
+    """What the command line asks for. `servers`: one after the other, each with so many `rounds`."""
 
-    arms: tuple[Arm, ...]
+    servers: int
     rounds: int
     requests: int
     concurrency: int
@@ -44,53 +45,30 @@ class TelemetryShape:
     layers: int
 
 
-@dataclass(frozen=True)
-class _Server:
-    """One arm: a server, the process it is, and the client that speaks to it."""
-
-    calls: HttpArm
-    child: Child
-    http: aiohttp.ClientSession
-    metrics_url: str | None
-
-
 async def measure_telemetry(shape: TelemetryShape, folder: Path, say: Say) -> TelemetryBench:
-    """Run the whole benchmark; all files in `folder`. Raises RollmeshError when an arm fails."""
+    """Run the whole benchmark; all files in `folder`. Raises RollmeshError when a server fails."""
     load_before = os.getloadavg()
     model = folder / "policy"
     parameters = save_random_policy(model, hidden_size=shape.hidden_size, layers=shape.layers, seed=_SEED)
     exchanges = make_workload(model, count=shape.requests, max_tokens=shape.max_tokens, seed=_SEED)
-    cpu_ms: dict[str, list[float]] = {arm: [] for arm in shape.arms}
+    speeds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    cpu_ms: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    rng = random.Random(_SEED)
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(running_redis(folder))
         sink = await stack.enter_async_context(_running_sink(folder))
-        servers: dict[Arm, _Server] = {}
-        for arm in shape.arms:
-            say(f"starting the server of arm {arm}")
-            servers[arm] = await _start(stack, arm, sink, redis_url, model, shape, folder)
-
-        def load(arm: Arm) -> Callable[[], Awaitable[Rate]]:
-            async def run() -> Rate:
-                rate, cpu_s = await _run(servers[arm], exchanges, shape.concurrency)
-                cpu_ms[arm].append(round(1e3 * cpu_s / len(exchanges), 3))
-                return rate
-
-            return run
-
-        arms: Arms = {arm: load(arm) for arm in shape.arms}
-        await warm_up(arms)
-        for figures in cpu_ms.values():
-            figures.clear()
-
-        def tell(number: int, speeds: Speeds) -> None:
-            last = {arm: by_round(speeds, arm, BASE)[-1] for arm in shape.arms if arm != BASE}
-            say(f"round {number}: " + ", ".join(f"{arm} {ratio:.3f}" for arm, ratio in last.items()))
-
-        speeds = await in_rounds(arms, shape.rounds, random.Random(_SEED), tell)
+        for number in range(shape.servers):
+            say(f"starting server {number + 1} of {shape.servers}")
+            async with _serving(f"server-{number}", sink, redis_url, model, shape, folder) as server:
+                found, cpu = await _measure(server, exchanges, shape, rng, say)
+            for arm in ARMS:
+                speeds[arm] += found[arm]
+                cpu_ms[arm] += cpu[arm]
     return TelemetryBench(
         cost_percent=costs(speeds, cpu_ms),
         tokens_per_s={arm: [round(figure, 1) for figure in figures] for arm, figures in speeds.items()},
         cpu_ms_per_call=cpu_ms,
+        servers=shape.servers,
         requests=shape.requests,
         concurrency=shape.concurrency,
         max_tokens=shape.max_tokens,
@@ -101,52 +79,79 @@ async def measure_telemetry(shape: TelemetryShape, folder: Path, say: Say) -> Te
     )
 
 
-async def _start(
-    stack: AsyncExitStack, arm: Arm, sink: str, redis_url: str, model: Path, shape: TelemetryShape, folder: Path
-) -> _Server:
-    """A server in a run of its own."""
-    http = await stack.enter_async_context(client())
-    if arm in ("traced", "all"):
-        # As a runner that is traced speaks: every call says which trace it belongs to.
-        http.headers[TRACEPARENT] = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+@dataclass(frozen=True)
+class _Server:
+    """`recorded`, `unrecorded`: clients whose calls say that they are of a trace which is recorded, or is not."""
+
+    calls: HttpArm
+    child: Child
+    recorded: aiohttp.ClientSession
+    unrecorded: aiohttp.ClientSession
+
+
+@asynccontextmanager
+async def _serving(
+    name: str, sink: str, redis_url: str, model: Path, shape: TelemetryShape, folder: Path
+) -> AsyncIterator[_Server]:
+    """A server in a run of its own, with traces and JSON logs switched on."""
     plan = await plan_mesh(
-        arm.replace("_", "-"),
-        redis_url=redis_url,
-        model=model,
-        engine="torch",
-        max_running=shape.concurrency,
-        folder=folder,
+        name, redis_url=redis_url, model=model, engine="torch", max_running=shape.concurrency, folder=folder
     )
-    started = running_server(plan, "s0", http, _surroundings(arm, sink))
-    calls, child = await stack.enter_async_context(started)
-    return _Server(calls, child, http, f"{calls.url}/metrics" if arm in ("scraped", "all") else None)
+    surroundings = {
+        "ROLLMESH_LOG_JSON": "1",
+        "ROLLMESH_TRACES": "otlp",
+        "ROLLMESH_TRACES_ENDPOINT": sink,
+        "ROLLMESH_TRACES_RATIO": "1",
+    }
+    async with client() as recorded, client() as unrecorded:
+        ids = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}"
+        recorded.headers[TRACEPARENT], unrecorded.headers[TRACEPARENT] = f"{ids}-01", f"{ids}-00"
+        async with running_server(plan, "s0", unrecorded, surroundings) as (calls, child):
+            yield _Server(calls, child, recorded, unrecorded)
 
 
-def _surroundings(arm: Arm, sink: str) -> Mapping[str, str]:
-    found = dict(_QUIET)
-    if arm in ("json_logs", "all"):
-        found["ROLLMESH_LOG_JSON"] = "1"
-    if arm in ("traced", "all"):
-        found |= {"ROLLMESH_TRACES": "otlp", "ROLLMESH_TRACES_ENDPOINT": sink, "ROLLMESH_TRACES_RATIO": "1"}
-    return found
+async def _measure(
+    server: _Server, exchanges: list[Exchange], shape: TelemetryShape, rng: random.Random, say: Say
+) -> tuple[Speeds, dict[str, list[float]]]:
+    """Tokens a second, and CPU milliseconds a call, by arm and round."""
+    cpu_ms: dict[str, list[float]] = {arm: [] for arm in ARMS}
+
+    def load(arm: Arm) -> Callable[[], Awaitable[Rate]]:
+        async def run() -> Rate:
+            rate, cpu_s = await _run(server, arm, exchanges, shape.concurrency)
+            cpu_ms[arm].append(round(1e3 * cpu_s / len(exchanges), 3))
+            return rate
+
+        return run
+
+    def tell(number: int, speeds: Speeds) -> None:
+        last = {arm: by_round(speeds, arm, BASE)[-1] for arm in ARMS if arm != BASE}
+        say(f"round {number}: " + ", ".join(f"{arm} {ratio:.3f}" for arm, ratio in last.items()))
+
+    arms: Arms = {arm: load(arm) for arm in ARMS}
+    await warm_up(arms)
+    for figures in cpu_ms.values():
+        figures.clear()
+    return await in_rounds(arms, shape.rounds, rng, tell), cpu_ms
 
 
-async def _run(server: _Server, exchanges: list[Exchange], concurrency: int) -> tuple[Rate, float]:
+async def _run(server: _Server, arm: Arm, exchanges: list[Exchange], concurrency: int) -> tuple[Rate, float]:
     """As agents do, each opening a session and asking in it; and the CPU seconds that it cost the server."""
-    async with _scraping(server):
+    calls = server.calls.through(server.recorded if arm in _TRACED else server.unrecorded)
+    async with _scraping(server, arm):
         before = server.child.cpu_s()
-        rate, opened = await server.calls.as_agents(exchanges, concurrency, "plain")
+        rate, opened = await calls.as_agents(exchanges, concurrency, "plain")
         cpu_s = server.child.cpu_s() - before
     await server.calls.give_up(opened)
     return rate, cpu_s
 
 
 @asynccontextmanager
-async def _scraping(server: _Server) -> AsyncIterator[None]:
-    if server.metrics_url is None:
+async def _scraping(server: _Server, arm: Arm) -> AsyncIterator[None]:
+    if arm not in _SCRAPED:
         yield
         return
-    task = asyncio.create_task(_scrape(server.http, server.metrics_url), name="scraping")
+    task = asyncio.create_task(_scrape(server.unrecorded, f"{server.calls.url}/metrics"), name="scraping")
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What the benchmark of telemetry says: what each part costs, beside how far two servers without it are apart. Pure."""
+"""What the benchmark of telemetry says: what each part costs, beside how far two runs without it are apart. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from rich.table import Table
 
 from rollout_server.bench.ratios import Speeds, by_round
 
-Arm = Literal["off", "control", "scraped", "json_logs", "traced", "all"]
+Arm = Literal["off", "control", "scraped", "traced", "all"]
 ARMS: tuple[Arm, ...] = get_args(Arm)
 BASE: Arm = "off"
 _WORDS: Mapping[Arm, str] = {
-    "control": "the same again: how far two alike are apart",
+    "control": "the same again: the noise",
     "scraped": "/metrics read every second",
-    "json_logs": "logs as JSON",
     "traced": "every call traced, OTLP to a collector",
-    "all": "all three",
+    "all": "both",
 }
 
 
@@ -42,6 +41,7 @@ class TelemetryBench(msgspec.Struct, frozen=True, kw_only=True):
     cost_percent: dict[str, Cost]
     tokens_per_s: dict[str, list[float]]
     cpu_ms_per_call: dict[str, list[float]]
+    servers: int
     requests: int
     concurrency: int
     max_tokens: int
@@ -52,7 +52,7 @@ class TelemetryBench(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def costs(speeds: Speeds, cpu_ms: Speeds) -> dict[str, Cost]:
-    """Of each arm that was run, but the one without telemetry."""
+    """Of each arm, but the one without telemetry."""
     found: dict[str, Cost] = {}
     for arm in speeds:
         if arm != BASE:
@@ -78,7 +78,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 def as_table(bench: TelemetryBench) -> Table:
     """For people."""
     table = Table(title=f"What telemetry costs a rollout server, {bench.concurrency} requests at once")
-    for column in ("beside a server without it", "tokens/s lost", "quartiles", "CPU a call more", "quartiles"):
+    for column in ("beside calls without", "tokens/s lost", "quartiles", "CPU a call more", "quartiles"):
         table.add_column(column)
     for arm, cost in bench.cost_percent.items():
         table.add_row(
@@ -93,7 +93,8 @@ def as_table(bench: TelemetryBench) -> Table:
     versions = ", ".join(f"{name} {number}" for name, number in bench.versions.items())
     table.caption = (
         f"{bench.parameters:,} parameters, {bench.requests} requests of about {bench.max_tokens} tokens a round, "
-        f"{len(bench.tokens_per_s[BASE])} rounds; {bench.cores} cores, load before {load}; {versions}"
+        f"{len(bench.tokens_per_s[BASE])} rounds of {bench.servers} servers; {bench.cores} cores, "
+        f"load before {load}; {versions}"
     )
     return table
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_server.bench.telemetry_report import costs, quartiles
+from rollout_server.bench.telemetry_report import ARMS, costs, quartiles
 
 
 def test_a_cost_is_the_median_of_what_each_round_took() -> None:
@@ -26,8 +26,20 @@ def test_one_round_has_no_spread() -> None:
     assert quartiles([1.234]) == (1.23, 1.23)
 
 
-def bench(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+@pytest.mark.e2e
+def test_a_small_benchmark_says_what_traces_cost_and_leaves_no_process(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    sizes = {
+        "servers": 1,
+        "rounds": 2,
+        "requests": 8,
+        "concurrency": 4,
+        "max-tokens": 4,
+        "hidden-size": 32,
+        "layers": 1,
+    }
+    options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    done = subprocess.run(
         [sys.executable, "-P", "-m", "services", "bench", "telemetry", "--json", *options],
         capture_output=True,
         text=True,
@@ -35,25 +47,11 @@ def bench(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
         check=False,
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )
-
-
-def test_an_arm_that_is_none_is_misuse(tmp_path: Path) -> None:
-    done = bench(tmp_path, "--only", "tracing")
-    assert done.returncode == 2 and "known: off, control, scraped, json_logs, traced, all" in done.stderr
-
-
-@pytest.mark.e2e
-def test_a_small_benchmark_says_what_traces_cost_and_leaves_no_process(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    sizes = {"rounds": 2, "requests": 8, "concurrency": 4, "max-tokens": 4, "hidden-size": 32, "layers": 1}
-    done = bench(
-        tmp_path, "--only", "traced", *(part for name, value in sizes.items() for part in (f"--{name}", str(value)))
-    )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
-    assert figures["cost_percent"].keys() == {"traced"}
-    assert {arm: len(rounds) for arm, rounds in figures["tokens_per_s"].items()} == {"off": 2, "traced": 2}
+    assert figures["cost_percent"].keys() == {"control", "scraped", "traced", "all"}
+    assert {arm: len(rounds) for arm, rounds in figures["tokens_per_s"].items()} == dict.fromkeys(ARMS, 2)
     assert all(min(rounds) > 0.0 for rounds in figures["cpu_ms_per_call"].values())
     commands = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     assert not [line for line in commands if str(tmp_path) in line]
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.glob("rollmesh-*"))
