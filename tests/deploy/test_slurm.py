@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import stat
 import subprocess
@@ -98,6 +99,7 @@ def small(factory: pytest.TempPathFactory, steps: int) -> list[str]:
         f"steps={steps}",
         "evaluation.problems=8",
         "rollout.groups_per_step=4",
+        "rollout.group_timeout_s=20",
         f"warm_start.cache_dir={warm_starts(factory)}",
     ]
 
@@ -156,8 +158,12 @@ def time_is_up(job: Job) -> str:
     job.process.send_signal(signal.SIGTERM)
     said, _ = job.process.communicate(timeout=60)
     assert job.process.returncode == 143, said
-    assert "ending the mesh" in said
+    assert "ending the mesh" in said and "is killed" not in said
     assert not job.processes()
+    # Each had the time to end in good order: what they said last says so.
+    last = {name: (job.run / f"logs/{name}.log").read_text().splitlines()[-1] for name in ("trainer", "redis")}
+    assert "stopped" in last["trainer"] and "ready to exit" in last["redis"]
+    assert re.search("drained|cause=shutdown", (job.run / "logs/rollout-0.log").read_text())
     return said
 
 

@@ -1,13 +1,20 @@
-"""A Slurm of one machine: `srun` writes down its command line and runs the command here, nodes are addresses of loopback.
+"""A Slurm of one machine: it writes down command lines and runs the commands here; nodes are addresses of loopback.
 
-srun FLAGS… COMMAND…     a line in $FAKE_SLURM_LOG, then COMMAND with its output in --output, as srun has it
-scontrol show hostnames LIST
+    srun FLAGS… COMMAND…              a line in $FAKE_SLURM_LOG, then COMMAND with its output in --output
+    squeue …                          the steps that run: ID NAME
+    scancel --signal=TERM ID…         the signal to the steps' tasks
+    scontrol show hostnames LIST
+
+As the real one, srun kills its task at once where it is itself told to end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +29,9 @@ class Step:
 
 
 def install(folder: Path) -> None:
-    """Write both programs into a folder for PATH."""
+    """Write the programs into a folder for PATH."""
     folder.mkdir()
-    for name in ("srun", "scontrol"):
+    for name in ("srun", "squeue", "scancel", "scontrol"):
         program = folder / name
         program.write_text(f'#!/bin/sh\nexec {sys.executable} -S {Path(__file__).absolute()} {name} "$@"\n')
         program.chmod(0o755)
@@ -35,21 +42,53 @@ def steps(log: Path) -> list[Step]:
     return [Step(*json.loads(line)) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def _srun(words: list[str]) -> None:
+def _srun(words: list[str]) -> int:
     flags: dict[str, str] = {}
     while words and words[0].startswith("--"):
         name, _, value = words.pop(0).removeprefix("--").partition("=")
         flags[name] = value
     with Path(os.environ["FAKE_SLURM_LOG"]).open("a") as log:
         log.write(json.dumps([flags, words]) + "\n")
-    output = os.open(flags["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    # In this process's place: a signal to srun reaches its task, as with the real one.
-    os.execvp(words[0], words)
+    with Path(flags["output"]).open("ab") as output:
+        task = subprocess.Popen(words, stdout=output, stderr=output)
+    signal.signal(signal.SIGTERM, lambda *_: task.kill())
+    running = _running() / str(task.pid)
+    running.write_text(flags["job-name"])
+    try:
+        code = task.wait()
+    finally:
+        running.unlink()
+    return code if code >= 0 else 128 - code
+
+
+def _running() -> Path:
+    """A file for each step that runs, called by its task's process id."""
+    folder = Path(os.environ["FAKE_SLURM_LOG"] + ".running")
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _scancel(words: list[str]) -> None:
+    assert words.pop(0) == "--signal=TERM"
+    for step in words:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(step.rpartition(".")[2]), signal.SIGTERM)
+
+
+def main(program: str, words: list[str]) -> int:
+    """Returns the exit code."""
+    if program == "srun":
+        return _srun(words)
+    if program == "scancel":
+        _scancel(words)
+    elif program == "squeue":
+        for each in _running().iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                sys.stdout.write(f"{os.environ['SLURM_JOB_ID']}.{each.name} {each.read_text()}\n")
+    else:
+        sys.stdout.write("\n".join(os.environ["SLURM_JOB_NODELIST"].split(",")) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "srun":
-        _srun(sys.argv[2:])
-    sys.stdout.write("\n".join(os.environ["SLURM_JOB_NODELIST"].split(",")) + "\n")
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
