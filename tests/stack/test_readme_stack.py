@@ -51,7 +51,7 @@ def test_a_new_user_brings_the_stack_up_from_a_clean_clone(images: None, tmp_pat
         evaluation = json.loads((clone / "my-run" / "evaluation.json").read_text(encoding="utf-8"))
         assert evaluation["success_after"] > evaluation["success_before"] + 0.25
         assert len((clone / "my-run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()) == STEPS
-        prometheus_sees_all(stack)
+        stack.wait("Prometheus scrapes every service", lambda: prometheus_sees_all(stack), 30.0)
         stack.run(down, deadline_s=90.0)
         assert stack.left() == []
     finally:
@@ -68,11 +68,11 @@ def only_the_gateway_listens(stack: Stack, clone: Path) -> None:
     assert httpx.get(url, headers={"authorization": f"Bearer {agent}"}, timeout=10.0).status_code == 200
 
 
-def prometheus_sees_all(stack: Stack) -> None:
-    """Every service that still runs is scraped, each rollout server too."""
+def prometheus_sees_all(stack: Stack) -> bool:
+    """Whether every service that still runs is scraped, each rollout server too."""
     program = "import urllib.request as u; print(u.urlopen('http://prometheus:9090/api/v1/targets').read().decode())"
     said = stack.compose("exec", "-T", "gateway", "python3", "-c", program).stdout
     targets = json.loads(said)["data"]["activeTargets"]
     up = [target["labels"]["instance"] for target in targets if target["health"] == "up"]
-    assert {"gateway:8000", "weight-bus:8200", "rewards:8300"} <= set(up)
-    assert sum(target["labels"]["job"] == "rollmesh-rollout" and target["health"] == "up" for target in targets) == 3
+    servers = sum(target["labels"]["job"] == "rollmesh-rollout" and target["health"] == "up" for target in targets)
+    return {"gateway:8000", "weight-bus:8200", "rewards:8300"} <= set(up) and servers == 3
