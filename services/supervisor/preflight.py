@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from services.key_files import KeyPlaces
+from services.model_folder import is_complete
 from services.redis_client import check_reachable, reached_by
 from services.run_folder import RunFolder, make_run_folder
 from services.settings import RunSettings
@@ -34,11 +35,8 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings
     Raises UsageError, with nothing left behind, for surroundings in which the run cannot work.
     """
     engine = choose_engine(settings.engine)
-    if settings.model.path is not None and not (settings.model.path / "config.json").is_file():
-        raise UsageError(f"{settings.model.path} is no Hugging Face model folder", "it must hold a config.json")
     task = find_task(settings.task)
-    if settings.model.path is None and not parse_task(task).built_in:
-        raise UsageError(f"task {task} has no demonstrations to warm-start a model with", "name one: model.path=FOLDER")
+    check_first_policy(settings.model.path, task)
     if parse_task(task).kind == "prompts" and not settings.rewards.enabled:
         raise UsageError(f"task {task} has nobody to judge its answers", "set rewards.enabled and its components")
     await check_task(task)
@@ -58,6 +56,14 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
     folder = make_run_folder(root)
     return settings.model_copy(update={"engine": engine, "run_dir": root, "task": task}), folder, run_id
+
+
+def check_first_policy(model: Path | None, task: str) -> None:
+    """Raises UsageError where a run of `task` would have no policy to start from: `model`, or a warm start."""
+    if model is not None and not is_complete(model):
+        raise UsageError(f"{model} is no Hugging Face model folder", "it must hold a config.json")
+    if model is None and not parse_task(task).built_in:
+        raise UsageError(f"task {task} has no demonstrations to warm-start a model with", "name one: model.path=FOLDER")
 
 
 def new_run_id(task_label: str) -> str:

@@ -17,9 +17,9 @@ from services.model_folder import is_complete
 from services.run_folder import RunFolder, make_run_folder
 from services.settings import RunSettings
 from services.supervisor.launch_plan import warm_start_commands
+from services.supervisor.preflight import check_first_policy
 from services.supervisor.processes import OURS
 from services.wire.errors import RollmeshError, UsageError
-from services.wire.task_name import parse_task
 
 _log = structlog.get_logger()
 
@@ -34,7 +34,7 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
     """
     root = run_dir.expanduser().absolute()
     settings = settings.model_copy(update={"run_dir": root})
-    _check_model(settings)
+    check_first_policy(settings.model.path, settings.task)
     folder = RunFolder(root)
     if folder.config.exists():
         _refuse_others(settings, load_settings(folder.config, []), folder)
@@ -49,16 +49,6 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
         for command in warm_start_commands(settings, folder):
             _run(command)
     return folder
-
-
-def _check_model(settings: RunSettings) -> None:
-    path = settings.model.path
-    if path is not None and not is_complete(path):
-        raise UsageError(f"{path} is no Hugging Face model folder", "it must hold a config.json")
-    if path is None and not parse_task(settings.task).built_in:
-        raise UsageError(
-            f"task {settings.task} has no demonstrations to warm-start a model with", "name one: model.path=FOLDER"
-        )
 
 
 def _refuse_others(wanted: RunSettings, begun: RunSettings, folder: RunFolder) -> None:

@@ -1,9 +1,11 @@
-"""Who asks for huge pages, and that a rollout server's memory really asks."""
+"""Who asks for huge pages, and that a process which does begins again with the allocator told."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,4 +43,13 @@ def test_a_process_begins_again_once_with_its_own_command_line() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
     *begun, said = done.stdout.splitlines()
     assert len(set(begun)) == 1, "the same process, the same arguments, the same flags"
-    assert len(begun) == (1 if said == "None" else 2)
+    asked = tunables_to_ask(environment, *of_this_machine())
+    assert said == str(asked)
+    assert len(begun) == (1 if asked is None else 2)
+
+
+def of_this_machine() -> tuple[str, str]:
+    """The C library, and which huge pages the kernel offers; empty where there are none."""
+    offer = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    c_library = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
+    return c_library or "", offer.read_text() if offer.exists() else ""
