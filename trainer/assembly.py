@@ -156,7 +156,9 @@ class Assembly:
         self._close_later(bus.close, "closing the bus client")
         lines = read_metrics(self.folder.metrics)
         committed = max((line.commits for line in lines), default=0)
-        return WeightUpdates(publisher, bus, self.background, settle_s, committed, arguments.tracing)
+        updates = WeightUpdates(publisher, bus, self.background, settle_s, committed, arguments.tracing)
+        self._stack.callback(updates.abandon)
+        return updates
 
     def _tokenizer(self) -> Tokenizer:
         path = self.arguments.model / "tokenizer.json"

@@ -92,6 +92,12 @@ class WeightUpdates:
             self._follow(publication, durable), f"weight update {version}"
         )
 
+    def abandon(self) -> None:
+        """Follow no update any more, for the bus client is about to be closed under them; the bus goes on with them."""
+        for future in self._following.values():
+            future.cancel()
+        self._following.clear()
+
     def finish(self, version: int, deadline_s: float) -> None:
         """Wait until engines serve the last `version`. Raises WeightsError when none does within `deadline_s`."""
         for update, future in list(self._following.items()):
