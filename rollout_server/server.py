@@ -338,3 +338,4 @@ class RolloutServer:
                 await parts.adopter.aclose()
             await self._engine.close()
             await redis.aclose()
+        _log.info("stopped", server=self.plan.server_id)

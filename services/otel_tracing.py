@@ -38,6 +38,7 @@ _KINDS = {
     "server": trace.SpanKind.SERVER,
     "client": trace.SpanKind.CLIENT,
 }
+_LOGGED = ("trace_id", "span_id")
 _log = structlog.get_logger()
 
 
@@ -80,6 +81,17 @@ class OtelTracing(Tracing):
     def current(self) -> str:
         return _traceparent(trace.get_current_span().get_span_context())
 
+    @contextmanager
+    def logged_under(self, parent: str) -> Iterator[None]:
+        said = structlog.contextvars.get_contextvars()
+        before = {name: said[name] for name in _LOGGED if name in said}
+        structlog.contextvars.unbind_contextvars(*_LOGGED)
+        try:
+            with structlog.contextvars.bound_contextvars(**_logged(self._context_of(parent))):
+                yield
+        finally:
+            structlog.contextvars.bind_contextvars(**before)
+
     def headers(self) -> dict[str, str]:
         current = self.current()
         return {TRACEPARENT: current} if current else {}
@@ -102,13 +114,7 @@ class OtelTracing(Tracing):
     @contextmanager
     def _recorded(self, name: str, context: Context | None, kind: Kind) -> Iterator[Span]:
         with self._open().start_as_current_span(name, context=context, kind=_KINDS[kind]) as span:
-            ids = span.get_span_context()
-            if not ids.trace_flags.sampled:
-                yield _OtelSpan(span)
-                return
-            with structlog.contextvars.bound_contextvars(
-                trace_id=trace.format_trace_id(ids.trace_id), span_id=trace.format_span_id(ids.span_id)
-            ):
+            with structlog.contextvars.bound_contextvars(**_logged(span.get_span_context())):
                 yield _OtelSpan(span)
 
     def _context_of(self, traceparent: str) -> trace.SpanContext:
@@ -185,6 +191,14 @@ def _exporter(settings: TraceSettings) -> SpanExporter:
 
 def _named(facts: dict[str, Fact]) -> dict[str, Fact]:
     return {f"rollmesh.{name}": value for name, value in facts.items()}
+
+
+def _logged(context: trace.SpanContext) -> dict[str, str]:
+    """What log lines of work in `context` say of it: nothing, where it is recorded nowhere."""
+    if not context.trace_flags.sampled:
+        return {}
+    ids = (trace.format_trace_id(context.trace_id), trace.format_span_id(context.span_id))
+    return dict(zip(_LOGGED, ids, strict=True))
 
 
 def _traceparent(context: trace.SpanContext) -> str:

@@ -12,7 +12,7 @@ This module is what all rooms see of it. Nothing of OpenTelemetry is imported un
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Literal
 
@@ -90,6 +90,10 @@ class Tracing:
     def current(self) -> str:
         """The `traceparent` of the current span; empty where there is none."""
         return ""
+
+    def logged_under(self, parent: str) -> AbstractContextManager[None]:  # noqa: ARG002 - as above
+        """What is logged in the block belongs to `parent` (a `traceparent`; empty: to no trace), whatever is current."""
+        return nullcontext()
 
     def headers(self) -> dict[str, str]:
         """What an HTTP call must say for its answer to belong to the current span."""

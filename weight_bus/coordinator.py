@@ -333,7 +333,9 @@ class Coordinator:
         record.resting.set()
         self.events.add(update.state, version=update.version, why=update.why)
         log = _log.warning if update.state == "failed" else _log.info
-        log("weight update", version=update.version, state=update.state, ms=round(milliseconds, 1), why=update.why)
+        # What settled it may have been a heartbeat, or the call that announced the next one.
+        with self._tracing.logged_under(record.trace):
+            log("weight update", version=update.version, state=update.state, ms=round(milliseconds, 1), why=update.why)
 
     async def _carry_out(self, ask: Ask, engine: _Engine) -> None:
         record = self._records[ask.version]

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from services.app import Stop, make_app
 from services.key_rules import NO_KEYS, Keys
 from services.policies.fleet_policy import BARRIER, FleetPolicy
+from services.tracing import NO_TRACING, Tracing
 from services.wire.errors import ConflictError
 from tests.support.served_app import served
 from weight_bus.app import build_app
@@ -139,6 +140,7 @@ class BusFleet:
         keys: Keys = NO_KEYS,
         engine_key: str | None = None,
         lease_s: float = 30.0,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         stop = Stop()
         app = build_app(
@@ -149,6 +151,7 @@ class BusFleet:
             policy=policy,
             keys=keys,
             engine_key=engine_key,
+            tracing=tracing,
         )
         self.url = await self._stack.enter_async_context(served(app, stop))
         self.bus = BusClient(self.url, self.run_id, deadline_s=2.0, key=keys.admin)
