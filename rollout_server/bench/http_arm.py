@@ -136,6 +136,11 @@ class HttpArm:
                 await self.checked(answer)
             yield answer
 
+    async def scrape(self) -> None:
+        """Read its figures, as Prometheus does."""
+        async with self._http.get(f"{self._url}/metrics") as answer:
+            await self.checked(answer)
+
     async def engine(self) -> EngineMoment:
         """The server's engine now; a gateway has none."""
         async with self._http.get(f"{self._url}/engine") as answer:

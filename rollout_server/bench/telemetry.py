@@ -39,6 +39,7 @@ def telemetry(
     max_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Tokens of an answer, on average")] = 64,
     hidden_size: Annotated[int, typer.Option(min=32, help="Width of the random policy, a multiple of 32")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the random policy")] = 4,
+    alone: Annotated[int, typer.Option(min=1, help="Sessions a round where telemetry is seen alone")] = 400,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of a table")] = False,
 ) -> None:
     """What figures and traces cost a rollout server: calls with each beside calls without."""
@@ -61,6 +62,7 @@ def telemetry(
         max_tokens=max_tokens,
         hidden_size=hidden_size,
         layers=layers,
+        alone=alone,
     )
     say = Console(stderr=True, soft_wrap=True, highlight=False)
     # Ended as Ctrl-C ends it, so that nothing that was started stays behind.

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import aiohttp
 
@@ -19,7 +20,17 @@ from rollout_server.bench.rate import Rate
 from rollout_server.bench.ratios import Speeds, by_round
 from rollout_server.bench.rounds import Arms, in_rounds, warm_up
 from rollout_server.bench.servers import plan_mesh, running_server
-from rollout_server.bench.telemetry_report import ARMS, BASE, Arm, TelemetryBench, costs
+from rollout_server.bench.telemetry_alone import measure_alone
+from rollout_server.bench.telemetry_report import (
+    ARMS,
+    BASE,
+    SCRAPE_EVERY_S,
+    AloneFigures,
+    Arm,
+    TelemetryBench,
+    costs,
+    share_alone,
+)
 from rollout_server.bench.workload import Exchange, make_workload
 from services.bench.processes import LOOPBACK, PYTHON, Child, free_port, running, running_redis
 from services.bench.versions import versions
@@ -27,14 +38,16 @@ from services.tracing import TRACEPARENT
 
 Say = Callable[[str], None]
 _SEED = 1
-_SCRAPE_EVERY_S = 1.0
 _SCRAPED: tuple[Arm, ...] = ("scraped", "all")
 _TRACED: tuple[Arm, ...] = ("traced", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetryShape:
-    """What the command line asks for. `servers`: one after the other, each with so many `rounds`."""
+    """What the command line asks for. `servers`: one after the other, each with so many `rounds`.
+
+    `alone`: sessions a round of `measure_alone`.
+    """
 
     servers: int
     rounds: int
@@ -43,6 +56,7 @@ class TelemetryShape:
     max_tokens: int
     hidden_size: int
     layers: int
+    alone: int
 
 
 async def measure_telemetry(shape: TelemetryShape, folder: Path, say: Say) -> TelemetryBench:
@@ -53,7 +67,7 @@ async def measure_telemetry(shape: TelemetryShape, folder: Path, say: Say) -> Te
     exchanges = make_workload(model, count=shape.requests, max_tokens=shape.max_tokens, seed=_SEED)
     speeds: dict[str, list[float]] = {arm: [] for arm in ARMS}
     cpu_ms: dict[str, list[float]] = {arm: [] for arm in ARMS}
-    rng = random.Random(_SEED)
+    alone, rng = AloneFigures(), random.Random(_SEED)
     async with AsyncExitStack() as stack:
         redis_url = await stack.enter_async_context(running_redis(folder))
         sink = await stack.enter_async_context(_running_sink(folder))
@@ -61,11 +75,21 @@ async def measure_telemetry(shape: TelemetryShape, folder: Path, say: Say) -> Te
             say(f"starting server {number + 1} of {shape.servers}")
             async with _serving(f"server-{number}", sink, redis_url, model, shape, folder) as server:
                 found, cpu = await _measure(server, exchanges, shape, rng, say)
+                plain, recorded = (server.calls.through(http) for http in (server.unrecorded, server.recorded))
+                each = await measure_alone(plain, recorded, server.child, shape.alone, rng)
+                say(f"alone: {median(each.span_us):.0f} µs a span, {median(each.scrape_ms):.2f} ms a scrape")
+            alone.span_us += each.span_us
+            alone.scrape_ms += each.scrape_ms
             for arm in ARMS:
                 speeds[arm] += found[arm]
                 cpu_ms[arm] += cpu[arm]
     return TelemetryBench(
         cost_percent=costs(speeds, cpu_ms),
+        alone=share_alone(
+            alone,
+            cpu_ms_per_call=median(cpu_ms[BASE]),
+            calls_per_s=median(speeds[BASE]) * len(exchanges) / sum(each.max_tokens for each in exchanges),
+        ),
         tokens_per_s={arm: [round(figure, 1) for figure in figures] for arm, figures in speeds.items()},
         cpu_ms_per_call=cpu_ms,
         servers=shape.servers,
@@ -151,7 +175,7 @@ async def _scraping(server: _Server, arm: Arm) -> AsyncIterator[None]:
     if arm not in _SCRAPED:
         yield
         return
-    task = asyncio.create_task(_scrape(server.unrecorded, f"{server.calls.url}/metrics"), name="scraping")
+    task = asyncio.create_task(_scrape(server.calls.through(server.unrecorded)), name="scraping")
     try:
         yield
     finally:
@@ -160,11 +184,10 @@ async def _scraping(server: _Server, arm: Arm) -> AsyncIterator[None]:
             await task
 
 
-async def _scrape(http: aiohttp.ClientSession, url: str) -> None:
+async def _scrape(server: HttpArm) -> None:
     while True:
-        async with http.get(url) as answer:
-            await answer.read()
-        await asyncio.sleep(_SCRAPE_EVERY_S)
+        await server.scrape()
+        await asyncio.sleep(SCRAPE_EVERY_S)
 
 
 @asynccontextmanager

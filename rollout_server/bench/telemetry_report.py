@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import msgspec
@@ -14,6 +15,9 @@ from rollout_server.bench.ratios import Speeds, by_round
 Arm = Literal["off", "control", "scraped", "traced", "all"]
 ARMS: tuple[Arm, ...] = get_args(Arm)
 BASE: Arm = "off"
+SCRAPE_EVERY_S = 1.0
+SPANS_A_CALL = 3
+"""Of a request: its session is opened, it is asked, tokens are drawn."""
 _WORDS: Mapping[Arm, str] = {
     "control": "the same again: the noise",
     "scraped": "/metrics read every second",
@@ -35,10 +39,35 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     cpu_spread: tuple[float, float]
 
 
+@dataclass
+class AloneFigures:
+    """CPU time of a server, all its threads, a figure a round (`telemetry_alone`)."""
+
+    span_us: list[float] = field(default_factory=list)
+    scrape_ms: list[float] = field(default_factory=list)
+
+
+class Alone(msgspec.Struct, frozen=True, kw_only=True):
+    """Telemetry's own CPU time, seen beside calls that draw nothing (`telemetry_alone`), and what share it comes to.
+
+    `span_us`: of recording a span and handing it in; `scrape_ms`: of answering `/metrics`; each the median of its rounds,
+    with quartiles. `traced_percent`: of `SPANS_A_CALL` spans in the CPU time of a call; `scraped_percent`: of a scrape
+    every `SCRAPE_EVERY_S` in what the server spends in that time under load.
+    """
+
+    span_us: float
+    span_us_spread: tuple[float, float]
+    scrape_ms: float
+    scrape_ms_spread: tuple[float, float]
+    traced_percent: float
+    scraped_percent: float
+
+
 class TelemetryBench(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` prints. Lists are round by round, by arm."""
 
     cost_percent: dict[str, Cost]
+    alone: Alone
     tokens_per_s: dict[str, list[float]]
     cpu_ms_per_call: dict[str, list[float]]
     servers: int
@@ -67,6 +96,20 @@ def costs(speeds: Speeds, cpu_ms: Speeds) -> dict[str, Cost]:
     return found
 
 
+def share_alone(figures: AloneFigures, *, cpu_ms_per_call: float, calls_per_s: float) -> Alone:
+    """`cpu_ms_per_call`, `calls_per_s`: of a server under load, without telemetry."""
+    span_us, scrape_ms = statistics.median(figures.span_us), statistics.median(figures.scrape_ms)
+    busy_ms = cpu_ms_per_call * calls_per_s * SCRAPE_EVERY_S
+    return Alone(
+        span_us=round(span_us, 1),
+        span_us_spread=quartiles(figures.span_us),
+        scrape_ms=round(scrape_ms, 3),
+        scrape_ms_spread=quartiles(figures.scrape_ms),
+        traced_percent=round(100.0 * SPANS_A_CALL * span_us / 1e3 / cpu_ms_per_call, 2),
+        scraped_percent=round(100.0 * scrape_ms / busy_ms, 2),
+    )
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """The first and the third; of a single value, that value."""
     if len(values) < 2:
@@ -89,6 +132,11 @@ def as_table(bench: TelemetryBench) -> Table:
     for arm, speeds in bench.tokens_per_s.items():
         cpu = statistics.median(bench.cpu_ms_per_call[arm])
         table.add_row(f"tokens/s, {arm}", f"{statistics.median(speeds):.0f}", "", f"{cpu:.2f} ms", "")
+    alone = bench.alone
+    spans = f"{alone.span_us:.0f} µs a span, {SPANS_A_CALL} a call"
+    table.add_row("traces alone, on calls without tokens", "", spans, f"{alone.traced_percent:.2f} %", "")
+    scrape = f"{alone.scrape_ms:.2f} ms a scrape"
+    table.add_row("/metrics alone", "", scrape, f"{alone.scraped_percent:.2f} %", "")
     load = ", ".join(f"{figure:.2f}" for figure in bench.load_before)
     versions = ", ".join(f"{name} {number}" for name, number in bench.versions.items())
     table.caption = (

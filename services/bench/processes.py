@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 PYTHON = (sys.executable, "-P", "-m")
 _POLL_S = 0.05
 _STOP_WITHIN_S = 15.0
-_TAIL_BYTES = 2000
+_TAIL_BYTES = 8000
 
 
 class Child:
