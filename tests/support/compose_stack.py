@@ -107,13 +107,16 @@ class Stack:
         ).stdout
         return int(lines) if lines.strip().isdigit() else 0
 
-    def wait(self, what: str, holds: Callable[[], bool], deadline_s: float) -> float:
-        """Until `holds`; returns the seconds that it took. Fails with the containers' last words."""
+    def wait(self, what: str, holds: Callable[[], bool], deadline_s: float, *, every_s: float = 0.25) -> float:
+        """Until `holds`; returns the seconds that it took. Fails with the containers' last words.
+
+        `every_s`: between two looks. One that asks for the status takes as long of a core as it pauses.
+        """
         began = time.monotonic()
         while not holds():
             passed = time.monotonic() - began
             assert passed < deadline_s, f"not within {deadline_s:g} s: {what}\n{self.last_words()}"
-            time.sleep(0.25)
+            time.sleep(every_s)
         return time.monotonic() - began
 
     def wait_healthy(self, *services: str, deadline_s: float) -> float:
