@@ -339,27 +339,31 @@ class Coordinator:
 
     async def _carry_out(self, ask: Ask, engine: _Engine) -> None:
         record = self._records[ask.version]
-        failure: str | None = None
-        names: dict[str, str | int] = {"version": ask.version, "engine": ask.engine_id}
         # Whoever's answer or heartbeat made it due, an ask belongs to the publisher's trace.
+        with self._tracing.logged_under(record.trace):
+            failure = await self._failure_of(ask, engine, record)
+            mattered = self._machine.answer(ask, failure)
+            if mattered and failure is not None:
+                self._metrics.call_failed(ask.phase)
+                _log.warning("engine failed", engine=ask.engine_id, phase=ask.phase, version=ask.version, why=failure)
+            elif mattered and ask.engine_id in self._engines:
+                self._engines[ask.engine_id].lease_ends = time.monotonic() + self._lease_s
+        self._pump()
+
+    async def _failure_of(self, ask: Ask, engine: _Engine, record: Record) -> str | None:
+        """Carry an ask out in a span of its publisher's; why it failed, whatever stood against it."""
+        names: dict[str, str | int] = {"version": ask.version, "engine": ask.engine_id}
         tracing = self._tracing.span(f"bus.{ask.phase}", parent=record.trace or NO_TRACE)
         try:
             with structlog.contextvars.bound_contextvars(**names), tracing as span:
                 span.note(**names)
-                failure = await self._ask(ask, engine, record)
+                return await self._ask(ask, engine, record)
         except RollmeshError as error:
-            failure = str(error)
+            return str(error)
         except Exception as error:  # noqa: BLE001 - see below
             # A bug, but the update must settle all the same: the others wait for this answer.
             _log.exception("call to an engine broke", engine=ask.engine_id, phase=ask.phase, version=ask.version)
-            failure = f"the bus broke: {error!r}"
-        mattered = self._machine.answer(ask, failure)
-        if mattered and failure is not None:
-            self._metrics.call_failed(ask.phase)
-            _log.warning("engine failed", engine=ask.engine_id, phase=ask.phase, version=ask.version, why=failure)
-        elif mattered and ask.engine_id in self._engines:
-            self._engines[ask.engine_id].lease_ends = time.monotonic() + self._lease_s
-        self._pump()
+            return f"the bus broke: {error!r}"
 
     async def _ask(self, ask: Ask, engine: _Engine, record: Record) -> str | None:
         """Carry an ask out; why it failed where the engine did not say so itself."""

@@ -15,8 +15,8 @@ from rollout_server.bench.rate import in_parallel
 from rollout_server.bench.telemetry_report import AloneFigures
 from services.bench.processes import Child
 
-SPANS_A_PAIR = 2
-"""Of a session that is opened and aborted."""
+# Of a session that is opened and aborted.
+_SPANS_A_PAIR = 2
 _AT_ONCE = 8
 _ROUNDS = 6
 # Spans are handed in a second after they were made, in batches: whatever is left of them belongs to their own round.
@@ -35,8 +35,8 @@ async def measure_alone(
         order = list(arms)
         rng.shuffle(order)
         spent = {kind: await _pairs(arms[kind], child, count) for kind in order}
-        found.span_us.append(1e6 * (spent["recorded"] - spent["plain"]) / (SPANS_A_PAIR * count))
-        # What an idle server spends in that time is in both.
+        # What a server does by itself in that time is in both.
+        found.span_us.append(1e6 * (spent["recorded"] - spent["plain"]) / (_SPANS_A_PAIR * count))
         found.scrape_ms.append(1e3 * await _scrapes(plain, child, count) / count)
     return found
 

@@ -88,7 +88,7 @@ async def measure_telemetry(shape: TelemetryShape, folder: Path, say: Say) -> Te
         alone=share_alone(
             alone,
             cpu_ms_per_call=median(cpu_ms[BASE]),
-            calls_per_s=median(speeds[BASE]) * len(exchanges) / sum(each.max_tokens for each in exchanges),
+            calls_per_s=median(speeds[BASE]) * len(exchanges) / sum(exchange.max_tokens for exchange in exchanges),
         ),
         tokens_per_s={arm: [round(figure, 1) for figure in figures] for arm, figures in speeds.items()},
         cpu_ms_per_call=cpu_ms,

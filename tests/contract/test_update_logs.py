@@ -45,6 +45,11 @@ def told(lines: list[MutableMapping[str, Any]]) -> list[tuple[int, str, str | No
     return [(line["version"], line["state"], line.get("trace_id")) for line in mine]
 
 
+def failures(lines: list[MutableMapping[str, Any]]) -> list[str | None]:
+    """The trace of each line about an engine that failed."""
+    return [line.get("trace_id") for line in lines if line["event"] == "engine failed"]
+
+
 async def test_one_that_the_next_version_overtakes_is_logged_under_its_own_trace(run_id: str) -> None:
     async with traced_fleet(run_id) as (fleet, lines):
         engine = await fleet.add("a")
@@ -62,7 +67,11 @@ async def test_one_that_a_heartbeat_begins_again_is_logged_under_its_own_trace(r
         engine.broken = "bad hash"
         await announce(fleet, 1)
         assert (await fleet.bus.wait_settled(1, 10.0)).state == "failed"
+        await fleet.beat("a")
+        await until(lambda: len(failures(lines)) == 2)
         engine.broken = None
         await fleet.beat("a")
-        await until(lambda: engine.served == 1 and len(told(lines)) == 2)
-    assert told(lines) == [(1, "failed", TRACES[1]), (1, "committed", TRACES[1])]
+        await until(lambda: engine.served == 1 and told(lines)[-1][1] == "committed")
+    assert failures(lines) == [TRACES[1], TRACES[1]]
+    assert [line for line in told(lines) if line[1] == "committed"] == [(1, "committed", TRACES[1])]
+    assert {trace for _, _, trace in told(lines)} == {TRACES[1]}

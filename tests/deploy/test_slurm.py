@@ -162,7 +162,8 @@ def time_is_up(job: Job) -> str:
     # Each had the time to end in good order: what they said last says so.
     ended = {"trainer": "stopped", "rollout-0": "stopped", "redis": "ready to exit"}
     for name, words in ended.items():
-        assert words in (job.run / f"logs/{name}.log").read_text().splitlines()[-1], name
+        log = (job.run / f"logs/{name}.log").read_text()
+        assert words in log.splitlines()[-1] and "closed untidily" not in log, log
     return said
 
 

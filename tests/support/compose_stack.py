@@ -110,13 +110,13 @@ class Stack:
     def wait(self, what: str, holds: Callable[[], bool], deadline_s: float, *, every_s: float = 0.25) -> float:
         """Until `holds`; returns the seconds that it took. Fails with the containers' last words.
 
-        `every_s`: between two looks. One that asks for the status takes as long of a core as it pauses.
+        `every_s`: between two looks, the last of which begins no later than the deadline.
         """
         began = time.monotonic()
         while not holds():
             passed = time.monotonic() - began
             assert passed < deadline_s, f"not within {deadline_s:g} s: {what}\n{self.last_words()}"
-            time.sleep(every_s)
+            time.sleep(min(every_s, deadline_s - passed))
         return time.monotonic() - began
 
     def wait_healthy(self, *services: str, deadline_s: float) -> float:
