@@ -11,6 +11,9 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+from threadpoolctl import threadpool_limits
+
 _WORK_S = 0.002
 """Worked for less than this, nobody rests."""
 BESIDE_DECODING = 0.5
@@ -19,8 +22,18 @@ _SETTLE_S = 0.1
 
 
 def background_threads(name: str) -> ThreadPoolExecutor:
-    """Two threads: a newer version must be able to supersede one whose staging is under way."""
-    return ThreadPoolExecutor(max_workers=2, thread_name_prefix=name)
+    """Two threads: a newer version must be able to supersede one whose staging is under way. Each works on one core."""
+    return ThreadPoolExecutor(max_workers=2, thread_name_prefix=name, initializer=_stay_on_one_core)
+
+
+def _stay_on_one_core() -> None:
+    """OpenMP gives every thread a team as wide as the machine, of its own; it would push the decoding one off its cores.
+
+    How many threads an engine was told to use is known to torch only, and packing (oneDNN, in vLLM) does not ask torch.
+    """
+    # Once in each thread, at its first parallel work, torch sets what it was told: let that be over.
+    torch.get_num_threads()
+    threadpool_limits(limits=1, user_api="openmp")
 
 
 class Pace:

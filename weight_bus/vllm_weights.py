@@ -39,14 +39,15 @@ class VllmWeights:
             # A copy, not merely memory: rows of padding are in no manifest and must be the same in both.
             self._spare = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
             self._twin = {name: tensor.clone() for name, tensor in self._spare.items()} if self._in_place else {}
-        self._live = dict(hugging_face_views(model, {name: p.data for name, p in self._parameters.items()}))
+        self._storage = {name: parameter.data for name, parameter in self._parameters.items()}
+        self._live = dict(hugging_face_views(model, self._storage))
         self._shadow = dict(hugging_face_views(model, self._spare))
         self._twin_views = dict(hugging_face_views(model, self._twin))
 
     @property
     def storage(self) -> Mapping[str, torch.Tensor]:
         """What is served, by the model's own parameter names."""
-        return {name: parameter.data for name, parameter in self._parameters.items()}
+        return self._storage
 
     @property
     def spare(self) -> Mapping[str, torch.Tensor]:
@@ -62,13 +63,15 @@ class VllmWeights:
     def flip(self) -> None:
         if self._in_place:
             with torch.no_grad():
-                torch._foreach_copy_([p.data for p in self._parameters.values()], list(self._spare.values()))
+                torch._foreach_copy_(list(self._storage.values()), list(self._spare.values()))
             torch.cuda.current_stream().synchronize()
             self._spare, self._twin = self._twin, self._spare
             self._shadow, self._twin_views = self._twin_views, self._shadow
             return
-        for name, parameter in self._parameters.items():
-            self._spare[name], parameter.data = parameter.data, self._spare[name]
+        # Decoding stands meanwhile, and whatever is touched here has long left the caches: as little as will do.
+        for parameter, spare in zip(self._parameters.values(), self._spare.values(), strict=True):
+            parameter.data = spare
+        self._storage, self._spare = self._spare, self._storage
         self._live, self._shadow = self._shadow, self._live
 
 

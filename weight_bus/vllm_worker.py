@@ -22,6 +22,7 @@ from weight_bus.receiver import Receiver
 from weight_bus.transports.select import make_readers
 from weight_bus.vllm_packing import PackedLinears
 from weight_bus.vllm_protocol import Attached, Committed, Digest, Reply, Staged, encode_reply, failure
+from weight_bus.vllm_seeds import keep_seeds_of_unfinished_prompts
 from weight_bus.vllm_weights import VllmWeights, check_linears_are_live
 
 _ATTRIBUTE = "rollmesh_attachment"
@@ -107,6 +108,7 @@ class RollmeshWorker:
         """Build the views and start the readers. Called once, before the first request."""
 
         def attach() -> Reply:
+            keep_seeds_of_unfinished_prompts(self.model_runner)
             attached = Attachment.on(self.model_runner.get_model(), run_id, transport, key, file_root, fixed=True)
             self.rollmesh_attachment = attached
             live = attached.weights.live().values()

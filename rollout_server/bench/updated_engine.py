@@ -166,6 +166,11 @@ async def _serve(replies: int, engine: Engine, paused: PausedUpdates) -> None:
 
 
 def _main() -> None:
+    from services.huge_pages import begin_again_with_huge_pages
+
+    # As a rollout server does: it is such a server's tokens that an update is to leave alone.
+    begin_again_with_huge_pages()
+
     import uvloop
 
     from rollout_server.bench.paused_engines import make_updated_engine

@@ -48,11 +48,19 @@ class Case:
 
     async def next_version(self) -> None:
         """Publish, stage and commit."""
+        await self.stage_next()
+        await self.commit_next()
+
+    async def stage_next(self) -> None:
+        """Publish and stage: what takes a while, so that a commit falls where a test wants it."""
         version = self.version + 1
         manifest = self.publisher.publish(version, dict(self.model(version).named_parameters())).manifest()
         await self.engine.stage(encode_manifest(manifest))
-        await self.engine.commit(version)
-        self.version = version
+
+    async def commit_next(self) -> None:
+        """Flip to what was staged."""
+        await self.engine.commit(self.version + 1)
+        self.version += 1
 
     def model(self, version: int) -> Qwen3ForCausalLM:
         return self.models[version % len(self.models)]

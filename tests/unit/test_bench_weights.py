@@ -103,9 +103,18 @@ def test_a_commit_that_costs_nothing_beside_a_restless_step_shows_that() -> None
 def test_half_the_tokens_in_a_span_are_half_the_pace() -> None:
     times = arrivals([10.0] * 20 + [20.0] * 10 + [10.0] * 20)
     staging = Span(times[20], times[30])
-    seen = Episode("ours", 0.0, [times], [Update(staging, Span(staging.end, staging.end), staging)])
-    assert seen.pace(staging) == pytest.approx(0.5)
-    assert seen.pace(Span(times[20] + 0.005, times[30] - 0.005)) == pytest.approx(0.5)
+    for span in (staging, Span(times[20] + 0.005, times[30] - 0.005)):
+        update = Update(staging, Span(staging.end, staging.end), span)
+        assert Episode("ours", 0.0, [times], [update]).pace(update) == pytest.approx(0.5)
+
+
+def test_steps_that_grow_with_their_context_are_no_stall() -> None:
+    times = arrivals([10.0 + 0.1 * step for step in range(200)])
+    updates = [Update(Span(at - 0.05, at), Span(at, at)) for at in (times[40] + 0.001, times[160] + 0.001)]
+    seen = Episode("ours", 0.0, [times], updates)
+    # Beside the median of the whole episode the late one had stalled for 6 ms.
+    assert all(seen.stall_ms(update) < 2.5 for update in updates)
+    assert [seen.own_gap_ms(update) for update in updates] == pytest.approx([0.0, 0.0], abs=2.5)
 
 
 def test_tokens_before_the_streams_settled_do_not_count() -> None:

@@ -3,9 +3,11 @@
     tokens   |   |   |   |   |         |   |   |   |        gaps between the tokens of one stream
     update         begin ┄┄┄ still ┄┄┄ end                  `still`: when decoding stood or may have stood
     window                 └───────────────┘                the gaps that touch `still`, one before them, one after
+    quiet    └─────┘                         └──────┘       the undisturbed gaps next to it, `QUIET` on each side
 
 **stall** = the longest gap of the window less the median undisturbed gap, at least 0. Undisturbed is a gap outside of every
-update of the episode. With `still` a moment (ours: when the engine said that it had flipped), this is what an engine's own
+update of the episode; those next to the update count, for steps grow longer with every token of their context.
+With `still` a moment (ours: when the engine said that it had flipped) and steps alike, this is what an engine's own
 status calls a stall. **Tokens lost** = tokens that undisturbed decoding would have drawn from the update's begin until a
 gap after its end, less those drawn. **Pace** = tokens drawn in a span ÷ those that undisturbed decoding would have drawn.
 """
@@ -22,6 +24,8 @@ from statistics import fmean, median
 from weight_bus.bench.messages import Span
 
 WINDOW = 1
+QUIET = 16
+"""Undisturbed gaps that are looked at before and after an update."""
 
 
 @dataclass(frozen=True)
@@ -52,29 +56,44 @@ class Episode:
         return list(first[bisect_left(first, self.settled) :])
 
     @cached_property
+    def _undisturbed(self) -> list[tuple[float, float]]:
+        return [gap for gap in pairwise(self.times) if not self._disturbed(*gap)]
+
+    @property
     def undisturbed_s(self) -> list[float]:
         """The gaps of the first stream that lie outside of every update. Raises ValueError when there is none."""
-        found = [end - begin for begin, end in pairwise(self.times) if not self._disturbed(begin, end)]
-        if not found:
+        if not self._undisturbed:
             raise ValueError(f"{self.arm}: no undisturbed gap in {len(self.times)} tokens: leave more quiet time")
-        return found
+        return [end - begin for begin, end in self._undisturbed]
 
     @property
     def usual_s(self) -> float:
         """The median undisturbed gap: one decode step."""
         return median(self.undisturbed_s)
 
+    def quiet_s(self, update: Update) -> list[float]:
+        """The undisturbed gaps next to an update, as many before as after it. Raises ValueError when there is none."""
+        after = self._after(update)
+        before = [end - begin for begin, end in self._undisturbed if end <= update.whole.begin]
+        behind = [end - begin for begin, end in self._undisturbed if begin >= after]
+        near = min(len(before), len(behind), QUIET)
+        if not near:
+            raise ValueError(
+                f"{self.arm}: no undisturbed gap before an update, or none after it: leave more quiet time"
+            )
+        return before[-near:] + behind[:near]
+
     def stall_ms(self, update: Update) -> float:
-        """Raises ValueError for an update that lies outside of the tokens seen."""
+        """Raises ValueError for an update that lies outside of the tokens seen, or has no quiet around it."""
         window = [end - begin for begin, end in pairwise(self.times[slice(*self._window(update))])]
-        return max(0.0, (max(window) - self.usual_s) * 1e3)
+        return max(0.0, (max(window) - median(self.quiet_s(update))) * 1e3)
 
     def own_gap_ms(self, update: Update) -> float:
         """What the gap in which the update was over had more than usual: of a moment, the one gap that it fell into."""
         after = bisect_left(self.times, update.still.end)
         if not 0 < after < len(self.times):
             raise ValueError(f"{self.arm}: an update lies outside of the tokens seen: leave more time around it")
-        return (self.times[after] - self.times[after - 1] - self.usual_s) * 1e3
+        return (self.times[after] - self.times[after - 1] - median(self.quiet_s(update))) * 1e3
 
     def gaps_around(self, update: Update, reach_s: float) -> list[tuple[float, float]]:
         """`(seconds after the middle of its still span, gap in ms)` of the gaps that end within `reach_s` of it."""
@@ -85,12 +104,17 @@ class Episode:
     def tokens_lost(self, update: Update) -> float:
         """Of all streams together; below 0 where more were drawn than usual."""
         span = Span(update.whole.begin, self._after(update))
-        return (1.0 - self.pace(span)) * span.seconds / fmean(self.undisturbed_s) * len(self.streams)
+        return (span.seconds / fmean(self.quiet_s(update)) - self._drawn_in(span)) * len(self.streams)
 
-    def pace(self, span: Span) -> float:
-        """1.0 is undisturbed. Of a token that comes within the span, the part of its gap counts that lies in it."""
-        drawn = self._drawn(span.end) - self._drawn(span.begin)
-        return drawn * fmean(self.undisturbed_s) / span.seconds
+    def pace(self, update: Update) -> float:
+        """While an update is staged; 1.0 is undisturbed. Raises ValueError for one that is not staged."""
+        if update.staging is None:
+            raise ValueError(f"{self.arm}: an update without staging has no pace")
+        return self._drawn_in(update.staging) * fmean(self.quiet_s(update)) / update.staging.seconds
+
+    def _drawn_in(self, span: Span) -> float:
+        """Tokens of the first stream; of one that comes within the span, the part of its gap counts that lies in it."""
+        return self._drawn(span.end) - self._drawn(span.begin)
 
     def _drawn(self, at: float) -> float:
         """Tokens of the first stream until `at`; one under way counts by the part of its gap."""

@@ -94,7 +94,10 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
     if shape.wire and nixl_installed():
         from weight_bus.bench.wire import measure_wire
 
-        wire = await measure_wire(weight_bytes, shape.rounds, folder, say)
+        measured = await measure_wire(weight_bytes, shape.rounds, folder, say)
+        wire = measured.figures
+        if not measured.huge:
+            notes.append("the kernel gives shared memory no huge pages (transparent_hugepage/shmem_enabled)")
     else:
         notes.append("the wire alone: not measured")
     setting = Setting(

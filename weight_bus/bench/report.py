@@ -119,7 +119,7 @@ def judge_arm(episodes: Sequence[Episode]) -> ArmFigures:
     stalls = [episode.stall_ms(update) for episode, update in seen]
     own = [episode.own_gap_ms(update) for episode, update in seen]
     lost = [episode.tokens_lost(update) for episode, update in seen]
-    paces = [episode.pace(update.staging) for episode, update in seen if update.staging is not None]
+    paces = [episode.pace(update) for episode, update in seen if update.staging is not None]
     steps = [episode.usual_s * 1e3 for episode in episodes]
     return ArmFigures(
         stall_ms=_ms(median(stalls)),

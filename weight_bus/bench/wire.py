@@ -20,6 +20,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.bench.piped import running_piped
@@ -42,10 +43,19 @@ _PASSES = 3 * _ARENAS
 _START_S = 60.0
 
 
-async def measure_wire(nbytes: int, rounds: int, folder: Path, say: Callable[[str], None]) -> dict[str, list[float]]:
-    """One figure a round: the ratios `nixl_vs_readv` and `shm_vs_memcpy`, and `<arm>_gbps` (10^9 bytes/s) of each arm.
+@dataclass(frozen=True)
+class Wire:
+    """`figures`: one a round of the ratios `nixl_vs_readv`, `shm_vs_memcpy` and each arm's `<arm>_gbps` (10^9 bytes/s).
 
-    Takes a thread and, now and then, a second process; both want a core. Raises UsageError where NIXL is not installed
+    `huge`: the kernel gave the shared memory huge pages, as it mostly does a process's own (`private_arena`).
+    """
+
+    figures: dict[str, list[float]]
+    huge: bool
+
+
+async def measure_wire(nbytes: int, rounds: int, folder: Path, say: Callable[[str], None]) -> Wire:
+    """Takes a thread and, now and then, a second process; both want a core. Raises UsageError where NIXL is not installed
     or the system is not Linux, RollmeshError when bytes arrive that are not those offered.
     """
     if not nixl_installed() or sys.platform != "linux":
@@ -53,7 +63,8 @@ async def measure_wire(nbytes: int, rounds: int, folder: Path, say: Callable[[st
     command = [*PYTHON, "weight_bus.bench.wire_process"]
     async with running_piped("wire publisher", command, folder, start_within_s=_START_S) as publisher:
         offered = await publisher.ask(Offer(nbytes=nbytes, seed=1, arenas=_ARENAS), Offered)
-        return await asyncio.to_thread(_measure, offered, nbytes, rounds, say)
+        figures = await asyncio.to_thread(_measure, offered, nbytes, rounds, say)
+        return Wire(figures, huge=all(arena.huge for arena in offered.arenas))
 
 
 def _measure(offered: Offered, nbytes: int, rounds: int, say: Callable[[str], None]) -> dict[str, list[float]]:

@@ -20,11 +20,15 @@ class Offer(msgspec.Struct, frozen=True, tag="offer"):
 
 
 class OfferedArena(msgspec.Struct, frozen=True):
-    """Where the bytes lie. `address`: those of `nixl` in the publisher's memory, to be read without a transport."""
+    """Where the bytes lie. `address`: those of `nixl` in the publisher's memory, to be read without a transport.
+
+    `huge`: the kernel gave the shared memory huge pages.
+    """
 
     address: int
     nixl: Source
     shm: Source
+    huge: bool
 
 
 class Offered(msgspec.Struct, frozen=True):
@@ -40,6 +44,7 @@ def main() -> None:
     import numpy as np
 
     from weight_bus.layout import hash_bytes
+    from weight_bus.transports.memfd import SealedArena
     from weight_bus.transports.nixl import NixlExporter
     from weight_bus.transports.shm import ShmExporter
 
@@ -52,7 +57,8 @@ def main() -> None:
         arenas = []
         for registered, shared in made:
             registered.view[:] = shared.view[:] = content
-            arenas.append(OfferedArena(registered.address, nixl.export(registered), shm.export(shared)))
+            huge = isinstance(shared, SealedArena) and shared.huge
+            arenas.append(OfferedArena(registered.address, nixl.export(registered), shm.export(shared), huge))
         return Offered(os.getpid(), arenas, hash_bytes(memoryview(content)))
 
     try:

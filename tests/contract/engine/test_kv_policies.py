@@ -103,10 +103,11 @@ async def test_what_ran_through_a_commit_is_found_only_where_it_was_computed_ane
     kv.answered.clear()
     (prompt,) = prompts(1, 100, seed=75)
     asked = request(prompt, 120, stream=True, ignore_eos=True)
+    await kv.stage_next()
     reading = InFlight(asked.request_id)
     running = asyncio.create_task(reading.read(kv.engine, asked))
     await asyncio.wait_for(reading.started.wait(), 30.0)
-    await kv.next_version()
+    await kv.commit_next()
     (sample,) = await asyncio.wait_for(running, 60.0)
     kv.answered.append((asked, sample))
     assert [span.version for span in sample.versions] == [kv.version - 1, kv.version]
@@ -124,9 +125,10 @@ async def test_what_another_version_began_is_carried_on_as_its_span_says(kv: Cas
     await kv.next_version()
     asked = request([*prompt, *begun.token_ids], 50, stream=True, ignore_eos=True)
     asked = dataclasses.replace(asked, resumed=40)
+    await kv.stage_next()
     running = asyncio.create_task(kv.ask(asked))
     await kv.drawn(5)
-    await kv.next_version()
+    await kv.commit_next()
     rest = await running
     assert [(span.version, span.kv) for span in rest.versions] == [
         (kv.version - 1, "recompute"),

@@ -40,6 +40,18 @@ async def test_greedy_logprobs_are_the_plain_softmax(case: EngineCase) -> None:
     assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=1e-4)
 
 
+async def test_seeds_draw_the_same_where_prompts_do_not_fit_one_step(case: EngineCase) -> None:
+    """vLLM computes 2,048 tokens of prompts a step, and the prompt that is over that in parts."""
+    asked = [
+        request(prompt, 6, ignore_eos=True, seed=number)
+        for number, prompt in enumerate(prompts(MAX_RUNNING, seed=16, shortest=240, longest=240))
+    ]
+    together = await case.many(asked)
+    for each, samples in zip(asked, together, strict=True):
+        alone = dataclasses.replace(each, request_id=f"{each.request_id}-alone")
+        assert sample_of(await case.one(alone)).token_ids == sample_of(samples).token_ids
+
+
 async def test_greedy_siblings_are_alike(case: EngineCase) -> None:
     prompt = prompts(1, seed=15)[0]
     samples = await case.one(request(prompt, 12, n=3, temperature=0.0))
