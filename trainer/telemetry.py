@@ -97,6 +97,8 @@ class Telemetry:
         self._wait: Wait | None = None
         self._ending, self._ended = asyncio.Event(), asyncio.Event()
         self._failing = False
+        self._untold = False
+        """Steps were made that the report in Redis does not know of."""
 
     async def run(self, listener: socket.socket, records: tuple[ServiceRecord, ...]) -> None:
         """Serve and tell until `close`."""
@@ -128,11 +130,13 @@ class Telemetry:
     async def _look(self) -> None:
         lines = self._tail.new_lines()
         self._totals.add(lines)
+        self._untold = self._untold or bool(lines)
         try:
             self._wait = (await read_waits(self._redis, self._run_id)).get(NAME)
             report = self._totals.report()
-            if lines and report is not None:
+            if self._untold and report is not None:
                 await post_report(self._redis, self._run_id, report)
+                self._untold = False
             self._failing = False
         except (RedisError, OSError) as error:
             if not self._failing:

@@ -11,6 +11,7 @@ from weight_bus.errors import StageError
 from weight_bus.layout import plan_mixed_layout, root_digest
 from weight_bus.manifest import Layout
 from weight_bus.scatter import BucketPlan, Memory, bucket_hash
+from weight_bus.slices import Slice
 from weight_bus.views import dtype_name
 
 
@@ -30,8 +31,11 @@ def pace_beside(memory: Memory) -> Pace:
     return Pace(BESIDE_DECODING if memory.on_host else 1.0)
 
 
-def check_fits(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise StageError, naming what differs, unless the layout is that of these tensors by names, shapes and dtypes."""
+def check_fits(layout: Layout, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> None:
+    """Raise StageError, naming what differs, unless the layout is that of these tensors by names, shapes and dtypes.
+
+    Of those that `slices` names only that part is here.
+    """
     offered = {entry.name: entry for entry in layout.tensors}
     missing, unknown = sorted(tensors.keys() - offered.keys()), sorted(offered.keys() - tensors.keys())
     if missing or unknown:
@@ -40,7 +44,8 @@ def check_fits(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
             "publish the model that the engine serves",
         )
     for name, entry in offered.items():
-        shape, dtype = tuple(tensors[name].shape), dtype_name(tensors[name].dtype)
+        shape = slices[name].shape if name in slices else tuple(tensors[name].shape)
+        dtype = dtype_name(tensors[name].dtype)
         if (shape, dtype) != (entry.shape, entry.dtype):
             raise StageError(f"{name} is {dtype}{list(shape)} here, {entry.dtype}{list(entry.shape)} in the manifest")
     planned = plan_mixed_layout({entry.name: (entry.shape, entry.dtype) for entry in layout.tensors})

@@ -28,7 +28,7 @@ class Bus(Protocol):
     """What membership needs of `weight_bus.bus_client.BusClient`."""
 
     async def register(
-        self, engine_id: str, url: str, policy_version: int, *, staged_version: int | None = None
+        self, engine_id: str, url: str, policy_version: int, *, staged_version: int | None = None, ranks: int = 1
     ) -> EngineRegistered: ...
 
     async def deregister(self, engine_id: str) -> None: ...
@@ -40,7 +40,7 @@ class Membership:
     """Keeps one engine known to the bus. `run` is a task owned by the server.
 
     `policy_version`, `staged_version`: what the engine serves and what a commit would serve; a bus that has begun anew
-    learns from them where its engines are.
+    learns from them where its engines are. `ranks`: how many must have staged a version before the engine has.
     """
 
     def __init__(
@@ -50,12 +50,15 @@ class Membership:
         url: str,
         policy_version: Callable[[], int],
         staged_version: Callable[[], int | None] = lambda: None,
+        *,
+        ranks: int = 1,
     ) -> None:
         self._bus = bus
         self._engine_id = engine_id
         self._url = url
         self._policy_version = policy_version
         self._staged_version = staged_version
+        self._ranks = ranks
         self._lease_ends: float | None = None
         self._reason = "has not answered yet"
 
@@ -74,7 +77,11 @@ class Membership:
         while True:
             try:
                 answer = await self._bus.register(
-                    self._engine_id, self._url, self._policy_version(), staged_version=self._staged_version()
+                    self._engine_id,
+                    self._url,
+                    self._policy_version(),
+                    staged_version=self._staged_version(),
+                    ranks=self._ranks,
                 )
             except RollmeshError as error:
                 if isinstance(error, UntrustedError) and self._lease_ends is None:

@@ -7,6 +7,9 @@
 Whatever goes wrong before the flip, the old version goes on being served, untouched. Every stage rewrites all of the
 shadow: nothing of an abandoned one can survive into a version. After a commit the shadow is the version before, whole,
 until the next stage begins to write: so long one step back takes no more than a flip.
+
+A rank of several holds slices of some tensors. It reads every bucket whole, for that is what hashes are of, keeps its
+slices, and remembers the hash of what it has kept: as long as what it serves has that, it serves the manifest's bytes.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from weight_bus.layout import root_digest
 from weight_bus.manifest import Manifest, check_manifest
 from weight_bus.scatter import BucketPlan, Memory, default_plan
 from weight_bus.signing import check_signature
+from weight_bus.slices import Slice
 from weight_bus.staging import DenseStage, Progress, Scratch, StageJob
 from weight_bus.transports.base import Reader
 
@@ -65,7 +69,8 @@ class Receiver:
     `stage` blocks and belongs on a background thread; `commit` and `rollback` belong on the decode thread; `digest` may be
     called on any other. `version` is what the engine serves to begin with; `key` the run's weight key, with which every
     manifest must be signed (None: any is taken). `prepare` is told of a version whose bytes lie in the shadow, before it
-    counts as staged, for what the engine makes of them; what it raises, `stage` raises.
+    counts as staged, for what the engine makes of them; what it raises, `stage` raises. `slices`: which of the target's
+    tensors are parts of the manifest's, and which part; such an engine takes dense bytes only.
     """
 
     def __init__(
@@ -76,8 +81,10 @@ class Receiver:
         version: int = 0,
         key: str | None = None,
         prepare: Callable[[int], None] | None = None,
+        slices: Mapping[str, Slice] | None = None,
     ) -> None:
         self.target = target
+        self._slices = slices or {}
         self._run_id = run_id
         self._readers = list(readers)
         self._key = key
@@ -92,6 +99,8 @@ class Receiver:
         self._plan: BucketPlan | None = None
         self._plans: dict[int, BucketPlan] = {}
         """By version, of those that are held."""
+        self._kept_digests: dict[int, str] = {}
+        """By version, of those that are held: of an engine's slices, in their own layout."""
         self._progress: Progress | None = None
         self._scratch = Scratch()
 
@@ -138,13 +147,14 @@ class Receiver:
             read = self._write(manifest, plan, progress)
             if self._prepare is not None:
                 self._prepare(manifest.version)
-            pace_beside(Memory(plan.layout, self.target.shadow())).settle(progress.seconds)
+            kept = _own_digest(self.target.shadow()) if self._slices else None
+            pace_beside(Memory(plan.layout, self.target.shadow(), self._slices)).settle(progress.seconds)
             staged = Staged(manifest.version, manifest.root_digest, read, progress.seconds)
             with self._state:
                 self._check_current(manifest)
                 self._held = self._held.with_staged(Whole(manifest.version, manifest.root_digest))
                 self._staged, self._plan = staged, plan
-                self._remember(manifest.version, plan)
+                self._remember(manifest.version, plan, kept)
         return staged
 
     def commit(self, version: int) -> None:
@@ -172,13 +182,14 @@ class Receiver:
     def digest(self) -> str:
         """Root digest of the bytes that are really served, in the layout and buckets of their manifest.
 
-        Without one: in the layout of the live weights as the target names them. Blocks while a stage runs.
+        Without one: in the layout of the live weights as the target names them. Of slices: the manifest's own, as long as
+        they are those that were kept of it; else theirs. Blocks while a stage runs.
         """
         with self._memory:
             while True:
                 with self._state:
                     served, live = self._held.served, self.target.live()
-                found = digest_of(self._plans.get(served.version) or default_plan(live), live)
+                found = self._digest_of(served, live)
                 # A flip meanwhile may have changed what was hashed; no stage can run, so there are few.
                 if served == self._held.served:
                     return found
@@ -187,6 +198,13 @@ class Receiver:
         for reader in self._readers:
             reader.close()
         self._scratch.close()
+
+    def _digest_of(self, served: Whole, live: Mapping[str, torch.Tensor]) -> str:
+        if not self._slices:
+            return digest_of(self._plans.get(served.version) or default_plan(live), live)
+        found = _own_digest(live)
+        as_kept = found == self._kept_digests.get(served.version)
+        return served.root_digest if as_kept and served.root_digest is not None else found
 
     def _serve(self, held: Held) -> None:
         if held.served != self._held.served:
@@ -228,7 +246,7 @@ class Receiver:
     def _plan_of(self, manifest: Manifest) -> BucketPlan:
         if self._plan is not None and self._plan.fits(manifest):
             return self._plan
-        check_fits(manifest.layout, self.target.shadow())
+        check_fits(manifest.layout, self.target.shadow(), self._slices)
         return BucketPlan.of_manifest(manifest)
 
     def _write(self, manifest: Manifest, plan: BucketPlan, progress: Progress) -> int:
@@ -268,7 +286,7 @@ class Receiver:
     def _delta_to_take(self, job: StageJob) -> DeltaStage | None:
         """The delta, where this engine serves its base, byte for byte, and has a source of it within reach."""
         manifest, delta, served = job.manifest, job.manifest.delta, self._held.served
-        if delta is None or served.version != delta.base_version:
+        if delta is None or served.version != delta.base_version or self._slices:
             return None
         # Loaded from a folder, these bytes were never hashed in the manifest's buckets.
         digest = served.root_digest or digest_of(job.plan, self.target.live())
@@ -286,8 +304,15 @@ class Receiver:
         with self._state:
             self._check_current(manifest)
             self._held, self._staged = self._held.writing(), None
-            return self._held.served, Memory(plan.layout, self.target.shadow())
+            return self._held.served, Memory(plan.layout, self.target.shadow(), self._slices)
 
-    def _remember(self, version: int, plan: BucketPlan) -> None:
+    def _remember(self, version: int, plan: BucketPlan, kept: str | None) -> None:
         held = {self.version, version}
         self._plans = {known: own for known, own in self._plans.items() if known in held} | {version: plan}
+        digests = {known: own for known, own in self._kept_digests.items() if known in held}
+        self._kept_digests = digests if kept is None else digests | {version: kept}
+
+
+def _own_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of tensors in their own layout, whatever manifest they came from."""
+    return digest_of(default_plan(tensors), tensors)

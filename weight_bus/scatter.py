@@ -3,7 +3,8 @@
     bucket   | piece of t0 |pad| piece of t1 … |          Piece: tensor, its offset, the bucket's offset, length
     memory   t0 ▓▓▓▓▓▓▓      t1 ▓▓▓▓▓▓▓▓                  host memory of contiguous tensors is read and written in place
 
-What is not contiguous, or not in host memory, is written through a copy. Padding is zero by definition.
+What is not contiguous, or not in host memory, or a slice of a tensor, is written through a copy. Padding is zero by
+definition.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from blake3 import blake3
 
 from weight_bus.layout import Piece, bucket_pieces, plan_buckets, plan_mixed_layout
 from weight_bus.manifest import Layout, Manifest, Shard
+from weight_bus.slices import Slice, write_slice
 from weight_bus.views import bytes_under, dtype_name, flat_bytes
 
 DEFAULT_BUCKET_BYTES = 16 << 20
@@ -57,11 +59,20 @@ class BucketPlan:
 
 
 class Memory:
-    """The bytes of a set of tensors, by their number in the layout. Slices of host memory are views, never copies."""
+    """The bytes of a set of tensors, by their number in the layout. Pieces of host memory are views, never copies.
 
-    def __init__(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+    Tensors that `slices` names are parts of the layout's: they can only be written.
+    """
+
+    def __init__(
+        self, layout: Layout, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice] | None = None
+    ) -> None:
         self._tensors = [tensors[entry.name].detach() for entry in layout.tensors]
-        self._host = [_host_bytes(tensor) for tensor in self._tensors]
+        self._slices = [(slices or {}).get(entry.name) for entry in layout.tensors]
+        self._host = [
+            _host_bytes(tensor) if part is None else None
+            for tensor, part in zip(self._tensors, self._slices, strict=True)
+        ]
         self._beside: dict[int, torch.Tensor] = {}
         """What is being written of tensors that are not contiguous."""
         self._copies: dict[int, torch.Tensor] = {}
@@ -87,11 +98,17 @@ class Memory:
         tensor = self._tensors[piece.tensor]
         if not tensor.is_contiguous():
             tensor = self._beside.setdefault(piece.tensor, tensor.contiguous())
+        part = self._slices[piece.tensor]
+        if part is not None:
+            write_slice(tensor, part, piece.tensor_offset, data)
+            return
         bytes_under(tensor)[piece.tensor_offset : piece.tensor_offset + piece.length].copy_(flat_bytes(data))
 
     @torch.inference_mode()
     def read(self, piece: Piece) -> memoryview:
-        """The piece's bytes: its own memory where that can be, else a copy."""
+        """The piece's bytes: its own memory where that can be, else a copy. Raises ValueError for one of a slice."""
+        if self._slices[piece.tensor] is not None:
+            raise ValueError(f"tensor {piece.tensor} is a slice: not all of its bytes are here")
         host = self.in_place(piece)
         if host is not None:
             return host

@@ -32,6 +32,7 @@ class PlainEngine:
     def __init__(self) -> None:
         self.policy_version = 0
         self.staged_version: int | None = None
+        self.ranks = 1
         self._doors = Doorkeeper(NO_KEYS)
         self._core: Any = None
 
@@ -46,7 +47,14 @@ class PlainEngine:
             raise DeadlineError(f"vLLM did not answer within {_CALL_S:g} s", "see its log") from error
         run = settings.run_id, settings.transport, settings.kv_policy, settings.keys.weights, settings.file_root
         attached = await self._call(Attached, "rollmesh_attach", *run, deadline_s=_BYTES_S)
-        _log.info("takes weights", run_id=settings.run_id, tensors=attached.tensors, weight_bytes=attached.total_bytes)
+        self.ranks = attached.ranks
+        _log.info(
+            "takes weights",
+            run_id=settings.run_id,
+            tensors=attached.tensors,
+            weight_bytes=attached.total_bytes,
+            ranks=attached.ranks,
+        )
 
     async def admit(self, authorization: Annotated[str | None, Header()] = None) -> None:
         """A dependency of the routes: with keys each call must show one of a service's. See `Doorkeeper.require`."""

@@ -49,10 +49,11 @@ class Digest(msgspec.Struct, frozen=True, kw_only=True, tag="digest"):
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
-    """Views into the live weights were built: `tensors` by their Hugging Face names, `total_bytes` in all."""
+    """Views into the live weights were built: `tensors` by their Hugging Face names, `total_bytes` in all `ranks`."""
 
     tensors: int
     total_bytes: int
+    ranks: int = 1
 
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True, tag="pending"):

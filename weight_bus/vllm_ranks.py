@@ -4,6 +4,8 @@
     rank 1  PREPARED(7, a1…) ┴─► the engine is prepared          rank 1 PREPARED(7, b2…): it is not, StageError
 
 An engine is prepared when every rank is, with the same version and digest; one that is not keeps all from flipping.
+What they serve has the digest that they all say. Ranks that say different ones hold slices that no manifest names, such as
+those of the model that they were started with: theirs together is the digest over all of them, in rank order.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from concurrent.futures import Future
 
 import msgspec
 
+from weight_bus.layout import root_digest
 from weight_bus.vllm_protocol import (
     Attached,
     Committed,
@@ -79,7 +82,7 @@ def _meaning(reply: Reply) -> str:
     if isinstance(reply, Committed):
         return f"committed({reply.version})"
     if isinstance(reply, Digest):
-        return f"digest({reply.root_digest[:16]}…)"
+        return f"digest of version {reply.version}"
     return type(reply).__name__.lower()
 
 
@@ -100,5 +103,9 @@ def _together(first: Reply, read: Sequence[Reply]) -> Reply:
         )
     if isinstance(first, Attached):
         total = sum(reply.total_bytes for reply in read if isinstance(reply, Attached))
-        return msgspec.structs.replace(first, total_bytes=total)
+        return msgspec.structs.replace(first, total_bytes=total, ranks=len(read))
+    if isinstance(first, Digest):
+        digests = [reply.root_digest for reply in read if isinstance(reply, Digest)]
+        together = digests[0] if len(set(digests)) == 1 else root_digest(digests)
+        return msgspec.structs.replace(first, root_digest=together)
     return first

@@ -6,7 +6,8 @@ vLLM fuses: `qkv_proj` holds the rows of `q_proj`, `k_proj` and `v_proj` one bel
     vLLM parameter          [ q rows | k rows | v rows ]        one storage
     Hugging Face names        q_proj   k_proj   v_proj          row views into it
 
-The model class's `packed_modules_mapping` says which names a fused module holds. Only unquantised weights on one rank.
+The model class's `packed_modules_mapping` says which names a fused module holds; of a tensor parallel engine, every rank
+has its slices (`weight_bus.vllm_slices`). Only unquantised weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from weight_bus.errors import StageError
+from weight_bus.slices import Slice
+from weight_bus.vllm_slices import part_rows, rows_of_vocabulary, slice_of, slice_of_part
 
 
 class VllmWeights:
@@ -40,9 +43,12 @@ class VllmWeights:
             self._spare = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
             self._twin = {name: tensor.clone() for name, tensor in self._spare.items()} if self._in_place else {}
         self._storage = {name: parameter.data for name, parameter in self._parameters.items()}
-        self._live = dict(hugging_face_views(model, self._storage))
-        self._shadow = dict(hugging_face_views(model, self._spare))
-        self._twin_views = dict(hugging_face_views(model, self._twin))
+        views = list(hugging_face_views(model, self._storage))
+        self._live = {name: tensor for name, tensor, _ in views}
+        self.slices = {name: part for name, _, part in views if part is not None}
+        """Which part of them is here, of those that other ranks have more of."""
+        self._shadow = {name: tensor for name, tensor, _ in hugging_face_views(model, self._spare)}
+        self._twin_views = {name: tensor for name, tensor, _ in hugging_face_views(model, self._twin)}
 
     @property
     def storage(self) -> Mapping[str, torch.Tensor]:
@@ -77,8 +83,9 @@ class VllmWeights:
 
 def hugging_face_views(
     model: torch.nn.Module, storage: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and view of every weight in `storage`, a mapping of the model's own parameter names to memory of their shapes.
+) -> Iterator[tuple[str, torch.Tensor, Slice | None]]:
+    """Name and view of every weight in `storage`, a mapping of the model's own parameter names to memory of their shapes,
+    and of which slice of the whole weight it is (None: all of it).
 
     A tied output head is one parameter and appears once, under the embedding's name, as in Hugging Face.
     """
@@ -86,21 +93,22 @@ def hugging_face_views(
     for name, tensor in storage.items():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        _check_replaceable(name, module, tensor)
+        _check_replaceable(name, tensor)
         parent, _, last = owner.rpartition(".")
         if last in packed:
             prefix = f"{parent}." if parent else ""
-            for part, rows in _parts(name, module, packed[last], tensor):
-                yield f"{prefix}{part}.{leaf}", rows
+            for number, (part, rows) in enumerate(_parts(name, module, packed[last], tensor)):
+                yield f"{prefix}{part}.{leaf}", rows, slice_of_part(module, number, rows)
+        elif getattr(module, "org_vocab_size", None) is not None:
+            yield name, *rows_of_vocabulary(module, tensor)
         else:
-            vocabulary: int | None = getattr(module, "org_vocab_size", None)
-            yield name, tensor if vocabulary is None else tensor[:vocabulary]
+            yield name, tensor, slice_of(name, module, tensor)
 
 
 def _parts(
     name: str, module: torch.nn.Module, parts: list[str], tensor: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    sizes: list[int] | None = getattr(module, "output_sizes", None)
+    sizes = part_rows(module)
     if sizes is None or len(sizes) != len(parts) or sum(sizes) != tensor.shape[0]:
         raise StageError(
             f"{name} of shape {tuple(tensor.shape)} does not split into {', '.join(parts)} (rows {sizes})",
@@ -112,14 +120,11 @@ def _parts(
         start += size
 
 
-def _check_replaceable(name: str, module: torch.nn.Module, tensor: torch.Tensor) -> None:
+def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
     if tensor.numel() == 0:
         raise StageError(f"vLLM packed {name} away", f"start the engine through rollmesh, which keeps {name} live")
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise StageError(f"{name} is quantised ({tensor.dtype})", "serve the model in float32, bfloat16 or float16")
-    ranks = getattr(module, "tp_size", 1)
-    if ranks > 1:
-        raise StageError(f"{name} is split over {ranks} ranks", "serve the model with one GPU an engine")
 
 
 def check_linears_are_live(model: torch.nn.Module) -> None:

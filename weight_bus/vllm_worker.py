@@ -52,7 +52,14 @@ class Attachment:
         root = None if file_root is None else Path(file_root)
         # A NIXL agent takes one to two seconds to start: meanwhile the engine already decodes.
         self.receiver = self.threads.submit(
-            lambda: Receiver(self.weights, run_id, make_readers(transport, file_root=root), key=key, prepare=self._pack)
+            lambda: Receiver(
+                self.weights,
+                run_id,
+                make_readers(transport, file_root=root),
+                key=key,
+                prepare=self._pack,
+                slices=self.weights.slices,
+            )
         )
 
     def _pack(self, version: int) -> None:

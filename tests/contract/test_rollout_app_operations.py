@@ -115,7 +115,7 @@ async def test_readiness_follows_the_lease() -> None:
         up = False
 
         async def register(
-            self, engine_id: str, url: str, policy_version: int, *, staged_version: int | None = None
+            self, engine_id: str, url: str, policy_version: int, *, staged_version: int | None = None, ranks: int = 1
         ) -> EngineRegistered:
             if not self.up:
                 raise DeadlineError("nobody listens")

@@ -1,4 +1,7 @@
-"""A plain `vllm serve` with the plug-in joins a real bus, takes versions while it decodes, and goes one back."""
+"""A plain `vllm serve` with the plug-in joins a real bus, takes versions while it decodes, and goes one back.
+
+As one process, and split over two ranks (tensor parallel), each of which keeps its slices of every version.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +89,9 @@ class Mesh:
         assert max(abs(a - float(b)) for a, b in zip(logprobs, expected, strict=True)) <= EXACT
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["alone", "two-ranks"])
+async def mesh(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> AsyncIterator[Mesh]:
+    ranks: int = request.param
     root = tmp_path_factory.mktemp("plain")
     folder, key_file = root / "model", root / "key"
     save_chat_policy(folder)
@@ -100,14 +104,18 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
             "ROLLMESH_BUS_URL": bus_url,
             "ROLLMESH_ENGINE_ID": "plain",
             "ROLLMESH_ADMIN_KEY_FILE": str(key_file),
+            # Else vLLM wants as many NUMA nodes as ranks.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
-        process = vllm_process(folder, free_port(), root / "log", "--no-async-scheduling", environment=environment)
+        options = ["--no-async-scheduling", "--tensor-parallel-size", str(ranks)]
+        process = vllm_process(folder, free_port(), root / "log", *options, environment=environment)
         engine = await stack.enter_async_context(process)
         bus = await stack.enter_async_context(BusClient(bus_url, RUN))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=engine.url, timeout=60.0))
         publisher = harness.WeightPublisher(RUN, "shm")
         stack.callback(publisher.close)
         await until(lambda: _members(bus, ["plain"]))
+        assert [engine.ranks for engine in (await bus.engines()).engines] == [ranks]
         yield Mesh(bus, engine, http, publisher, folder)
         await engine.end()
         assert await _members(bus, [])  # it has said goodbye: no lease had to run out

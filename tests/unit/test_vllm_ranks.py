@@ -11,7 +11,18 @@ import pytest
 from services.wire.errors import ConflictError
 from weight_bus import vllm_core
 from weight_bus.errors import StageError
-from weight_bus.vllm_protocol import Committed, Pending, Reply, Staged, decode_reply, encode_reply, failure
+from weight_bus.layout import root_digest
+from weight_bus.vllm_protocol import (
+    Attached,
+    Committed,
+    Digest,
+    Pending,
+    Reply,
+    Staged,
+    decode_reply,
+    encode_reply,
+    failure,
+)
 from weight_bus.vllm_ranks import agreed
 
 
@@ -56,6 +67,26 @@ def test_a_rank_that_failed_speaks_for_the_engine() -> None:
         decode_reply(agreed(futures(staged(), failure(StageError("bad hash")))).result())
     with pytest.raises(StageError, match=r"^bad hash"):
         decode_reply(agreed(futures(failure(StageError("bad hash")))).result())
+
+
+def digest(version: int, letter: str) -> Reply:
+    return Digest(version=version, root_digest=letter * 64)
+
+
+def test_what_ranks_serve_has_the_digest_that_all_say_or_that_of_all_together() -> None:
+    same = decode_reply(agreed(futures(digest(3, "a"), digest(3, "a"))).result())
+    assert same == digest(3, "a")
+    slices = decode_reply(agreed(futures(digest(0, "a"), digest(0, "b"))).result())
+    assert slices == Digest(version=0, root_digest=root_digest(["a" * 64, "b" * 64]))
+    turned = decode_reply(agreed(futures(digest(0, "b"), digest(0, "a"))).result())
+    assert turned != slices
+    with pytest.raises(StageError, match="rank 1 says digest of version 4, rank 0 digest of version 3"):
+        decode_reply(agreed(futures(digest(3, "a"), digest(4, "a"))).result())
+
+
+def test_how_many_ranks_there_are_is_told_with_the_bytes_of_all() -> None:
+    attached = Attached(tensors=5, total_bytes=10)
+    assert decode_reply(agreed(futures(attached, attached)).result()) == Attached(tensors=5, total_bytes=20, ranks=2)
 
 
 class Executor:

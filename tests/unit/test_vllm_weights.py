@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -106,12 +108,84 @@ def test_what_cannot_be_replaced_is_named() -> None:
     storage = {name: tensor.detach() for name, tensor in model.named_parameters()}
     storage["attention.o_proj.weight"] = torch.zeros(8, 8, dtype=torch.int8)
     with pytest.raises(StageError, match=r"attention\.o_proj\.weight is quantised"):
-        dict(hugging_face_views(model, storage))
+        list(hugging_face_views(model, storage))
 
     model = Model()
     model.attention.o_proj.tp_size = 2
-    with pytest.raises(StageError, match=r"attention\.o_proj\.weight is split over 2 ranks"):
+    with pytest.raises(StageError, match=r"attention\.o_proj\.weight of shape \(8, 8\) is split over 2 ranks"):
         VllmWeights(model)
+
+
+class Rank:
+    """A rank's part of a whole model, with the attributes by which vLLM's layers say what they are."""
+
+    def __init__(self, rank: int, ranks: int, kv_heads: int) -> None:
+        self.rank, self.ranks, self.kv_heads = rank, ranks, kv_heads
+        self.repeated = max(1, ranks // kv_heads)
+
+    def linear(self, whole_in: int, whole_out: int, *, split: int | None, bias: bool = False) -> nn.Linear:
+        shares = [self.ranks if split == dim else 1 for dim in (0, 1)]
+        layer = nn.Linear(whole_in // shares[1], whole_out // shares[0], bias=bias)
+        layer.input_size, layer.output_size = whole_in, whole_out
+        layer.tp_size, layer.tp_rank = self.ranks, self.rank
+        return layer
+
+    def model(self) -> nn.Module:
+        model = Model()
+        model.attention.o_proj = self.linear(16, HIDDEN, split=1, bias=True)
+        qkv = Fused([16 // self.ranks] + [max(1, self.kv_heads // self.ranks) * 2] * 2)
+        # As vLLM says it: rows of all ranks together, also of heads that several ranks hold.
+        qkv.output_sizes = [16] + [max(1, self.kv_heads // self.ranks) * 2 * self.ranks] * 2
+        qkv.tp_size, qkv.tp_rank, qkv.num_kv_head_replicas = self.ranks, self.rank, self.repeated
+        model.attention.qkv_proj = qkv
+        model.up = self.linear(HIDDEN, 12, split=0, bias=True)
+        model.gate = self.linear(HIDDEN, 4, split=None)
+        held = PADDED // self.ranks
+        model.embed = Embedding(held, HIDDEN)
+        start = min(self.rank * held, VOCABULARY)
+        end = min((self.rank + 1) * held, VOCABULARY)
+        model.embed.shard_indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end)
+        model.embed.tp_size, model.embed.tp_rank = self.ranks, self.rank
+        model.head = nn.Linear(HIDDEN, held, bias=False)
+        model.head.weight = model.embed.weight
+        return model
+
+
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 4), (2, 1), (4, 2)])
+def test_the_slices_of_all_ranks_together_are_the_whole(ranks: int, kv_heads: int) -> None:
+    wholes = {
+        "embed.weight": (VOCABULARY, HIDDEN),
+        "attention.q_proj.weight": (16, HIDDEN),
+        "attention.k_proj.weight": (kv_heads * 2, HIDDEN),
+        "attention.v_proj.bias": (kv_heads * 2,),
+        "attention.o_proj.weight": (HIDDEN, 16),
+        "attention.o_proj.bias": (HIDDEN,),
+        "up.weight": (12, HIDDEN),
+        "up.bias": (12,),
+        "gate.weight": (4, HIDDEN),
+    }
+    covered = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in wholes.items()}
+    for rank in range(ranks):
+        weights = VllmWeights(Rank(rank, ranks, kv_heads).model())
+        assert wholes.keys() <= weights.live().keys()
+        assert "attention.o_proj.bias" not in weights.slices
+        assert "gate.weight" not in weights.slices
+        for name, shape in wholes.items():
+            held, part = weights.live()[name], weights.slices.get(name)
+            if part is None:
+                assert tuple(held.shape) == shape, name
+                covered[name] += 1
+            else:
+                assert part.shape == shape, name
+                assert part.fits(tuple(held.shape)), name
+                covered[name].narrow(part.dim, part.start, held.shape[part.dim]).add_(1)
+    repeated = {
+        "attention.k_proj.weight": max(1, ranks // kv_heads),
+        "attention.v_proj.bias": max(1, ranks // kv_heads),
+    }
+    everywhere = {"attention.o_proj.bias": ranks, "gate.weight": ranks}
+    for name, times in covered.items():
+        assert bool((times == (repeated | everywhere).get(name, 1)).all()), name
 
 
 def test_a_layer_with_a_packed_copy_is_found_out() -> None:
