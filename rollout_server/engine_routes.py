@@ -46,10 +46,10 @@ def engine_routes(server: RolloutServer) -> APIRouter:
 
     @router.get("/get_world_size")
     async def get_world_size(
-        include_dp: Annotated[bool, Query(description="Makes no difference: one process holds the model.")] = True,
+        include_dp: Annotated[bool, Query(description="Makes no difference: a server holds the model once.")] = True,
     ) -> WorldSize:
         """How many ranks a trainer's transport would have to reach."""
         del include_dp
-        return WorldSize(world_size=1)
+        return WorldSize(world_size=server.parts().engine.status().ranks)
 
     return router

@@ -123,6 +123,7 @@ class RolloutServer:
                 plan.url,
                 lambda: engine.policy_version,
                 lambda: engine.status().staged_version,
+                lambda: engine.status().ranks,
             )
         )
         self._parts: Parts | None = None

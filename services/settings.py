@@ -65,6 +65,9 @@ class RolloutSettings(Section):
     group_timeout_s: float = Field(default=120.0, gt=0.0, description="A group idle for longer is dropped")
     episode_timeout_s: float = Field(default=600.0, gt=0.0, description="Longest time an episode may take")
     threads: int = Field(default=1, ge=1, description="Torch threads of an engine on CPU")
+    tensor_parallel: int = Field(
+        default=1, ge=1, description="Ranks that engine vllm splits the model over, a GPU (or a process on CPU) each"
+    )
     max_running: int = Field(default=256, ge=1, description="Requests an engine decodes at once")
     kv_policy: KvPolicy = Field(
         default="salt", description="What a weight update does to an engine's keys and values (docs/the-loop.md)"

@@ -50,8 +50,7 @@ class Membership:
         url: str,
         policy_version: Callable[[], int],
         staged_version: Callable[[], int | None] = lambda: None,
-        *,
-        ranks: int = 1,
+        ranks: Callable[[], int] = lambda: 1,
     ) -> None:
         self._bus = bus
         self._engine_id = engine_id
@@ -81,7 +80,7 @@ class Membership:
                     self._url,
                     self._policy_version(),
                     staged_version=self._staged_version(),
-                    ranks=self._ranks,
+                    ranks=self._ranks(),
                 )
             except RollmeshError as error:
                 if isinstance(error, UntrustedError) and self._lease_ends is None:

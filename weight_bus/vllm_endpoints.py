@@ -100,7 +100,7 @@ class RollmeshEndpoints:
             settings.url,
             lambda: self.engine.policy_version,
             lambda: self.engine.staged_version,
-            ranks=self.engine.ranks,
+            lambda: self.engine.ranks,
         )
         task = asyncio.create_task(self._run(membership), name="rollmesh membership")
         async with AsyncExitStack() as stack:

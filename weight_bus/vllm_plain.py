@@ -13,13 +13,13 @@ from services.key_rules import NO_KEYS
 from services.loopback import is_loopback
 from services.wire.errors import DeadlineError, NotReadyError, RollmeshError, UsageError
 from weight_bus.bus_api import CommitAnswer, DigestAnswer, StageAnswer
-from weight_bus.vllm_protocol import Attached, Committed, Digest, Pending, Staged, decode_reply
+from weight_bus.vllm_asking import ask
+from weight_bus.vllm_protocol import Attached, Committed, Digest, Staged
 from weight_bus.vllm_settings import EngineSettings
 
 _log = structlog.get_logger()
 _BYTES_S = 600.0
 _CALL_S = 60.0
-_POLL_S = 0.02
 _Answer = TypeVar("_Answer", Attached, Staged, Committed, Digest)
 
 
@@ -94,10 +94,7 @@ class PlainEngine:
             raise NotReadyError("the engine is not started", "wait until it listens")
         try:
             async with asyncio.timeout(deadline_s):
-                reply = decode_reply(await self._core.call_utility_async(method, *arguments))
-                while isinstance(reply, Pending):
-                    await asyncio.sleep(_POLL_S)
-                    reply = decode_reply(await self._core.call_utility_async("rollmesh_poll", reply.ticket))
+                reply = await ask(self._core, method, *arguments)
         except TimeoutError as error:
             raise DeadlineError(f"vLLM did not answer {method} within {deadline_s:g} s", "see its log") from error
         if not isinstance(reply, answer):

@@ -95,7 +95,7 @@ class EngineStatus:
     `stalls_ms`: for each commit of which enough decode steps around it were seen: the longest gap between tokens around
     it less the median undisturbed gap (`cadence`). `prefill_tokens`: for how many tokens keys and values were computed
     that were not being drawn: of prompts, and of running requests computed anew; those found in a prefix cache not counted.
-    `staged_version`: what a commit would serve.
+    `staged_version`: what a commit would serve. `ranks`: processes that the model is split over.
     """
 
     name: str
@@ -110,6 +110,7 @@ class EngineStatus:
     """Why the engine serves nothing any more; None while it does."""
     prefill_tokens: int = 0
     staged_version: int | None = None
+    ranks: int = 1
 
 
 @runtime_checkable

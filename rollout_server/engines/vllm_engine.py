@@ -35,7 +35,8 @@ from rollout_server.engines.vllm_sampling import vllm_parameters
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.kv_policy import KvPolicy
 from services.wire.sampling import SamplingParams
-from weight_bus.vllm_protocol import Attached, Committed, Digest, Staged, decode_reply
+from weight_bus.vllm_asking import ask
+from weight_bus.vllm_protocol import Attached, Committed, Digest, Staged
 
 _log = structlog.get_logger()
 _STAGE_DEADLINE_S = 600.0
@@ -52,7 +53,8 @@ class VllmEngine:
 
     `preload` imports (seconds, any thread) and needs no model; `start` starts the engine core and loads the model. On a
     CPU `start` holds the event loop for about a second and must run on the main thread, because it forks. `transport` is
-    a name `weight_bus.transports.select` knows.
+    a name `weight_bus.transports.select` knows. `tensor_parallel`: ranks that the model is split over, each a process
+    of its own where there are several.
     """
 
     def __init__(
@@ -68,8 +70,16 @@ class VllmEngine:
         kv_policy: KvPolicy = "keep",
         weights_key: str | None = None,
         file_root: Path | None = None,
+        tensor_parallel: int = 1,
     ) -> None:
-        self._plan = vllm_launch.Plan(model=model, dtype=dtype, max_running=max_running, seed=seed, kv_policy=kv_policy)
+        self._plan = vllm_launch.Plan(
+            model=model,
+            dtype=dtype,
+            max_running=max_running,
+            seed=seed,
+            kv_policy=kv_policy,
+            tensor_parallel=tensor_parallel,
+        )
         self._run_id = run_id
         self._threads = threads
         self._transport = transport
@@ -253,6 +263,7 @@ class VllmEngine:
             failure=self._failure(),
             prefill_tokens=self._meter.prefill_tokens,
             staged_version=self._staged,
+            ranks=self._plan.tensor_parallel,
         )
 
     async def close(self) -> None:
@@ -331,14 +342,14 @@ class VllmEngine:
         client = self._running().engine_core
         gone = self._core_gone
         assert gone is not None
-        call = asyncio.ensure_future(client.call_utility_async(method, *arguments))
+        call: asyncio.Future[Any] = asyncio.ensure_future(ask(client, method, *arguments))
         try:
             await asyncio.wait({call, gone}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 if gone.done():
                     raise _dead()
                 raise DeadlineError(f"vLLM did not answer {method} within {deadline_s} s")
-            reply = decode_reply(call.result())
+            reply = call.result()
         finally:
             call.cancel()
         if not isinstance(reply, answer):

@@ -53,6 +53,7 @@ class Plan:
     max_running: int
     seed: int
     kv_policy: KvPolicy = "keep"
+    tensor_parallel: int = 1
 
 
 def set_environment(threads: int) -> None:
@@ -110,6 +111,9 @@ def launch(plan: Plan) -> tuple[Any, Path]:
     try:
         if on_cpu():
             _register_architectures(plan.model)
+            if plan.tensor_parallel > 1:
+                # Ranks share the cores as the system sees fit; vLLM would give each a NUMA node of its own.
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         config = AsyncEngineArgs(**_arguments(plan)).create_engine_config()
         with _forking() if on_cpu() else contextlib.nullcontext():
             with started_by_rollmesh():
@@ -163,7 +167,9 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "enable_prefix_caching": plan.kv_policy != "keep",
         # A commit between two overlapping steps would mis-tag one of them.
         "async_scheduling": False,
-        "distributed_executor_backend": "uni",
+        "tensor_parallel_size": plan.tensor_parallel,
+        # A single rank lives in the engine core; of several, each is a process of its own.
+        "distributed_executor_backend": "uni" if plan.tensor_parallel == 1 else "mp",
         "worker_extension_cls": WORKER_EXTENSION,
         "use_tqdm_on_load": False,
     }
@@ -177,11 +183,12 @@ def _arguments(plan: Plan) -> dict[str, Any]:
 
 
 def _cache_bytes(plan: Plan) -> int:
-    """Enough for every request at full length, at most 4 GiB; left alone, vLLM takes 92 % of the machine."""
+    """Enough for every request at full length on one rank, at most 4 GiB; left alone, vLLM takes 92 % of the machine."""
     config = read_json(plan.model / "config.json")
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     item_bytes = 4 if plan.dtype == "float32" else 2
+    heads = max(1, heads // plan.tensor_parallel)
     token_bytes: int = 2 * config["num_hidden_layers"] * heads * width * item_bytes
     block = 128
     tokens: int = -(-config.get("max_position_embeddings", 2048) // block) * block

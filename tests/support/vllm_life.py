@@ -1,6 +1,6 @@
 """A vLLM engine in a process of its own, for tests that end it roughly.
 
-    python -m tests.support.vllm_life MODEL
+    python -m tests.support.vllm_life MODEL RANKS
 
 Prints one JSON line when the engine serves: its pids, its scratch folder, a port this process listens on. Then it keeps a
 request running until something ends it.
@@ -21,9 +21,11 @@ from services.telemetry import configure_logging
 from services.wire.sampling import SamplingParams
 
 
-async def live(model: Path) -> None:
+async def live(model: Path, ranks: int) -> None:
     configure_logging("life")
-    engine = VllmEngine(model, run_id="life", dtype="float32", max_running=4, threads=1, transport="shm", seed=0)
+    engine = VllmEngine(
+        model, run_id="life", dtype="float32", max_running=4, threads=1, transport="shm", seed=0, tensor_parallel=ranks
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         await engine.start()
         core = engine._llm.engine_core.resources.engine_manager.processes[0].pid
@@ -38,4 +40,4 @@ async def live(model: Path) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(live(Path(sys.argv[1])))
+    asyncio.run(live(Path(sys.argv[1]), int(sys.argv[2])))

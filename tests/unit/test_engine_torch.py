@@ -244,3 +244,9 @@ async def test_an_engine_that_is_not_started_says_so(tmp_path: Path) -> None:
 def test_an_unknown_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="known: torch, vllm"):
         make_engine("magic", tmp_path, "unit", RunSettings())  # type: ignore[arg-type]
+
+
+def test_one_process_is_not_split_over_ranks(tmp_path: Path) -> None:
+    settings = RunSettings.model_validate({"rollout": {"tensor_parallel": 2}})
+    with pytest.raises(UsageError, match="engine torch cannot split a model over 2 ranks"):
+        make_engine("torch", tmp_path, "unit", settings)

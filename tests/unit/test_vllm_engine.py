@@ -61,10 +61,17 @@ def make_model(folder: Path) -> Qwen2ForCausalLM:
 class Served:
     """An engine, a publisher for it in this process, and the Hugging Face model whose weights it publishes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks: int) -> None:
         self.model = make_model(folder)
         self.engine = VllmEngine(
-            folder, run_id=RUN, dtype="float32", max_running=32, threads=1, transport="shm", seed=0
+            folder,
+            run_id=RUN,
+            dtype="float32",
+            max_running=32,
+            threads=1,
+            transport="shm",
+            seed=0,
+            tensor_parallel=ranks,
         )
         self.version = 0
         self.publisher: Publisher | None = None
@@ -98,11 +105,14 @@ class Served:
         return logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    served = Served(tmp_path_factory.mktemp("vllm") / "model")
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["alone", "two-ranks"])
+async def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    served = Served(tmp_path_factory.mktemp("vllm") / "model", request.param)
     await served.engine.start()
     core = _core(served.engine)
+    workers = _workers(core)
+    assert len(workers) == (0 if request.param == 1 else request.param)
+    assert served.engine.status().ranks == request.param
     try:
         yield served
     finally:
@@ -112,7 +122,14 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
             served.publisher.close()
         assert time.monotonic() - started < 8.0
         assert not core.is_running()
+        _, left = psutil.wait_procs(workers, timeout=5.0)
+        assert not left
         assert not served.engine._scratch.exists()
+
+
+def _workers(core: psutil.Process) -> list[psutil.Process]:
+    """The processes of the ranks; of a single one there is none but the core."""
+    return [each for each in core.children(recursive=True) if "Worker" in each.name()]
 
 
 def _core(engine: VllmEngine) -> psutil.Process:
@@ -172,15 +189,16 @@ async def test_no_token_is_mis_tagged_in_a_storm_of_commits(served: Served) -> N
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_core_listens_on_loopback_at_most(served: Served) -> None:
-    addresses = {connection.laddr.ip for connection in _core(served.engine).net_connections("inet")}
+async def test_the_core_and_its_ranks_listen_on_loopback_at_most(served: Served) -> None:
+    processes = [core := _core(served.engine), *core.children(recursive=True)]
+    addresses = {connection.laddr.ip for each in processes for connection in each.net_connections("inet")}
     assert addresses <= {"127.0.0.1", "::1"}
 
 
-@pytest.fixture
-def life(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
+@pytest.fixture(params=[1, 2], ids=["alone", "two-ranks"])
+def life(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
     make_model(tmp_path / "model")
-    command = [sys.executable, "-m", "tests.support.vllm_life", str(tmp_path / "model")]
+    command = [sys.executable, "-m", "tests.support.vllm_life", str(tmp_path / "model"), str(request.param)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -195,14 +213,16 @@ def test_nothing_outlives_a_server_that_was_killed(life: tuple[subprocess.Popen[
     process, said = life
     core, scratch = psutil.Process(int(str(said["core"]))), Path(str(said["scratch"]))
     assert scratch.is_dir()
+    processes = [core, *core.children(recursive=True)]
     # The fork gave the server's port back.
-    assert said["port"] not in {connection.laddr.port for connection in core.net_connections("inet")}
+    held = {connection.laddr.port for each in processes for connection in each.net_connections("inet")}
+    assert said["port"] not in held
     process.kill()
     process.wait(timeout=10)
     deadline = time.monotonic() + 10.0
-    while _alive(core) and time.monotonic() < deadline:
+    while any(map(_alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not _alive(core)
+    assert not [each for each in processes if _alive(each)]
     assert not scratch.exists()
 
 
@@ -214,14 +234,15 @@ def _alive(process: psutil.Process) -> bool:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_dead_core_is_said_and_nobody_waits_for_it(served: Served) -> None:
+async def test_a_dead_core_or_rank_is_said_and_nobody_waits_for_it(served: Served) -> None:
     """Last: it ends the module's engine."""
     running = asyncio.create_task(served.draw("doomed", [5], 200))
     call = asyncio.create_task(served.engine.weights_digest())
     async with asyncio.timeout(10.0):
         while not served.engine.status().running:  # noqa: ASYNC110 - the engine offers no event for it
             await asyncio.sleep(0.001)
-    _core(served.engine).kill()
+    core = _core(served.engine)
+    next(iter(_workers(core)), core).kill()
     for waiting in (running, call):
         with pytest.raises(NotReadyError, match="has died"):
             await asyncio.wait_for(waiting, 10.0)
