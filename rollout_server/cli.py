@@ -67,9 +67,9 @@ def rollout_server(
     ] = None,
     tls_dir: TlsDir = None,
 ) -> None:
-    from services.huge_pages import begin_again_with_huge_pages
+    from services.memory_tunables import begin_again_with_tunables
 
-    begin_again_with_huge_pages()
+    begin_again_with_tunables()
 
     import asyncio
     import os

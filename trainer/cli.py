@@ -38,6 +38,11 @@ def train(
     tls_dir: TlsDir = None,
 ) -> None:
     """Train on the trajectories of a run and publish every version of the policy."""
+    from services.memory_tunables import begin_again_with_tunables
+
+    # Publishing is one copy of all weights, for which training waits.
+    begin_again_with_tunables()
+
     import os
 
     from services.config_file import load_settings

@@ -1,6 +1,6 @@
 """Where each tensor lies in an arena, how the arena is cut into buckets, and the digests that name both.
 
-    plan_layout   names, shapes, dtype ─► Layout      order as given, each tensor aligned to 64 bytes
+    plan_layout   names, shapes, dtype ─► Layout      order as given, aligned to 64 bytes, large ones to mid-page
     plan_buckets  total bytes          ─► ranges      fixed size, the last one shorter
     bucket_pieces range                ─► pieces      which bytes of which tensor lie in it
 
@@ -18,7 +18,9 @@ from math import prod
 import msgspec
 from blake3 import blake3
 
+from services.memory_tunables import STREAMED_BYTES
 from services.wire.errors import UsageError
+from weight_bus.copying import PAGE
 from weight_bus.manifest import Layout, TensorEntry
 
 ALIGNMENT = 64
@@ -60,9 +62,21 @@ def plan_mixed_layout(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> Lay
         if dtype not in ITEM_BYTES:
             raise UsageError(f"{name}: weights of dtype {dtype!r} cannot be served", f"known: {', '.join(ITEM_BYTES)}")
         nbytes = prod(shape) * ITEM_BYTES[dtype]
-        entries.append(TensorEntry(name=name, dtype=dtype, shape=tuple(shape), offset=position, nbytes=nbytes))
-        position = aligned(position + nbytes)
-    return Layout(tensors=entries, total_bytes=position, digest=_layout_digest(entries, position))
+        offset = place(position, nbytes)
+        entries.append(TensorEntry(name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes))
+        position = offset + nbytes
+    total = aligned(position)
+    return Layout(tensors=entries, total_bytes=total, digest=_layout_digest(entries, total))
+
+
+def place(position: int, nbytes: int) -> int:
+    """Where a tensor of `nbytes` begins, from `position` on.
+
+    Allocators begin large tensors at the beginning of a page, arenas in the middle of one: so neither a copy into an arena
+    nor one out of it writes a little further within a page than it reads, which is slow (`weight_bus.copying`).
+    """
+    start = aligned(position)
+    return start if nbytes < STREAMED_BYTES else start + (PAGE // 2 - start) % PAGE
 
 
 def aligned(position: int) -> int:

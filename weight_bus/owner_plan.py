@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from services.wire.errors import UsageError
 from weight_bus import manifest as wire
-from weight_bus.layout import ITEM_BYTES, aligned, plan_layout
+from weight_bus.layout import ITEM_BYTES, aligned, place, plan_layout
 from weight_bus.manifest import Layout
 from weight_bus.views import dtype_of
 
@@ -67,10 +67,11 @@ def plan_owner(tensors: Mapping[str, torch.Tensor], dtype: str, rank: int | None
         nbytes = row_bytes * (shape[0] if shape else 1)
         if not nbytes:
             continue
-        pieces.append(OwnedPiece(entry.name, shape, position, nbytes))
-        shards.append(wire.Shard(tensor=number, tensor_offset=start * row_bytes, offset=position, nbytes=nbytes))
-        position = aligned(position + nbytes)
-    return OwnerPlan(layout, position, pieces, shards)
+        offset = place(position, nbytes)
+        pieces.append(OwnedPiece(entry.name, shape, offset, nbytes))
+        shards.append(wire.Shard(tensor=number, tensor_offset=start * row_bytes, offset=offset, nbytes=nbytes))
+        position = offset + nbytes
+    return OwnerPlan(layout, aligned(position), pieces, shards)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

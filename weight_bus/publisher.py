@@ -20,6 +20,7 @@ import torch
 
 from services.wire.errors import ConflictError, RollmeshError, UsageError
 from weight_bus.arena import Arena, populate
+from weight_bus.copying import copy_bytes, streams_well
 from weight_bus.delta_maker import DeltaMaker
 from weight_bus.errors import TransportError
 from weight_bus.halves import HALVES, Halves
@@ -30,7 +31,7 @@ from weight_bus.publication import Publication
 from weight_bus.ranks import Ranks
 from weight_bus.signing import sign
 from weight_bus.transports.base import Exporter
-from weight_bus.views import dtype_of, flat_bytes
+from weight_bus.views import dtype_of, flat_bytes, host_bytes
 
 _PARALLEL_HASH_BYTES = 1 << 20
 _HASH_THREADS = 2
@@ -268,10 +269,31 @@ class _Half:
         return memoryview(b"") if self.arena is None else self.arena.view
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self._views:
+        left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, view in zip(self._names, self._views, strict=True):
+            part = local_part(tensors[name])
+            if not _streamed(part, view):
+                left.append((view, part))
+        if left:
             with torch.no_grad():
                 # One call for all: with thousands of small tensors Python would take as long as the copies.
-                torch._foreach_copy_(self._views, [local_part(tensors[name]) for name in self._names])
+                torch._foreach_copy_([view for view, _ in left], [part for _, part in left])
+
+
+def _streamed(part: torch.Tensor, view: torch.Tensor) -> bool:
+    """Copy a tensor by memcpy past the caches, where its bytes are what is served and that is faster; whether it was.
+
+    torch's own copy never goes past them; several of its threads are faster still.
+    """
+    if part.dtype != view.dtype or torch.get_num_threads() > 1:
+        return False
+    if not streams_well(part.nbytes, part.data_ptr(), view.data_ptr()):
+        return False
+    source, target = host_bytes(part), host_bytes(view)
+    if source is None or target is None:
+        return False
+    copy_bytes(source, target)
+    return True
 
 
 def _hash(data: memoryview) -> str:

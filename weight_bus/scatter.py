@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from blake3 import blake3
 
+from weight_bus.copying import copy_bytes
 from weight_bus.layout import Piece, bucket_pieces, plan_buckets, plan_mixed_layout
 from weight_bus.manifest import Layout, Manifest, Shard
 from weight_bus.slices import Slice, write_slice
-from weight_bus.views import bytes_under, dtype_name, flat_bytes
+from weight_bus.views import bytes_under, dtype_name, flat_bytes, host_bytes
 
 DEFAULT_BUCKET_BYTES = 16 << 20
 _ZEROS = bytes(4096)
@@ -70,7 +70,7 @@ class Memory:
         self._tensors = [tensors[entry.name].detach() for entry in layout.tensors]
         self._slices = [(slices or {}).get(entry.name) for entry in layout.tensors]
         self._host = [
-            _host_bytes(tensor) if part is None else None
+            host_bytes(tensor) if part is None else None
             for tensor, part in zip(self._tensors, self._slices, strict=True)
         ]
         self._beside: dict[int, torch.Tensor] = {}
@@ -158,11 +158,6 @@ def default_plan(live: Mapping[str, torch.Tensor]) -> BucketPlan:
     return BucketPlan.of(layout, [None], ranges)
 
 
-def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """`target[:] = source`, without the interpreter lock that a memoryview would keep."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
 def _ranges(manifest: Manifest) -> list[tuple[int, int, int]]:
     return [(bucket.owner, bucket.offset, bucket.length) for bucket in manifest.buckets]
 
@@ -179,12 +174,6 @@ def _shard_pieces(shards: list[Shard], offset: int, length: int) -> Iterator[Pie
         start, stop = max(shard.offset, offset), min(shard.offset + shard.nbytes, offset + length)
         if start < stop:
             yield Piece(shard.tensor, shard.tensor_offset + start - shard.offset, start - offset, stop - start)
-
-
-def _host_bytes(tensor: torch.Tensor) -> memoryview | None:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return None
-    return bytes_under(tensor).numpy().data
 
 
 def _pad(digest: blake3, length: int) -> None:

@@ -32,6 +32,13 @@ def tensor_at(flat: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     return flat[entry.offset : entry.offset + entry.nbytes].view(dtype_of(entry.dtype)).view(entry.shape)
 
 
+def host_bytes(tensor: torch.Tensor) -> memoryview | None:
+    """A contiguous tensor's own memory; None where it is not contiguous, or not in host memory."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    return bytes_under(tensor).numpy().data
+
+
 def bytes_under(tensor: torch.Tensor) -> torch.Tensor:
     """A uint8 tensor `[nbytes]` over a contiguous tensor's own memory."""
     return tensor.detach().view(-1).view(torch.uint8)

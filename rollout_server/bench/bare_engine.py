@@ -101,10 +101,10 @@ async def _serve(engine: Engine, exchanges: list[Exchange], replies: int) -> Non
 
 
 def _main() -> None:
-    from services.huge_pages import begin_again_with_huge_pages
+    from services.memory_tunables import begin_again_with_tunables
 
     # As a rollout server does: the two are compared.
-    begin_again_with_huge_pages()
+    begin_again_with_tunables()
 
     import uvloop
 

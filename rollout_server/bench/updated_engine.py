@@ -166,10 +166,10 @@ async def _serve(replies: int, engine: Engine, paused: PausedUpdates) -> None:
 
 
 def _main() -> None:
-    from services.huge_pages import begin_again_with_huge_pages
+    from services.memory_tunables import begin_again_with_tunables
 
     # As a rollout server does: it is such a server's tokens that an update is to leave alone.
-    begin_again_with_huge_pages()
+    begin_again_with_tunables()
 
     import uvloop
 

@@ -19,6 +19,7 @@ from weight_bus.layout import hash_bytes, root_digest  # noqa: E402
 from weight_bus.manifest import Delta, Manifest, ShmSource, Source, check_manifest  # noqa: E402
 from weight_bus.publisher import Publisher  # noqa: E402
 from weight_bus.signing import check_signature  # noqa: E402
+from weight_bus.views import dtype_of, flat_bytes, tensor_at  # noqa: E402
 
 BUCKET = 4096
 WEIGHTS = {"embed": (64, 700), "norm": (700,), "head": (700, 64)}
@@ -103,6 +104,31 @@ def test_publish_returns_before_the_manifest_and_with_the_bytes_in_place(
     for entry in manifest.layout.tensors:
         expected = weights(1)[entry.name].numpy().tobytes()
         assert bytes(view[entry.offset : entry.offset + entry.nbytes]) == expected
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_large_tensors_are_copied_as_small_ones_are(exporter: OpenExporter, threads: int, dtype: str) -> None:
+    """Also those that lie otherwise in memory, of another dtype than is served, or with a gradient."""
+    side = 600  # 1.44 MB: past the caches, where its bytes are what is served
+    tensors = {
+        "plain": torch.randn(side, side, requires_grad=True),
+        "turned": torch.randn(side, side).t(),
+        "half": torch.randn(side, side, 2).to(torch.bfloat16),
+        "part": torch.randn(side, side + 1)[:, 1:],
+        "small": torch.randn(3),
+    }
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    publisher = Publisher("r", tensors, dtype, exporter, BUCKET)
+    try:
+        flat = flat_bytes(dense_bytes(exporter, publisher.publish(1, tensors).manifest()))
+        for entry in publisher.layout.tensors:
+            expected = tensors[entry.name].detach().to(dtype_of(dtype))
+            assert torch.equal(tensor_at(flat, entry), expected), entry.name
+    finally:
+        torch.set_num_threads(before)
+        publisher.close()
 
 
 def test_the_version_before_stays_whole_until_the_one_after_next(exporter: OpenExporter, publisher: Publisher) -> None:

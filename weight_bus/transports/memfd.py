@@ -24,6 +24,7 @@ import psutil
 from services.shared_memory import shm_prefix
 from services.wire.errors import UsageError
 from weight_bus.arena import Arena
+from weight_bus.copying import copy_bytes
 from weight_bus.errors import TransportError
 
 # Python's fcntl has no name for it: what is mapped for writing stays so, nobody else can write or punch holes.
@@ -115,8 +116,8 @@ class SealedMapping:
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
 
     def read(self, offset: int, out: memoryview) -> None:
-        """One memcpy; the interpreter lock is released meanwhile. The range must lie inside."""
-        np.copyto(np.frombuffer(out, dtype=np.uint8), self._bytes[offset : offset + len(out)])
+        """One copy; the interpreter lock is released meanwhile. The range must lie inside."""
+        copy_bytes(self._bytes[offset : offset + len(out)].data, out)
 
     def close(self) -> None:
         del self._bytes
