@@ -49,9 +49,9 @@ def begin_again_with_tunables() -> None:
     """
     try:
         c_library = os.confstr("CS_GNU_LIBC_VERSION") or ""
+        offer = _OFFER.read_text() if _OFFER.exists() else ""
     except (AttributeError, ValueError, OSError):
         return
-    offer = _OFFER.read_text() if _OFFER.exists() else ""
     asking = tunables_to_ask(os.environ, c_library, platform.machine(), offer)
     if asking is not None:
         os.execve(sys.executable, sys.orig_argv, os.environ | {VARIABLE: asking})

@@ -97,7 +97,7 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
         measured = await measure_wire(weight_bytes, shape.rounds, folder, say)
         wire = measured.figures
         if not measured.huge:
-            notes.append("the kernel gives shared memory no huge pages (transparent_hugepage/shmem_enabled)")
+            notes.append("the kernel gave shared memory no huge pages")
     else:
         notes.append("the wire alone: not measured")
     setting = Setting(

@@ -16,6 +16,7 @@ import os
 import re
 import stat
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ _SEAL_FUTURE_WRITE = 0x0010
 # Nor for this advice (Linux 6.1): make huge pages of what lies there now, also where files get none by themselves.
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 << 20
+_TRIES = 8
 _NAME = "rollmesh-"
 _PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 
@@ -48,7 +50,7 @@ def is_sealed_path(path: str) -> bool:
 class SealedArena(Arena):
     """An arena whose descriptor is kept open: `link` is where other processes find it.
 
-    `huge`: its memory lies in huge pages. The kernel may refuse them to shared memory (see `_make_huge`).
+    `huge`: its memory lies in huge pages, where the kernel gives them to shared memory.
     """
 
     def __init__(self, memory: mmap.mmap, descriptor: int, *, huge: bool) -> None:
@@ -125,28 +127,34 @@ class SealedMapping:
 
 
 def _map(descriptor: int, nbytes: int, protection: int) -> mmap.mmap:
-    """A shared mapping that begins where a huge page can."""
-    memory = mmap.mmap(descriptor, nbytes, prot=protection)
-    beyond = _address(memory) % _HUGE_PAGE
-    if beyond and nbytes >= _HUGE_PAGE:
-        # Only what begins on the boundary of a huge page can have them. Mappings are stacked downwards: under a filler of
-        # the right size the next one does. Where it does not, another thread came between, and it works as it is.
-        memory.close()
-        with mmap.mmap(-1, beyond):
+    """A shared mapping that begins where a huge page can, as far as that can be had."""
+    with ExitStack() as fillers:
+        for _ in range(_TRIES):
             memory = mmap.mmap(descriptor, nbytes, prot=protection)
-    return memory
+            beyond = _address(memory) % _HUGE_PAGE
+            if not beyond or nbytes < _HUGE_PAGE:
+                return memory
+            # Only what begins on the boundary of a huge page can have them. Mappings are stacked downwards, each in the
+            # highest gap that has room: right under a filler that is as large, and so much larger, the next one does.
+            memory.close()
+            fillers.enter_context(mmap.mmap(-1, beyond + -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE))
+    return mmap.mmap(descriptor, nbytes, prot=protection)
 
 
 def _make_huge(memory: mmap.mmap) -> bool:
     """Put a mapping into huge pages: a tenth to a third faster to copy from (measured). Whether the kernel did.
 
-    A recent one does so only where /sys/kernel/mm/transparent_hugepage/shmem_enabled is not `never`, its default.
+    Some page may be held for a moment, for which the kernel gives up what is left: it is asked again.
     """
-    try:
-        memory.madvise(_MADV_COLLAPSE)
-    except OSError:
-        return False
-    return True
+    for _ in range(_TRIES):
+        try:
+            memory.madvise(_MADV_COLLAPSE)
+        except OSError as error:
+            if error.errno != errno.EAGAIN:
+                return False
+        else:
+            return True
+    return False
 
 
 def _address(memory: mmap.mmap) -> int:
