@@ -6,8 +6,9 @@ again, are read and written faster from pages of 2 MB than from those of 4 KB (a
 tokens a second).
 
 **Streamed copies**: those of 1 MiB and more go past the caches, straight to memory. A copy of weights is read by nobody
-soon, and takes a third less time; a training step on a CPU takes a twentieth less (measured). glibc does so from a size on
-that it guesses from the caches, and in virtual machines far too high (192 MB beside a cache of 32 MB).
+soon, and takes a third less time or better; a training step on a CPU takes a twentieth less with both (measured on Zen 3,
+docs/benchmarks.md). glibc does so from a size on that it guesses from the caches, and in virtual machines far too high (192
+MB beside a cache of 32 MB).
 """
 
 from __future__ import annotations
