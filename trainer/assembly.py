@@ -39,6 +39,7 @@ from trainer.telemetry import open_telemetry
 from trainer.wait_sign import WaitSign
 from trainer.weights import WeightUpdates, settle_deadline
 from weight_bus.bus_client import BusClient
+from weight_bus.one_piece import lay_in_one_piece
 from weight_bus.publisher import Publisher
 from weight_bus.transports.select import make_exporter
 
@@ -135,6 +136,8 @@ class Assembly:
             model_folder=arguments.model,
         )
         settle_s = settle_deadline(weights.stage_timeout_s)
+        # Weights that lie as the arenas do are published by one copy.
+        lay_in_one_piece(learner.model.state_dict(keep_vars=True))
         publisher = Publisher(
             arguments.run_id,
             learner.weights(),

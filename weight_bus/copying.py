@@ -7,6 +7,8 @@ further, less and less up to 1024). Such copies are made in parts that are small
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 
 from services.memory_tunables import STREAMED_BYTES
@@ -21,11 +23,18 @@ def streams_well(nbytes: int, source: int, target: int) -> bool:
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """`target[:] = source`, without the interpreter lock that a memoryview would keep."""
+    """`target[:] = source`, without the interpreter lock that a memoryview would keep. Raises ValueError as that would."""
     read, written = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
-    if len(read) < STREAMED_BYTES or streams_well(len(read), read.ctypes.data, written.ctypes.data):
-        np.copyto(written, read)
+    if len(read) != len(written) or not written.flags.writeable:
+        raise ValueError(f"{len(read)} bytes into {len(written)}, writable: {written.flags.writeable}")
+    copy_memory(read.ctypes.data, written.ctypes.data, len(read))
+
+
+def copy_memory(source: int, target: int, nbytes: int) -> None:
+    """Copy `nbytes` between addresses of memory of this process, which must not overlap; without the interpreter lock."""
+    if nbytes < STREAMED_BYTES or streams_well(nbytes, source, target):
+        ctypes.memmove(target, source, nbytes)
         return
     at_once = STREAMED_BYTES - PAGE
-    for start in range(0, len(read), at_once):
-        np.copyto(written[start : start + at_once], read[start : start + at_once])
+    for start in range(0, nbytes, at_once):
+        ctypes.memmove(target + start, source + start, min(at_once, nbytes - start))

@@ -19,19 +19,18 @@ import msgspec
 import torch
 
 from services.wire.errors import ConflictError, RollmeshError, UsageError
-from weight_bus.arena import Arena, populate
-from weight_bus.copying import copy_bytes, streams_well
 from weight_bus.delta_maker import DeltaMaker
 from weight_bus.errors import TransportError
+from weight_bus.half_arena import HalfArena
 from weight_bus.halves import HALVES, Halves
 from weight_bus.layout import hash_bytes, plan_buckets, root_digest
 from weight_bus.manifest import Bucket, Delta, Layout, Manifest, Owner, check_manifest
-from weight_bus.owner_plan import OwnerPlan, local_part, plan_owner
+from weight_bus.owner_plan import plan_owner
 from weight_bus.publication import Publication
 from weight_bus.ranks import Ranks
 from weight_bus.signing import sign
 from weight_bus.transports.base import Exporter
-from weight_bus.views import dtype_of, flat_bytes, host_bytes
+from weight_bus.views import dtype_of
 
 _PARALLEL_HASH_BYTES = 1 << 20
 _HASH_THREADS = 2
@@ -77,7 +76,7 @@ class Publisher:
         self._plan = plan_owner(tensors, dtype, None if ranks is None else ranks.rank)
         self._ranges = plan_buckets(self._plan.total_bytes, bucket_bytes)
         # Both before the first export: a source may describe all registered memory.
-        self._arenas = [_Half(exporter, self._plan, dtype_of(dtype)) for _ in range(HALVES)]
+        self._arenas = [HalfArena(exporter, self._plan, dtype_of(dtype)) for _ in range(HALVES)]
         offers = ranks is None and exporter.name in _DELTA_TRANSPORTS and delta_max_ratio > 0
         self._deltas = DeltaMaker(exporter, self.layout, delta_max_ratio) if offers else None
         self._halves = Halves()
@@ -247,53 +246,6 @@ class Publisher:
             return self._deltas.make(half, base, old, new, lambda: self._halves.wanted(other))
         finally:
             self._halves.let_go("the base of a delta", base.version, other)
-
-
-class _Half:
-    """One of the two arenas, with what this rank owns as views. An owner of nothing has none."""
-
-    def __init__(self, exporter: Exporter, plan: OwnerPlan, dtype: torch.dtype) -> None:
-        self.arena: Arena | None = exporter.allocate(plan.total_bytes) if plan.total_bytes else None
-        self._names: list[str] = []
-        self._views: list[torch.Tensor] = []
-        if self.arena is not None:
-            populate(self.arena)
-            flat = flat_bytes(self.arena.view)
-            for piece in plan.pieces:
-                part = flat[piece.offset : piece.offset + piece.nbytes]
-                self._names.append(piece.name)
-                self._views.append(part.view(dtype).view(piece.shape))
-
-    @property
-    def view(self) -> memoryview:
-        return memoryview(b"") if self.arena is None else self.arena.view
-
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        left: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, view in zip(self._names, self._views, strict=True):
-            part = local_part(tensors[name])
-            if not _streamed(part, view):
-                left.append((view, part))
-        if left:
-            with torch.no_grad():
-                # One call for all: with thousands of small tensors Python would take as long as the copies.
-                torch._foreach_copy_([view for view, _ in left], [part for _, part in left])
-
-
-def _streamed(part: torch.Tensor, view: torch.Tensor) -> bool:
-    """Copy a tensor by memcpy past the caches, where its bytes are what is served and that is faster; whether it was.
-
-    torch's own copy never goes past them; several of its threads are faster still.
-    """
-    if part.dtype != view.dtype or torch.get_num_threads() > 1:
-        return False
-    if not streams_well(part.nbytes, part.data_ptr(), view.data_ptr()):
-        return False
-    source, target = host_bytes(part), host_bytes(view)
-    if source is None or target is None:
-        return False
-    copy_bytes(source, target)
-    return True
 
 
 def _hash(data: memoryview) -> str:

@@ -81,10 +81,12 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
     figures: dict[str, EngineFigures] = {}
     episodes: dict[str, Episodes] = {}
     publish: list[float] = []
+    apart: list[float] = []
     for name in shape.engines:
         bench = _EngineBench(shape, name, model, folder, transports, say)
         figures[name], episodes[name] = await bench.run()
         publish += bench.publish
+        apart += bench.publish_apart
     plain_serve = None
     if shape.serve:
         from weight_bus.bench.exact import plain_serve as check_plain_serve
@@ -113,6 +115,7 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
     judged = judge(
         figures,
         publish,
+        apart,
         wire,
         plain_serve,
         setting=setting,
@@ -139,9 +142,10 @@ class _EngineBench:
         self._say = say
         self._rng = random.Random(_SEED)
         self.publish: list[float] = []
+        self.publish_apart: list[float] = []
 
     async def run(self) -> tuple[EngineFigures, Episodes]:
-        """Afterwards `publish` has what `publish` blocks ÷ a memcpy, by round."""
+        """Afterwards `publish` has what `publish` blocks ÷ a memcpy, by round; `publish_apart` of scattered weights."""
         streams = self._shape.streams
         async with running_both(self._name, self._model, self._folder, streams) as (publisher, engine):
             ways = Ways(engine, publisher, self._folder, self._transports)
@@ -152,7 +156,8 @@ class _EngineBench:
             exact = None
             if self._shape.exact_updates:
                 exact = await self._exactness(engine, publisher, ways)
-            self.publish = await _publishing(publisher, self._transports, self._shape.rounds)
+            self.publish = await _publishing(publisher, self._transports, self._shape.rounds, apart=False)
+            self.publish_apart = await _publishing(publisher, self._transports, self._shape.rounds, apart=True)
         return judge_engine(episodes, exact, others_cores=others), episodes
 
     async def _warm_up(self, engine: Piped, ways: Ways) -> None:
@@ -211,10 +216,10 @@ def _longest(episode: Episode) -> float:
     return max(episode.stall_ms(update) for update in episode.updates)
 
 
-async def _publishing(publisher: Piped, transports: list[str], rounds: int) -> list[float]:
+async def _publishing(publisher: Piped, transports: list[str], rounds: int, *, apart: bool) -> list[float]:
     """What `publish` blocks ÷ a memcpy, by round: of each round the worse transport's."""
     ratios = []
     for transport in transports:
-        timed = await publisher.ask(TimePublishing(transport, rounds), PublishRounds)
+        timed = await publisher.ask(TimePublishing(transport, rounds, apart), PublishRounds)
         ratios.append([ours / copy for ours, copy in zip(timed.publish_ms, timed.memcpy_ms, strict=True)])
     return [max(of_round) for of_round in zip(*ratios, strict=True)]

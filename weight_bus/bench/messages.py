@@ -52,10 +52,14 @@ class Published(msgspec.Struct, frozen=True):
 
 
 class TimePublishing(msgspec.Struct, frozen=True, tag="time_publishing"):
-    """Publish so many times beside a memcpy of the same bytes, in turns. Answer: PublishRounds."""
+    """Publish so many times beside a memcpy of the same bytes, in turns. Answer: PublishRounds.
+
+    `apart`: weights that lie wherever the allocator puts them, and not in one piece, as our trainer's.
+    """
 
     transport: str
     rounds: int
+    apart: bool
 
 
 class PublishRounds(msgspec.Struct, frozen=True):

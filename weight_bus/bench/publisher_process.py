@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from services.bench.piped import answer_lines, replies_only
+from services.wire.errors import RollmeshError
 from weight_bus.bench.in_place import broadcast, make_group
 from weight_bus.bench.messages import (
     Broadcast,
@@ -31,6 +32,7 @@ from weight_bus.bench.messages import (
 )
 from weight_bus.bench.publishing import time_publishing
 from weight_bus.manifest import encode_manifest
+from weight_bus.one_piece import lay_in_one_piece
 from weight_bus.publisher import Publisher
 from weight_bus.scatter import DEFAULT_BUCKET_BYTES
 from weight_bus.transports.select import make_exporter
@@ -40,10 +42,13 @@ _DTYPE = "float32"
 
 
 def load_weights(model: Path) -> dict[str, torch.Tensor]:
-    """The folder's weights by name, in memory of their own."""
+    """The folder's weights by name, in memory of their own: in one piece, as our trainer has them."""
     from safetensors.torch import load_file
 
-    return {name: tensor.clone() for name, tensor in load_file(model / "model.safetensors").items()}
+    weights: dict[str, torch.Tensor] = load_file(model / "model.safetensors")
+    if not lay_in_one_piece(weights):
+        raise RollmeshError(f"the weights of {model} could not be laid in one piece", "give it weights in host memory")
+    return weights
 
 
 class _Trainer:
@@ -64,9 +69,10 @@ class _Trainer:
                 return Done()
             case Publish(transport, version):
                 return await self._publish(transport, version)
-            case TimePublishing(transport, rounds):
+            case TimePublishing(transport, rounds, apart):
                 exporter = make_exporter(transport, self._run_id)
-                times = time_publishing(self._tensors, _DTYPE, exporter, DEFAULT_BUCKET_BYTES, rounds)
+                tensors = {name: tensor.clone() for name, tensor in self._tensors.items()} if apart else self._tensors
+                times = time_publishing(tensors, _DTYPE, exporter, DEFAULT_BUCKET_BYTES, rounds)
                 return PublishRounds(times.memcpy_ms, times.publish_ms)
             case Save(path):
                 from safetensors.torch import save_file

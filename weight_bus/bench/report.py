@@ -94,6 +94,8 @@ class WeightsBench(msgspec.Struct, frozen=True, kw_only=True):
     nixl_vs_readv: float | None
     shm_vs_memcpy: float | None
     publish_vs_memcpy: float
+    publish_apart_vs_memcpy: float
+    """The same of weights that lie wherever the allocator put them; our trainer's lie in one piece."""
     decode_while_staging: float
     exact: bool | None
     times_shorter: float
@@ -163,6 +165,7 @@ def judge_engine(
 def judge(
     engines: Mapping[str, EngineFigures],
     publish: Sequence[float],
+    publish_apart: Sequence[float],
     wire: Mapping[str, Sequence[float]],
     plain_serve: Exactness | None,
     *,
@@ -173,7 +176,9 @@ def judge(
     machine: str,
     versions: Mapping[str, str],
 ) -> WeightsBench:
-    """Put the figures together. `publish`: what it blocks ÷ a memcpy, by round; `wire`: ratios by name and round."""
+    """Put the figures together. `publish`: what it blocks ÷ a memcpy, by round (`publish_apart`: of scattered weights);
+    `wire`: ratios by name and round.
+    """
     each = list(engines.values())
     checked = [found for found in (*(engine.exact for engine in each), plain_serve) if found is not None]
     exact = all(found.exact for found in checked) if checked else None
@@ -196,6 +201,7 @@ def judge(
         nixl_vs_readv=nixl,
         shm_vs_memcpy=shm,
         publish_vs_memcpy=published,
+        publish_apart_vs_memcpy=round(median(publish_apart), 3),
         decode_while_staging=pace,
         exact=exact,
         times_shorter=shorter,
@@ -204,6 +210,7 @@ def judge(
         plain_serve=plain_serve,
         spread={
             "publish_vs_memcpy": [round(value, 3) for value in publish],
+            "publish_apart_vs_memcpy": [round(value, 3) for value in publish_apart],
             **{name: [round(value, 3) for value in values] for name, values in wire.items()},
         },
         setting=setting,

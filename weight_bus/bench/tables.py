@@ -70,7 +70,7 @@ def _summary(bench: WeightsBench) -> Table:
     )
     table.add_row("shorter than the shortest paused arm", f"{bench.times_shorter:.1f} times", "")
     table.add_row("decode speed while staging", f"{bench.decode_while_staging:.2f}", "")
-    for name in ("publish_vs_memcpy", "nixl_vs_readv", "shm_vs_memcpy"):
+    for name in ("publish_vs_memcpy", "publish_apart_vs_memcpy", "nixl_vs_readv", "shm_vs_memcpy"):
         value = getattr(bench, name)
         rounds = ", ".join(f"{figure:.2f}" for figure in bench.spread.get(name, []))
         table.add_row(name, "not measured" if value is None else f"{value:.2f}", rounds)

@@ -1,0 +1,94 @@
+"""One of a publisher's two arenas, and how a version gets into it.
+
+    the weights lie in one piece, as the arena does    one memcpy past the caches        `weight_bus.one_piece`
+    they lie apart, in the serving dtype               a memcpy each, the small ones together
+    another dtype or device, several threads           torch's copy of all of them, which casts
+
+All give the same bytes: padding stays zero, whatever lies between the weights where they come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from weight_bus.arena import Arena, populate
+from weight_bus.copying import copy_memory, streams_well
+from weight_bus.owner_plan import OwnerPlan, local_part
+from weight_bus.transports.base import Exporter
+from weight_bus.views import flat_bytes
+
+
+class HalfArena:
+    """What this rank owns of a version, as views into the arena. An owner of nothing has no arena."""
+
+    def __init__(self, exporter: Exporter, plan: OwnerPlan, dtype: torch.dtype) -> None:
+        """Raises TransportError when there is no memory for it."""
+        self.arena: Arena | None = exporter.allocate(plan.total_bytes) if plan.total_bytes else None
+        self._dtype = dtype
+        self._pieces = plan.pieces
+        self._views: list[torch.Tensor] = []
+        if self.arena is not None:
+            populate(self.arena)
+            flat = flat_bytes(self.arena.view)
+            for piece in plan.pieces:
+                part = flat[piece.offset : piece.offset + piece.nbytes]
+                self._views.append(part.view(dtype).view(piece.shape))
+        ends = [piece.offset + piece.nbytes for piece in plan.pieces]
+        begins = [piece.offset for piece in plan.pieces[1:]]
+        self._padding = [(end, begin - end) for end, begin in zip(ends, begins, strict=False) if begin > end]
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(b"") if self.arena is None else self.arena.view
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the pieces in. The interpreter lock is released while bytes move."""
+        if self.arena is None:
+            return
+        parts = [local_part(tensors[piece.name]) for piece in self._pieces]
+        if torch.get_num_threads() > 1:
+            # Several threads are faster than one that goes past the caches.
+            self._cast(list(range(len(parts))), parts)
+        elif self._lie_alike(parts):
+            self._copy_whole(self.arena, parts)
+        else:
+            self._cast([number for number, part in enumerate(parts) if not self._copied(number, part)], parts)
+
+    def _lie_alike(self, parts: Sequence[torch.Tensor]) -> bool:
+        """Whether the pieces lie as far from each other as in the arena, all in the same memory."""
+        storage = parts[0].untyped_storage().data_ptr()
+        origin = parts[0].data_ptr() - self._pieces[0].offset
+        return all(
+            part.data_ptr() == origin + piece.offset
+            and self._is_served(part)
+            and part.untyped_storage().data_ptr() == storage
+            for piece, part in zip(self._pieces, parts, strict=True)
+        )
+
+    def _copy_whole(self, arena: Arena, parts: Sequence[torch.Tensor]) -> None:
+        first, last = self._pieces[0], self._pieces[-1]
+        base = arena.address
+        copy_memory(parts[0].data_ptr(), base + first.offset, last.offset + last.nbytes - first.offset)
+        for offset, nbytes in self._padding:
+            ctypes.memset(base + offset, 0, nbytes)
+
+    def _copied(self, number: int, part: torch.Tensor) -> bool:
+        """Copy a large piece by memcpy, if its bytes are what is served and that is faster; whether it was."""
+        view = self._views[number]
+        source, target = part.data_ptr(), view.data_ptr()
+        if not self._is_served(part) or not streams_well(part.nbytes, source, target):
+            return False
+        copy_memory(source, target, part.nbytes)
+        return True
+
+    def _is_served(self, part: torch.Tensor) -> bool:
+        return part.dtype == self._dtype and part.device.type == "cpu" and part.is_contiguous()
+
+    def _cast(self, numbers: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
+        if numbers:
+            with torch.no_grad():
+                # One call for all: with thousands of small tensors Python would take as long as the copies.
+                torch._foreach_copy_([self._views[number] for number in numbers], [parts[number] for number in numbers])
