@@ -4,10 +4,9 @@
     commit                      ^                         falls into one gap
     window                 └───────────┘                  WINDOW gaps before it, the gap itself, WINDOW after it
 
-**stall** = the longest gap of the window less the median undisturbed gap, at least 0. An undisturbed gap is one in no
-commit's window. The window is narrow: the prefill of requests that come while others decode makes long gaps of its own,
-and in a wide window they would be laid at the commit's door. Gaps count only while the engine ran without a break:
-`break_off` ends a stretch when nothing is left to decode or decoding was paused.
+What a stall is, `services.policies.stall` says. An undisturbed gap is one in no commit's window; the last ones before the
+commit's end count. Gaps count only while the engine ran without a break: `break_off` ends a stretch when nothing is left to
+decode or decoding was paused.
 
 Pure: no clock inside, times are passed in. Memory is bounded.
 """
@@ -16,10 +15,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median
 
-WINDOW = 1
-_UNDISTURBED_KEPT = 256
+from services.policies.stall import QUIET, WINDOW, stall
+
 _STALLS_KEPT = 1024
 
 
@@ -39,7 +37,7 @@ class Cadence:
         self._last_step: float | None = None
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._unclaimed: deque[float] = deque()
-        self._undisturbed: deque[float] = deque(maxlen=_UNDISTURBED_KEPT)
+        self._undisturbed: deque[float] = deque(maxlen=2 * QUIET)
         self._open: list[_OpenCommit] = []
         self._stalls: deque[float] = deque(maxlen=_STALLS_KEPT)
         self.tokens = 0
@@ -93,5 +91,4 @@ class Cadence:
     def _close(self, commit: _OpenCommit) -> None:
         if not commit.own_gap_seen:
             return
-        usual = median(self._undisturbed) if self._undisturbed else median(commit.gaps_ms)
-        self._stalls.append(max(0.0, max(commit.gaps_ms) - usual))
+        self._stalls.append(stall(commit.gaps_ms, self._undisturbed or commit.gaps_ms))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_server.engines.cadence import WINDOW, Cadence
+from rollout_server.engines.cadence import Cadence
+from services.policies.stall import WINDOW
 
 STEP_S = 0.002
 

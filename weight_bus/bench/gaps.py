@@ -5,11 +5,10 @@
     window                 └───────────────┘                the gaps that touch `still`, one before them, one after
     quiet    └─────┘                         └──────┘       the undisturbed gaps next to it, `QUIET` on each side
 
-**stall** = the longest gap of the window less the median undisturbed gap, at least 0. Undisturbed is a gap outside of every
-update of the episode; those next to the update count, for steps grow longer with every token of their context.
-With `still` a moment (ours: when the engine said that it had flipped) and steps alike, this is what an engine's own
-status calls a stall. **Tokens lost** = tokens that undisturbed decoding would have drawn from the update's begin until a
-gap after its end, less those drawn. **Pace** = tokens drawn in a span ÷ those that undisturbed decoding would have drawn.
+What a **stall** is, `services.policies.stall` says; undisturbed is a gap outside of every update of the episode. With
+`still` a moment (ours: when the engine said that it had flipped) and steps alike, it is what an engine's own status says.
+**Tokens lost** = tokens that undisturbed decoding would have drawn from the update's begin until a gap after its end, less
+those drawn. **Pace** = tokens drawn in a span ÷ those that undisturbed decoding would have drawn.
 """
 
 from __future__ import annotations
@@ -21,11 +20,8 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
 
+from services.policies.stall import QUIET, WINDOW, stall
 from weight_bus.bench.messages import Span
-
-WINDOW = 1
-QUIET = 16
-"""Undisturbed gaps that are looked at before and after an update."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class Episode:
     def stall_ms(self, update: Update) -> float:
         """Raises ValueError for an update that lies outside of the tokens seen, or has no quiet around it."""
         window = [end - begin for begin, end in pairwise(self.times[slice(*self._window(update))])]
-        return max(0.0, (max(window) - median(self.quiet_s(update))) * 1e3)
+        return stall(window, self.quiet_s(update)) * 1e3
 
     def own_gap_ms(self, update: Update) -> float:
         """What the gap in which the update was over had more than usual: of a moment, the one gap that it fell into."""
