@@ -138,6 +138,7 @@ def test_bars_are_met_only_by_the_medians_that_meet_them() -> None:
     assert good.times_shorter == pytest.approx(50.0)
     assert good.bars == {
         "stall ≤ 2 ms": True,
+        "no stall over a step + 5 ms": True,
         "20 times shorter than every paused arm": True,
         "publish ≤ 1.3 memcpy": True,
         "pace while staging ≥ 0.9": True,
@@ -146,9 +147,11 @@ def test_bars_are_met_only_by_the_medians_that_meet_them() -> None:
     }
     assert (good.nixl_vs_readv, good.shm_vs_memcpy, good.publish_vs_memcpy) == (0.91, None, 1.2)
     assert good.publish_apart_vs_memcpy == 1.6
+    assert slow.longest_stall_ms == pytest.approx(4.0) and slow.bars["no stall over a step + 5 ms"]
+    assert not judged(26.0).bars["no stall over a step + 5 ms"]
     assert not slow.bars["stall ≤ 2 ms"] and not slow.bars["20 times shorter than every paused arm"]
     assert judged(11.0, exact=None).exact is None
-    assert [table.row_count for table in as_tables(good)] == [7, 13]
+    assert [table.row_count for table in as_tables(good)] == [7, 15]
 
 
 @pytest.mark.parametrize(

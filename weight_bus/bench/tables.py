@@ -68,6 +68,9 @@ def _summary(bench: WeightsBench) -> Table:
     table.add_row(
         "stall of a commit", f"{bench.stall_ms:.2f} ms", f"{bench.nothing_stall_ms:.2f} ms where nothing happens"
     )
+    table.add_row(
+        "longest stall of any commit", f"{bench.longest_stall_ms:.2f} ms", f"a step: {bench.decode_step_ms:.2f} ms"
+    )
     table.add_row("shorter than the shortest paused arm", f"{bench.times_shorter:.1f} times", "")
     table.add_row("decode speed while staging", f"{bench.decode_while_staging:.2f}", "")
     for name in ("publish_vs_memcpy", "publish_apart_vs_memcpy", "nixl_vs_readv", "shm_vs_memcpy"):
