@@ -28,10 +28,11 @@ def lay_in_one_piece(tensors: Mapping[str, torch.Tensor]) -> bool:
     """
     if not tensors or not all(_can_move(tensor) for tensor in tensors.values()):
         return False
-    names: dict[tuple[int, int], list[str]] = {}
+    names: dict[tuple[int, int, str], list[str]] = {}
     for name, tensor in tensors.items():
-        names.setdefault((tensor.data_ptr(), tensor.nbytes), []).append(name)
-    if any(begin + nbytes > after for (begin, nbytes), (after, _) in pairwise(sorted(names))):
+        names.setdefault((tensor.data_ptr(), tensor.nbytes, dtype_name(tensor.dtype)), []).append(name)
+    if any(begin + nbytes > after for (begin, nbytes, _), (after, _, _) in pairwise(sorted(names))):
+        # One is a part of another, or the same bytes in another dtype.
         return False
     firsts = {same[0]: tensors[same[0]] for same in names.values()}
     layout = plan_mixed_layout({name: (tuple(one.shape), dtype_name(one.dtype)) for name, one in firsts.items()})

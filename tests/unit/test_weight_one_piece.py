@@ -68,9 +68,10 @@ def test_a_model_learns_on_as_before_and_its_tied_head_stays_tied() -> None:
         lambda weights: weights["b"].t(),
         lambda weights: torch.arange(4),
         lambda weights: weights["b"][1:],
+        lambda weights: weights["b"].view(torch.float16),
         lambda weights: torch.zeros(0),
     ],
-    ids=["turned", "no weights", "part of another", "empty"],
+    ids=["turned", "no weights", "part of another", "another dtype", "empty"],
 )
 def test_what_cannot_be_moved_leaves_all_where_they_are(odd: object) -> None:
     assert callable(odd)
