@@ -23,7 +23,10 @@ def streams_well(nbytes: int, source: int, target: int) -> bool:
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """`target[:] = source`, without the interpreter lock that a memoryview would keep. Raises ValueError as that would."""
+    """`target[:] = source`, without the interpreter lock that a memoryview would keep.
+
+    Raises ValueError for other sizes, or for a target that cannot be written.
+    """
     read, written = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
     if len(read) != len(written) or not written.flags.writeable:
         raise ValueError(f"{len(read)} bytes into {len(written)}, writable: {written.flags.writeable}")

@@ -2,7 +2,7 @@
 
     the weights lie in one piece, as the arena does    one memcpy past the caches        `weight_bus.one_piece`
     they lie apart, in the serving dtype               a memcpy each, the small ones together
-    another dtype or device, several threads           torch's copy of all of them, which casts
+    apart, of another dtype or device                  torch's copy of all of them, which casts; also with several threads
 
 All give the same bytes: padding stays zero, whatever lies between the weights where they come from.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -36,9 +37,8 @@ class HalfArena:
             for piece in plan.pieces:
                 part = flat[piece.offset : piece.offset + piece.nbytes]
                 self._views.append(part.view(dtype).view(piece.shape))
-        ends = [piece.offset + piece.nbytes for piece in plan.pieces]
-        begins = [piece.offset for piece in plan.pieces[1:]]
-        self._padding = [(end, begin - end) for end, begin in zip(ends, begins, strict=False) if begin > end]
+        ends = [(piece.offset + piece.nbytes, after.offset) for piece, after in pairwise(plan.pieces)]
+        self._padding = [(end, begin - end) for end, begin in ends if begin > end]
 
     @property
     def view(self) -> memoryview:
@@ -49,13 +49,15 @@ class HalfArena:
         if self.arena is None:
             return
         parts = [local_part(tensors[piece.name]) for piece in self._pieces]
-        if torch.get_num_threads() > 1:
-            # Several threads are faster than one that goes past the caches.
-            self._cast(list(range(len(parts))), parts)
-        elif self._lie_alike(parts):
+        if self._lie_alike(parts):
             self._copy_whole(self.arena, parts)
-        else:
-            self._cast([number for number, part in enumerate(parts) if not self._copied(number, part)], parts)
+            return
+        several = torch.get_num_threads() > 1
+        left = [pair for pair in zip(self._views, parts, strict=True) if several or not self._copied(*pair)]
+        if left:
+            with torch.no_grad():
+                # One call for all: with thousands of small tensors Python would take as long as the copies.
+                torch._foreach_copy_([view for view, _ in left], [part for _, part in left])
 
     def _lie_alike(self, parts: Sequence[torch.Tensor]) -> bool:
         """Whether the pieces lie as far from each other as in the arena, all in the same memory."""
@@ -75,9 +77,8 @@ class HalfArena:
         for offset, nbytes in self._padding:
             ctypes.memset(base + offset, 0, nbytes)
 
-    def _copied(self, number: int, part: torch.Tensor) -> bool:
+    def _copied(self, view: torch.Tensor, part: torch.Tensor) -> bool:
         """Copy a large piece by memcpy, if its bytes are what is served and that is faster; whether it was."""
-        view = self._views[number]
         source, target = part.data_ptr(), view.data_ptr()
         if not self._is_served(part) or not streams_well(part.nbytes, source, target):
             return False
@@ -86,9 +87,3 @@ class HalfArena:
 
     def _is_served(self, part: torch.Tensor) -> bool:
         return part.dtype == self._dtype and part.device.type == "cpu" and part.is_contiguous()
-
-    def _cast(self, numbers: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
-        if numbers:
-            with torch.no_grad():
-                # One call for all: with thousands of small tensors Python would take as long as the copies.
-                torch._foreach_copy_([self._views[number] for number in numbers], [parts[number] for number in numbers])

@@ -3,7 +3,7 @@
     before   ┌─a─┐    ┌──b──┐  ┌c┐        wherever the allocator put them
     after    │a│b    │c│                  one mapping, on huge pages where the system has them; `weight_bus.layout`
 
-Publishing 214 MB takes 1.15 to 1.18 times one memcpy so, and 1.37 to 1.41 from where the allocator put 112 tensors
+Publishing 214 MB takes 1.1 to 1.2 times one memcpy so, and 1.3 to 1.4 from where the allocator put 112 tensors
 (docs/benchmarks.md). A training step takes the same time either way.
 """
 

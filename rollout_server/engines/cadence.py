@@ -1,9 +1,5 @@
 """The cadence of decode steps, and by how much a weight commit disturbs it.
 
-    steps    |   |   |   |   |       |   |   |   |        gaps between steps that drew tokens
-    commit                      ^                         falls into one gap
-    window                 └───────────┘                  WINDOW gaps before it, the gap itself, WINDOW after it
-
 What a stall is, `services.policies.stall` says. An undisturbed gap is one in no commit's window; the last ones before the
 commit's end count. Gaps count only while the engine ran without a break: `break_off` ends a stretch when nothing is left to
 decode or decoding was paused.

@@ -10,12 +10,11 @@ torch = pytest.importorskip("torch")
 
 from trainer.learner import named_weights  # noqa: E402
 from trainer.tiny_policy import build_model  # noqa: E402
-from weight_bus.arena import Arena, private_arena  # noqa: E402
 from weight_bus.half_arena import HalfArena  # noqa: E402
 from weight_bus.layout import plan_layout  # noqa: E402
-from weight_bus.manifest import Manifest, Source  # noqa: E402
 from weight_bus.one_piece import lay_in_one_piece  # noqa: E402
 from weight_bus.owner_plan import plan_owner  # noqa: E402
+from weight_bus.transports.select import make_exporter  # noqa: E402
 
 LARGE = {"a": (3,), "b": (600, 600), "c": (5, 7), "d": (700, 600), "e": (1,)}
 
@@ -102,20 +101,10 @@ def test_one_copy_puts_in_place_what_single_copies_do_and_nothing_that_lies_betw
 
 
 def filled(weights: dict[str, torch.Tensor]) -> bytes:
-    plan = plan_owner(weights, "float32", None)
-    half = HalfArena(PrivateArenas(), plan, torch.float32)
-    half.fill(weights)
-    return bytes(half.view)
-
-
-class PrivateArenas:
-    name = "shm"
-
-    def allocate(self, nbytes: int) -> Arena:
-        return private_arena(nbytes)
-
-    def export(self, arena: Arena, draft: Manifest | None = None) -> Source:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        return
+    exporter = make_exporter("shm", "one-piece")
+    try:
+        half = HalfArena(exporter, plan_owner(weights, "float32", None), torch.float32)
+        half.fill(weights)
+        return bytes(half.view)
+    finally:
+        exporter.close()

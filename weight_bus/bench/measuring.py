@@ -80,24 +80,22 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
     say(f"a random policy of {weight_bytes / 1e6:.0f} MB; {shape.streams} streams decode while it is updated")
     figures: dict[str, EngineFigures] = {}
     episodes: dict[str, Episodes] = {}
-    publish: list[float] = []
-    apart: list[float] = []
+    ratios: dict[str, list[float]] = {}
     for name in shape.engines:
         bench = _EngineBench(shape, name, model, folder, transports, say)
         figures[name], episodes[name] = await bench.run()
-        publish += bench.publish
-        apart += bench.publish_apart
+        for ratio, rounds in bench.publish.items():
+            ratios.setdefault(ratio, []).extend(rounds)
     plain_serve = None
     if shape.serve:
         from weight_bus.bench.exact import plain_serve as check_plain_serve
 
         plain_serve = await check_plain_serve(model, shape.exact_updates, say)
-    wire: dict[str, list[float]] = {}
     if shape.wire and nixl_installed():
         from weight_bus.bench.wire import measure_wire
 
         measured = await measure_wire(weight_bytes, shape.rounds, folder, say)
-        wire = measured.figures
+        ratios |= measured.figures
         if not measured.huge:
             notes.append("the kernel gave shared memory no huge pages")
     else:
@@ -114,9 +112,7 @@ async def measure(shape: Shape, folder: Path, say: Say) -> tuple[WeightsBench, d
     )
     judged = judge(
         figures,
-        publish,
-        apart,
-        wire,
+        ratios,
         plain_serve,
         setting=setting,
         notes=notes,
@@ -141,11 +137,10 @@ class _EngineBench:
         self._transports = transports
         self._say = say
         self._rng = random.Random(_SEED)
-        self.publish: list[float] = []
-        self.publish_apart: list[float] = []
+        self.publish: dict[str, list[float]] = {}
 
     async def run(self) -> tuple[EngineFigures, Episodes]:
-        """Afterwards `publish` has what `publish` blocks ÷ a memcpy, by round; `publish_apart` of scattered weights."""
+        """Afterwards `publish` has what `publish` blocks ÷ a memcpy, by the figure's name and round."""
         streams = self._shape.streams
         async with running_both(self._name, self._model, self._folder, streams) as (publisher, engine):
             ways = Ways(engine, publisher, self._folder, self._transports)
@@ -156,8 +151,8 @@ class _EngineBench:
             exact = None
             if self._shape.exact_updates:
                 exact = await self._exactness(engine, publisher, ways)
-            self.publish = await _publishing(publisher, self._transports, self._shape.rounds, apart=False)
-            self.publish_apart = await _publishing(publisher, self._transports, self._shape.rounds, apart=True)
+            for figure, apart in (("publish_vs_memcpy", False), ("publish_apart_vs_memcpy", True)):
+                self.publish[figure] = await _publishing(publisher, self._transports, self._shape.rounds, apart=apart)
         return judge_engine(episodes, exact, others_cores=others), episodes
 
     async def _warm_up(self, engine: Piped, ways: Ways) -> None:

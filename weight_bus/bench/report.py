@@ -169,9 +169,7 @@ def judge_engine(
 
 def judge(
     engines: Mapping[str, EngineFigures],
-    publish: Sequence[float],
-    publish_apart: Sequence[float],
-    wire: Mapping[str, Sequence[float]],
+    ratios: Mapping[str, Sequence[float]],
     plain_serve: Exactness | None,
     *,
     setting: Setting,
@@ -181,15 +179,13 @@ def judge(
     machine: str,
     versions: Mapping[str, str],
 ) -> WeightsBench:
-    """Put the figures together. `publish`: what it blocks ÷ a memcpy, by round (`publish_apart`: of scattered weights);
-    `wire`: ratios by name and round.
-    """
+    """Put the figures together. `ratios`: what publishing and the wire come to, by name and round."""
     each = list(engines.values())
     checked = [found for found in (*(engine.exact for engine in each), plain_serve) if found is not None]
     exact = all(found.exact for found in checked) if checked else None
-    nixl, shm = (_median_of(wire.get(name, ())) for name in ("nixl_vs_readv", "shm_vs_memcpy"))
+    nixl, shm = (_median_of(ratios.get(name, ())) for name in ("nixl_vs_readv", "shm_vs_memcpy"))
     stall, shorter = max(e.stall_ms for e in each), min(e.times_shorter for e in each)
-    published = round(median(publish), 3)
+    published, apart = (round(median(ratios[name]), 3) for name in ("publish_vs_memcpy", "publish_apart_vs_memcpy"))
     pace = min(e.decode_while_staging for e in each)
     bars = {
         f"stall ≤ {STALL_BAR_MS:g} ms": stall <= STALL_BAR_MS,
@@ -210,18 +206,14 @@ def judge(
         nixl_vs_readv=nixl,
         shm_vs_memcpy=shm,
         publish_vs_memcpy=published,
-        publish_apart_vs_memcpy=round(median(publish_apart), 3),
+        publish_apart_vs_memcpy=apart,
         decode_while_staging=pace,
         exact=exact,
         times_shorter=shorter,
         nothing_stall_ms=max(e.nothing_stall_ms for e in each),
         engines=dict(engines),
         plain_serve=plain_serve,
-        spread={
-            "publish_vs_memcpy": [round(value, 3) for value in publish],
-            "publish_apart_vs_memcpy": [round(value, 3) for value in publish_apart],
-            **{name: [round(value, 3) for value in values] for name, values in wire.items()},
-        },
+        spread={name: [round(value, 3) for value in values] for name, values in ratios.items()},
         setting=setting,
         bars=bars,
         notes=list(notes),
