@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from services.wire.rollout_api import ErrorBody
+from services.app import declared_errors
 
 _MEANINGS = {
     400: "A prompt that is too long, or something that cannot be served",
@@ -20,6 +18,4 @@ _MEANINGS = {
     504: "A deadline has passed",
 }
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": why} for status, why in _MEANINGS.items()
-}
+ERRORS = declared_errors(_MEANINGS)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.responses import StreamingResponse
 
+from services.app import declared_errors
 from services.doorkeeper import Doorkeeper
-from services.wire.rollout_api import ErrorBody
 from services.wire.weights_api import (
     EngineRegistered,
     EnginesView,
@@ -46,9 +46,7 @@ _MEANINGS = {
     413: "A body that is too large",
     422: "A body or parameter that does not fit",
 }
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": why} for status, why in _MEANINGS.items()
-}
+_ERRORS = declared_errors(_MEANINGS)
 Wait = Annotated[
     float, Query(ge=0.0, le=60.0, description="Seconds to hold the answer until nothing but an operator is waited for")
 ]

@@ -66,13 +66,13 @@ class Child:
         os.killpg(self.process.pid, signal.SIGKILL)
         await self.process.wait()
 
-    async def stop(self) -> None:
-        """End it and whatever is left of its group."""
+    async def stop(self, within_s: float = _STOP_WITHIN_S) -> None:
+        """End it and whatever is left of its group, which is killed after `within_s`."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.terminate()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STOP_WITHIN_S):
+                async with asyncio.timeout(within_s):
                     await self.process.wait()
                     await self._group_gone()
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -96,10 +96,11 @@ async def running(
     environment: Mapping[str, str] | None = None,
     piped: bool = False,
     line_bytes: int = 1 << 16,
+    stop_within_s: float = _STOP_WITHIN_S,
 ) -> AsyncIterator[Child]:
     """A process for the time of the block, its log in `folder`. Keys of a mesh of the user's own are not for it.
 
-    `piped`: its input and output are ours to use, with lines of up to `line_bytes`.
+    `piped`: its input and output are ours to use, with lines of up to `line_bytes`. `stop_within_s`: see `Child.stop`.
     """
     log = folder / f"{name.replace(' ', '-')}.log"
     with log.open("ab") as output:
@@ -117,7 +118,7 @@ async def running(
         yield child
     finally:
         # An interrupted benchmark must not be interrupted in this, too.
-        await asyncio.shield(child.stop())
+        await asyncio.shield(child.stop(stop_within_s))
 
 
 @asynccontextmanager

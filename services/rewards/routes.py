@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 
+from services.app import declared_errors
 from services.doorkeeper import Doorkeeper
 from services.policies.reward_formula import NotComposed
 from services.rewards.judge import Judge
 from services.rewards.worker_wire import Sample
 from services.wire.errors import NotReadyError
 from services.wire.reward_api import REWARDS_PATH, JudgeSample, RewardFailedError, RewardFormula, RewardGiven
-from services.wire.rollout_api import ErrorBody
 
 _MEANINGS = {
     400: "A body that is no JSON text",
@@ -24,9 +22,7 @@ _MEANINGS = {
     429: "Too many samples wait; `Retry-After` says when to ask again",
     503: "The components are starting, or cannot",
 }
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": why} for status, why in _MEANINGS.items()
-}
+_ERRORS = declared_errors(_MEANINGS)
 
 
 def reward_routes(doors: Doorkeeper, judge: Judge) -> APIRouter:

@@ -21,6 +21,7 @@ from services.redis_client import connect
 from services.run_keys import RunKeys
 from services.stream import TrajectoryReader, TrajectoryWriter
 from services.wire.trajectory import decode_trajectory
+from tests.support.examples import examples
 from tests.support.rollout_host import until
 from tests.support.trajectories import a_rollout, a_segment
 
@@ -57,9 +58,7 @@ async def put(redis: Redis, run_id: str, opened: int, dropped: int, ordinals: li
         await redis.hset(keys.open_groups, f"old-{ordinal}", json.dumps([ordinal, "s9", "1.5"]))
 
 
-@settings(
-    max_examples=400, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(examples(400), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), asking=st.integers(1, 9))
 def test_the_script_decides_as_the_policy_does(
     loop_and_redis: tuple[asyncio.Runner, Redis], run_id: str, data: st.DataObject, asking: int
@@ -307,6 +306,4 @@ def test_accounts_balance_whoever_opens_closes_drops_dies_and_adopts(
     runner, redis = loop_and_redis
     attributes: dict[str, Any] = {"runner": runner, "redis": redis, "run_ids": (f"{run_id}-{i}" for i in count())}
     mesh = type("Mesh", (_Mesh,), attributes)
-    run_state_machine_as_test(
-        mesh, settings=settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
-    )
+    run_state_machine_as_test(mesh, settings=settings(examples(60), stateful_step_count=40))

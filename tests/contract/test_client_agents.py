@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import threading
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -61,20 +61,20 @@ async def test_agents_of_a_run_are_captured_each_in_its_own_session(
 
 
 async def test_blocking_agents_play_side_by_side_in_threads(redis_url: str, run_id: str, chat_policy: Path) -> None:
+    together = threading.Barrier(8, timeout=15.0)
+
     def blocking(problem: Problem, endpoint: AgentEndpoint) -> Ended:
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
         body = {"model": "any", "messages": [{"role": "user", "content": problem.prompt}]}
         httpx.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers).raise_for_status()
-        time.sleep(0.3)
+        together.wait()
         return Ended(reward=1.0, success=True)
 
     environment = agent_environment("blocking", numbered, blocking)
     async with playing(redis_url, run_id, chat_policy) as (host, client):
         group = await open_group(client, 8)
-        began = time.monotonic()
-        played = await play_to_end(client, environment, group, A_PROBLEM, SAMPLING, EpisodeLimits(10.0))
+        played = await play_to_end(client, environment, group, A_PROBLEM, SAMPLING, EpisodeLimits(20.0))
         assert len(played) == 8
-        assert time.monotonic() - began < 1.5
         assert len(await host.published()) == 8
 
 
@@ -148,20 +148,22 @@ async def test_an_agent_that_runs_out_of_time_is_cancelled_and_its_session_abort
             cancelled.set()
         raise AssertionError
 
+    judged = threading.Event()
+
     def stuck(problem: Problem, endpoint: AgentEndpoint) -> Ended:
-        time.sleep(2)
+        judged.wait(60)
         return Ended(1.0, True)
 
     async with playing(redis_url, run_id, chat_policy) as (_, client):
         for play in (slow, stuck):
             group = await open_group(client, 1)
             environment: AgentEnvironment = agent_environment("slow", numbered, play)  # type: ignore[arg-type]
-            began = time.monotonic()
             with pytest.raises(GroupLostError, match=r"no end after 0\.2 s") as lost:
-                await play_to_end(client, environment, group, A_PROBLEM, SAMPLING, EpisodeLimits(0.2))
-            assert time.monotonic() - began < 1.0
+                async with asyncio.timeout(15.0):
+                    await play_to_end(client, environment, group, A_PROBLEM, SAMPLING, EpisodeLimits(0.2))
             assert lost.value.cause == "timeout"
             assert await states(client, group) == ["aborted"]
+    judged.set()
     assert cancelled.is_set()
 
 
@@ -225,11 +227,9 @@ async def test_cancelling_the_runner_ends_at_once_and_leaves_no_session_open(
     async with playing(redis_url, run_id, chat_policy) as (host, client):
         running = asyncio.create_task(run_environment([host.url], plan_for(environment, tmp_path)))
         await asyncio.wait_for(all_opened.wait(), 10.0)
-        began = time.monotonic()
         running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert time.monotonic() - began < 1.0
+        done, _ = await asyncio.wait({running}, timeout=15.0)
+        assert done and running.cancelled()
         for session_id in opened:
             assert (await client.session_status(session_id)).state == "aborted"
         assert (await host.report())["open_groups"] == 0

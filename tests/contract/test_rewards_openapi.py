@@ -21,6 +21,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.support.examples import examples
 from tests.support.rewards_host import judging
 
 EXAMPLES = 25
@@ -77,13 +78,7 @@ def fuzz(url: str, http: requests.Session, operation: Any) -> Counter[int]:
 
 
 def send(url: str, http: requests.Session, operation: Any, mode: GenerationMode, statuses: Counter[int]) -> None:
-    @settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(examples(EXAMPLES), suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def call(case: Any) -> None:
         if mode == GenerationMode.POSITIVE and isinstance(case.body, dict):

@@ -29,6 +29,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.support.chat_policy import save_chat_policy
+from tests.support.examples import examples
 from tests.support.rollout_host import hosting, small_batch
 from tests.support.telling_engine import TellingEngine
 
@@ -177,13 +178,7 @@ def fuzz(server: Server, operation: Any) -> Counter[int]:
 
     for mode in modes:
 
-        @settings(
-            max_examples=EXAMPLES,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        )
+        @settings(examples(EXAMPLES), suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy(generation_mode=mode), known=st.sampled_from([True, True, True, False]))
         def call(case: Any, known: bool) -> None:
             if known:

@@ -211,7 +211,7 @@ async def test_redis_is_spoken_to_over_tls(place: Place, certificates: Certifica
         began = time.monotonic()
         with pytest.raises(UntrustedError, match="does not vouch for") as refused:
             await check_reachable(reached_by(url, None, certificates.stranger.trust))
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 12.0
         assert str(certificates.strange / "ca.pem") in str(refused.value)
         command = ["dead-letters", "--run-id", place.run_id, "--redis-url", url, "--tls-dir"]
         for folder, code in ((certificates.ours, 0), (certificates.strange, 1)):

@@ -13,7 +13,7 @@ import pytest
 from clients.rollout import RolloutClient
 from services.otel_tracing import CLOSE_WITHIN_S, QUEUED_SPANS
 from services.trace_settings import TraceSettings
-from services.tracing import Tracing, open_tracing
+from services.tracing import ServiceKind, Tracing, open_tracing
 from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody, SessionReward, TakeTurns, Turn
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
@@ -119,6 +119,17 @@ async def test_calls_of_a_client_belong_to_its_current_span(
     (drawn,) = receiver.spans("rollout.generate")
     assert drawn.facts["rollmesh.samples"] == 2
     assert {span.trace for span in receiver.spans()} == {root.trace}
+
+
+@pytest.mark.parametrize("kind", ["environment", "gateway", "rollout-server", "weight-bus", "trainer"])
+def test_only_the_share_of_the_groups_that_was_asked_for_is_traced(receiver: TraceReceiver, kind: ServiceKind) -> None:
+    """A trace begins where a group does, so the ratio is the groups'; a trainer's own are its steps, always recorded."""
+    for ratio, traces in ((0.0, 0), (1.0, 50)):
+        settings = TraceSettings(traces="otlp", traces_endpoint=receiver.endpoint, traces_ratio=ratio)
+        with open_tracing(settings, kind, f"r-{ratio}", "i") as tracing:
+            spans_into(tracing, 50)
+        spans = [span for span in receiver.spans("work") if span.run == f"r-{ratio}"]
+        assert len(spans) == (50 if kind == "trainer" else traces)
 
 
 def spans_into(tracing: Tracing, count: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
@@ -199,9 +198,7 @@ async def test_a_stopped_trainer_gets_no_batch(make_bench: Callable[..., Bench])
         asyncio.to_thread(bench.intake.take, 1, 30.0, post=lambda _: None, stopped=stopped.is_set)
     )
     stopped.set()
-    started = time.monotonic()
-    assert await waiting is None
-    assert time.monotonic() - started < 2.0
+    assert await asyncio.wait_for(waiting, 15.0) is None
 
 
 async def test_a_successor_takes_up_what_was_pending_and_settles_what_the_log_holds(

@@ -195,6 +195,7 @@ async def test_killed_stopped_and_restarted_a_run_ends_with_the_same_bytes(mesh:
     assert (accounts.concluded, accounts.final_version) == (True, STEPS)
 
 
+@pytest.mark.slow
 async def test_several_steps_a_batch_are_made_again_and_published_once(mesh: Mesh) -> None:
     """Batches of two steps and a last one of one; killed between them, a run ends with the bytes of one in one go."""
     threads, steps = torch.get_num_threads(), 5
@@ -230,6 +231,7 @@ async def test_several_steps_a_batch_are_made_again_and_published_once(mesh: Mes
     assert (await mesh.ledger.accounts()).trained == steps * GROUPS * SIZE
 
 
+@pytest.mark.slow
 async def test_a_critic_and_a_price_are_brought_back_too(mesh: Mesh) -> None:
     """Killed after a step that no checkpoint holds: it is made again, from the critic and the price that there were."""
     threads, steps = torch.get_num_threads(), 5

@@ -23,6 +23,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.support.bus_fleet import BusFleet
+from tests.support.examples import examples
 
 EXAMPLES = 8
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -71,13 +72,7 @@ def fuzz(url: str, http: requests.Session, operation: Any) -> Counter[int]:
     statuses: Counter[int] = Counter()
     for mode in [GenerationMode.POSITIVE, GenerationMode.NEGATIVE][: 1 + bool(operation.body or operation.query)]:
 
-        @settings(
-            max_examples=EXAMPLES,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        )
+        @settings(examples(EXAMPLES), suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy(generation_mode=mode), known=st.booleans())
         def call(case: Any, known: bool) -> None:
             if known and "version" in (case.path_parameters or {}):

@@ -22,7 +22,7 @@ from services.config_file import load_settings
 from tests.support import fake_slurm
 from tests.support.command_lines import parse
 from tests.support.manifests import ROOT
-from tests.support.mesh_command import warm_starts
+from tests.support.mesh_command import warm_start
 
 SCRIPT = ROOT / "deploy/slurm/rollmesh.sbatch"
 HEAD, *ROLLOUT_NODES = NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -93,13 +93,13 @@ def submitted(folder: Path, *overrides: str, gpus: int = 0) -> Iterator[Job]:
         process.communicate(timeout=10)
 
 
-def small(factory: pytest.TempPathFactory, steps: int) -> list[str]:
+def small(steps: int) -> list[str]:
     return [
         f"steps={steps}",
         "evaluation.problems=8",
         "rollout.groups_per_step=4",
         "rollout.group_timeout_s=20",
-        f"warm_start.cache_dir={warm_starts(factory)}",
+        warm_start(),
     ]
 
 
@@ -114,8 +114,8 @@ def test_its_settings_are_settings() -> None:
 
 
 @pytest.mark.e2e
-def test_a_job_trains_and_leaves_nothing_running(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with submitted(tmp_path, *small(tmp_path_factory, 4)) as job:
+def test_a_job_trains_and_leaves_nothing_running(tmp_path: Path) -> None:
+    with submitted(tmp_path, *small(4)) as job:
         said, _ = job.process.communicate(timeout=240)
         assert job.process.returncode == 0, said
         assert not job.processes()
@@ -175,9 +175,9 @@ def serves(process: psutil.Process, server: str) -> bool:
 
 @pytest.mark.e2e
 def test_a_job_whose_time_is_up_ends_in_good_order_and_goes_on_when_it_is_submitted_again(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path,
 ) -> None:
-    settings = small(tmp_path_factory, 1000)
+    settings = small(1000)
     with submitted(tmp_path, *settings, gpus=1) as job:
         wait_for_steps(job, 2)
         next(each for each in job.processes() if serves(each, "rollout-1")).kill()

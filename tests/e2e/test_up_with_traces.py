@@ -9,26 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.mesh_command import Finished, Running, running_up, summary_of, warm_starts
+from tests.support.mesh_command import Running, running_up, summary_of, warm_start
 from tests.support.trace_receiver import TakenSpan, TraceReceiver, receiving_traces
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 8
 GIVEN_UP, CALLER = "s-given-up", "00-11112222333344445555666677778888-aaaabbbbccccdddd-01"
 SERVERS = {"s0", "s1"}
-
-
-def traced_run(
-    run_dir: Path, cache: Path, receiver: TraceReceiver, *more: str, give_one_up: bool = False
-) -> tuple[Running, Finished]:
-    small = ["evaluation.problems=32", "rollout.groups_per_step=4", f"warm_start.cache_dir={cache}"]
-    traces = ["telemetry.traces=otlp", f"telemetry.traces_endpoint={receiver.endpoint}"]
-    arguments = ["--engine", "torch", "--servers", "2", "--steps", str(STEPS), *small, *traces, *more]
-    with running_up(run_dir, *arguments) as mesh:
-        if give_one_up:
-            mesh.wait_for_steps(1, 240.0)
-            give_a_session_up(mesh)
-        return mesh, mesh.finish()
 
 
 def give_a_session_up(mesh: Running) -> None:
@@ -40,12 +27,17 @@ def give_a_session_up(mesh: Running) -> None:
 
 
 def test_an_episode_leads_to_a_step_and_to_the_commits_that_followed(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROLLMESH_LOG_JSON", "1")
     run_dir = tmp_path / "run"
     with receiving_traces() as receiver:
-        mesh, done = traced_run(run_dir, warm_starts(tmp_path_factory), receiver, give_one_up=True)
+        small = ["evaluation.problems=32", "rollout.groups_per_step=4", warm_start()]
+        traces = ["telemetry.traces=otlp", f"telemetry.traces_endpoint={receiver.endpoint}"]
+        with running_up(run_dir, "--engine", "torch", "--servers", "2", "--steps", str(STEPS), *small, *traces) as mesh:
+            mesh.wait_for_steps(1, 240.0)
+            give_a_session_up(mesh)
+            done = mesh.finish()
     assert done.code == 0, f"{done.out}\n{done.err}\n{mesh.logs()}"
 
     steps = {span.facts["rollmesh.version"]: span for span in receiver.spans("trainer.step")}
@@ -132,20 +124,3 @@ def check_logs(run_dir: Path, run_id: str, traces: set[str]) -> None:
     ]
     assert given_up["session"] == GIVEN_UP and given_up["version"] >= 0
     assert given_up["trace_id"] == CALLER.split("-")[1]
-
-
-def test_only_the_share_of_the_groups_that_was_asked_for_is_traced(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    with receiving_traces() as receiver:
-        cache = warm_starts(tmp_path_factory)
-        mesh, done = traced_run(tmp_path / "run", cache, receiver, "telemetry.traces_ratio=0.0")
-    assert done.code == 0, f"{done.out}\n{done.err}\n{mesh.logs()}"
-    steps = receiver.spans("trainer.step")
-    assert len(steps) == STEPS and not any(step.links for step in steps)
-    assert {span.service for span in receiver.spans()} == {
-        "rollmesh-trainer",
-        "rollmesh-weight-bus",
-        "rollmesh-rollout-server",
-    }
-    assert not receiver.spans("environment.group") and not receiver.spans("rollout.generate")

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.mesh_command import Running, run_command, running_up, warm_starts
+from tests.support.mesh_command import Running, run_command, running_up, warm_start
 
 pytestmark = pytest.mark.e2e
 NAMED_WITHIN_S = 10.0
@@ -34,11 +34,11 @@ def status(mesh: Running) -> tuple[int, dict[str, Any], float]:
 
 
 def test_status_names_the_server_that_stands_still_and_what_it_holds(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path,
 ) -> None:
     # Without a gateway nobody takes the stopped server's calls elsewhere, and with a barrier no update passes it by.
     settings = ["gateway.enabled=never", "rollout.groups_per_step=4", "evaluation.problems=32"]
-    settings += [f"warm_start.cache_dir={warm_starts(tmp_path_factory)}"]
+    settings += [warm_start("guess-number")]
     arguments = ["--task", "guess-number", "--servers", "2", "--engine", "torch", "--k", "1", "--steps", "400"]
     with running_up(tmp_path / "run", *arguments, *settings) as mesh:
         mesh.wait_for_steps(4)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.mesh_command import Running, running_up, summary_of, warm_starts
+from tests.support.mesh_command import Running, running_up, summary_of, warm_start
 
 pytestmark = pytest.mark.e2e
 STEPS, K = 40, 1
@@ -20,11 +20,11 @@ def rollout_servers(mesh: Running) -> list[psutil.Process]:
 
 
 def test_no_token_over_k_is_trained_when_a_server_stops_and_goes_on(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"
     settings = ["rollout.groups_per_step=4", "weights.stage_timeout_s=1", "rollout.lookahead=64"]
-    settings += ["evaluation.problems=32", f"warm_start.cache_dir={warm_starts(tmp_path_factory)}"]
+    settings += ["evaluation.problems=32", warm_start("guess-number")]
     arguments = ["--task", "guess-number", "--servers", "2", "--engine", "torch", "--k", str(K), "--steps", str(STEPS)]
     with running_up(run_dir, *arguments, *settings) as mesh:
         mesh.wait_for_steps(4)

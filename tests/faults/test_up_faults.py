@@ -22,7 +22,7 @@ from tests.support.mesh_command import (
     running_up,
     shared_memory_files,
     summary_of,
-    warm_starts,
+    warm_start,
 )
 
 SMALL = ("--engine", "torch", "evaluation.problems=32", "rollout.groups_per_step=4", "--steps", "12")
@@ -115,8 +115,8 @@ def test_a_disk_that_fills_ends_the_run_and_says_so(small_disk: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"warm_start.cache_dir={warm_starts(tmp_path_factory)}"
+def warm_cache() -> str:
+    return warm_start()
 
 
 @pytest.mark.e2e

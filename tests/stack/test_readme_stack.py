@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.compose_stack import BUILD_DEADLINE_S, LASTING, ROOT, Stack
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.alone]
 
 STEPS = 30
 

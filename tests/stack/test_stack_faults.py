@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.compose_stack import LASTING, Stack
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.alone]
 
 ENDLESS = 100_000
 LAST_STEPS = 25

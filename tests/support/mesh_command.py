@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-import pytest
 
 from services.shared_memory import shm_directory, shm_prefix
+from tests.support.suite import locked, shared_folder
 
 COMMAND = (sys.executable, "-P", "-m", "services")
 
@@ -113,9 +114,18 @@ def running_up(run_dir: Path, *arguments: str) -> Iterator[Running]:
                 process.communicate()
 
 
-def warm_starts(factory: pytest.TempPathFactory) -> Path:
-    """Where all tests of a session keep their warm starts: each is learnt once."""
-    return factory.getbasetemp() / "warm-starts"
+def warm_start(task: str = "running-sums") -> str:
+    """The setting by which `rollmesh up` finds the task's warm start, which is learnt once for all tests and workers."""
+    cache = shared_folder() / "warm-starts"
+    setting = f"warm_start.cache_dir={cache}"
+    with locked(f"warm-start-{task}"):
+        learnt = cache / f"{task}.learnt"
+        if not learnt.exists():
+            with TemporaryDirectory(prefix="rollmesh-warm-start-") as folder:
+                done = run_command(["prepare", "--run-dir", f"{folder}/run", f"task={task}", setting], deadline_s=240.0)
+            assert done.code == 0, done.err
+            learnt.touch()
+    return setting
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:

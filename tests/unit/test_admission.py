@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.policies.admission import Account, AdmissionRules, Closed, Places, most_updates, places
 from services.policies.staleness import staleness
+from tests.support.examples import examples
 
 
 def account(opened: int, *, dropped: int = 0, open_: int = 0, oldest: int | None = None) -> Account:
@@ -181,7 +182,7 @@ class _Run:
             yield len(self.waiting)
 
 
-@settings(max_examples=10_000, deadline=None, derandomize=True)
+@examples(10_000)
 @given(k=st.integers(0, 3), batch=st.integers(1, 4), lookahead=st.integers(1, 3), schedule=st.binary(max_size=160))
 def test_under_any_schedule_the_bounds_hold_and_everybody_is_admitted(
     k: int, batch: int, lookahead: int, schedule: bytes
@@ -198,7 +199,7 @@ def test_under_any_schedule_the_bounds_hold_and_everybody_is_admitted(
         assert left <= waiting - rounds * batch + 2 * batch, "a round that admits nobody"
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(300)
 @given(k=st.integers(0, 4), batch=st.integers(1, 5), schedule=st.binary(max_size=200))
 def test_without_stragglers_no_token_is_older_than_k_when_it_is_consumed(k: int, batch: int, schedule: bytes) -> None:
     """First in, first out: a step waits for the oldest groups, as long as they are all sound."""

@@ -204,6 +204,7 @@ async def test_an_agent_takes_nothing_but_whole_answers(
     assert not agents.in_flight
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_small_benchmark_kills_a_server_says_all_its_figures_and_leaves_no_process(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -105,7 +105,7 @@ async def test_a_process_is_ended_with_its_children_when_the_benchmark_fails(tmp
     program = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
     pids: list[int] = []
     with pytest.raises(RuntimeError, match="an arm failed"):
-        async with running("parent", [sys.executable, "-c", program], tmp_path) as child:
+        async with running("parent", [sys.executable, "-c", program], tmp_path, stop_within_s=0.2) as child:
 
             async def printed() -> bool:
                 return (tmp_path / "parent.log").read_text().strip() != ""
@@ -141,6 +141,7 @@ def test_the_random_policys_decode_step_is_recorded(tmp_path: Path) -> None:
     assert PolicyForward(model).recorded
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_small_benchmark_says_all_its_figures_and_leaves_no_process(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -164,6 +164,7 @@ def test_misuse_is_one_line(tmp_path: Path) -> None:
         assert ended.stderr.startswith("rollmesh: ") and ended.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_uncorrected_training_collapses_at_k_8_and_ppo_does_not(tmp_path: Path) -> None:
     out, environment = tmp_path / "out.jsonl", {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-P", "-m", "services", "bench", "staleness", "--json"]

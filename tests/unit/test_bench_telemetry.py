@@ -35,6 +35,7 @@ def test_one_round_has_no_spread() -> None:
     assert quartiles([1.234]) == (1.23, 1.23)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_small_benchmark_says_what_traces_cost_and_leaves_no_process(tmp_path: Path) -> None:
     pytest.importorskip("torch")

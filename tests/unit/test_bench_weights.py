@@ -172,6 +172,7 @@ def test_exact_is_token_for_token(found: list[int], logprobs: list[float], equal
     assert seen.exact is (equal and error <= 1e-5)
 
 
+@pytest.mark.slow
 def test_a_tiny_run_measures_every_arm_and_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "services", "bench", "weights", "--json", "--engine", "torch"]
     small = ["--rounds", "1", "--updates", "1", "--hidden-size", "64", "--layers", "2", "--streams", "2"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_server.chat.answer_stream import AnswerDelta, AnswerStream
@@ -131,7 +131,6 @@ arguments = st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_siz
 
 
 @families
-@settings(deadline=None)
 @given(plain_text, plain_text, st.lists(arguments, max_size=3), st.data())
 def test_what_was_said_is_read_back_however_it_was_tokenised(
     family: str, reasoning: str, content: str, calls: list[dict[str, Any]], data: st.DataObject
@@ -168,7 +167,6 @@ drawn = st.lists(
 
 
 @families
-@settings(deadline=None)
 @given(
     drawn,
     st.sampled_from([OPENING, THINKING]),
@@ -204,7 +202,6 @@ def called(answer: ParsedAnswer) -> list[tuple[str, str]]:
 
 
 @families
-@settings(deadline=None)
 @given(drawn, st.sampled_from([OPENING, THINKING]))
 def test_a_streamed_answer_is_what_the_familys_own_parser_reads(family: str, ids: list[int], prompt: str) -> None:
     tested = RENDERERS[family]
@@ -247,7 +244,6 @@ def test_text_is_passed_on_while_it_is_drawn(family: str) -> None:
 
 
 @families
-@settings(deadline=None)
 @given(drawn, st.lists(st.sampled_from(["the", "e a", "\n", "a\n", "é", "weather", "<"]), max_size=2))
 def test_stop_strings_end_the_content_and_nothing_else(family: str, ids: list[int], stops: list[str]) -> None:
     tested = RENDERERS[family]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_server.chat.conversations import Conversations, Match
@@ -150,7 +150,6 @@ def by_comparison(
     return None, 0, "compaction" if shares or given & set(asked[:until]) else "branch"
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(conversations, tool_choices), max_size=8), st.lists(texts, max_size=8), tool_choices)
 def test_a_match_is_what_comparing_whole_lists_finds(
     known: list[tuple[list[str], Any]], asked: list[str], tools: Any
@@ -163,7 +162,6 @@ def test_a_match_is_what_comparing_whole_lists_finds(
     assert (found.node, found.new_from, found.reason) == by_comparison(numbered, asked, tools)
 
 
-@settings(deadline=None)
 @given(st.lists(conversations, min_size=1, max_size=6), st.data())
 def test_the_order_of_remembering_does_not_change_what_a_conversation_continues(
     known: list[list[str]], data: st.DataObject

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_server.chat.messages import NO_TOOLS, message_digest, reasoning_digest, tools_digest
@@ -77,7 +77,6 @@ def test_images_are_told_apart() -> None:
     assert message_digest(user(first)) != message_digest(user(second))
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(), json_values, max_size=4))
 def test_arguments_are_compared_as_json_values(arguments: dict[str, Any]) -> None:
     turned = dict(reversed(arguments.items()))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -137,7 +137,6 @@ ordinary = st.lists(st.integers(0, len(TOKENIZER) - 1).filter(lambda token: toke
 
 
 @families
-@settings(deadline=None)
 @given(ordinary, st.sampled_from([[], [END], [OTHER_END]]), new_messages, st.sampled_from([None, TOOLS]))
 def test_an_extended_prompt_begins_with_what_was_drawn_and_adds_what_the_template_adds(
     family: str, drawn: list[int], stop: list[int], new: list[dict[str, Any]], tools: Any
@@ -156,7 +155,6 @@ def test_an_extended_prompt_begins_with_what_was_drawn_and_adds_what_the_templat
 
 
 @families
-@settings(deadline=None)
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1) | st.sampled_from([END, OTHER_END]), max_size=20), new_messages)
 def test_a_prompt_extends_whatever_was_drawn_even_past_stop_tokens(
     family: str, drawn: list[int], new: list[Any]

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -39,7 +39,6 @@ def cut(items: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
     return [items[start:end] for start, end in itertools.pairwise(places)]
 
 
-@settings(deadline=None)
 @given(CHAT_IDS, st.lists(st.integers(0, 40), max_size=8))
 def test_the_text_is_that_of_the_whole_sequence_however_it_is_cut(ids: list[int], cuts: list[int]) -> None:
     stream = TextStream(TABLES["byte-level"])
@@ -50,7 +49,6 @@ def test_the_text_is_that_of_the_whole_sequence_however_it_is_cut(ids: list[int]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(deadline=None)
 @given(text=st.text(alphabet="the ab é€😀\n0+=", max_size=30))
 def test_every_text_comes_out_whole_in_every_kind_of_vocabulary(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
@@ -62,7 +60,6 @@ def test_every_text_comes_out_whole_in_every_kind_of_vocabulary(name: str, text:
     assert not any("�" in piece for piece in fed)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 262), max_size=40))
 def test_bytes_that_are_no_text_do_not_hold_a_stream_back_for_ever(ids: list[int]) -> None:
     decoder = TextDecoder(TABLES["pieces"])
@@ -97,7 +94,6 @@ def by_character(text: str, wanted: Sequence[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="ab\n ", max_size=30), stops, st.lists(st.integers(0, 30), max_size=8))
 def test_stop_strings_are_found_wherever_the_text_is_cut(text: str, wanted: list[str], cuts: list[int]) -> None:
     watch = StopStrings(wanted)
@@ -116,7 +112,6 @@ def test_stop_strings_are_found_wherever_the_text_is_cut(text: str, wanted: list
     assert (shown, watch.stopped) == by_character(text, wanted)
 
 
-@settings(deadline=None)
 @given(CHAT_IDS, stops)
 def test_a_stop_string_ends_the_stream_at_the_token_that_completes_it(ids: list[int], wanted: list[str]) -> None:
     stream = TextStream(TABLES["byte-level"], wanted)

@@ -9,7 +9,7 @@ import sys
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.environment import Answer, Ended, NextTurn, Split, split_of
@@ -17,6 +17,7 @@ from clients.environments import make_task
 from clients.environments.game import GameEnvironment, Step
 from clients.losses import LEAST_LOST_IN_A_ROW, Losses, TooManyLostError
 from services.wire.errors import UsageError
+from tests.support.examples import examples
 
 
 class Dice:
@@ -63,7 +64,7 @@ def test_a_game_without_an_end_is_ended(unfinished: float | None, reward: float)
 
 
 @given(index=st.integers(0, 10**9), seed=st.integers(0, 2**32))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_a_games_seeds_belong_to_one_split_for_good(index: int, seed: int) -> None:
     environment = GameEnvironment("dice", Dice, max_turns=2)
     splits: tuple[Split, Split] = ("train", "held_out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.environment import Answer, Ended, Environment, NextTurn, Problem, split_of
@@ -11,6 +11,7 @@ from clients.environments import TASKS, make_environment
 from clients.environments.guess_number import HIGHEST, LOWEST, TURNS, GuessNumber, GuessNumberEpisode
 from clients.environments.running_sums import RunningSums, running_sums
 from services.wire.errors import UsageError
+from tests.support.examples import examples
 
 indices = st.integers(min_value=0, max_value=10**9)
 seeds = st.integers(min_value=0, max_value=2**32)
@@ -27,7 +28,7 @@ def end_of(environment: Environment, problem: Problem, *answers: str, complete: 
 
 @pytest.mark.parametrize("task", TASKS)
 @given(index=indices, seed=seeds)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_splits_never_share_a_prompt_whatever_the_seed(task: str, index: int, seed: int) -> None:
     environment = make_environment(task)
     train, held_out = environment.problem("train", index, seed), environment.problem("held_out", index, seed)
@@ -59,7 +60,6 @@ def test_running_sums_are_the_sums_of_the_prefixes(digits: str) -> None:
 
 
 @given(index=indices, seed=seeds, said=st.text(alphabet="01234<>$5a ", max_size=14))
-@settings(deadline=None)
 def test_the_digit_counts_with_or_without_a_scratchpad(index: int, seed: int, said: str) -> None:
     sums = RunningSums()
     problem = sums.problem("held_out", index, seed)
@@ -77,7 +77,6 @@ def test_the_digit_counts_with_or_without_a_scratchpad(index: int, seed: int, sa
 
 
 @given(index=indices, seed=seeds)
-@settings(deadline=None)
 def test_bisection_always_finds_the_number_and_replies_are_true(index: int, seed: int) -> None:
     game = GuessNumber()
     problem = game.problem("train", index, seed)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.policies.batching import DropCause, Group, GroupAssembler, Member
 from services.policies.group_filter import GroupFilter
+from tests.support.examples import examples
 
 rewards = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=3)
 
@@ -15,7 +16,7 @@ def numbered(values: list[float]) -> dict[int, float]:
     return dict(enumerate(values))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(st.one_of(rewards, st.none()), max_size=40), st.integers(0, 3))
 def test_no_more_are_dropped_between_two_batches_than_is_allowed(came: list[list[float] | None], most: int) -> None:
     """None: a batch is taken. What differs is never dropped, what is equal always, until the bound is reached."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.config_file import dump_settings, load_settings
@@ -26,6 +26,7 @@ from services.reward_settings import ModelScoring
 from services.rewards.model_wire import decode_batch, encode_batch, prompt_text
 from services.rewards.worker_wire import Sample
 from services.wire.errors import UsageError, WireError
+from tests.support.examples import examples
 
 ACTIONS = st.lists(
     st.one_of(
@@ -49,7 +50,7 @@ class Item:
     capacity=st.integers(1, 8),
     gone=st.sets(st.integers(0, 60)),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_samples_are_sent_once_in_order_in_full_batches_or_after_their_wait(
     actions: list[Any], largest: int, linger: int, at_once: int, capacity: int, gone: set[int]
 ) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.policies.routing import Candidate, block_keys, least_loaded, load, place, rendezvous
+from tests.support.examples import examples
 
 NAMES = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8, unique=True)
 
@@ -32,7 +33,7 @@ def test_a_call_goes_to_one_of_the_candidates_and_a_home_is_never_far_above_its_
     assert place(list(reversed(servers)), key, homes, slack) == chosen
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     names=NAMES,
     calls=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=120),

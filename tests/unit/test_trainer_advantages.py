@@ -9,10 +9,11 @@ from statistics import fmean, stdev
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.advantage_settings import AdvantageSettings
+from tests.support.examples import examples
 from trainer.advantages.registry import ADVANTAGES, load_estimator
 from trainer.advantages.scored import Scored, discounted_sums
 
@@ -115,7 +116,7 @@ def normalised(values: Sequence[float]) -> list[float]:
         ("remax", plain, by_remax),
     ],
 )
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(groups=some_groups)
 def test_siblings_are_compared_as_published(
     name: str, choice: AdvantageSettings, oracle: Callable[[Sequence[Drawn], Drawn, int], float], groups: Groups
@@ -123,7 +124,7 @@ def test_siblings_are_compared_as_published(
     assert estimated(name, groups, choice) == pytest.approx(everywhere(groups, oracle), rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(some_groups, st.floats(0.5, 1.0))
 def test_reinforce_pp_normalises_over_the_batch(groups: Groups, discount: float) -> None:
     rewards = [to_go(one.rewards, discount) for group in groups for one in group]
@@ -138,7 +139,7 @@ def test_reinforce_pp_normalises_over_the_batch(groups: Groups, discount: float)
         assert found == pytest.approx(normalised(gaps), rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(some_groups, st.floats(0.5, 1.0), st.floats(0.0, 1.0))
 def test_generalised_advantages_are_the_sums_of_the_errors(groups: Groups, discount: float, trace: float) -> None:
     choice = AdvantageSettings(discount=discount, trace=trace, whiten=False)
@@ -156,7 +157,7 @@ def test_generalised_advantages_are_the_sums_of_the_errors(groups: Groups, disco
     assert white.returns is not None and white.returns.tolist() == found.returns.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.lists(number, max_size=6), max_size=6), st.floats(0.0, 1.0))
 def test_sums_to_the_end_stay_within_their_run(runs: list[list[float]], factor: float) -> None:
     flat = np.array([value for run in runs for value in run])

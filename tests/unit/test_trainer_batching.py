@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.policies.batching import DropCause, GroupAssembler, Member, Verdict
+from tests.support.examples import examples
 
 
 def member(group: str, index: int, *, ordinal: int = 0, size: int = 2, entry: str | None = None) -> Member[str]:
@@ -113,7 +114,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(actions)
 def test_under_any_schedule_each_entry_leaves_exactly_once(schedule: list[tuple[str, int, int]]) -> None:
     """Groups 0 … 3 have two siblings, 4 and 5 have three, of which two are enough; indices may lie outside, repeat, come

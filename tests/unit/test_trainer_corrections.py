@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.loss_settings import CorrectionSettings, LossSettings
+from tests.support.examples import examples
 from trainer.corrections import correction
 from trainer.losses.tokens import LossTokens
 from trainer.objective import Objective, TokenTerms
@@ -41,7 +42,7 @@ def ratios(rows: list[tuple[float, float, int]], level: str) -> list[float]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(rows=rows, cap=st.floats(0.5, 5.0))
 def test_weights_are_truncated_ratios(level: str, rows: list[tuple[float, float, int]], cap: float) -> None:
     weight, kept = correction(tokens_of(rows), CorrectionSettings(weight=level, cap=cap))
@@ -52,7 +53,7 @@ def test_weights_are_truncated_ratios(level: str, rows: list[tuple[float, float,
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(rows=rows, low=st.floats(0.1, 1.0), high=st.floats(1.0, 5.0))
 def test_masks_leave_out_what_lies_outside(
     level: str, rows: list[tuple[float, float, int]], low: float, high: float
@@ -64,7 +65,7 @@ def test_masks_leave_out_what_lies_outside(
             assert stays == (low <= ratio <= high)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(rows, st.floats(1e-4, 0.5))
 def test_a_veto_takes_the_whole_segment(rows: list[tuple[float, float, int]], least: float) -> None:
     _, kept = correction(tokens_of(rows), CorrectionSettings(veto=least))

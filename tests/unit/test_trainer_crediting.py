@@ -9,12 +9,13 @@ from statistics import fmean
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.advantage_settings import AdvantageSettings, CostSettings
 from services.wire.errors import UsageError
 from services.wire.trajectory import RewardSpan, Trajectory
+from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment, grouped
 from trainer.advantages.kl_reward import divergences
 from trainer.advantages.lagrangian import CostPrice
@@ -52,7 +53,7 @@ def test_the_fine_for_length_is_that_of_dapo(tokens: int, longest: int, buffer: 
         assert fine == -1.0
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=2, max_size=6), st.integers(0, 9), st.integers(0, 9))
 def test_the_filter_keeps_whose_reward_is_reliable(rewards: list[float], seed: int, ordinal: int) -> None:
     values = np.array(rewards)
@@ -79,7 +80,7 @@ def test_the_drawn_sibling_is_another_for_another_group_or_seed() -> None:
     assert len(drawn) > 10
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=2, max_size=5),
     st.floats(0.1, 3.0),
@@ -115,7 +116,7 @@ def test_a_price_rises_while_the_cost_is_too_high_and_falls_after() -> None:
         crediting.of(grouped(turns(1.0, 0.0)))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.tuples(logprob, logprob), min_size=1, max_size=8))
 def test_divergences_in_the_reward_are_their_formulas(pairs: list[tuple[float, float]]) -> None:
     drawn, first = (np.array(column) for column in zip(*pairs, strict=True))
@@ -183,7 +184,7 @@ def test_rewards_of_calls_stand_at_their_calls() -> None:
     assert charged.outcomes.tolist() == [1.0, 0.5]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=2, max_size=5), st.integers(0, 4))
 def test_who_is_filtered_is_compared_with_and_not_trained(rewards: list[float], seed: int) -> None:
     choice = AdvantageSettings(estimator="rloo", keep="best_random")

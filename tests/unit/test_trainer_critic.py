@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.advantage_settings import AdvantageSettings, CostSettings, CriticSettings
 from services.settings import RunSettings, TrainerSettings
 from services.wire.trajectory import Trajectory
+from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories
 from trainer import checkpoint
 from trainer.critic import Critic, ValueModel
@@ -26,7 +27,7 @@ from trainer.value_loss import value_loss
 number = st.floats(-3.0, 3.0)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(number, number, number), min_size=1, max_size=8), st.floats(0.05, 1.0))
 def test_the_loss_of_values_is_its_formula_and_so_is_its_slope(
     tokens: list[tuple[float, float, float]], clip: float

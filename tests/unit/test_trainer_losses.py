@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from services.loss_settings import LossSettings
+from tests.support.examples import examples
 from trainer.interpolation import interpolated
 from trainer.losses.divergence import Estimator, divergence
 from trainer.losses.registry import load_loss
@@ -109,7 +110,7 @@ def at_a_corner(tokens: Sequence[Token], choice: LossSettings) -> bool:
 
 
 @pytest.mark.parametrize("name", ORACLES)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(tokens=some_tokens, bounds=bounds, dual=st.one_of(st.none(), st.floats(1.5, 4.0)))
 def test_a_loss_is_its_published_formula(
     name: str, tokens: list[Token], bounds: tuple[float, float], dual: float | None
@@ -121,7 +122,7 @@ def test_a_loss_is_its_published_formula(
     assert slopes == pytest.approx(numerically(ORACLES[name], tokens, choice), rel=1e-5, abs=1e-5)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(some_tokens, bounds, st.one_of(st.none(), st.floats(1.5, 4.0)))
 def test_where_a_bound_of_ppo_binds_there_is_no_gradient(
     tokens: list[Token], bounds: tuple[float, float], dual: float | None
@@ -132,7 +133,7 @@ def test_where_a_bound_of_ppo_binds_there_is_no_gradient(
     assert all(slope == 0.0 for slope, bound in zip(slopes, found.clipped.tolist(), strict=True) if bound)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(some_tokens, bounds)
 def test_cispo_bounds_the_ratio_and_loses_no_gradient(tokens: list[Token], bounds: tuple[float, float]) -> None:
     choice = LossSettings(policy="cispo", clip_low=bounds[0], clip_high=bounds[1])

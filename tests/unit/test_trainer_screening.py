@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.policies.batching import DropCause, Member
@@ -17,6 +17,7 @@ from services.vocabulary import vocabulary_digest
 from services.wire.packed import pack_logprobs, pack_mask
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import RewardSpan, Segment, Trajectory, VersionSpan, encode_trajectory
+from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment
 from trainer.screening import Rejected, Screen, group_of
 
@@ -94,7 +95,7 @@ def test_a_vocabulary_is_its_tokens_with_their_ids() -> None:
     assert len({VOCABULARY, *map(vocabulary_digest, others)}) == 6
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(st.randoms(use_true_random=False))
 def test_any_bytes_are_judged(chance: object) -> None:
     """A sound entry, mutilated: judged without an exception, and what is a member holds what training relies on."""

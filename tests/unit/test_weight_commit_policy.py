@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.policies.commit import Ask, CommitMachine, Update
+from tests.support.examples import examples
 
 
 def drain(machine: CommitMachine, failures: dict[str, str] | None = None) -> list[Ask]:
@@ -243,7 +244,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(moves=MOVES)
 def test_under_any_schedule_nobody_flips_before_all_can_and_everything_settles(moves: list[tuple[str, int]]) -> None:
     world = World()

@@ -11,10 +11,11 @@ pytest.importorskip("zstandard")
 
 import numpy as np
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.wire.errors import WireError
+from tests.support.examples import examples
 from weight_bus.delta import apply, decode, encode
 
 WORD_BYTES = st.sampled_from([1, 2, 4])
@@ -36,7 +37,7 @@ def applied(code: bytes, old: bytes) -> bytes:
     return bytes(target)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 1 << 30), WORD_BYTES, st.integers(1, 4000), st.sampled_from([1e-3, 1e-2, 0.2, 1.0]))
 def test_the_old_bytes_with_the_delta_applied_are_the_new_ones(
     seed: int, word_bytes: int, words: int, share: float
@@ -77,7 +78,7 @@ def test_a_sparse_change_is_small() -> None:
     assert len(encode(old.tobytes(), new.tobytes(), 2)) < 0.02 * old.nbytes
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.data())
 def test_hostile_bytes_are_refused_or_stay_inside_the_range(data: st.DataObject) -> None:
     word_bytes = data.draw(WORD_BYTES)

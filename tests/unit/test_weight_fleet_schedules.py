@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.policies.commit import Ask, CommitMachine, Update
 from services.policies.fleet_policy import FleetPolicy
+from tests.support.examples import examples
 
 POLICIES = [
     FleetPolicy("barrier"),
@@ -188,7 +189,7 @@ def play(world: World, move: str, pick: int) -> None:
         world.operate(move, pick)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(policy=st.sampled_from(POLICIES), moves=MOVES)
 def test_under_any_schedule_every_update_settles_and_everybody_arrives(
     policy: FleetPolicy, moves: list[tuple[str, int]]

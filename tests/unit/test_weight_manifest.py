@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("blake3")
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.wire.errors import WireError
+from tests.support.examples import examples
 from weight_bus.errors import SignatureError
 from weight_bus.layout import plan_buckets, plan_layout
 from weight_bus.manifest import (
@@ -160,7 +161,7 @@ def test_an_unsound_manifest_is_refused_with_the_reason(manifest: Manifest, said
 SMALL = st.integers(-3, 300)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.lists(
         st.tuples(SMALL, st.none() | st.lists(st.tuples(st.integers(-1, 3), SMALL, SMALL, SMALL), max_size=4)),
@@ -194,7 +195,7 @@ def test_whatever_shards_are_believed_hold_every_byte_exactly_once(
         assert held == [(number, byte) for number, entry in enumerate(LAYOUT.tensors) for byte in range(entry.nbytes)]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.data())
 def test_bytes_that_were_tampered_with_are_refused_or_another_sound_manifest(data: st.DataObject) -> None:
     payload = bytearray(encode_manifest(sign(offering(), "k" * 16)))
