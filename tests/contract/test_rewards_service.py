@@ -88,14 +88,14 @@ async def test_a_substitute_stands_in_and_is_told_and_counted(folder: Path) -> N
 
 
 async def test_what_comes_too_late_is_counted_as_late_and_holds_nobody_up_for_longer(folder: Path) -> None:
-    late = WAITS | {"deadline_s": 0.5, "time_limit_s": 5.0}
+    late = WAITS | {"deadline_s": 0.5, "time_limit_s": 30.0}
     async with judging(late, EXACT) as http:
-        failed, quick = await asyncio.gather(judge(http, "a", s=3.0, solution="a"), judge(http, "a", solution="a"))
+        failed, quick = await asyncio.gather(judge(http, "a", s=30.0, solution="a"), judge(http, "a", solution="a"))
         # The quick one had waited behind the slow one in the same worker until its own deadline.
         assert [failed.status_code, quick.status_code] == [424, 424]
         told = await metrics(http)
         assert figure(told, "rollmesh_rewards_failed_samples_total", component="waits", cause="late") == 2.0
-        assert failed.elapsed.total_seconds() < 2.0
+        assert failed.elapsed.total_seconds() < 10.0
 
         async def judges_again() -> bool:
             return (await judge(http, "a", solution="a")).status_code == 200
@@ -105,7 +105,7 @@ async def test_what_comes_too_late_is_counted_as_late_and_holds_nobody_up_for_lo
 
 async def test_workers_judge_side_by_side_and_a_full_service_says_when_to_come_back(folder: Path) -> None:
     async with judging(WAITS | {"workers": 3, "time_limit_s": 10.0}, max_waiting=2) as http:
-        slow = [asyncio.create_task(judge(http, "a", s=1.0)) for _ in range(3)]
+        slow = [asyncio.create_task(judge(http, "a", s=2.0)) for _ in range(3)]
         await asyncio.sleep(0.3)
         waiting = [asyncio.create_task(judge(http, "a")) for _ in range(2)]
         await asyncio.sleep(0.1)
@@ -114,7 +114,7 @@ async def test_workers_judge_side_by_side_and_a_full_service_says_when_to_come_b
         assert int(refused.headers["Retry-After"]) >= 1
         answers = await asyncio.gather(*slow, *waiting)
         assert [answer.status_code for answer in answers] == [200] * 5
-        assert max(answer.elapsed.total_seconds() for answer in answers) < 2.5, "three at once"
+        assert max(answer.elapsed.total_seconds() for answer in answers) < 4.0, "three at once"
         assert figure(await metrics(http), "rollmesh_rewards_refused_calls_total") == 1.0
 
 

@@ -216,7 +216,7 @@ async def test_finishing_while_a_call_is_in_flight_is_refused_and_succeeds_after
 async def test_an_idle_session_expires_and_a_heartbeat_keeps_one_alive(serve: Serve) -> None:
     async with serve(ScriptedEngine(), small_batch(timeout_s=0.4)) as host:
         idle = await open_session(host)
-        kept = await open_session(host, idle_timeout_s=0.8)
+        kept = await open_session(host, idle_timeout_s=1.5)
         beating = True
 
         async def beat() -> None:
@@ -233,7 +233,7 @@ async def test_an_idle_session_expires_and_a_heartbeat_keeps_one_alive(serve: Se
         await until(gone)
         assert code(await say(host, idle, "hello")) == (410, "session_expired")
         assert code(await finish(host, idle, reward=1.0)) == (410, "session_expired")
-        await asyncio.sleep(0.8)
+        await asyncio.sleep(1.5)
         beating = False
         await beats
         assert (await say(host, kept, "hello")).status_code == 200
@@ -388,7 +388,7 @@ async def test_sessions_of_a_group_that_was_opened_whole_speak_the_dialect_too(h
 
 
 async def test_siblings_that_were_opened_together_wait_for_each_other(serve: Serve) -> None:
-    async with serve(ScriptedEngine(), small_batch(timeout_s=0.5)) as host:
+    async with serve(ScriptedEngine(), small_batch(timeout_s=1.0)) as host:
         group = await host.open(group_size=2)
         early, late = (
             {"session_id": name, "api_key": key, "base_url": f"{host.url}/sessions/{name}/v1"}
@@ -396,6 +396,6 @@ async def test_siblings_that_were_opened_together_wait_for_each_other(serve: Ser
         )
         await say(host, early, "hello")
         for _ in range(8):  # one agent works on, far beyond the idle time of its sibling
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.25)
             assert (await say(host, late, "hello")).status_code == 200
         assert (await host.finish(group, 1.0, 0.0)).status_code == 200

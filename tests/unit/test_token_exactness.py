@@ -22,6 +22,8 @@ from tests.support.trajectories import a_rollout
 
 EPISODES = 10_000
 PARTS = 20
+FIRST = 5
+"""Parts of a plain run: `./dev test --all` plays all."""
 
 Fact = tuple[int, int, float, int]
 """A drawn token: checksum of all tokens before it, the token, its logprob, its policy version."""
@@ -63,7 +65,9 @@ def answered(episode: Episode) -> list[Fact]:
     return facts
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [part if part < FIRST else pytest.param(part, marks=pytest.mark.slow) for part in range(PARTS)]
+)
 async def test_every_answered_token_is_trained_exactly_once_in_the_context_it_was_drawn_in(
     part: int, folder: Path
 ) -> None:
