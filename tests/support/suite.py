@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,10 @@ SLOW_FOLDERS = frozenset({"deploy", "faults", "gpu", "stack", "third_party"})
 SLOW_MARKS = frozenset({"gpu", "slow", "stack", "vllm"})
 HEAVY_FIRST = ("stack", "faults", "e2e", "deploy", "third_party", "gpu", "contract", "unit")
 """The order of the folders. Long tests start first, so that all workers end at about the same time."""
-SHARING = ((re.compile(r"tests/contract/engine/.*\[(vllm|torch|http)\b"), r"engine contract: \1"),)
+SHARING = (
+    (re.compile(r"tests/contract/engine/.*\[(vllm|torch|http)\b"), r"engine contract: \1"),
+    (re.compile(r"tests/stack/"), "images of the stack"),
+)
 """Tests whose ids match stay in one worker, whatever their file."""
 WORKER_BYTES = 3 << 30
 """Memory that a worker's tests may take at once, engines in processes of their own counted in."""
@@ -53,6 +57,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_left_out] = 0
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As in the background of a shell. Processes that tests start, to interrupt them, would ignore it too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     register_profiles()
     settings.load_profile(config.getoption("--hypothesis-profile") or ("ci" if config.getoption("--all") else "dev"))
     if not _is_worker(config):
