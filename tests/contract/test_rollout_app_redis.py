@@ -22,6 +22,7 @@ from services.wire.errors import CapacityError, ConcludedError, NotReadyError
 from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Segment, Trajectory, VersionSpan
+from tests.conftest import free_port
 from tests.support.rollout_host import until
 
 FOREVER = 600.0
@@ -69,6 +70,20 @@ async def gate_of(
     finally:
         pump.cancel()
         await asyncio.gather(pump, return_exceptions=True)
+
+
+async def test_a_gate_that_is_closed_or_cannot_reach_redis_says_so_at_once(redis: Redis, run_id: str) -> None:
+    async with gate_of(redis, run_id, Serving()) as gate, asyncio.timeout(15):
+        gate.close()
+        with pytest.raises(NotReadyError, match="shutting down"):
+            await gate.open("late", FOREVER)
+    away = connect(f"redis://127.0.0.1:{free_port()}/0")
+    try:
+        async with gate_of(redis, run_id, Serving(), ledger=Ledger(away, run_id)) as gate, asyncio.timeout(15):
+            with pytest.raises(NotReadyError):
+                await gate.open("a", FOREVER)
+    finally:
+        await away.aclose()
 
 
 async def test_a_commit_opens_the_gate_without_a_poll(redis: Redis, run_id: str) -> None:

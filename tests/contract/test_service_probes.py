@@ -10,16 +10,19 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("torch")
 
-from services.app import Stop
+from services.app import Stop, make_app, serve
 from services.directory import Directory, Listed
 from services.metric_catalog import CATALOG
 from services.redis_client import connect
 from services.settings import RunSettings
 from services.trainer_report import TrainerReport, read_report
+from services.wire.errors import NotReadyError
+from tests.conftest import free_port
 from tests.support.gateway_host import gateway
 from tests.support.rewards_host import figure, judging
 from tests.support.rollout_host import hosting, small_batch
@@ -186,3 +189,16 @@ async def test_what_a_rollout_server_and_its_gateway_do_is_counted(place: Place)
         listed = await place.listed()
         assert listed["s0"].alive
         assert json.loads((await server.get("/engine")).content)["server_id"] == "s0"
+
+
+def test_a_service_that_fails_ends_and_raises_why() -> None:
+    stop = Stop()
+
+    @asynccontextmanager
+    async def failing(_: FastAPI) -> AsyncIterator[None]:
+        stop.fail(NotReadyError("the disk is gone"))
+        yield
+
+    app = make_app("failing", "0", failing, not_ready=list)
+    with pytest.raises(NotReadyError, match="the disk is gone"):
+        serve(app, "127.0.0.1", free_port(), stop=stop)

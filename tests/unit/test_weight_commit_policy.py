@@ -38,6 +38,21 @@ def test_two_engines_stage_then_flip_together() -> None:
     assert update.state == "prepared"
 
 
+def test_a_withdrawn_version_is_offered_again_once_everybody_is_back() -> None:
+    machine = CommitMachine()
+    machine.join("a", 0)
+    machine.announce(1)
+    drain(machine)
+    machine.rollback()
+    with pytest.raises(ValueError, match="wait for it, or cancel it"):
+        machine.release(1)
+    drain(machine)
+    assert machine.members == {"a": 0}
+    machine.release(1)
+    drain(machine)
+    assert machine.members == {"a": 1}
+
+
 def test_an_engine_that_fails_holds_up_nobody_and_says_why() -> None:
     machine = CommitMachine()
     machine.join("a", 0)
