@@ -100,6 +100,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not _is_slow(item)]
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _is_worker(session.config):
+        session.config.workeroutput["left_out"] = session.config.stash[_left_out]  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """All workers collect the same tests: any of them knows how many were left out."""
+    node.config.stash[_left_out] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash[_left_out]:
+        terminalreporter.write_line(f"{count} slow tests were left out: ./dev test --all runs everything")
+
+
 def _is_named(config: pytest.Config) -> bool:
     """Whether the command line names what is to be run."""
     return config.args_source is pytest.Config.ArgsSource.ARGS
