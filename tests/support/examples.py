@@ -1,8 +1,8 @@
 """How many examples hypothesis tries: three profiles, and `@examples(200)` in place of a number of a test's own.
 
-dev       a plain run             a quarter of the examples     the same ones every time
-ci        ./dev test --all        all of them                   the same ones every time
-nightly   --hypothesis-profile=nightly    twenty times as many  others every time; a failure prints how to repeat it
+dev        a plain run                      a quarter of the examples   the same ones every time
+ci         ./dev test --all                 all of them                 the same ones every time
+nightly    --hypothesis-profile=nightly     twenty times as many        others every time; a failure says how to repeat it
 """
 
 from __future__ import annotations

@@ -107,8 +107,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """All workers collect the same tests: any of them knows how many were left out."""
-    node.config.stash[_left_out] = getattr(node, "workeroutput", {}).get("left_out", 0)
+    """All workers collect the same tests: any that ended in good order knows how many were left out."""
+    if output := getattr(node, "workeroutput", None):
+        node.config.stash[_left_out] = output["left_out"]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -170,9 +171,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @contextmanager
 def _turn(alone: bool) -> Iterator[None]:
-    """Readers and one writer over file locks: whoever waits to be alone holds the door, or it would wait for ever."""
+    """A readers-writer lock over files. While a test waits to be alone no other may start, or it would wait for ever."""
     with (shared_folder() / "running.lock").open("w") as running:
-        with locked("door"):
+        with locked("start"):
             fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 
