@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from clients.agent import AgentEndpoint, AgentEnvironment
-from clients.environment import Ended, Problem
-from clients.losses import Cause, EnvironmentFailedError, cause_of, describe
+from clients.environment import AgentEndpoint, AgentEnvironment, Ended, Problem, describe
+from clients.losses import Cause, EnvironmentFailedError, cause_of
 from clients.play import Played, components
 from clients.repeating import ServerUnreachableError
 from clients.rollout import RolloutClient

@@ -13,8 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from clients.agent import AgentEndpoint
-from clients.environment import Answer, Ended, Environment, Judging, Problem, Split
+from clients.environment import AgentEndpoint, Answer, Ended, Environment, Judging, Problem, Split
 from services.wire.error_answer import typed_error
 from services.wire.errors import ContextLengthError, RollmeshError, WireError
 

@@ -16,7 +16,7 @@ from services.tls_option import TlsDir
 from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
-    from clients.group_play import AnyEnvironment
+    from clients.environment import AnyEnvironment
 
 app = typer.Typer(add_completion=False)
 
@@ -62,9 +62,9 @@ def run_environment(
     from clients.rewards import RewardsAddress
     from clients.runner import RunnerPlan, run_environment
     from services.key_files import read_keys
+    from services.observability.setup import open_tracing
     from services.tls import read_trust
     from services.trace_settings import TraceSettings, with_surroundings
-    from services.tracing import open_tracing
 
     # It reads no configuration: its surroundings alone say whether it is traced.
     tracing = open_tracing(with_surroundings(TraceSettings(), os.environ), "environment", run_id, "environment")
@@ -110,7 +110,7 @@ def run_environment(
 
 def _see_a_problem(environment: AnyEnvironment, seed: int) -> None:
     """Raises UsageError when the environment cannot even pose one of each split."""
-    from clients.losses import describe
+    from clients.environment import describe
 
     try:
         environment.problem("train", 0, seed)

@@ -11,10 +11,9 @@ from typing import Literal
 import aiohttp
 import structlog
 
-from clients.agent import AgentEndpoint, AgentEnvironment
 from clients.agent_play import abort
 from clients.chat import ChatEnvironment, NoChatTemplateError, chat
-from clients.group_play import AnyEnvironment
+from clients.environment import AgentEndpoint, AgentEnvironment, AnyEnvironment
 from clients.opening import open_group
 from clients.rollout import RolloutClient
 from services.wire.rollout_api import OpenGroup, SamplingBody

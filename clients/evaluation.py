@@ -9,8 +9,8 @@ import structlog
 from pydantic import BaseModel
 
 from clients.agent_play import EpisodeLimits, Lost
-from clients.environment import Ended, Problem
-from clients.group_play import AnyEnvironment, evaluate_group
+from clients.environment import AnyEnvironment, Ended, Problem
+from clients.group_play import evaluate_group
 from clients.losses import GroupLostError
 from clients.opening import open_group
 from clients.play import Played

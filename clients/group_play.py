@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from clients.agent import AgentEnvironment
 from clients.agent_play import EpisodeLimits, Lost, abort, play_apart, play_together
-from clients.environment import Environment, Problem
+from clients.environment import AgentEnvironment, AnyEnvironment, Environment, Problem
 from clients.losses import GroupLostError, cause_of
 from clients.play import Played, play_group
 from clients.rollout import RolloutClient
 from services.wire.errors import ConcludedError, RollmeshError
 from services.wire.rollout_api import FinishGroup, GroupOpened, SamplingBody
-
-AnyEnvironment = Environment | AgentEnvironment
 
 
 async def play_to_end(

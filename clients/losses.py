@@ -9,10 +9,8 @@ group has an ordinal of its own, whose problem is left out instead.
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from clients.repeating import ServerUnreachableError
@@ -99,10 +97,3 @@ def cause_of(error: Exception) -> Cause:
             return "server"
         case _:
             return "session"
-
-
-def describe(error: BaseException) -> str:
-    """`ValueError: no such tool (agent.py:41)`: what was raised, and the line of its author's code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"

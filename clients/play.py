@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from clients.environment import Answer, Ended, Environment, Episode, Judging, NextTurn, Problem
-from clients.losses import EnvironmentFailedError, describe
+from clients.environment import Answer, Ended, Environment, Episode, Judging, NextTurn, Problem, describe
+from clients.losses import EnvironmentFailedError
 from clients.rollout import RolloutClient
 from services.wire.errors import RollmeshError, WireError
 from services.wire.reward_api import RewardFailedError

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import structlog
 
-from clients.agent import AgentEnvironment
 from clients.agent_play import EpisodeLimits
 from clients.dialect import Dialect, in_dialect
+from clients.environment import AgentEnvironment, AnyEnvironment
 from clients.evaluation import GROUP_SIZE, EvaluationRecord, Measured, evaluate
-from clients.group_play import AnyEnvironment, play_to_end
+from clients.group_play import play_to_end
 from clients.losses import GroupLostError, Losses
 from clients.opening import open_group
 from clients.play import Played

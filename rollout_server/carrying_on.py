@@ -17,6 +17,23 @@ from typing import cast
 import msgspec
 
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
+from services.wire.errors import DeadlineError
+
+
+class Progress:
+    """Tells an engine that stands still from one that is slow or paused: `check` it now and then."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._seen = engine.status().tokens_generated
+
+    def check(self) -> None:
+        """Raise DeadlineError when the engine, not paused, drew no token at all since the last check."""
+        status = self._engine.status()
+        if status.tokens_generated == self._seen and not status.paused:
+            raise DeadlineError("the engine has stopped drawing tokens", "see the rollout server's log")
+        self._seen = status.tokens_generated
+
 
 UntilClear = Callable[[], Awaitable[None]]
 """Returns once the engine takes requests; raises DrainingError when it will not any more."""

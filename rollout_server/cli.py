@@ -80,10 +80,10 @@ def rollout_server(
     from services.imports import heavy_imports
     from services.key_files import read_key, read_keys
     from services.key_rules import lacking
+    from services.observability.setup import open_tracing
     from services.redis_client import check_reachable, reached_by
     from services.tls import read_tls, read_trust
     from services.trace_settings import with_surroundings
-    from services.tracing import open_tracing
 
     name = _chosen(engine, url, engine_key_file)
     settings = load_settings(config, [])

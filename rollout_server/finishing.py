@@ -18,11 +18,11 @@ from redis.exceptions import RedisError
 
 from rollout_server.groups import Group, GroupRegistry
 from rollout_server.journal import Journal
-from rollout_server.journal_records import DropCause, GroupEnded, SessionEnded
+from rollout_server.journal_records import GroupEnded, SessionEnded
 from rollout_server.journal_replay import apply_end
 from rollout_server.publishing import Publisher
 from rollout_server.rewards import Reward
-from rollout_server.sessions import Session, SessionEnd
+from rollout_server.sessions import DropCause, Session, SessionEnd
 from services.ledger import Ledger
 from services.wire.errors import ConcludedError, ConflictError, DrainingError, UsageError
 from services.wire.rollout_api import SessionReward

@@ -5,11 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from rollout_server.call_names import call_name
+from rollout_server.carrying_on import Progress
 from rollout_server.disconnect import ClientGoneError, while_connected
 from rollout_server.log_names import name_version
 from rollout_server.route_errors import ERRORS
 from rollout_server.server import RolloutServer
-from rollout_server.turns import Progress
 from rollout_server.typed_route import TypedRoute, answer
 from services.wire.rollout_api import (
     EngineReport,

@@ -16,12 +16,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rollout_server.journal_records import DropCause
-from rollout_server.sessions import Session, SessionEnd, Terms
-from services.wire.errors import ConcludedError, ConflictError, NotFoundError, RollmeshError, UsageError
-from services.wire.rollout_api import Purpose
+import msgspec
+
+from rollout_server.sessions import DropCause, Session, SessionEnd, Terms
+from services.wire.errors import (
+    ConcludedError,
+    ConflictError,
+    NotFoundError,
+    RollmeshError,
+    UsageError,
+)
+from services.wire.rollout_api import Purpose, SamplingBody
 from services.wire.sampling import SamplingParams
 from services.wire.session_api import SessionState
+
+
+def sampling_of(body: SamplingBody) -> SamplingParams:
+    """The wire struct of a request body."""
+    return msgspec.convert(body, SamplingParams, from_attributes=True)
 
 
 def new_group_id() -> str:

@@ -8,12 +8,11 @@ a list of its own: the deltas of an answer that is not whole yet.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from rollout_server.engines.base import FinishReason
 from rollout_server.retries import Marks
+from rollout_server.sessions import DropCause
 from services.wire.errors import WireError
 from services.wire.rollout_api import Purpose
 from services.wire.sampling import SamplingParams
@@ -21,8 +20,6 @@ from services.wire.session_api import SessionState
 from services.wire.trajectory import BreakReason, VersionSpan
 
 JOURNAL_SCHEMA = 2
-
-DropCause = Literal["idle", "aborted", "run_concluded", "shutdown"]
 
 
 class GroupBegan(msgspec.Struct, frozen=True, kw_only=True, tag="group"):

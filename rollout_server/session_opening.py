@@ -24,12 +24,11 @@ from redis.exceptions import RedisError
 
 from rollout_server.admission_gate import AdmissionGate
 from rollout_server.adoption import Adopter
-from rollout_server.groups import Group, GroupRegistry, new_group_id
+from rollout_server.groups import Group, GroupRegistry, new_group_id, sampling_of
 from rollout_server.journal import Journal
 from rollout_server.journal_replay import Now, began, group_began
 from rollout_server.named_locks import NamedLocks
 from rollout_server.sessions import Session, Terms
-from rollout_server.turns import sampling_of
 from services.ledger import Ledger
 from services.tracing import NO_TRACING, Tracing
 from services.wire.errors import ConflictError, RollmeshError, SessionConcludedError

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rollout_server.capture import Capture
 from rollout_server.dialect_memory import DialectMemory
@@ -28,6 +29,8 @@ from services.wire.errors import (
 )
 from services.wire.rollout_api import Purpose, SamplingLimits
 from services.wire.session_api import SessionState
+
+DropCause = Literal["idle", "aborted", "run_concluded", "shutdown"]
 
 
 @dataclass(frozen=True, slots=True)

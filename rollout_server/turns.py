@@ -20,7 +20,7 @@ from rollout_server.carrying_on import UntilClear, carry_on
 from rollout_server.dialect.sampling_choice import within
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest, collect
 from rollout_server.generation_spans import generating, note_drawn
-from rollout_server.groups import Group
+from rollout_server.groups import Group, sampling_of
 from rollout_server.journal import Journal
 from rollout_server.journal_records import TurnRecord, TurnsAnswered
 from rollout_server.journal_replay import apply_turns, node_record
@@ -28,16 +28,11 @@ from rollout_server.named_locks import NamedLocks
 from rollout_server.rendering import Renderer
 from rollout_server.sessions import Session
 from services.tracing import NO_TRACING, Tracing
-from services.wire.errors import ContextLengthError, DeadlineError, UsageError
-from services.wire.rollout_api import SamplingBody, TakeTurns, Turn, TurnsTaken, TurnTaken
+from services.wire.errors import ContextLengthError, UsageError
+from services.wire.rollout_api import TakeTurns, Turn, TurnsTaken, TurnTaken
 from services.wire.sampling import SamplingParams
 
 _KEPT_ANSWERS = 4
-
-
-def sampling_of(body: SamplingBody) -> SamplingParams:
-    """The wire struct of a request body."""
-    return msgspec.convert(body, SamplingParams, from_attributes=True)
 
 
 def _sampling_in(group: Group, session: Session, asked: SamplingParams) -> SamplingParams:
@@ -208,18 +203,3 @@ def _remember(group: Group, name: str, answer: bytes) -> None:
     group.turns_answered[name] = answer
     while len(group.turns_answered) > _KEPT_ANSWERS:
         group.turns_answered.popitem(last=False)
-
-
-class Progress:
-    """Tells an engine that stands still from one that is slow or paused: `check` it now and then."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._seen = engine.status().tokens_generated
-
-    def check(self) -> None:
-        """Raise DeadlineError when the engine, not paused, drew no token at all since the last check."""
-        status = self._engine.status()
-        if status.tokens_generated == self._seen and not status.paused:
-            raise DeadlineError("the engine has stopped drawing tokens", "see the rollout server's log")
-        self._seen = status.tokens_generated

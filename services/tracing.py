@@ -16,9 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Literal
 
-from services.trace_settings import TraceSettings
-from services.wire.errors import UsageError
-
 TRACEPARENT = "traceparent"
 """The header of W3C Trace Context: `00-<trace>-<span>-<flags>`."""
 NO_TRACE = "00-" + "0" * 32 + "-" + "0" * 16 + "-00"
@@ -109,31 +106,3 @@ class Tracing:
 
 
 NO_TRACING = Tracing()
-
-
-def open_tracing(settings: TraceSettings, kind: ServiceKind, run_id: str, instance: str) -> Tracing:
-    """Traces as `settings` want them. `instance`: which of the services of its kind this process is.
-
-    No thread is started before the first span: an engine may yet fork. Raises UsageError where they are switched on and
-    OpenTelemetry is not installed.
-    """
-    if settings.traces == "off":
-        return NO_TRACING
-    check_installed(settings)
-    from services.otel_tracing import OtelTracing
-
-    return OtelTracing(settings, kind, run_id, instance)
-
-
-def check_installed(settings: TraceSettings) -> None:
-    """Raise UsageError where traces are switched on and what makes them is missing."""
-    if settings.traces == "off":
-        return
-    try:
-        import opentelemetry.exporter.otlp.proto.http
-        import opentelemetry.sdk.trace  # noqa: F401 - only to see that they are there
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"traces are switched on (telemetry.traces = {settings.traces!r}), OpenTelemetry is not installed",
-            "pip install 'rollmesh[traces]', or switch them off",
-        ) from error

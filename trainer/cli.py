@@ -48,10 +48,10 @@ def train(
     from services.config_file import load_settings
     from services.imports import heavy_imports
     from services.key_files import read_key, read_keys
+    from services.observability.setup import open_tracing
     from services.redis_client import reached_by
     from services.tls import read_tls
     from services.trace_settings import with_surroundings
-    from services.tracing import open_tracing
     from trainer.formula import describe
 
     settings = load_settings(config, [])

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from services.settings import TrainerSettings
 from services.wire.errors import UsageError
 from trainer.logprobs import sampled_terms
+from trainer.losses.tokens import BatchSize
 from trainer.objective import Objective, TokenTerms
 from trainer.packed_forward import PackedForward, Separation
-from trainer.packing import BatchSize, MicroBatch, PackedBatch
+from trainer.packing import MicroBatch, PackedBatch
 from trainer.step_sums import StepSums, TokenStatistics
 
 

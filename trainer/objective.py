@@ -17,8 +17,7 @@ from trainer.formula import describe_loss
 from trainer.interpolation import interpolated
 from trainer.losses.divergence import divergence
 from trainer.losses.registry import find_loss, load_loss
-from trainer.losses.tokens import LossTokens, mean_by_segment
-from trainer.packing import BatchSize
+from trainer.losses.tokens import BatchSize, LossTokens, mean_by_segment
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from services.policies.token_budget import split_rows
+from trainer.losses.tokens import BatchSize
 from trainer.packed_row import PackedRow, lay_end_to_end
 from trainer.rows import Row
 from trainer.window import NOT_SAMPLED, StalenessTally
@@ -51,14 +52,6 @@ class MicroBatch:
     advantages: Tensor
     values: Tensor | None = None
     returns: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """What the loss of a whole batch is a mean of: its fresh tokens, and segments that have any; skipped ones counted."""
-
-    tokens: int
-    segments: int
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,10 @@ def weight_bus(
     from services.config_file import load_settings
     from services.key_files import read_key, read_keys
     from services.key_rules import lacking
+    from services.observability.setup import open_tracing
     from services.policies.fleet_policy import FleetPolicy
     from services.tls import read_tls
     from services.trace_settings import with_surroundings
-    from services.tracing import open_tracing
 
     settings = load_settings(config, [] if policy is None else [f"weights.policy={policy}"])
     weights = settings.weights

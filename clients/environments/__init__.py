@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import get_args
 
 from clients.dialect import Dialect
-from clients.environment import Environment
+from clients.environment import AnyEnvironment, Environment
 from clients.environments.guess_number import GuessNumber
 from clients.environments.running_sums import RunningSums
-from clients.group_play import AnyEnvironment
 from clients.rewards import RewardsAddress
 from services.wire.errors import UsageError
 from services.wire.task_name import BUILT_IN as TASKS

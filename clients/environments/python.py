@@ -15,11 +15,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
-from clients.agent import AgentEnvironment
-from clients.environment import Environment
+from clients.environment import AgentEnvironment, AnyEnvironment, Environment, describe
 from clients.environments.options import values
-from clients.group_play import AnyEnvironment
-from clients.losses import describe
 from services.wire.errors import UsageError
 from services.wire.task_name import TaskName
 

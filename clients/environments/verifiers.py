@@ -27,8 +27,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any
 
-from clients.agent import AgentEndpoint
-from clients.environment import Ended, Problem, Split, split_of
+from clients.environment import AgentEndpoint, Ended, Problem, Split, split_of
 from clients.environments.options import values
 from services.wire.errors import RollmeshError, UsageError
 

@@ -8,8 +8,7 @@ import random
 
 from openai import AsyncOpenAI
 
-from clients.agent import AgentEndpoint, agent_environment
-from clients.environment import Ended, Problem, Split
+from clients.environment import AgentEndpoint, Ended, Problem, Split, agent_environment
 
 TOOL = {
     "type": "function",

@@ -50,8 +50,8 @@ def telemetry(
 
     from rollout_server.bench.telemetry_measuring import TelemetryShape, measure_telemetry
     from rollout_server.bench.telemetry_report import as_table
+    from services.observability.setup import check_installed
     from services.trace_settings import TraceSettings
-    from services.tracing import check_installed
 
     check_installed(TraceSettings(traces="otlp"))
     shape = TelemetryShape(

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from rollout_server.answers import Answer
 from rollout_server.capture import Node
+from rollout_server.carrying_on import Progress
 from rollout_server.dialect.drawing import Piece, Sample
 from rollout_server.dialect.making import Making, Means
 from rollout_server.dialect.sampling_choice import BudgetSpentError, within
@@ -29,7 +30,6 @@ from rollout_server.journal_records import DraftHead, DraftPart, NodeRecord
 from rollout_server.journal_replay import node_record
 from rollout_server.retries import Marks
 from rollout_server.sessions import Session
-from rollout_server.turns import Progress
 from services.wire.errors import ContextLengthError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import BreakReason

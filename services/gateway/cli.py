@@ -44,10 +44,10 @@ def gateway(
     from services.gateway.gateway import GatewayPlan
     from services.key_files import read_keys
     from services.key_rules import lacking
+    from services.observability.setup import open_tracing
     from services.redis_client import check_reachable, reached_by
     from services.tls import read_tls
     from services.trace_settings import with_surroundings
-    from services.tracing import open_tracing
 
     settings = load_settings(config, [])
     tracing = open_tracing(with_surroundings(settings.telemetry, os.environ), "gateway", run_id, name)

@@ -38,9 +38,9 @@ def rewards(
     from services.config_file import load_settings
     from services.key_files import read_keys
     from services.key_rules import lacking
+    from services.observability.setup import open_tracing
     from services.tls import read_tls, read_trust
     from services.trace_settings import with_surroundings
-    from services.tracing import open_tracing
     from services.wire.errors import UsageError
 
     whole = load_settings(config, [])

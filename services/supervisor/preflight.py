@@ -15,6 +15,7 @@ from typing import Literal
 
 from services.key_files import KeyPlaces
 from services.model_folder import is_complete
+from services.observability.setup import check_installed
 from services.redis_client import check_reachable, reached_by
 from services.run_folder import RunFolder, make_run_folder
 from services.settings import RunSettings
@@ -22,7 +23,6 @@ from services.supervisor.ports import LOOPBACK
 from services.supervisor.processes import OURS
 from services.tls import read_tls
 from services.trace_settings import with_surroundings
-from services.tracing import check_installed
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.task_name import parse_task
 

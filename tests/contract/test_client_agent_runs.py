@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from clients.agent import AgentEndpoint, agent_environment
 from clients.agent_play import EpisodeLimits
 from clients.chat import ChatEnvironment
 from clients.dialect import in_dialect
-from clients.environment import Ended, Problem, Split
+from clients.environment import AgentEndpoint, Ended, Problem, Split, agent_environment
 from clients.environments import make_environment
 from clients.evaluation import evaluate
 from clients.group_play import play_to_end

@@ -12,12 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from clients.agent import AgentEndpoint, AgentEnvironment, agent_environment
 from clients.agent_play import EpisodeLimits, Lost, abort
 from clients.chat import ChatEnvironment
-from clients.environment import Ended, Problem
+from clients.environment import AgentEndpoint, AgentEnvironment, AnyEnvironment, Ended, Problem, agent_environment
 from clients.environments import make_environment
-from clients.group_play import AnyEnvironment, evaluate_group, play_to_end
+from clients.group_play import evaluate_group, play_to_end
 from clients.losses import GroupLostError
 from clients.opening import open_group as opening_of
 from clients.play import Played

@@ -14,9 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from clients.agent import AgentEndpoint
 from clients.agent_play import EpisodeLimits, Lost
-from clients.environment import Ended, Problem, Split, split_of
+from clients.environment import AgentEndpoint, Ended, Problem, Split, split_of
 from clients.environments import make_task
 from clients.environments.prompts import Prompts
 from clients.group_play import evaluate_group, play_to_end

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import aiohttp
 
-from clients.agent import AgentEndpoint
 from clients.chat import chat
-from clients.environment import Ended, Problem, Split
-from clients.group_play import AnyEnvironment
+from clients.environment import AgentEndpoint, AnyEnvironment, Ended, Problem, Split
 from clients.rollout import RolloutClient
 from clients.runner import RunnerPlan
 from services.wire.errors import RollmeshError

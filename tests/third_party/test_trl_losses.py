@@ -13,8 +13,8 @@ import torch
 
 from services.loss_settings import CorrectionSettings, LossSettings
 from tests.support.trl_environment import NO_TRL, TRL_PYTHON
+from trainer.losses.tokens import BatchSize
 from trainer.objective import Objective, TokenTerms
-from trainer.packing import BatchSize
 
 SCRIPT = Path(__file__).with_name("trl_losses.py")
 ROWS, LENGTH = 6, 9

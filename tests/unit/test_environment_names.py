@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.agent import AgentEndpoint, AgentEnvironment
-from clients.environment import Answer, Ended, Environment, Problem
+from clients.environment import AgentEndpoint, AgentEnvironment, Answer, Ended, Environment, Problem
 from clients.environments import make_task
 from services.config_file import dump_settings, load_settings
 from services.supervisor.preflight import find_task, new_run_id

@@ -11,7 +11,8 @@ from services.policies.staleness import FutureVersionError
 from services.wire.packed import unpack_logprobs, unpack_tokens
 from services.wire.trajectory import VersionSpan
 from tests.support.trajectories import a_rollout, a_segment, group_of, grouped, random_trajectories
-from trainer.packing import BatchSize, pack
+from trainer.losses.tokens import BatchSize
+from trainer.packing import pack
 from trainer.rows import rows_of
 from trainer.window import NOT_SAMPLED, OVER_K, StalenessTally, judge
 

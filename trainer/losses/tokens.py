@@ -10,6 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+
+@dataclass(frozen=True)
+class BatchSize:
+    """What the loss of a whole batch is a mean of: its fresh tokens, and segments that have any; skipped ones counted."""
+
+    tokens: int
+    segments: int
+
+
 LARGEST_LOG_RATIO = 20.0
 """Beyond e^±20 a float32 ratio overflows sooner or later, and 0 · ∞ in the backward pass would poison every weight."""
 
