@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version
 
-from services.dispatch import Command, Dispatcher
+from services.dispatch import Command, Dispatcher, fail
 from services.imports import leave_quickly
 
 COMMANDS = {
@@ -28,23 +28,7 @@ COMMANDS = {
     "monitoring": Command("services.monitoring.cli:app", "Write Prometheus's alert rules and Grafana's dashboard"),
     "dead-letters": Command("services.dead_letters_cli:app", "Show trajectories that were dropped, and why"),
     "keys": Command("services.keys_cli:app", "Make the keys of a mesh, one file each"),
-    "bench": Command("services.cli:BENCHES", "Measure a part of the mesh"),
 }
-
-BENCHES = Dispatcher(
-    prog="rollmesh bench",
-    summary="Benchmarks: a table for people, JSON with --json.",
-    example="rollmesh bench loop --json",
-    commands={
-        "loop": Command("services.supervisor.bench_loop:app", "The whole loop beside TRL's GRPOTrainer"),
-        "rollout": Command("rollout_server.bench.rollout:app", "The rollout server beside its engine and vllm serve"),
-        "gateway": Command("rollout_server.bench.gateway:app", "The gateway beside bare engines, and servers killed"),
-        "telemetry": Command("rollout_server.bench.telemetry:app", "What figures and traces cost a rollout server"),
-        "staleness": Command("trainer.bench.staleness.cli:app", "Corrections on tokens that are K optimizer steps old"),
-        "trainer": Command("trainer.bench.trainer:app", "The trainer's step beside a padded loop and TRL's GRPO step"),
-        "weights": Command("weight_bus.bench.weights:app", "Weight updates under load beside paused reloads"),
-    },
-)
 
 ROLLMESH = Dispatcher(
     prog="rollmesh",
@@ -59,6 +43,8 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"rollmesh {version('rollmesh')}\n")
         return
+    if sys.argv[1:2] == ["bench"]:
+        sys.exit(fail("benchmarks are run in a checkout of the sources: ./dev bench NAME", 2))
     code = ROLLMESH.run(sys.argv[1:])
     leave_quickly()
     sys.exit(code)

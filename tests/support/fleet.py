@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 from redis.asyncio import Redis
 
-from services.bench.processes import PYTHON, Child, free_port, running
+from benchmarks.harness.processes import PYTHON, Child, free_port, running
 from services.config_file import dump_settings
 from services.ledger import Ledger
 from services.redis_client import connect

@@ -1,4 +1,4 @@
-"""`rollmesh bench gateway`: its optimum is the trie's, its silence the kill's; an agent's trouble fails it."""
+"""`./dev bench gateway`: its optimum is the trie's, its silence the kill's; an agent's trouble fails it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ import psutil
 import pytest
 from aiohttp import web
 
-from rollout_server.bench.gateway_report import GatewayBench, Setting, as_table, judge
-from rollout_server.bench.http_arm import HttpArm, client
-from rollout_server.bench.killed import Kill, Killed
-from rollout_server.bench.prefilled import Prefilled
-from rollout_server.bench.prompt_trie import distinct_prefixes
-from rollout_server.bench.ratios import percentile
-from rollout_server.bench.silence import until_heard
-from rollout_server.bench.talking_agents import TalkingAgents
-from rollout_server.bench.workload import Exchange
+from benchmarks.gateway.failover import Kill, Killed, TalkingAgents, until_heard
+from benchmarks.gateway.report import GatewayBench, Prefilled, Setting, as_table, judge
+from benchmarks.harness.servers import HttpArm, client
+from benchmarks.harness.timing import percentile
+from benchmarks.harness.workload import Exchange, distinct_prefixes
 from services.wire.errors import RollmeshError
 
 SPEEDS = {
@@ -211,7 +207,7 @@ def test_a_small_benchmark_kills_a_server_says_all_its_figures_and_leaves_no_pro
     sizes = {"rounds": 1, "requests": 8, "concurrency": 4, "max-tokens": 64, "pairs": 2, "groups": 2, "siblings": 2}
     sizes |= {"agents": 8, "kills": 1, "hidden-size": 32, "layers": 1}
     options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    command = [sys.executable, "-P", "-m", "services", "bench", "gateway", "--json", *options]
+    command = [sys.executable, "-P", "-m", "benchmarks", "gateway", "--json", *options]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=400, check=False, env=os.environ | {"TMPDIR": str(tmp_path)}
     )

@@ -1,4 +1,4 @@
-"""The paced mesh of `rollmesh bench trainer`: engines keep their pace and stamp each token with its moment's version."""
+"""The paced mesh of `./dev bench trainer`: engines keep their pace and stamp each token with its moment's version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from rollout_server.bench.paced_engine import Pace, PacedEngine
+from benchmarks.harness.clock_engine import Pace, PacedEngine
 from rollout_server.engines.base import GenerationRequest, collect
 from services.wire.sampling import SamplingParams
 from tests.support.bus_fleet import manifest_of
@@ -20,7 +20,7 @@ PACE = Pace(median=24, sigma=1.0, longest=200, token_s=0.002, places=3)
 
 def test_lengths_are_heavy_tailed_and_the_typical_longest_is_typical() -> None:
     pytest.importorskip("torch")
-    from trainer.bench.idleness import typical_longest
+    from benchmarks.trainer.idleness import typical_longest
 
     chance = random.Random(1)
     batches = [[PACE.length(chance) for _ in range(64)] for _ in range(400)]

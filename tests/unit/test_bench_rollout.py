@@ -1,4 +1,4 @@
-"""`rollmesh bench rollout`: what it says follows from what it measured, arms do equal work, and nothing stays behind."""
+"""`./dev bench rollout`: what it says follows from what it measured, arms do equal work, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_server.bench.http_arm import completion_tokens
-from rollout_server.bench.rate import in_parallel
-from rollout_server.bench.report import Latencies, RolloutBench, Setting, as_table, judge
+from benchmarks.harness.processes import running
+from benchmarks.harness.servers import completion_tokens
+from benchmarks.harness.timing import in_parallel
+from benchmarks.rollout.report import Latencies, RolloutBench, Setting, as_table, judge
 from rollout_server.dialect.sampling_choice import choose_sampling
-from services.bench.processes import running
 from services.wire.errors import RollmeshError
 from services.wire.openai_api import ChatCall
 from services.wire.rollout_api import SamplingLimits
@@ -132,7 +132,7 @@ def test_the_random_policys_decode_step_is_recorded(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rollout_server.bench.policy import save_random_policy
+    from benchmarks.harness.workload import save_random_policy
     from rollout_server.engines.policy_forward import PolicyForward
 
     save_random_policy(tmp_path, hidden_size=32, layers=1, seed=1)
@@ -148,7 +148,7 @@ def test_a_small_benchmark_says_all_its_figures_and_leaves_no_process(tmp_path: 
     sizes = {"rounds": 1, "requests": 4, "concurrency": 2, "max-tokens": 4, "pairs": 2, "sessions": 4}
     sizes |= {"hidden-size": 32, "layers": 1}
     options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    command = [sys.executable, "-P", "-m", "services", "bench", "rollout", "--json", "--no-vllm-serve", *options]
+    command = [sys.executable, "-P", "-m", "benchmarks", "rollout", "--json", "--no-vllm-serve", *options]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=180, check=False, env=os.environ | {"TMPDIR": str(tmp_path)}
     )

@@ -1,4 +1,4 @@
-"""`rollmesh bench staleness`: its tokens are exactly K steps old, bars are judged right, and a small table comes out."""
+"""`./dev bench staleness`: its tokens are exactly K steps old, bars are judged right, and a small table comes out."""
 
 from __future__ import annotations
 
@@ -15,19 +15,14 @@ import pytest
 import torch
 import typer
 
+from benchmarks.staleness.cli import GREEDY, SAMPLED, app, as_table, bars, finals, plot_finals
+from benchmarks.staleness.results import ARMS, Outcome, ResultsFile, StaleRun, named_arms
+from benchmarks.staleness.training import LaggedPolicy, Rollouts, StaleTraining
 from services.loss_settings import LossSettings
 from services.settings import TrainerSettings
 from services.wire.demonstrations import Question
 from services.wire.errors import UsageError
 from services.wire.trajectory import check_trajectory
-from trainer.bench.staleness.arms import ARMS, named_arms
-from trainer.bench.staleness.cli import app
-from trainer.bench.staleness.lagged import LaggedPolicy
-from trainer.bench.staleness.plot import plot_finals
-from trainer.bench.staleness.report import GREEDY, SAMPLED, as_table, bars, finals
-from trainer.bench.staleness.results import Outcome, ResultsFile, StaleRun
-from trainer.bench.staleness.rollouts import Rollouts
-from trainer.bench.staleness.stale_training import StaleTraining
 from trainer.logprobs import token_logprobs
 from trainer.tiny_policy import build_model, build_tokenizer
 
@@ -150,7 +145,7 @@ def test_the_docs_have_its_arms_and_flags_that_it_takes() -> None:
     text = (Path(__file__).parents[2] / "docs" / "staleness.md").read_text()
     for name in ARMS:
         assert len(re.findall(rf"^\| `?{name}`? ", text, flags=re.MULTILINE)) == 3
-    lines = re.findall(r"^\$ rollmesh bench staleness(.*)$", text, flags=re.MULTILINE)
+    lines = re.findall(r"^\$ ./dev bench staleness(.*)$", text, flags=re.MULTILINE)
     for line in lines:
         typer.main.get_command(app).make_context("staleness", shlex.split(line, comments=True))
     assert len(lines) == 3
@@ -158,7 +153,7 @@ def test_the_docs_have_its_arms_and_flags_that_it_takes() -> None:
 
 def test_misuse_is_one_line(tmp_path: Path) -> None:
     for flags in (("--ks", "1,x"), ("--seeds", "-1"), ("--corrections", "nothing")):
-        command = [sys.executable, "-P", "-m", "services", "bench", "staleness", *flags]
+        command = [sys.executable, "-P", "-m", "benchmarks", "staleness", *flags]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
         assert ended.returncode == 2
         assert ended.stderr.startswith("rollmesh: ") and ended.stderr.count("\n") == 1
@@ -167,7 +162,7 @@ def test_misuse_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_uncorrected_training_collapses_at_k_8_and_ppo_does_not(tmp_path: Path) -> None:
     out, environment = tmp_path / "out.jsonl", {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-P", "-m", "services", "bench", "staleness", "--json"]
+    command = [sys.executable, "-P", "-m", "benchmarks", "staleness", "--json"]
     small = ["--ks", "8", "--corrections", "none,PPO", "--seeds", "1", "--out", str(out)]
     ended = subprocess.run(
         [*command, *small], capture_output=True, text=True, timeout=240, check=False, env=environment

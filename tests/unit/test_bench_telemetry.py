@@ -1,4 +1,4 @@
-"""`rollmesh bench telemetry`: costs are of one arm beside the one without, in the same round; and nothing stays behind."""
+"""`./dev bench telemetry`: costs are of one arm beside the one without, in the same round; and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_server.bench.telemetry_report import ARMS, AloneFigures, costs, quartiles, share_alone
+from benchmarks.telemetry.report import ARMS, AloneFigures, costs, quartiles, share_alone
 
 
 def test_a_cost_is_the_median_of_what_each_round_took() -> None:
@@ -52,7 +52,7 @@ def test_a_small_benchmark_says_what_traces_cost_and_leaves_no_process(tmp_path:
     }
     options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "services", "bench", "telemetry", "--json", *options],
+        [sys.executable, "-P", "-m", "benchmarks", "telemetry", "--json", *options],
         capture_output=True,
         text=True,
         timeout=240,

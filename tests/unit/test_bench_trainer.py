@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.trainer.report import FIGURES, Measured, as_table, put_together
+from benchmarks.trainer.step_speed import PROMPT_TOKENS, HeavyTail, PaddedLoop, SpeedPlan, as_groups, measure_speed
 from services.settings import TrainerSettings
-from trainer.bench.heavy_tail import PROMPT_TOKENS, HeavyTail, as_groups
-from trainer.bench.padded_loop import PaddedLoop
-from trainer.bench.step_speed import SpeedPlan, measure_speed
-from trainer.bench.trainer_report import FIGURES, Measured, as_table, put_together
 from trainer.learner import Learner
 from trainer.packing import pack
 from trainer.rows import rows_of

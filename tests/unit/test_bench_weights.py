@@ -1,4 +1,4 @@
-"""`rollmesh bench weights`: its stall is the engine's own, a bar that is missed is said to be; a tiny run has all keys."""
+"""`./dev bench weights`: its stall is the engine's own, a bar that is missed is said to be; a tiny run has all keys."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.weights.arms import Drawn, Episode, Span, Update
+from benchmarks.weights.exact import compare
+from benchmarks.weights.report import CROWDED, Exactness, Setting, WeightsBench, as_tables, judge, judge_engine
 from rollout_server.engines.cadence import Cadence
-from weight_bus.bench.exactness import compare
-from weight_bus.bench.gaps import Episode, Update
-from weight_bus.bench.messages import Drawn, Span
-from weight_bus.bench.report import CROWDED, Exactness, Setting, WeightsBench, judge, judge_engine
-from weight_bus.bench.tables import as_tables
 
 STEP_S = 0.010
 EXACT = Exactness(updates=50, tokens=128, tokens_equal=True, max_logprob_error=1e-6)
@@ -174,7 +172,7 @@ def test_exact_is_token_for_token(found: list[int], logprobs: list[float], equal
 
 @pytest.mark.slow
 def test_a_tiny_run_measures_every_arm_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "services", "bench", "weights", "--json", "--engine", "torch"]
+    command = [sys.executable, "-P", "-m", "benchmarks", "weights", "--json", "--engine", "torch"]
     small = ["--rounds", "1", "--updates", "1", "--hidden-size", "64", "--layers", "2", "--streams", "2"]
     plot = tmp_path / "stall.png"
     quick = ["--quiet-s", "0.25", "--exact-updates", "4", "--no-wire", "--plot", str(plot)]

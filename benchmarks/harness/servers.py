@@ -1,0 +1,514 @@
+"""The servers that are measured: ours, and vLLM's own beside it, on the same folder with the same bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Literal
+
+import aiohttp
+import msgspec
+
+from benchmarks.harness.processes import (
+    LOOPBACK,
+    PYTHON,
+    Child,
+    Piped,
+    answer_lines,
+    free_port,
+    replies_only,
+    running,
+    running_piped,
+)
+from benchmarks.harness.timing import Rate, in_parallel
+from benchmarks.harness.workload import TIMED_KV_POLICY, Exchange, load_workload
+from rollout_server.engines.base import Engine, GenerationRequest
+from services.config_file import dump_settings
+from services.settings import RunSettings
+from services.wire.errors import RollmeshError
+from services.wire.kv_policy import KvPolicy
+
+# A server as an arm: sessions opened before the clock starts, calls over kept-alive connections, sessions given up
+# after.
+#
+# The client is this process; each request is a call in a session of its own, as an agent's first call is.
+
+Way = Literal["plain", "streamed", "tokens"]
+"""A whole chat completion, a streamed one, or vLLM's token route."""
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
+_USAGE_BYTES = 1024
+_AT_ONCE = 64
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """A session."""
+
+    session_id: str
+    api_key: str
+    group_id: str
+
+
+class EngineMoment(msgspec.Struct, frozen=True):
+    """What `GET /engine` says of a server, so far: CPU seconds of its event loop, and tokens that it prefilled."""
+
+    http_cpu_s: float
+    prefill_tokens: int
+
+
+class HttpArm:
+    """Speaks to one server at `url`, whose log ends as `tail` says. Without `sessions` it is any OpenAI server."""
+
+    def __init__(
+        self, http: aiohttp.ClientSession, url: str, tail: Callable[[], str], *, sessions: bool = True
+    ) -> None:
+        self._http = http
+        self._url = self.url = url
+        self._tail = tail
+        self._sessions = sessions
+
+    async def load(self, exchanges: Sequence[Exchange], concurrency: int, way: Way) -> Rate:
+        """Answer `exchanges`, so many at a time. Raises RollmeshError for any answer that is not what was asked for."""
+        opened = await self.open(len(exchanges)) if self._sessions else []
+        rate = await self.timed(exchanges, opened, concurrency, way)
+        await self.give_up(opened)
+        return rate
+
+    async def as_agents(self, exchanges: Sequence[Exchange], concurrency: int, way: Way) -> tuple[Rate, list[Opened]]:
+        """As agents do: `concurrency` of them, each of which opens a session, asks in it, and goes on to the next.
+
+        Whoever places sessions sees who is busy at that moment. Returns the sessions, to be given up after the clock.
+        """
+        opened: list[Opened] = []
+
+        async def play(exchange: Exchange) -> int:
+            session = await self.open_one()
+            opened.append(session)
+            return await self.answer(exchange, session, way)
+
+        return await in_parallel(list(exchanges), concurrency, play), opened
+
+    async def timed(self, exchanges: Sequence[Exchange], opened: Sequence[Opened], concurrency: int, way: Way) -> Rate:
+        """Answer each exchange in a session of its own, of those `opened`; in none, for another server."""
+        sessions: Sequence[Opened | None] = opened or [None] * len(exchanges)
+        pairs = list(zip(exchanges, sessions, strict=True))
+        return await in_parallel(pairs, concurrency, lambda pair: self.answer(*pair, way))
+
+    def through(self, http: aiohttp.ClientSession) -> HttpArm:
+        """The same server over other connections."""
+        return HttpArm(http, self._url, self._tail, sessions=self._sessions)
+
+    async def single_s(self, exchange: Exchange) -> float:
+        """Seconds that one chat completion takes alone."""
+        return (await self.load([exchange], 1, "plain")).seconds
+
+    async def open_one(self, **wishes: str | int) -> Opened:
+        """A new session, a group of its own unless `wishes` (fields of the opening's body) say otherwise."""
+        body = msgspec.json.encode({"wait_s": 10.0, **wishes})
+        async with self._http.post(f"{self._url}/sessions", data=body) as answer:
+            return msgspec.json.decode(await self.checked(answer), type=Opened)
+
+    async def open(self, count: int) -> list[Opened]:
+        """New sessions, each a group of its own."""
+        opened: list[Opened] = []
+
+        async def open_one(_: int) -> int:
+            opened.append(await self.open_one())
+            return 0
+
+        await in_parallel(range(count), _AT_ONCE, open_one)
+        return opened
+
+    async def give_up(self, opened: Sequence[Opened]) -> None:
+        async def abort(session: Opened) -> int:
+            async with self._http.post(f"{self._url}/sessions/{session.session_id}/abort") as answer:
+                await self.checked(answer)
+            return 0
+
+        await in_parallel(opened, _AT_ONCE, abort)
+
+    async def answer(self, exchange: Exchange, session: Opened | None, way: Way) -> int:
+        """Ask for one answer and read all of it; returns its tokens, which are as many as were asked for."""
+        end = b""
+        async with self.asking(exchange, session, way) as answer:
+            if way != "streamed":
+                end = await answer.read()
+            else:
+                async for chunk in answer.content.iter_any():
+                    end = (end + chunk)[-_USAGE_BYTES:]
+        return completion_tokens(end, exchange.max_tokens)
+
+    @asynccontextmanager
+    async def asking(
+        self, exchange: Exchange, session: Opened | None, way: Way
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Ask for one answer, which has begun. Raises RollmeshError, with the end of the log, if it is an error."""
+        base, headers = self._url, {}
+        if session is not None:
+            base, headers = f"{base}/sessions/{session.session_id}", {"Authorization": f"Bearer {session.api_key}"}
+        path = "/inference/v1/generate" if way == "tokens" else "/v1/chat/completions"
+        body = exchange.token_body() if way == "tokens" else exchange.chat_body(stream=way == "streamed")
+        async with self._http.post(base + path, data=msgspec.json.encode(body), headers=headers) as answer:
+            if answer.status >= 400:
+                await self.checked(answer)
+            yield answer
+
+    async def scrape(self) -> None:
+        """Read its figures, as Prometheus does."""
+        async with self._http.get(f"{self._url}/metrics") as answer:
+            await self.checked(answer)
+
+    async def engine(self) -> EngineMoment:
+        """The server's engine now; a gateway has none."""
+        async with self._http.get(f"{self._url}/engine") as answer:
+            return msgspec.json.decode(await self.checked(answer), type=EngineMoment)
+
+    async def check_prompts(self, exchanges: Sequence[Exchange]) -> None:
+        """Raise RollmeshError unless the server makes the very tokens of the messages that a bare engine is given."""
+        for exchange in exchanges:
+            if await self.prompt_tokens(exchange) != exchange.token_ids:
+                raise RollmeshError("a server renders other prompts than the bare engine is given", "a bug: report it")
+
+    async def prompt_tokens(self, exchange: Exchange) -> list[int]:
+        """The prompt that the server makes of the exchange's messages."""
+        body = exchange.chat_body(stream=False) | {"max_tokens": 1, "return_token_ids": True}
+        opened = await self.open(1) if self._sessions else []
+        base = f"{self._url}/sessions/{opened[0].session_id}" if opened else self._url
+        async with self._http.post(f"{base}/v1/chat/completions", data=msgspec.json.encode(body)) as answer:
+            prompt = msgspec.json.decode(await self.checked(answer), type=_WithPrompt).prompt_token_ids
+        await self.give_up(opened)
+        return prompt
+
+    async def checked(self, answer: aiohttp.ClientResponse) -> bytes:
+        """The whole answer. Raises RollmeshError, with the end of the log, for one that is an error."""
+        body = await answer.read()
+        if answer.status >= 400:
+            raise RollmeshError(f"{answer.url} answered {answer.status}: {body[:300]!r}", self._tail())
+        return body
+
+
+class _WithPrompt(msgspec.Struct, frozen=True):
+    prompt_token_ids: list[int]
+
+
+def completion_tokens(answer: bytes, wanted: int) -> int:
+    """The tokens of an answer by its usage. Raises RollmeshError unless they are as many as wanted: work must be equal."""
+    found = _COMPLETION_TOKENS.search(answer)
+    if found is None or int(found[1]) != wanted:
+        raise RollmeshError(f"an answer should have had {wanted} tokens: {answer[-300:]!r}", "see the server's log")
+    return wanted
+
+
+def client() -> aiohttp.ClientSession:
+    """A client without limits of its own."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={"Content-Type": "application/json"},
+    )
+
+
+_OURS_WITHIN_S = 300.0
+_GATEWAY_WITHIN_S = 60.0
+_THEIRS_WITHIN_S = 420.0
+# More sessions than a benchmark ever opens at once, and none that expires while it runs.
+_GROUPS = 1 << 16
+_TIMEOUT_S = 86400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshPlan:
+    """What the processes of one run have in common. `settings`: the file with the run's configuration."""
+
+    run_id: str
+    redis_url: str
+    settings: Path
+    model: Path
+    engine: str
+    folder: Path
+
+    def command(self, name: str, port: int) -> list[str]:
+        """The command line of one of them, as anybody would start it."""
+        command = [*PYTHON, "services", name, "--run-id", self.run_id, "--port", str(port)]
+        return [*command, "--redis-url", self.redis_url, "--config", str(self.settings)]
+
+
+async def plan_mesh(
+    run_id: str,
+    *,
+    redis_url: str,
+    model: Path,
+    engine: str,
+    max_running: int,
+    folder: Path,
+    kv_policy: KvPolicy = TIMED_KV_POLICY,
+) -> MeshPlan:
+    """Write a run's configuration: the defaults, but for what is given and for admission, which never closes."""
+    settings = RunSettings()
+    settings.rollout.max_running = max_running
+    settings.rollout.groups_per_step = _GROUPS
+    settings.rollout.group_timeout_s = _TIMEOUT_S
+    settings.rollout.kv_policy = kv_policy
+    path = folder / f"{run_id}.toml"
+    await asyncio.to_thread(path.write_text, dump_settings(settings))
+    return MeshPlan(run_id=run_id, redis_url=redis_url, settings=path, model=model, engine=engine, folder=folder)
+
+
+@asynccontextmanager
+async def running_server(
+    plan: MeshPlan,
+    server_id: str,
+    http: aiohttp.ClientSession,
+    surroundings: Mapping[str, str] = MappingProxyType({}),
+) -> AsyncIterator[tuple[HttpArm, Child]]:
+    """`rollmesh rollout-server`, ready. Raises RollmeshError when it does not come up."""
+    port = free_port()
+    command = plan.command("rollout-server", port)
+    command += ["--server-id", server_id, "--model", str(plan.model), "--engine", plan.engine]
+    url = f"http://{LOOPBACK}:{port}"
+    name = f"server {plan.run_id} {server_id}"
+    async with running(name, command, plan.folder, environment=surroundings) as child:
+        await child.until(lambda: _answers(http, f"{url}/readyz"), _OURS_WITHIN_S)
+        yield HttpArm(http, url, child.tail), child
+
+
+@asynccontextmanager
+async def running_gateway(plan: MeshPlan, http: aiohttp.ClientSession) -> AsyncIterator[tuple[HttpArm, Child]]:
+    """`rollmesh gateway` in front of the run's servers. Raises RollmeshError when it does not come up."""
+    port = free_port()
+    url = f"http://{LOOPBACK}:{port}"
+    async with running(f"gateway {plan.run_id}", plan.command("gateway", port), plan.folder) as child:
+        await child.until(lambda: _answers(http, f"{url}/readyz"), _GATEWAY_WITHIN_S)
+        yield HttpArm(http, url, child.tail), child
+
+
+@asynccontextmanager
+async def running_ours(
+    engine: str, model: Path, redis_url: str, max_running: int, folder: Path, http: aiohttp.ClientSession, name: str
+) -> AsyncIterator[tuple[HttpArm, Child]]:
+    """A server in a run of its own. `name`: unique in the benchmark."""
+    plan = await plan_mesh(
+        name, redis_url=redis_url, model=model, engine=engine, max_running=max_running, folder=folder
+    )
+    async with running_server(plan, name, http) as started:
+        yield started
+
+
+@asynccontextmanager
+async def running_vllm_serve(
+    model: Path, max_running: int, folder: Path, http: aiohttp.ClientSession
+) -> AsyncIterator[HttpArm]:
+    """vLLM's OpenAI server: its own defaults, but what must be equal in both."""
+    port = free_port()
+    command = [*PYTHON, "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy"]
+    command += ["--host", LOOPBACK, "--port", str(port), "--dtype", "float32", "--max-num-seqs", str(max_running)]
+    command += ["--enforce-eager", "--no-enable-prefix-caching", "--generation-config", "vllm"]
+    command += ["--disable-log-stats", "--disable-uvicorn-access-log", "--kv-cache-memory-bytes", str(1 << 30)]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        # Eager in both: its first answers would otherwise wait for a compiler.
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": LOOPBACK,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    url = f"http://{LOOPBACK}:{port}"
+    # It leaves sockets and rendezvous files behind; the path of a socket must be short.
+    with TemporaryDirectory(prefix="rollmesh-", ignore_cleanup_errors=True) as sockets:
+        environment["TMPDIR"] = sockets
+        async with running("vllm serve", command, folder, environment=environment) as child:
+            await child.until(lambda: _answers(http, f"{url}/health"), _THEIRS_WITHIN_S)
+            yield HttpArm(http, url, child.tail, sessions=False)
+
+
+async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(url) as answer:
+            return answer.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+# Rollout servers and a gateway in front of them, each a process of its own; servers can be killed and started anew.
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process that answers HTTP: how to speak to it, and it itself."""
+
+    arm: HttpArm
+    child: Child
+
+
+class Fleet:
+    """`servers`: those that run, by id. `gateway`: there once the fleet is up."""
+
+    gateway: Member
+
+    def __init__(self, plan: MeshPlan, http: aiohttp.ClientSession) -> None:
+        self.servers: dict[str, Member] = {}
+        self.plan = plan
+        self._http = http
+        self._stacks: dict[str, AsyncExitStack] = {}
+
+    async def start(self, server_id: str) -> None:
+        """Start a server and wait until it is ready. Raises RollmeshError when it does not come up."""
+        stack = self._stacks[server_id] = AsyncExitStack()
+        self.servers[server_id] = Member(
+            *await stack.enter_async_context(running_server(self.plan, server_id, self._http))
+        )
+
+    async def start_gateway(self) -> None:
+        """Start the gateway and wait until it is ready. Raises RollmeshError when it does not come up."""
+        stack = self._stacks["gateway"] = AsyncExitStack()
+        self.gateway = Member(*await stack.enter_async_context(running_gateway(self.plan, self._http)))
+
+    async def kill(self, server_id: str) -> None:
+        """kill -9, and gone."""
+        await self.servers.pop(server_id).child.kill()
+        await self._stacks.pop(server_id).aclose()
+
+    async def close(self) -> None:
+        # The gateway, started last, first: it would look for servers that are on their way out.
+        while self._stacks:
+            _, stack = self._stacks.popitem()
+            await stack.aclose()
+
+
+@asynccontextmanager
+async def running_fleet(plan: MeshPlan, count: int, http: aiohttp.ClientSession) -> AsyncIterator[Fleet]:
+    """So many servers `s0`, `s1`, … and a gateway that knows them, for the time of the block."""
+    fleet = Fleet(plan, http)
+    try:
+        # At once: each imports for seconds. All are waited for even if one fails, so that none comes up unowned.
+        ends = await asyncio.gather(*(fleet.start(f"s{number}") for number in range(count)), return_exceptions=True)
+        for end in ends:
+            if end is not None:
+                raise end
+        await fleet.start_gateway()
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+# The bare engine as an arm: the same engine class as the server's, in a process of its own, with no server around it.
+#
+# benchmark ──one JSON line a command──► this process: engine.generate, `concurrency` at a time
+#           ◄──one JSON line a result──
+#
+# python -m benchmarks.harness.servers ENGINE MODEL WORKLOAD MAX_RUNNING
+
+_START_WITHIN_S = 300.0
+_LOAD_WITHIN_S = 600.0
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """Answer exchanges `first` … `first + count − 1`, so many at a time; the result is a Rate."""
+
+    first: int
+    count: int
+    concurrency: int
+    stream: bool
+
+
+class Single(msgspec.Struct, frozen=True, tag="single"):
+    """Answer one exchange alone with so many tokens; the result is a Rate."""
+
+    index: int
+    max_tokens: int
+
+
+class BareEngine:
+    """The benchmark's end of the pipe."""
+
+    def __init__(self, piped: Piped) -> None:
+        self._piped = piped
+
+    async def load(self, first: int, count: int, concurrency: int, *, stream: bool) -> Rate:
+        return await self._piped.ask(Load(first, count, concurrency, stream), Rate, _LOAD_WITHIN_S)
+
+    async def single_s(self, index: int, max_tokens: int) -> float:
+        """Seconds that one request takes alone."""
+        return (await self._piped.ask(Single(index, max_tokens), Rate)).seconds
+
+
+@asynccontextmanager
+async def running_bare_engine(
+    engine: str, model: Path, workload: Path, max_running: int, folder: Path
+) -> AsyncIterator[BareEngine]:
+    """The engine, ready, for the time of the block. Raises RollmeshError when it does not come up."""
+    command = [*PYTHON, __name__, engine, str(model), str(workload), str(max_running)]
+    async with running_piped(f"bare {engine} engine", command, folder, start_within_s=_START_WITHIN_S) as piped:
+        yield BareEngine(piped)
+
+
+class _Driver:
+    """The engine's side: runs commands."""
+
+    def __init__(self, engine: Engine, exchanges: list[Exchange]) -> None:
+        self._engine = engine
+        self._exchanges = exchanges
+        self._names = count()
+
+    async def run(self, command: Load | Single) -> Rate:
+        if isinstance(command, Single):
+            exchange = msgspec.structs.replace(self._exchanges[command.index], max_tokens=command.max_tokens)
+            return await in_parallel([exchange], 1, self._draw)
+        chosen = self._exchanges[command.first : command.first + command.count]
+        return await in_parallel(chosen, command.concurrency, self._draw_streaming if command.stream else self._draw)
+
+    async def _draw(self, exchange: Exchange, *, stream: bool = False) -> int:
+        request = GenerationRequest(f"bare-{next(self._names)}", exchange.token_ids, exchange.sampling, stream=stream)
+        drawn = 0
+        async for delta in self._engine.generate(request):
+            drawn += len(delta.token_ids)
+        return drawn
+
+    async def _draw_streaming(self, exchange: Exchange) -> int:
+        return await self._draw(exchange, stream=True)
+
+
+async def _serve(engine: Engine, exchanges: list[Exchange], replies: int) -> None:
+    await engine.start()
+    try:
+        await answer_lines(replies, Load | Single, _Driver(engine, exchanges).run)
+    finally:
+        await engine.close()
+
+
+def _main() -> None:
+    from services.memory_tunables import begin_again_with_tunables
+
+    # As a rollout server does: the two are compared.
+    begin_again_with_tunables()
+
+    import uvloop
+
+    from rollout_server.engines.factory import make_engine
+    from services.imports import heavy_imports, leave_quickly
+    from services.settings import RunSettings
+
+    name, model, workload, max_running = sys.argv[1:]
+    replies = replies_only()
+    settings = RunSettings()
+    settings.rollout.max_running = int(max_running)
+    settings.rollout.kv_policy = TIMED_KV_POLICY
+    with heavy_imports():
+        engine = make_engine("vllm" if name == "vllm" else "torch", Path(model), "bench", settings)
+        preload = getattr(engine, "preload", None)
+        if preload is not None:
+            preload()
+    uvloop.run(_serve(engine, load_workload(Path(workload)), replies))
+    leave_quickly()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,1 @@
+"""`./dev bench rollout`: the rollout server beside its engine and `vllm serve`."""

@@ -1,0 +1,1 @@
+"""`./dev bench telemetry`: what figures and traces cost a rollout server."""

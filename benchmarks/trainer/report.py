@@ -1,0 +1,81 @@
+"""What `./dev bench trainer` reports: four figures, each a median over rounds, and what they are made of.
+
+part of the benchmark ──► Measured ──┐
+another part          ──► Measured ──┴──► TrainerBench ──► table, JSON
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from rich.table import Table
+
+FIGURES = ("packed_vs_padded", "vs_trl", "idle_fraction", "async_vs_sync")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`rounds`: some of FIGURES, one value a round. `missing`: those that could not be measured, and why. `seen`: what
+    people may want to know besides, by name."""
+
+    rounds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    seen: Mapping[str, str] = field(default_factory=dict)
+
+
+class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints. None: not measured, `missing` says why.
+
+    `packed_vs_padded`: trained tokens a second, packed ÷ a padded Hugging Face loop. `vs_trl`: ÷ TRL's GRPO step.
+    `idle_fraction`: share of the time that the training thread waits for a batch, at K = 2. `async_vs_sync`: trained tokens
+    a second, K = 2 ÷ K = 0.
+    """
+
+    packed_vs_padded: float | None
+    vs_trl: float | None
+    idle_fraction: float | None
+    async_vs_sync: float | None
+    rounds: dict[str, list[float]]
+    missing: dict[str, str]
+    seen: dict[str, str]
+    load_before: tuple[float, float, float]
+    cores: int
+    versions: dict[str, str]
+
+
+def put_together(
+    parts: Sequence[Measured], load_before: tuple[float, float, float], versions: dict[str, str]
+) -> TrainerBench:
+    """The report of all parts that were asked for."""
+    rounds = {name: [round(value, 4) for value in values] for part in parts for name, values in part.rounds.items()}
+    missing = {name: why for part in parts for name, why in part.missing.items()}
+    figures = {name: round(statistics.median(rounds[name]), 3) if rounds.get(name) else None for name in FIGURES}
+    return TrainerBench(
+        **figures,
+        rounds=rounds,
+        missing={name: missing.get(name, "not asked for") for name in FIGURES if figures[name] is None},
+        seen={name: what for part in parts for name, what in part.seen.items()},
+        load_before=load_before,
+        cores=os.cpu_count() or 1,
+        versions=versions,
+    )
+
+
+def as_table(bench: TrainerBench) -> Table:
+    table = Table(title="The trainer")
+    for column in ("figure", "median", "rounds"):
+        table.add_column(column, overflow="fold")
+    for name in FIGURES:
+        value = getattr(bench, name)
+        spread = ", ".join(f"{each:g}" for each in bench.rounds.get(name, ()))
+        table.add_row(name, "–" if value is None else f"{value:g}", spread or bench.missing.get(name, ""))
+    for name, what in bench.seen.items():
+        table.add_row(name, "", what)
+    load = ", ".join(f"{figure:.2f}" for figure in bench.load_before)
+    numbers = ", ".join(f"{name} {number}" for name, number in bench.versions.items())
+    table.caption = f"{bench.cores} cores, load before {load}; {numbers}"
+    return table

@@ -1,0 +1,54 @@
+"""`./dev bench trainer`: what packing is worth beside a padded loop and beside TRL's GRPO step, and what K is worth."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+TRL_PYTHON = Path(".venv-trl/bin/python")
+
+
+@app.command(epilog="Example: ./dev bench trainer --rounds 5 --json")
+def trainer(
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Steps of each arm, interleaved, after one that is not counted")
+    ] = 5,
+    paced_rounds: Annotated[
+        int, typer.Option(min=0, help="Pairs of meshes with engines that draw by the clock, some minutes each")
+    ] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of each arm")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths and tokens")] = 1,
+    trl_python: Annotated[Path, typer.Option(help="Python of the environment that holds TRL")] = TRL_PYTHON,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of a table")] = False,
+) -> None:
+    """Trained tokens a second on heavy-tailed lengths: packed, padded, and TRL's; asynchronous and synchronous."""
+    import msgspec
+
+    from benchmarks.harness.processes import versions
+    from benchmarks.trainer.report import as_table, put_together
+    from services.imports import heavy_imports
+
+    with heavy_imports():
+        from benchmarks.trainer.idleness import measure_rounds
+        from benchmarks.trainer.step_speed import SpeedPlan, measure_speed
+
+    say = Console(stderr=True, soft_wrap=True, highlight=False)
+    load = os.getloadavg()
+    plan = SpeedPlan(rounds, threads, seed)
+    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
+        speed = asyncio.run(measure_speed(plan, trl_python if trl_python.exists() else None, Path(scratch), say.print))
+    paced = asyncio.run(measure_rounds(paced_rounds, seed, say.print))
+    bench = put_together([speed, paced], load, versions("rollmesh", "torch", "transformers"))
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(bench), indent=2).decode() + "\n")
+    else:
+        Console().print(as_table(bench))

@@ -1,0 +1,1 @@
+"""`./dev bench weights`: weight updates under load beside paused reloads."""

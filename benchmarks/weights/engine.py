@@ -1,0 +1,437 @@
+"""The engine under test of `./dev bench weights`: a few streams decode in it while its weights are replaced.
+
+benchmark ──one JSON line a command──► this process: engine, streams, updates in our way and in the paused ways
+          ◄──one JSON line an answer── (benchmarks.weights.arms)
+
+python -m benchmarks.weights.engine ENGINE MODEL RUN_ID MAX_RUNNING
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from benchmarks.harness.processes import answer_lines, replies_only
+from benchmarks.harness.workload import TIMED_KV_POLICY
+from benchmarks.weights.arms import (
+    Arrivals,
+    Begin,
+    Commit,
+    Done,
+    Drawn,
+    End,
+    Greedy,
+    Join,
+    PausedWay,
+    Prefetch,
+    Reload,
+    Span,
+    Stage,
+    ToEngine,
+)
+from rollout_server.engines.base import Engine, GenerationRequest, collect
+from services.wire.errors import ConflictError, RollmeshError, UsageError
+from services.wire.sampling import SamplingParams
+
+_SETTLED_TOKENS = 3
+_SETTLED_WITHIN_S = 60.0
+_POLL_S = 0.005
+
+
+class _Streams:
+    """Requests that decode at once. `arrivals`: when each token of each came here."""
+
+    def __init__(self, engine: Engine, command: Begin, names: count[int]) -> None:
+        self._engine = engine
+        self._command = command
+        self._names = names
+        self.arrivals: list[list[float]] = [[] for _ in command.prompts]
+        self._tasks = [asyncio.create_task(self._draw(number)) for number in range(len(command.prompts))]
+
+    async def settle(self) -> None:
+        async with asyncio.timeout(_SETTLED_WITHIN_S):
+            while any(len(arrived) < _SETTLED_TOKENS for arrived in self.arrivals):
+                self._check()
+                await asyncio.sleep(_POLL_S)
+
+    async def end(self) -> None:
+        self._check()
+        await self.close()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _check(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+                raise RollmeshError(
+                    f"a stream ended after {self._command.max_tokens} tokens, before its updates did",
+                    "take a larger model, fewer updates or a shorter --quiet-s",
+                )
+
+    async def _draw(self, number: int) -> None:
+        arrived = self.arrivals[number]
+        sampling = SamplingParams(max_tokens=self._command.max_tokens, ignore_eos=True, seed=number)
+        while True:
+            name = f"stream-{next(self._names)}"
+            request = GenerationRequest(name, self._command.prompts[number], sampling, stream=True)
+            async for delta in self._engine.generate(request):
+                now = time.monotonic()
+                arrived.extend([now] * len(delta.token_ids))
+            if not self._command.again:
+                return
+
+
+class _Driver:
+    """Runs commands against an engine."""
+
+    def __init__(self, engine: Engine, paused: PausedUpdates) -> None:
+        self._engine = engine
+        self._paused = paused
+        self._names = count()
+        self._streams: _Streams | None = None
+
+    async def handle(self, command: ToEngine) -> msgspec.Struct:
+        begin = time.monotonic()
+        match command:
+            case Begin():
+                await self._begin(command)
+                return Done()
+            case End():
+                return await self._end()
+            case Greedy(prompts, max_tokens):
+                return await self._greedy(prompts, max_tokens)
+            case Join(port):
+                await self._paused.join(port)
+                return Done()
+            case Stage(manifest):
+                await self._engine.stage(manifest)
+            case Commit(version):
+                await self._engine.commit(version)
+            case Prefetch(path):
+                await self._paused.prefetch(path)
+            case Reload(way, path):
+                await self._engine.pause("keep")
+                await self._paused.load(way, path)
+                await self._engine.resume()
+        return Span(begin, time.monotonic())
+
+    async def _begin(self, command: Begin) -> None:
+        if self._streams is not None:
+            raise ConflictError("streams are decoding already", "end them first")
+        if command.plain:
+            await self._paused.unpack()
+        self._streams = _Streams(self._engine, command, self._names)
+        await self._streams.settle()
+
+    async def _end(self) -> Arrivals:
+        streams, self._streams = self._streams, None
+        if streams is None:
+            raise ConflictError("no streams are decoding", "begin them first")
+        await streams.end()
+        return Arrivals(streams.arrivals)
+
+    async def close(self) -> None:
+        if self._streams is not None:
+            await self._streams.close()
+
+    async def _greedy(self, prompts: list[list[int]], max_tokens: int) -> Drawn:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        token_ids, logprobs = [], []
+        # One at a time: the order of additions must not differ between the engines that are compared.
+        for prompt in prompts:
+            [drawn] = await collect(
+                self._engine.generate(GenerationRequest(f"greedy-{next(self._names)}", prompt, sampling))
+            )
+            token_ids.append(drawn.token_ids)
+            logprobs.append(drawn.logprobs)
+        return Drawn(token_ids, logprobs)
+
+
+async def _serve(replies: int, engine: Engine, paused: PausedUpdates) -> None:
+    await engine.start()
+    driver = _Driver(engine, paused)
+    try:
+        await answer_lines(replies, ToEngine, driver.handle)
+    finally:
+        await driver.close()
+        await engine.close()
+
+
+def _main() -> None:
+    from services.memory_tunables import begin_again_with_tunables
+
+    # As a rollout server does: it is such a server's tokens that an update is to leave alone.
+    begin_again_with_tunables()
+
+    import uvloop
+
+    from services.imports import heavy_imports, leave_quickly
+
+    replies = replies_only()
+    name, model, run_id, max_running = sys.argv[1:]
+    with heavy_imports():
+        engine, paused = make_updated_engine(name, Path(model), run_id, int(max_running))
+    uvloop.run(_serve(replies, engine, paused))
+    leave_quickly()
+
+
+# The engines with the paused ways of other projects beside our own, for `./dev bench weights`.
+#
+# What is loaded in place are the engine's own live tensors, in the process that holds them: here for torch, the
+# engine core for vLLM. There the paused ways do without packed products (`unpack`): packing new ones would make their
+# pauses longer.
+
+_DTYPE = "float32"
+_NEVER_STAGED = -1
+
+
+class PausedUpdates(Protocol):
+    """Loading in place. `load` is called while the engine is paused, `prefetch` while it decodes."""
+
+    async def join(self, port: int) -> None: ...
+
+    async def unpack(self) -> None:
+        """From now on layers multiply live weights, until a commit of ours. Called while nothing decodes."""
+        ...
+
+    async def prefetch(self, path: str) -> None: ...
+
+    async def load(self, way: PausedWay, path: str) -> None: ...
+
+
+def make_updated_engine(name: str, model: Path, run_id: str, max_running: int) -> tuple[Engine, PausedUpdates]:
+    """The engine, its imports done, not started; and how it is updated in the paused ways. Raises UsageError."""
+    if name == "torch":
+        return _torch_engine(model, run_id, max_running)
+    if name == "vllm":
+        return _vllm_engine(model, run_id, max_running)
+    raise UsageError(f"no engine {name!r}", "known: torch, vllm")
+
+
+def _settings(model: Path, run_id: str, max_running: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "run_id": run_id,
+        "dtype": _DTYPE,
+        "max_running": max_running,
+        "threads": 1,
+        "transport": "auto",
+        "seed": 1,
+        "kv_policy": TIMED_KV_POLICY,
+    }
+
+
+def _torch_engine(model: Path, run_id: str, max_running: int) -> tuple[Engine, PausedUpdates]:
+    from rollout_server.engines.torch_engine import TorchEngine
+
+    engine = TorchEngine(**_settings(model, run_id, max_running))
+    engine.preload()
+
+    class Here:
+        """Loads in this process, on a thread of its own. The tensors are looked up anew: a commit of ours swaps them."""
+
+        def __init__(self) -> None:
+            self._in_place = InPlace(lambda: engine._weights()[0].target.live())
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="paused-update")
+
+        async def join(self, port: int) -> None:
+            await self._run(self._in_place.join, port)
+
+        async def unpack(self) -> None:
+            """Nothing is ever packed here."""
+
+        async def prefetch(self, path: str) -> None:
+            await self._run(self._in_place.prefetch, path)
+
+        async def load(self, way: PausedWay, path: str) -> None:
+            await self._run(self._in_place.load, way, path)
+
+        async def _run(self, work: Any, *arguments: Any) -> None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    return engine, Here()
+
+
+def _vllm_engine(model: Path, run_id: str, max_running: int) -> tuple[Engine, PausedUpdates]:
+    from rollout_server.engines.vllm_engine import VllmEngine
+
+    engine = VllmEngine(**_settings(model, run_id, max_running))
+    engine.preload()
+    from vllm.v1.engine.core import EngineCore
+
+    # The engine core is forked from this process and so has them too.
+    EngineCore.bench_join = _core_join
+    EngineCore.bench_unpack = _core_unpack
+    EngineCore.bench_prefetch = _core_prefetch
+    EngineCore.bench_load = _core_load
+
+    class InTheCore:
+        """Loads in the engine core, by utility calls between its steps."""
+
+        async def join(self, port: int) -> None:
+            await self._call("bench_join", port)
+
+        async def unpack(self) -> None:
+            await self._call("bench_unpack")
+
+        async def prefetch(self, path: str) -> None:
+            await self._call("bench_prefetch", path)
+
+        async def load(self, way: PausedWay, path: str) -> None:
+            await self._call("bench_load", way, path)
+
+        async def _call(self, name: str, *arguments: Any) -> None:
+            await engine._running().engine_core.call_utility_async(name, *arguments)
+
+    return engine, InTheCore()
+
+
+def _core_join(core: Any, port: int) -> None:
+    _in_place(core).join(port)
+
+
+def _core_prefetch(core: Any, path: str) -> Future[None]:
+    """The loop answers when the future is done and goes on stepping meanwhile."""
+    in_place = _in_place(core)
+    return core.bench_thread.submit(in_place.prefetch, path)  # type: ignore[no-any-return]
+
+
+def _core_load(core: Any, way: PausedWay, path: str) -> None:
+    _in_place(core).load(way, path)
+
+
+def _core_unpack(core: Any) -> None:
+    [attached] = core.model_executor.collective_rpc(_attachment)
+    attached.packed.flip(_NEVER_STAGED)
+
+
+def _in_place(core: Any) -> Any:
+    found = getattr(core, "bench_in_place", None)
+    if found is None:
+        [attached] = core.model_executor.collective_rpc(_attachment)
+        found = core.bench_in_place = InPlace(attached.weights.live)
+        core.bench_thread = ThreadPoolExecutor(1, thread_name_prefix="paused-update")
+    return found
+
+
+def _attachment(worker: Any) -> Any:
+    return worker.rollmesh_attachment
+
+
+# How other projects load weights into an engine that stands still: over the live tensors, in place.
+#
+#     file       open a safetensors file, copy each tensor over the live one                 (prime-rl)
+#     gloo       receive each tensor of a broadcast, large ones right into the live one      (PipelineRL, vLLM)
+#     prefetch   while decoding: file ─► own memory;  paused: own memory ─► live              (SkyRL)
+#
+# Each at its best on one host: the file is in the page cache and never synced to a disk, and nothing is copied twice.
+# Copies use one thread, as the engine does: these projects load through the engine's own weight loader, tensor by
+# tensor.
+
+_DEADLINE = timedelta(seconds=60)
+_PACKED_BELOW_BYTES = 1 << 20
+_IN_FLIGHT = 4
+_LOOPBACK = "127.0.0.1"
+
+Live = Callable[[], Mapping[str, torch.Tensor]]
+
+
+class InPlace:
+    """Loads over what `live` returns at that moment. Not for two threads at once, but for `prefetch`."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._group: Any = None
+        self._fetched: dict[str, torch.Tensor] = {}
+
+    def join(self, port: int) -> None:
+        """Make the gloo group with the publisher. Blocks until it is there."""
+        self._group = make_group(port, rank=1)
+
+    def prefetch(self, path: str) -> None:
+        """Read the file into memory of this process, the same from version to version."""
+        with torch.no_grad():
+            for name, tensor in _opened(path):
+                if name not in self._fetched:
+                    self._fetched[name] = torch.empty_like(tensor)
+                self._fetched[name].copy_(tensor)
+
+    def load(self, way: PausedWay, path: str) -> None:
+        """Load while nothing decodes. Raises UsageError for gloo without a group."""
+        if way == "gloo":
+            if self._group is None:
+                raise UsageError("no gloo group was joined", "join before loading over gloo")
+            broadcast(self._group, self._live())
+        elif way == "file":
+            self._copy(_opened(path))
+        else:
+            self._copy(self._fetched.items())
+
+    def _copy(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        live = self._live()
+        with torch.no_grad():
+            for name, tensor in tensors:
+                live[name].copy_(tensor)
+
+
+def _opened(path: str) -> Iterable[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        # Mapped, not read: the copy that follows is the only one.
+        for name in file.keys():  # noqa: SIM118 - it is no mapping
+            yield name, file.get_tensor(name)
+
+
+def make_group(port: int, rank: int) -> Any:
+    """A gloo group of two on loopback; rank 0 serves the store."""
+    import torch.distributed as distributed
+
+    dist: Any = distributed  # its stubs know neither stores nor options
+    store = dist.TCPStore(_LOOPBACK, port, 2, is_master=rank == 0, timeout=_DEADLINE)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    options._timeout = _DEADLINE
+    return dist.ProcessGroupGloo(dist.PrefixStore("rollmesh-bench", store), rank, 2, options)
+
+
+@torch.no_grad()
+def broadcast(group: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """From rank 0 to rank 1, in the order of names: a large tensor as it lies, small ones packed into one bucket."""
+    import torch.distributed as dist
+
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    ordered = [tensors[name] for name in sorted(tensors)]
+    small = [tensor for tensor in ordered if tensor.nbytes < _PACKED_BELOW_BYTES]
+    packed = torch.cat([tensor.reshape(-1) for tensor in small]) if small else torch.empty(0)
+    large = [tensor for tensor in ordered if tensor.nbytes >= _PACKED_BELOW_BYTES]
+    works: list[Any] = []
+    for tensor in [*([packed] if small else []), *large]:
+        works.append(group.broadcast([tensor], options))
+        if len(works) == _IN_FLIGHT:
+            works.pop(0).wait()
+    for work in works:
+        work.wait()
+    begin = 0
+    for tensor in small:
+        tensor.copy_(packed[begin : begin + tensor.numel()].view_as(tensor))
+        begin += tensor.numel()
+
+
+if __name__ == "__main__":
+    _main()

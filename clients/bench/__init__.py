@@ -1,1 +1,0 @@
-"""What benchmarks of other rooms play."""

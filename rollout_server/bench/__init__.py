@@ -1,1 +1,0 @@
-"""Benchmarks of the rollout server; reached by `rollmesh bench NAME`."""

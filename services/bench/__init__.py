@@ -1,1 +1,0 @@
-"""What the benchmarks of all rooms have in common."""

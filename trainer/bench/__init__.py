@@ -1,1 +1,0 @@
-"""Benchmarks of the trainer and of the loop it closes; reached by `rollmesh bench NAME`."""

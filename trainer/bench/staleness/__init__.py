@@ -1,1 +1,0 @@
-"""`rollmesh bench staleness`: what each correction makes of tokens that are K optimizer steps old."""

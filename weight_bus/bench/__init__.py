@@ -1,1 +1,0 @@
-"""Benchmarks of the weight bus; reached by `rollmesh bench weights`."""
