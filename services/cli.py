@@ -20,10 +20,12 @@ COMMANDS = {
     "weight-bus": Command("weight_bus.cli:app", "Run the weight bus"),
     "redis": Command("services.supervisor.redis_cli:app", "Run the Redis of a mesh whose parts are started one by one"),
     "rewards": Command("services.rewards.cli:app", "Run the reward service: functions in sandboxes, reward models"),
-    "weights": Command("clients.weights_cli:app", "See and steer which weights engines serve"),
+    "weights": Command("clients.weights.cli:app", "See and steer which weights engines serve"),
     "play": Command("services.supervisor.play_cli:app", "Play a run's task as its settings say"),
-    "run-environment": Command("clients.cli:app", "Run an environment against rollout servers"),
-    "demonstrations": Command("clients.demonstrations_cli:app", "Write demonstrations of a task for `sft`"),
+    "run-environment": Command("clients.runner.cli:app", "Run an environment against rollout servers"),
+    "demonstrations": Command(
+        "clients.environments.tasks.demonstrations:app", "Write demonstrations of a task for `sft`"
+    ),
     "status": Command("services.status.cli:app", "Show how a run is, and why its trainer waits"),
     "monitoring": Command("services.monitoring.cli:app", "Write Prometheus's alert rules and Grafana's dashboard"),
     "dead-letters": Command("services.dead_letters_cli:app", "Show trajectories that were dropped, and why"),

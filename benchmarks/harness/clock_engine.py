@@ -23,7 +23,7 @@ from zlib import crc32
 
 import typer
 
-from clients.environment import Answer, Ended, NextTurn, Problem, Split
+from clients.environments.base import Answer, Ended, NextTurn, Problem, Split
 from rollout_server.engines.base import (
     CommitReport,
     Engine,

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from clients.dialect import Dialect
-from clients.environment import AnyEnvironment, Environment
-from clients.environments.guess_number import GuessNumber
-from clients.environments.running_sums import RunningSums
-from clients.rewards import RewardsAddress
+from clients.environments.base import AnyEnvironment, Dialect, Environment
+from clients.environments.rewards import RewardsAddress
+from clients.environments.tasks.guess_number import GuessNumber
+from clients.environments.tasks.running_sums import RunningSums
 from services.wire.errors import UsageError
 from services.wire.task_name import BUILT_IN as TASKS
 from services.wire.task_name import LIBRARIES, TaskName, parse_task
@@ -61,23 +60,23 @@ def make_environment(name: str) -> Environment:
 def _make(name: TaskName, options: dict[str, str], rewards: RewardsAddress | None) -> AnyEnvironment:
     match name.kind:
         case "reasoning-gym":
-            from clients.environments.reasoning_gym import ReasoningGym
+            from clients.environments.adapters.reasoning_gym import ReasoningGym
 
             return ReasoningGym(name.rest, options)
         case "textarena":
-            from clients.environments.textarena import textarena_environment
+            from clients.environments.adapters.textarena import textarena_environment
 
             return textarena_environment(name.rest, options)
         case "prompts":
-            from clients.environments.prompts import Prompts
+            from clients.environments.adapters.prompts import Prompts
 
             return Prompts(Path(name.rest), options, rewards)
         case "verifiers":
-            from clients.environments.verifiers import VerifiersEnvironment
+            from clients.environments.adapters.verifiers import VerifiersEnvironment
 
             return VerifiersEnvironment.make(name.rest, options)
         case _:
-            from clients.environments.python import load_environment
+            from clients.environments.adapters.python import load_environment
 
             return load_environment(name, options)
 

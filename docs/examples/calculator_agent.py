@@ -8,7 +8,7 @@ import random
 
 from openai import AsyncOpenAI
 
-from clients.environment import AgentEndpoint, Ended, Problem, Split, agent_environment
+from clients.environments.base import AgentEndpoint, Ended, Problem, Split, agent_environment
 
 TOOL = {
     "type": "function",

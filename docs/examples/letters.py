@@ -3,7 +3,7 @@
 $ rollmesh up --task python:docs/examples/letters.py:Letters?longest=5 model.path=FOLDER
 """
 
-from clients.environment import Answer, Ended, NextTurn, Problem, Split, draws, split_of
+from clients.environments.base import Answer, Ended, NextTurn, Problem, Split, draws, split_of
 
 
 class Letters:

@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from clients.agent_play import EpisodeLimits
-from clients.chat import ChatEnvironment
-from clients.dialect import in_dialect
-from clients.environment import AgentEndpoint, Ended, Problem, Split, agent_environment
 from clients.environments import make_environment
-from clients.evaluation import evaluate
-from clients.group_play import play_to_end
-from clients.losses import GroupLostError, TooManyLostError
-from clients.runner import run_environment
-from clients.server_pool import ServerPool
+from clients.environments.base import AgentEndpoint, Ended, Problem, Split, agent_environment
+from clients.environments.chat import ChatEnvironment
+from clients.rollout.server_pool import ServerPool
+from clients.runner.agent_episodes import EpisodeLimits
+from clients.runner.evaluation import evaluate
+from clients.runner.failures import GroupLostError, TooManyLostError
+from clients.runner.groups import in_dialect, play_to_end
+from clients.runner.runner import run_environment
 from rollout_server.sweeping import LEFT_AFTER_S
 from services.wire.packed import unpack_mask
 from tests.support.agent_playing import (
@@ -227,7 +226,7 @@ async def test_an_environment_of_texts_plays_through_chat_in_one_segment(
             return Echo()
 
         def respond(self, answer: object) -> object:
-            from clients.environment import NextTurn
+            from clients.environments.base import NextTurn
 
             self.turns += 1
             return NextTurn(f"again {self.turns}") if self.turns < 3 else Ended(2.0, True)

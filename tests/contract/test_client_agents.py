@@ -12,15 +12,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from clients.agent_play import EpisodeLimits, Lost, abort
-from clients.chat import ChatEnvironment
-from clients.environment import AgentEndpoint, AgentEnvironment, AnyEnvironment, Ended, Problem, agent_environment
 from clients.environments import make_environment
-from clients.group_play import evaluate_group, play_to_end
-from clients.losses import GroupLostError
-from clients.opening import open_group as opening_of
-from clients.play import Played
-from clients.runner import run_environment
+from clients.environments.base import AgentEndpoint, AgentEnvironment, AnyEnvironment, Ended, Problem, agent_environment
+from clients.environments.chat import ChatEnvironment
+from clients.runner.agent_episodes import EpisodeLimits, Lost, abort
+from clients.runner.agent_episodes import open_group as opening_of
+from clients.runner.failures import GroupLostError
+from clients.runner.groups import evaluate_group, play_to_end
+from clients.runner.runner import run_environment
+from clients.runner.text_episodes import Played
 from rollout_server.sweeping import LEFT_AFTER_S
 from services.wire.rollout_api import OpenGroup
 from tests.support.agent_playing import (

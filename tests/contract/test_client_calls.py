@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from clients.repeating import ServerUnreachableError
-from clients.rollout import RolloutClient
-from clients.rollout_sync import SyncRolloutClient
+from clients.rollout.client import RolloutClient
+from clients.rollout.sync_client import SyncRolloutClient
+from clients.rollout.transport import ServerUnreachableError
 from services.app import Stop, make_server, open_port
 from services.wire.errors import (
     CapacityError,

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from clients.rollout import RolloutClient
-from clients.rollout_sync import SyncRolloutClient
+from clients.rollout.client import RolloutClient
+from clients.rollout.sync_client import SyncRolloutClient
 from services.wire.errors import (
     ConflictError,
     ForbiddenError,

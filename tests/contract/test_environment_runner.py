@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from clients.environments import make_environment
-from clients.repeating import ServerUnreachableError
-from clients.rollout import RolloutClient
-from clients.runner import RunnerPlan, run_environment
+from clients.rollout.client import RolloutClient
+from clients.rollout.transport import ServerUnreachableError
+from clients.runner.runner import RunnerPlan, run_environment
 from services.settings import RunSettings
 from services.wire.errors import CapacityError, ConcludedError, ContextLengthError, NotFoundError
 from services.wire.packed import unpack_mask, unpack_tokens

@@ -14,15 +14,15 @@ from typing import Any
 import httpx
 import pytest
 
-from clients.agent_play import EpisodeLimits, Lost
-from clients.environment import AgentEndpoint, Ended, Problem, Split, split_of
 from clients.environments import make_task
-from clients.environments.prompts import Prompts
-from clients.group_play import evaluate_group, play_to_end
-from clients.losses import GroupLostError
-from clients.rewards import RewardsAddress, RewardsClient, recorded
-from clients.rollout import RolloutClient
-from clients.runner import RunnerPlan, run_environment
+from clients.environments.adapters.prompts import Prompts
+from clients.environments.base import AgentEndpoint, Ended, Problem, Split, split_of
+from clients.environments.rewards import RewardsAddress, RewardsClient, recorded
+from clients.rollout.client import RolloutClient
+from clients.runner.agent_episodes import EpisodeLimits, Lost
+from clients.runner.failures import GroupLostError
+from clients.runner.groups import evaluate_group, play_to_end
+from clients.runner.runner import RunnerPlan, run_environment
 from services.config_file import load_settings
 from services.reward_settings import ModelScoring, RewardComponent
 from services.wire.errors import UsageError

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI, Request
 
-from clients.rewards import RewardsClient
-from clients.rollout import RolloutClient
-from clients.rollout_sync import SyncRolloutClient
-from clients.weights import WeightsClient
+from clients.environments.rewards import RewardsClient
+from clients.rollout.client import RolloutClient
+from clients.rollout.sync_client import SyncRolloutClient
+from clients.weights.client import WeightsClient
 from rollout_server.engines.http_peer import Peer
 from services.gateway.servers import Server
 from services.gateway.upstream import Upstream

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.rollout import RolloutClient
+from clients.rollout.client import RolloutClient
 from services.observability.setup import open_tracing
 from services.otel_tracing import CLOSE_WITHIN_S, QUEUED_SPANS
 from services.trace_settings import TraceSettings

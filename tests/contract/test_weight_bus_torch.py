@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from clients.weights import WeightsClient
+from clients.weights.client import WeightsClient
 from rollout_server.engines.factory import make_engine
 from services.wire.weights_api import VerifyView
 from tests.support.rollout_host import hosting, small_batch

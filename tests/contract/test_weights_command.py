@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.weights import WeightsClient
+from clients.weights.client import WeightsClient
 from services.key_rules import Keys
 from services.wire.errors import DeadlineError, NotFoundError
 from tests.conftest import free_port

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from clients.weights import WeightsClient
+from clients.weights.client import WeightsClient
 from tests.support.until import until
 from tests.support.weight_mesh import CATCHES_UP_WITHIN_S, WeightMesh
 from weight_bus.manifest import Manifest, encode_manifest

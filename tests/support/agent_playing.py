@@ -9,10 +9,10 @@ from pathlib import Path
 
 import aiohttp
 
-from clients.chat import chat
-from clients.environment import AgentEndpoint, AnyEnvironment, Ended, Problem, Split
-from clients.rollout import RolloutClient
-from clients.runner import RunnerPlan
+from clients.environments.base import AgentEndpoint, AnyEnvironment, Ended, Problem, Split
+from clients.environments.chat import chat
+from clients.rollout.client import RolloutClient
+from clients.runner.runner import RunnerPlan
 from services.wire.errors import RollmeshError
 from services.wire.rollout_api import GroupOpened, OpenGroup, Purpose, SamplingBody
 from tests.support.rollout_host import Host, hosting, small_batch

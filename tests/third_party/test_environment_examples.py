@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from clients.agent_play import EpisodeLimits
-from clients.environment import Answer, Ended, NextTurn
 from clients.environments import make_task
-from clients.group_play import play_to_end
-from clients.rollout import RolloutClient
+from clients.environments.base import Answer, Ended, NextTurn
+from clients.rollout.client import RolloutClient
+from clients.runner.agent_episodes import EpisodeLimits
+from clients.runner.groups import play_to_end
 from services.config_file import load_settings
 from services.wire.packed import unpack_mask
 from services.wire.rollout_api import OpenGroup, SamplingBody

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from clients.rollout import RolloutClient
+from clients.rollout.client import RolloutClient
 from rollout_server.engines.factory import make_engine
 from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody, SessionReward, TakeTurns, Turn
 from services.wire.session_api import FinishSession, OpenSession, SessionOpened

@@ -13,11 +13,11 @@ from pathlib import Path
 # Neither the project nor the taskset is installed there.
 sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).with_name("verifiers_tasks"))]
 
-from clients.agent_play import EpisodeLimits
 from clients.environments import make_task
-from clients.environments.verifiers import VerifiersEnvironment
-from clients.group_play import play_to_end
-from clients.rollout import RolloutClient
+from clients.environments.adapters.verifiers import VerifiersEnvironment
+from clients.rollout.client import RolloutClient
+from clients.runner.agent_episodes import EpisodeLimits
+from clients.runner.groups import play_to_end
 from services.wire.errors import UsageError
 from services.wire.rollout_api import OpenGroup, SamplingBody
 

@@ -34,7 +34,7 @@ def test_help_and_clients_import_neither_torch_nor_vllm() -> None:
         "from services.cli import COMMANDS\n"
         "for command in [*COMMANDS.values(), *BENCHES.commands.values()]:\n"
         "    importlib.import_module(command.target.partition(':')[0])\n"
-        "import clients.rollout, clients.runner\n"
+        "import clients.rollout.client, clients.runner.runner\n"
         "heavy = {'torch', 'vllm', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from clients.demonstrations import write_demonstrations
-from clients.environment import Answer, Ended, Problem, split_of
 from clients.environments import make_environment
-from clients.environments.guess_number import GuessNumberEpisode
-from clients.environments.running_sums import RunningSums, running_sums
+from clients.environments.base import Answer, Ended, Problem, split_of
+from clients.environments.tasks.demonstrations import write_demonstrations
+from clients.environments.tasks.guess_number import GuessNumberEpisode
+from clients.environments.tasks.running_sums import RunningSums, running_sums
 from services.wire.errors import UsageError
 
 Parts = list[tuple[str, bool]]

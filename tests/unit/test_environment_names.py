@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.environment import AgentEndpoint, AgentEnvironment, Answer, Ended, Environment, Problem
 from clients.environments import make_task
+from clients.environments.base import AgentEndpoint, AgentEnvironment, Answer, Ended, Environment, Problem
 from services.config_file import dump_settings, load_settings
 from services.supervisor.preflight import find_task, new_run_id
 from services.wire.errors import UsageError
@@ -16,7 +16,7 @@ from services.wire.task_name import BUILT_IN, LIBRARIES, parse_task
 
 OWN = '''
 from dataclasses import dataclass
-from clients.environment import Answer, Ended, Problem
+from clients.environments.base import Answer, Ended, Problem
 import helper_beside_it
 
 @dataclass

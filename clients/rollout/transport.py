@@ -1,0 +1,155 @@
+"""Sending calls to one service over kept connections, again where that is safe: what every async client does.
+
+call(Call) ──► sent ──► its typed answer
+                └──► unreachable, 429, 503 ──► sent again, with pauses, until patience is over (`clients.rollout.transport`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+import aiohttp
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_random_exponential
+from yarl import URL
+
+from clients.rollout.calls import AnswerT, Call
+from services.tls import PUBLIC, Trust
+from services.tracing import NO_TRACING, Tracing
+from services.wire.error_answer import typed_error
+from services.wire.errors import CapacityError, NotReadyError, RollmeshError
+
+# A server closes a connection that was idle for 5 s; ours must be given up before, or a call meets a closing one.
+_KEEP_ALIVE_S = 3.0
+
+
+class Transport:
+    """One service. Use as an async context manager; any number of calls may be in flight."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None,
+        patience_s: float,
+        trust: Trust = PUBLIC,
+        more_errors: tuple[type[RollmeshError], ...] = (),
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
+        """`patience_s` bounds the time spent on repeating one call; `more_errors`: those that only this service raises.
+
+        `trust`: whose certificate the service may show. Raises UsageError for plain HTTP where the mesh speaks TLS.
+        """
+        self.url, self.trust = trust.address(url), trust
+        self._patience_s = patience_s
+        self._headers = headers(api_key)
+        self._tracing = tracing
+        self._more_errors = more_errors
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Transport:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self.trust.verify)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=False)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def call(self, call: Call[AnswerT], patience_s: float | None = None) -> AnswerT:
+        """The answer. `patience_s` overrides the client's. Raises the service's typed errors, ServerUnreachableError.
+
+        UntrustedError, at once, where `trust` does not take the certificate of who answers.
+        """
+        try:
+            # Nearly always this is all: the retrying machinery would cost half as much again as the call.
+            content = await self._send(call)
+        except RollmeshError as error:
+            patience_s = self._patience_s if patience_s is None else patience_s
+            pause_s = first_pause_s(error)
+            if not worth_repeating(error) or pause_s > patience_s:
+                raise
+            await asyncio.sleep(pause_s)
+            content = await self._repeat(call, patience_s - pause_s)
+        return call.read(self.url, content)
+
+    async def _repeat(self, call: Call[AnswerT], patience_s: float) -> bytes:
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(worth_repeating),
+            wait=pause,
+            stop=stop_after_delay(patience_s),
+            reraise=True,
+        )
+        content: bytes = await retrying(self._send, call)
+        return content
+
+    async def _send(self, call: Call[AnswerT]) -> bytes:
+        if self._session is None:
+            raise RuntimeError("use the client as an async context manager: async with …Client(url) as client")
+        url = URL(f"{self.url}{call.path}", encoded=True)
+        try:
+            async with self._session.request(
+                call.method,
+                url,
+                headers=call.headers | self._tracing.headers(),
+                data=call.payload,
+                timeout=aiohttp.ClientTimeout(total=call.timeout_s),
+            ) as response:
+                content = await response.read()
+        except aiohttp.ClientConnectorError as error:
+            if (refused := self.trust.refusal(self.url, error)) is not None:
+                raise refused from error
+            raise ServerUnreachableError(self.url, str(error.os_error.strerror), sent=False) from error
+        except aiohttp.ClientError as error:
+            raise ServerUnreachableError(self.url, str(error) or type(error).__name__, sent=True) from error
+        except TimeoutError as error:
+            raise ServerUnreachableError(self.url, f"no answer in {call.timeout_s:g} s", sent=True) from error
+        if response.status < 400:
+            return content
+        raise typed_error(
+            f"{call.method} {url}", response.status, response.headers.get("Retry-After"), content, self._more_errors
+        )
+
+
+def headers(api_key: str | None) -> dict[str, str]:
+    """What every request of a client says."""
+    kind = {"Content-Type": "application/json"}
+    return kind if api_key is None else kind | {"Authorization": f"Bearer {api_key}"}
+
+
+# Which failed calls are sent again, and when: one rule for both clients.
+#
+# Repeated, with back-off, until the client's patience is over: connections that could not be made or broke, 429
+# (after its Retry-After) and 503. What a call does is done once, however often it is sent (`clients.rollout.calls`).
+
+_FIRST_PAUSE_S = 0.02
+_back_off = wait_random_exponential(multiplier=0.05, max=0.3)
+
+
+class ServerUnreachableError(RollmeshError):
+    """No connection, or one that broke. `sent`: the request may have arrived and been carried out."""
+
+    status = 502
+    code = "unreachable"
+
+    def __init__(self, url: str, why: str, *, sent: bool) -> None:
+        super().__init__(f"{url} cannot be reached ({why})", "see whether it runs and is ready")
+        self.sent = sent
+
+
+def worth_repeating(error: BaseException) -> bool:
+    """Whether a call that failed with `error` is sent again."""
+    return isinstance(error, ServerUnreachableError | CapacityError | NotReadyError)
+
+
+def first_pause_s(error: RollmeshError) -> float:
+    """How long to wait before the second attempt."""
+    return error.retry_after_s if isinstance(error, CapacityError) else _FIRST_PAUSE_S
+
+
+def pause(state: RetryCallState) -> float:
+    """How long tenacity waits before each later attempt."""
+    error = state.outcome.exception() if state.outcome is not None else None
+    return error.retry_after_s if isinstance(error, CapacityError) else _back_off(state)

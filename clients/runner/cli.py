@@ -1,0 +1,131 @@
+"""`rollmesh run-environment`: play a task against rollout servers until their run has concluded."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import structlog
+import typer
+
+from services.tls_option import TlsDir
+from services.wire.errors import UsageError
+
+if TYPE_CHECKING:
+    from clients.environments.base import AnyEnvironment
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(
+    epilog="Example: rollmesh run-environment --run-id demo --task running-sums --rollout-url http://127.0.0.1:8100 "
+    "--run-dir runs/demo"
+)
+def run_environment(
+    run_id: Annotated[str, typer.Option(help="The run that is played for (named in the log)")],
+    task: Annotated[str, typer.Option(help="A task's name, such as running-sums or python:./agent.py:make")],
+    rollout_url: Annotated[list[str], typer.Option(help="A rollout server; repeat it for each")],
+    run_dir: Annotated[Path, typer.Option(help="evaluation.json is written here")],
+    seed: Annotated[int, typer.Option(min=0, help="Problems are generated from it")] = 1,
+    group_size: Annotated[int, typer.Option(min=1, help="Answers to each problem")] = 8,
+    temperature: Annotated[float, typer.Option(min=0.0, help="For training groups; evaluation is greedy")] = 1.0,
+    greedy_baseline: Annotated[
+        bool, typer.Option("--greedy-baseline", help="The first answer of a training group is drawn greedily (ReMax)")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens, a turn")] = 24,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Groups in play at once; (K + 1) · batch keeps all busy")
+    ] = 48,
+    evaluation_problems: Annotated[int, typer.Option(min=1, help="Held-out problems, before and after")] = 256,
+    episode_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that an episode may take")] = 600.0,
+    retries: Annotated[int, typer.Option(min=0, help="How often a problem is played again whose group was lost")] = 2,
+    rewards_url: Annotated[
+        str | None, typer.Option(envvar="ROLLMESH_REWARDS_URL", help="Reward service, for tasks that it judges")
+    ] = None,
+    keys_dir: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
+    ] = None,
+    tls_dir: TlsDir = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only see whether the task can be made; no server needed")
+    ] = False,
+) -> None:
+    """Evaluate, play training groups until the run has concluded, evaluate again.
+
+    Keys, where they are asked for: the agent key in --keys-dir, or what ROLLMESH_AGENT_KEY and ROLLMESH_REWARDS_KEY hold.
+    """
+    from clients.environments import make_task
+    from clients.environments.rewards import RewardsAddress
+    from clients.runner.runner import RunnerPlan, run_environment
+    from services.key_files import read_keys
+    from services.observability.setup import open_tracing
+    from services.tls import read_trust
+    from services.trace_settings import TraceSettings, with_surroundings
+
+    # It reads no configuration: its surroundings alone say whether it is traced.
+    tracing = open_tracing(with_surroundings(TraceSettings(), os.environ), "environment", run_id, "environment")
+    trust = read_trust(tls_dir)
+    key = read_keys("environment", keys_dir).agent
+    rewards = None
+    if rewards_url is not None:
+        rewards = RewardsAddress(rewards_url, os.environ.get("ROLLMESH_REWARDS_KEY") or key, trust, tracing)
+    made = make_task(task, rewards)
+    if check:
+        _see_a_problem(made.environment, seed)
+        return
+    plan = RunnerPlan(
+        environment=made.environment,
+        dialect=made.dialect,
+        seed=seed,
+        group_size=group_size,
+        temperature=temperature,
+        greedy_baseline=greedy_baseline,
+        max_tokens=max_tokens,
+        concurrency=concurrency,
+        evaluation_problems=evaluation_problems,
+        run_dir=run_dir,
+        episode_timeout_s=episode_timeout,
+        retries=retries,
+        api_key=os.environ.get("ROLLMESH_AGENT_KEY") or key,
+        trust=trust,
+        tracing=tracing,
+    )
+
+    async def until_terminated() -> None:
+        playing = asyncio.create_task(run_environment(rollout_url, plan))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
+        await playing
+
+    structlog.get_logger().info("environment starts", run=run_id, task=task, concurrency=concurrency)
+    try:
+        with tracing:
+            _run(until_terminated())
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
+
+
+def _see_a_problem(environment: AnyEnvironment, seed: int) -> None:
+    """Raises UsageError when the environment cannot even pose one of each split."""
+    from clients.environments.base import describe
+
+    try:
+        environment.problem("train", 0, seed)
+        environment.problem("held_out", 0, seed)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{environment.name} cannot pose a problem ({describe(error)})", "mend its code") from error
+
+
+def _run(main: Coroutine[None, None, None]) -> None:
+    """Under uvloop where it is installed: it halves the cost of a call."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        asyncio.run(main)
+    else:
+        uvloop.run(main)

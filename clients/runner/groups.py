@@ -1,0 +1,116 @@
+"""One opened group, whatever kind of environment plays it, to its end: finished with rewards, or given up and aborted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Literal
+
+import aiohttp
+import structlog
+
+from clients.environments.base import AgentEndpoint, AgentEnvironment, AnyEnvironment, Dialect, Environment, Problem
+from clients.environments.chat import ChatEnvironment, NoChatTemplateError, chat
+from clients.rollout.client import RolloutClient
+from clients.runner.agent_episodes import EpisodeLimits, Lost, abort, open_group, play_apart, play_together
+from clients.runner.failures import GroupLostError, cause_of
+from clients.runner.text_episodes import Played, play_group
+from services.wire.errors import ConcludedError, RollmeshError
+from services.wire.rollout_api import FinishGroup, GroupOpened, OpenGroup, SamplingBody
+
+
+async def play_to_end(
+    client: RolloutClient,
+    environment: AnyEnvironment,
+    group: GroupOpened,
+    problem: Problem,
+    sampling: SamplingBody,
+    limits: EpisodeLimits,
+) -> list[Played]:
+    """Every sibling plays `problem`; no session is open any more when this returns, raises or is cancelled.
+
+    Raises GroupLostError with its cause, or ConcludedError when the run has concluded.
+    """
+    try:
+        if isinstance(environment, AgentEnvironment):
+            return await play_together(client, environment, group, problem, sampling, limits)
+        return await _play_texts(client, environment, group, [problem] * len(group.session_ids), limits)
+    except asyncio.CancelledError:
+        await abort(client, group.session_ids)
+        raise
+    except ConcludedError:
+        raise
+    except (RollmeshError, TimeoutError, ValueError) as error:
+        raise await _lost(client, group, error, limits) from error
+
+
+async def evaluate_group(
+    client: RolloutClient,
+    environment: AnyEnvironment,
+    group: GroupOpened,
+    problems: Sequence[Problem],
+    sampling: SamplingBody,
+    limits: EpisodeLimits,
+) -> list[Played | Lost]:
+    """Play `problems[i]` in session `i`, and count tokens. As `play_to_end`, but agents are lost one by one."""
+    if isinstance(environment, AgentEnvironment):
+        return await play_apart(client, environment, group, problems, sampling, limits)
+    try:
+        return [*await _play_texts(client, environment, group, problems, limits, evaluating=True)]
+    except asyncio.CancelledError:
+        await abort(client, group.session_ids)
+        raise
+    except (RollmeshError, TimeoutError, ValueError) as error:
+        raise await _lost(client, group, error, limits) from error
+
+
+async def _play_texts(
+    client: RolloutClient,
+    environment: Environment,
+    group: GroupOpened,
+    problems: Sequence[Problem],
+    limits: EpisodeLimits,
+    *,
+    evaluating: bool = False,
+) -> list[Played]:
+    async with asyncio.timeout(limits.timeout_s):
+        played = await play_group(client, environment, group, problems, evaluating=evaluating)
+        await client.finish_group(group.group_id, FinishGroup(rewards=[episode.as_reward() for episode in played]))
+    return played
+
+
+async def _lost(client: RolloutClient, group: GroupOpened, error: Exception, limits: EpisodeLimits) -> GroupLostError:
+    """Abort what is open; who cannot be reached for it is to blame, whatever was met with before."""
+    cause = cause_of(error)
+    if cause != "server" and not await abort(client, group.session_ids):
+        cause = "server"
+    return GroupLostError(cause, limits.describe(error))
+
+
+_log = structlog.get_logger()
+
+
+async def in_dialect(client: RolloutClient, environment: AnyEnvironment, dialect: Dialect) -> AnyEnvironment:
+    """The environment as it is to be played. `auto` costs one answer of one token."""
+    if isinstance(environment, AgentEnvironment) or dialect == "text":
+        return environment
+    if dialect == "auto":
+        dialect = await ask(client)
+        _log.info("dialect chosen", dialect=dialect, task=environment.name)
+    return ChatEnvironment(environment) if dialect == "chat" else environment
+
+
+async def ask(client: RolloutClient) -> Literal["text", "chat"]:
+    """What the server's model understands. Raises what the server answers for any reason but a missing template."""
+    opening = OpenGroup(task="dialect", group_size=1, sampling=SamplingBody(max_tokens=1), purpose="evaluate")
+    group = await open_group(client, opening)
+    (session_id,), (api_key,) = group.session_ids, group.api_keys
+    endpoint = AgentEndpoint(f"{client.url}/sessions/{session_id}/v1", api_key, session_id, 1, 1.0, client.trust.verify)
+    try:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=endpoint.verify)) as http:
+            await chat(http, endpoint, [{"role": "user", "content": "?"}])
+    except NoChatTemplateError:
+        return "text"
+    finally:
+        await abort(client, group.session_ids)
+    return "chat"

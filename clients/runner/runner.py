@@ -1,0 +1,300 @@
+"""The environment runner: keeps groups of one task in play until the run has concluded.
+
+    evaluate ──► open ──► play ──► finish ──┐ × concurrency ──► (run concluded) ──► final weights served ──► evaluate
+                  ▲──────────┬──────────────┘
+                  └── lost ──┘  counted by cause; its problem is played again, a bounded number of times
+
+It knows the mesh by the rollout API alone. A group whose server dies is given up (the server's ledger makes up for it),
+the server is set aside, and the problem goes elsewhere. Environments and agent environments are played alike; which kind
+it is, only `clients.runner.groups` asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from clients.environments.base import AgentEnvironment, AnyEnvironment, Dialect
+from clients.rollout.client import RolloutClient
+from clients.rollout.server_pool import ServerPool
+from clients.rollout.transport import ServerUnreachableError
+from clients.runner.agent_episodes import EpisodeLimits, open_group
+from clients.runner.evaluation import GROUP_SIZE, EvaluationRecord, Measured, evaluate
+from clients.runner.failures import GroupLostError, Losses
+from clients.runner.groups import in_dialect, play_to_end
+from clients.runner.text_episodes import Played
+from services.tls import PUBLIC, Trust
+from services.tracing import NO_TRACING, Span, Tracing
+from services.wire.errors import CapacityError, ConcludedError, DeadlineError, NotReadyError, RollmeshError
+from services.wire.rollout_api import GroupOpened, OpenGroup, SamplingBody
+
+_log = structlog.get_logger()
+ADMISSION_WAIT_S = 20.0
+FINAL_WEIGHTS_S = 60.0
+_POLL_S = 0.05
+_CONCLUDED_POLL_S = 1.0
+_PAUSE_AFTER_LOSS_S = 0.1
+# With other servers at hand, one that is down is left at once; the pool waits out long outages.
+_PATIENCE_S = 0.2
+
+
+@dataclass(frozen=True)
+class RunnerPlan:
+    """What to play. `concurrency`: groups in play at once, over all servers. `start_deadline_s`: for the servers' start.
+
+    `episode_timeout_s`: longest time from an episode's first call to its reward. `retries`: how often a problem whose group
+    was lost is played again. `api_key`: the agent key of servers that ask for one; `trust`: whose certificates they may
+    show. `greedy_baseline`: the first sibling of each training group is drawn greedily, for the others to be compared with.
+    """
+
+    environment: AnyEnvironment
+    seed: int
+    group_size: int
+    temperature: float
+    max_tokens: int
+    concurrency: int
+    evaluation_problems: int
+    run_dir: Path
+    dialect: Dialect = "text"
+    greedy_baseline: bool = False
+    episode_timeout_s: float = 600.0
+    heartbeat_s: float = 10.0
+    retries: int = 2
+    api_key: str | None = None
+    trust: Trust = PUBLIC
+    tracing: Tracing = NO_TRACING
+    start_deadline_s: float = 300.0
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        return EpisodeLimits(self.episode_timeout_s, self.heartbeat_s)
+
+
+async def run_environment(urls: Sequence[str], plan: RunnerPlan) -> None:
+    """Evaluate, play until the run has concluded, evaluate again, write `evaluation.json`.
+
+    Raises DeadlineError when no server starts, or when all stay out of reach, TooManyLostError for an environment that
+    only ever fails. Cancelling it leaves no task and no session behind.
+    """
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(
+                RolloutClient(url, api_key=plan.api_key, patience_s=_PATIENCE_S, trust=plan.trust, tracing=plan.tracing)
+            )
+            for url in urls
+        ]
+        pool = ServerPool(clients)
+        _log.info("waiting", waiting_for="rollout servers to start", urls=list(urls))
+        await asyncio.gather(*(client.run_state(patience_s=plan.start_deadline_s) for client in clients))
+        if isinstance(plan.environment, AbstractAsyncContextManager):
+            await stack.enter_async_context(plan.environment)
+        environment = await in_dialect(clients[0], plan.environment, plan.dialect)
+        record = EvaluationRecord(plan.run_dir)
+        before = record.read_before()
+        if before is None:
+            before = await _evaluate(pool, environment, plan)
+            record.write_before(before)
+        _log.info("evaluated", when="before", success=before.success, mean_length=before.mean_length)
+        await _Players(pool, environment, plan).play_until_concluded()
+        await _wait_for_final_weights(clients)
+        after = await _evaluate(pool, environment, plan)
+        record.write_report(before, after, plan.evaluation_problems)
+        _log.info("evaluated", when="after", success=after.success, mean_length=after.mean_length)
+
+
+async def _evaluate(pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan) -> Measured:
+    try:
+        return await evaluate(
+            pool,
+            environment,
+            seed=plan.seed,
+            problems=plan.evaluation_problems,
+            max_tokens=plan.max_tokens,
+            limits=plan.limits,
+            groups_at_once=max(1, plan.concurrency * plan.group_size // GROUP_SIZE),
+        )
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """A problem whose group was lost, to be played again."""
+
+    index: int
+    attempt: int
+
+
+class _Players:
+    """`concurrency` players, each with one group in play at a time."""
+
+    def __init__(self, pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan) -> None:
+        self._pool, self._environment, self._plan = pool, environment, plan
+        self._losses = Losses(plan.retries, plan.concurrency)
+        self._progress = Progress(self._losses)
+        sampling = SamplingBody(max_tokens=plan.max_tokens, temperature=plan.temperature)
+        self._opening = OpenGroup(
+            task=environment.name,
+            group_size=plan.group_size,
+            sampling=sampling,
+            wait_s=ADMISSION_WAIT_S,
+            greedy_baseline=plan.greedy_baseline,
+        )
+
+    async def play_until_concluded(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                players = [tasks.create_task(self._keep_playing()) for _ in range(self._plan.concurrency)]
+                telling = tasks.create_task(self._progress.run())
+                if isinstance(self._environment, AgentEnvironment):
+                    # An agent may think for minutes, for nothing: no trajectory is taken any more.
+                    watching = tasks.create_task(self._until_concluded())
+                    await asyncio.wait([watching, *players], return_when=asyncio.FIRST_COMPLETED)
+                    players.append(watching)
+                else:
+                    await asyncio.wait(players)
+                for task in (*players, telling):
+                    task.cancel()
+        except BaseExceptionGroup as failed:
+            # The first error ended the others; it alone is what happened.
+            raise failed.exceptions[0] from failed
+
+    async def _until_concluded(self) -> None:
+        while True:
+            await asyncio.sleep(_CONCLUDED_POLL_S)
+            client = await self._pool.choose()
+            if await self._concluded(client):
+                return
+
+    async def _concluded(self, client: RolloutClient) -> bool:
+        """Whether the run has concluded, as far as this server knows and can be asked."""
+        try:
+            return (await client.run_state()).concluded
+        except RollmeshError:
+            return False
+
+    async def _keep_playing(self) -> None:
+        owed: _Owed | None = None
+        while True:
+            client = await self._pool.choose()
+            try:
+                with self._plan.tracing.begin("environment.group") as span:
+                    owed = await self._play_one(client, owed, span)
+            except ConcludedError:
+                return
+
+    async def _play_one(self, client: RolloutClient, owed: _Owed | None, span: Span) -> _Owed | None:
+        """Open a group and play it, or what is owed, to its end; what is owed then. Raises ConcludedError."""
+        try:
+            group = await open_group(client, self._opening)
+        except CapacityError:
+            _log.info("waiting", waiting_for="admission", url=client.url)
+            return owed
+        except (ServerUnreachableError, NotReadyError) as error:
+            self._pool.set_aside(client, str(error))
+            return owed
+        playing = owed or _Owed(group.ordinal, 0)
+        span.note(group=group.group_id, ordinal=group.ordinal, problem=playing.index, attempt=playing.attempt)
+        try:
+            with structlog.contextvars.bound_contextvars(group=group.group_id):
+                played = await self._play(client, group, playing.index)
+        except GroupLostError as lost:
+            span.note(lost=lost.cause)
+            if await self._concluded(client):
+                raise ConcludedError("the run has concluded") from lost
+            return await self._lost(client, lost, playing)
+        self._progress.count(played)
+        span.note(success=sum(episode.ended.success for episode in played) / len(played))
+        return None
+
+    async def _play(self, client: RolloutClient, group: GroupOpened, index: int) -> list[Played]:
+        problem = self._environment.problem("train", index, self._plan.seed)
+        self._progress.in_play += 1
+        try:
+            return await play_to_end(
+                client, self._environment, group, problem, self._opening.sampling, self._plan.limits
+            )
+        finally:
+            self._progress.in_play -= 1
+
+    async def _lost(self, client: RolloutClient, lost: GroupLostError, playing: _Owed) -> _Owed | None:
+        again = self._losses.lost(lost.cause, lost.what, playing.attempt)
+        _log.warning(
+            "group lost", cause=lost.cause, why=lost.what, problem=playing.index, attempt=playing.attempt, again=again
+        )
+        if lost.cause == "server":
+            self._pool.set_aside(client, lost.what)
+        else:
+            await asyncio.sleep(_PAUSE_AFTER_LOSS_S)
+        return _Owed(playing.index, playing.attempt + 1) if again else None
+
+
+async def _wait_for_final_weights(clients: Sequence[RolloutClient]) -> None:
+    """Until every server serves the weights that the trainer ended with."""
+    deadline = time.monotonic() + FINAL_WEIGHTS_S
+    for client in clients:
+        while True:
+            state = await client.run_state(patience_s=FINAL_WEIGHTS_S)
+            if state.final_version is not None and state.policy_version >= state.final_version:
+                break
+            if time.monotonic() > deadline:
+                what = f"{client.url} serves version {state.policy_version}, not the final {state.final_version}"
+                raise DeadlineError(f"{what}, after {FINAL_WEIGHTS_S:g} s", "see the weight bus's log")
+            await asyncio.sleep(_POLL_S)
+
+
+# What an environment runner has played, said every few seconds, also while nothing comes to its end.
+
+PROGRESS_EVERY_S = 5.0
+
+
+class Progress:
+    """Counts since the last line; `run` says it, until cancelled."""
+
+    def __init__(self, losses: Losses) -> None:
+        self._losses = losses
+        self._episodes = self._successes = self._groups = 0
+        self._reward = 0.0
+        self.in_play = 0
+        """Groups that are open right now."""
+
+    def count(self, played: Sequence[Played]) -> None:
+        """A group came to its end."""
+        self._losses.played()
+        self._groups += 1
+        self._episodes += len(played)
+        self._successes += sum(episode.ended.success for episode in played)
+        self._reward += sum(episode.ended.reward for episode in played)
+
+    async def run(self) -> None:
+        said_at = time.monotonic()
+        while True:
+            await asyncio.sleep(PROGRESS_EVERY_S)
+            now = time.monotonic()
+            self._say(now - said_at)
+            said_at = now
+
+    def _say(self, seconds: float) -> None:
+        lost = dict(self._losses.by_cause)
+        more = {"lost": lost, "retried": self._losses.retried, "given_up": self._losses.given_up} if lost else {}
+        if self._groups:
+            success, reward = round(self._successes / self._episodes, 3), round(self._reward / self._episodes, 3)
+            _log.info(
+                "groups played",
+                groups=self._groups,
+                success=success,
+                reward=reward,
+                in_play=self.in_play,
+                seconds=round(seconds, 1),
+                **more,
+            )
+        else:
+            _log.info("waiting", waiting_for="episodes to end", in_play=self.in_play, seconds=round(seconds, 1), **more)
+        self._episodes = self._successes = self._groups = 0
+        self._reward = 0.0
