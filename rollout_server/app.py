@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request, Response
 
-from rollout_server.admin_routes import admin_routes
-from rollout_server.dialect.routes import dialect_routes
-from rollout_server.engine_routes import engine_routes
-from rollout_server.engines.base import Engine
-from rollout_server.engines.errors import EngineCrashedError
-from rollout_server.group_routes import group_routes
-from rollout_server.model_routes import model_routes
-from rollout_server.route_errors import ERRORS
-from rollout_server.served_weights import ServedWeights
+from rollout_server.api.bus_weight_updates import ServedWeights
+from rollout_server.api.engine_admin import admin_routes, engine_routes
+from rollout_server.api.groups import group_routes
+from rollout_server.api.openai import dialect_routes, model_routes
+from rollout_server.api.sessions import session_routes
+from rollout_server.api.trajectories import trajectory_routes
+from rollout_server.api.typed_route import ERRORS
+from rollout_server.api.vllm_weight_updates import weight_update_routes
+from rollout_server.engines.base import Engine, EngineCrashedError
 from rollout_server.server import RolloutServer, ServerPlan
-from rollout_server.server_metrics import server_readings
-from rollout_server.session_routes import session_routes
-from rollout_server.trajectory_routes import trajectory_routes
-from rollout_server.weight_update_routes import weight_update_routes
+from services import metric_catalog as catalog
 from services.app import Stop, error_answer, make_app
 from services.body_limit import BodyLimit
-from services.metrics import Metrics
+from services.metrics import Metrics, Reading
 from services.threshold import Threshold
 from services.traced_calls import trace_calls
+from services.wire.errors import NotReadyError
 from weight_bus.membership import Bus
 from weight_bus.weight_routes import weight_routes
 
@@ -65,3 +64,30 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         # `include_router` would make each route a second time, which takes as long as the first.
         app.router.routes.extend(router.routes)
     return app
+
+
+# A rollout server's figures, read off it when somebody scrapes: a token costs nothing more for being counted.
+
+
+def server_readings(server: RolloutServer) -> Iterator[Reading]:
+    """The engine's and the sessions' figures; none before the engine is up. For the event loop."""
+    try:
+        parts = server.parts()
+    except NotReadyError:
+        return
+    status = parts.engine.status()
+    yield Reading(catalog.ROLLOUT_VERSION, status.policy_version)
+    if status.staged_version is not None:
+        yield Reading(catalog.ROLLOUT_STAGED, status.staged_version)
+    yield Reading(catalog.ROLLOUT_DRAWN, status.tokens_generated)
+    yield Reading(catalog.ROLLOUT_PREFILLED, status.prefill_tokens)
+    yield Reading(catalog.ROLLOUT_RUNNING, status.running)
+    yield Reading(catalog.ROLLOUT_WAITING, status.waiting)
+    yield Reading(catalog.ROLLOUT_PAUSED, status.paused)
+    yield Reading(catalog.ROLLOUT_COMMITS, status.commits)
+    if status.stalls_ms:
+        yield Reading(catalog.ROLLOUT_STALL, status.stalls_ms[-1] / 1e3)
+    yield Reading(catalog.ROLLOUT_GROUPS, len(parts.registry))
+    yield Reading(catalog.ROLLOUT_SESSIONS, parts.registry.live_sessions)
+    yield Reading(catalog.ROLLOUT_ADMISSION, parts.gate.waiting)
+    yield Reading(catalog.ROLLOUT_HTTP, server.http_cpu_s())

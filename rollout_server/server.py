@@ -19,24 +19,21 @@ from fastapi import FastAPI
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from rollout_server.access import Access
-from rollout_server.admission_gate import AdmissionGate
-from rollout_server.adoption import Adopter, incarnation_of
-from rollout_server.announcing import Announcer
-from rollout_server.dialect.caller import Caller
-from rollout_server.dialect.dialect import Dialect
-from rollout_server.dialect.making import Means
-from rollout_server.draining import Drainer
-from rollout_server.engine_watch import EngineWatch
+from rollout_server.chat.tokenizer import Renderer
+from rollout_server.completions.base import Caller, Means
+from rollout_server.completions.service import Dialect
+from rollout_server.completions.turns import TurnTaker
 from rollout_server.engines.base import Engine
-from rollout_server.finishing import Finisher, Origin
-from rollout_server.groups import GroupRegistry
-from rollout_server.journal import Journal
-from rollout_server.publishing import Publisher
-from rollout_server.rendering import Renderer
-from rollout_server.session_opening import SessionOpener
-from rollout_server.sweeping import sweep
-from rollout_server.turns import TurnTaker
+from rollout_server.journal.journal import Journal
+from rollout_server.lifecycle.admission import AdmissionGate
+from rollout_server.lifecycle.drain import Drainer, EngineWatch
+from rollout_server.lifecycle.expire import sweep
+from rollout_server.lifecycle.finish import Finisher, Origin, Publisher
+from rollout_server.lifecycle.heartbeat import Announcer
+from rollout_server.lifecycle.open import SessionOpener
+from rollout_server.lifecycle.takeover import Adopter, incarnation_of
+from rollout_server.sessions.access import Access
+from rollout_server.sessions.group import GroupRegistry
 from services.app import Stop
 from services.directory import ServiceRecord, announced
 from services.doorkeeper import Doorkeeper

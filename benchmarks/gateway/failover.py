@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 
 from benchmarks.harness.servers import Fleet, HttpArm, Opened, completion_tokens
 from benchmarks.harness.workload import Exchange
-from rollout_server.adoption import incarnation_of
+from rollout_server.lifecycle.takeover import incarnation_of
 from services.event_stream import DONE
 from services.first_failure import first_failure
 from services.redis_client import as_text, connect

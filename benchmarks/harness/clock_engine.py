@@ -215,8 +215,8 @@ def paced_server(
 ) -> None:
     """Serve random answers at a given pace, and take weights as any engine does."""
     from rollout_server.app import make_rollout_app
-    from rollout_server.engines.model_config import vocabulary_size
-    from rollout_server.engines.torch_engine import TorchEngine
+    from rollout_server.engines.request_check import vocabulary_size
+    from rollout_server.engines.torch.engine import TorchEngine
     from rollout_server.server import ServerPlan
     from services.app import Stop, open_port, serve
     from services.config_file import load_settings

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout_server.chat.chat_renderer import ChatRenderer
+from rollout_server.chat.renderer import ChatRenderer
 from services.wire.kv_policy import KvPolicy
 from services.wire.sampling import SamplingParams
 

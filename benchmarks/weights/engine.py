@@ -236,7 +236,7 @@ def _settings(model: Path, run_id: str, max_running: int) -> dict[str, Any]:
 
 
 def _torch_engine(model: Path, run_id: str, max_running: int) -> tuple[Engine, PausedUpdates]:
-    from rollout_server.engines.torch_engine import TorchEngine
+    from rollout_server.engines.torch.engine import TorchEngine
 
     engine = TorchEngine(**_settings(model, run_id, max_running))
     engine.preload()
@@ -267,7 +267,7 @@ def _torch_engine(model: Path, run_id: str, max_running: int) -> tuple[Engine, P
 
 
 def _vllm_engine(model: Path, run_id: str, max_running: int) -> tuple[Engine, PausedUpdates]:
-    from rollout_server.engines.vllm_engine import VllmEngine
+    from rollout_server.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(**_settings(model, run_id, max_running))
     engine.preload()

@@ -23,9 +23,8 @@ from enum import Enum
 from itertools import takewhile
 
 from rollout_server.chat.answers import NOTHING, AnswerGrammar, ParsedAnswer, ParsedCall
+from rollout_server.chat.detokenizer import StopStrings, TextDecoder
 from rollout_server.chat.messages import Tools
-from rollout_server.chat.stop_strings import StopStrings
-from rollout_server.chat.text_decoder import TextDecoder
 
 _FREE_READING = 4096
 _READING_A_TOKEN = 4

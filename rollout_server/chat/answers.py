@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rollout_server.chat.detokenizer import TokenTable
 from rollout_server.chat.messages import Tools
-from rollout_server.chat.text_decoder import TokenTable
+from services.wire.errors import RollmeshError
 
 if TYPE_CHECKING:
     from renderers import ParsedToolCall
@@ -133,3 +134,26 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+# What can be wrong with a chat request before any token is drawn.
+
+
+class TemplateError(RollmeshError):
+    """The model's chat template does not take these messages (a role, an order, an image): HTTP 400."""
+
+    status = 400
+    code = "template"
+
+
+class NoChatTemplateError(RollmeshError):
+    """The model folder says nothing about chat: HTTP 400."""
+
+    status = 400
+    code = "no_chat_template"
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(
+            f"the model in {folder} has no chat template",
+            "use /v1/completions or the token routes, or save a chat template beside the tokenizer",
+        )

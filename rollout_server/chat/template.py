@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollout_server.chat.errors import NoChatTemplateError, TemplateError
+from rollout_server.chat.answers import NoChatTemplateError, TemplateError
 from rollout_server.chat.messages import Message, Tools, foreign_parts, no_unicode, reasoning_of, role_of, text_of
 from services.wire.errors import UsageError
 

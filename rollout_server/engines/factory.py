@@ -14,8 +14,8 @@ from services.wire.errors import UsageError
 
 EngineClass = Literal["torch", "vllm", "http"]
 _CLASSES = {
-    "torch": ("rollout_server.engines.torch_engine", "TorchEngine"),
-    "vllm": ("rollout_server.engines.vllm_engine", "VllmEngine"),
+    "torch": ("rollout_server.engines.torch.engine", "TorchEngine"),
+    "vllm": ("rollout_server.engines.vllm.engine", "VllmEngine"),
 }
 
 
@@ -69,6 +69,6 @@ def _http_engine(
     """The engine behind `url`, which has its own dtype, bounds and seed."""
     if url is None:
         raise UsageError("engine http without an address", "give --url http://HOST:PORT")
-    from rollout_server.engines.http_engine import HttpEngine
+    from rollout_server.engines.http.engine import HttpEngine
 
     return HttpEngine(model, url=url, key=key, run_id=run_id, transport=settings.weights.transport, trust=trust)

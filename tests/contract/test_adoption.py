@@ -247,7 +247,7 @@ async def _closed(host: Host) -> bool:
 async def test_a_group_that_was_admitted_and_never_written_down_gives_its_place_back(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_server.adoption.UNWRITTEN_AFTER_S", 0.5)
+    monkeypatch.setattr("rollout_server.lifecycle.takeover.UNWRITTEN_AFTER_S", 0.5)
     rules = {"engine_version": 0, "base_version": 0, "k": 0, "batch": 16}
     assert await pair.second.ledger.open_group("g-lost", "s9", **rules) >= 0  # type: ignore[arg-type]
     await until(lambda: _closed(pair.second), 10.0)

@@ -19,7 +19,7 @@ from clients.runner.evaluation import evaluate
 from clients.runner.failures import GroupLostError, TooManyLostError
 from clients.runner.groups import in_dialect, play_to_end
 from clients.runner.runner import run_environment
-from rollout_server.sweeping import LEFT_AFTER_S
+from rollout_server.lifecycle.expire import LEFT_AFTER_S
 from services.wire.packed import unpack_mask
 from tests.support.agent_playing import (
     A_PROBLEM,

@@ -21,7 +21,7 @@ from clients.runner.failures import GroupLostError
 from clients.runner.groups import evaluate_group, play_to_end
 from clients.runner.runner import run_environment
 from clients.runner.text_episodes import Played
-from rollout_server.sweeping import LEFT_AFTER_S
+from rollout_server.lifecycle.expire import LEFT_AFTER_S
 from services.wire.rollout_api import OpenGroup
 from tests.support.agent_playing import (
     A_PROBLEM,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout_server.engines.errors import NonFiniteLogitsError
+from rollout_server.engines.base import NonFiniteLogitsError
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
 

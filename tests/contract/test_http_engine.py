@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from rollout_server.engines.base import GenerationDelta, collect
-from rollout_server.engines.http_engine import HttpEngine
-from rollout_server.engines.http_errors import EngineLostError
-from rollout_server.engines.http_flow import OtherWeightsError
+from rollout_server.engines.http.client import EngineLostError
+from rollout_server.engines.http.engine import HttpEngine
+from rollout_server.engines.http.wire import OtherWeightsError
 from services.wire.errors import (
     CapacityError,
     ContextLengthError,

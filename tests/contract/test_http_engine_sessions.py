@@ -14,9 +14,9 @@ from openai import AsyncOpenAI
 
 from rollout_server.engines.base import collect
 from rollout_server.engines.factory import make_engine
-from rollout_server.engines.http_engine import HttpEngine
-from rollout_server.engines.http_errors import EngineLostError
-from rollout_server.engines.http_flow import OtherWeightsError
+from rollout_server.engines.http.client import EngineLostError
+from rollout_server.engines.http.engine import HttpEngine
+from rollout_server.engines.http.wire import OtherWeightsError
 from services.wire.packed import unpack_logprobs, unpack_tokens
 from services.wire.trajectory import Trajectory
 from tests.conftest import free_port

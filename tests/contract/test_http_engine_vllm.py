@@ -14,7 +14,7 @@ import torch
 
 from rollout_server.engines.base import collect
 from rollout_server.engines.factory import make_engine
-from rollout_server.engines.http_engine import HttpEngine
+from rollout_server.engines.http.engine import HttpEngine
 from tests.conftest import free_port
 from tests.contract import engine_harness as harness
 from tests.contract.engine_harness import InFlight, WeightPublisher, check_spans, request, sample_of

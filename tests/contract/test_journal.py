@@ -10,8 +10,8 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from rollout_server.journal import LET_GO, Journal
-from rollout_server.journal_records import DraftHead, DraftPart, GroupBegan, GroupEnded, Rewarded
+from rollout_server.journal.journal import LET_GO, Journal
+from rollout_server.journal.records import DraftHead, DraftPart, GroupBegan, GroupEnded, Rewarded
 from services.redis_client import connect
 from services.run_keys import RunKeys
 from services.wire.errors import DrainingError, NotReadyError, RollmeshError

@@ -168,7 +168,7 @@ async def test_groups_published_before_the_end_keep_their_answer_when_others_com
 async def test_a_client_that_dies_in_mid_turn_gives_its_place_back_long_before_the_idle_time(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_server.sweeping.LEFT_AFTER_S", 0.5)
+    monkeypatch.setattr("rollout_server.lifecycle.expire.LEFT_AFTER_S", 0.5)
     engine = ScriptedEngine()
     async with serve(engine, small_batch(timeout_s=120.0)) as host:
         group, other = await host.open(), await host.open()

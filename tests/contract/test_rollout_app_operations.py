@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.engines.errors import EngineCrashedError
+from rollout_server.engines.base import EngineCrashedError
 from services.wire.errors import DeadlineError
 from services.wire.weights_api import EngineRegistered
 from tests.support.rollout_host import Host, hosting, small_batch, until

@@ -11,8 +11,8 @@ from itertools import pairwise
 import pytest
 from redis.asyncio import Redis
 
-from rollout_server.admission_gate import AdmissionGate
-from rollout_server.publishing import Publisher
+from rollout_server.lifecycle.admission import AdmissionGate
+from rollout_server.lifecycle.finish import Publisher
 from services.ledger import Ledger
 from services.redis_client import connect
 from services.run_keys import RunKeys

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from redis.asyncio import Redis
 
-from rollout_server.admission_gate import AdmissionGate
-from rollout_server.adoption import Adopter
-from rollout_server.groups import GroupRegistry
-from rollout_server.journal import Journal
-from rollout_server.journal_records import GroupBegan, SessionBegan
-from rollout_server.session_opening import SessionOpener
+from rollout_server.journal.journal import Journal
+from rollout_server.journal.records import GroupBegan, SessionBegan
+from rollout_server.lifecycle.admission import AdmissionGate
+from rollout_server.lifecycle.open import SessionOpener
+from rollout_server.lifecycle.takeover import Adopter
+from rollout_server.sessions.group import GroupRegistry
 from services.ledger import Ledger
 from services.redis_client import connect
 from services.registry import Registry

@@ -15,7 +15,7 @@ from clients.environments.rewards import RewardsClient
 from clients.rollout.client import RolloutClient
 from clients.rollout.sync_client import SyncRolloutClient
 from clients.weights.client import WeightsClient
-from rollout_server.engines.http_peer import Peer
+from rollout_server.engines.http.client import Peer
 from services.gateway.servers import Server
 from services.gateway.upstream import Upstream
 from services.policies.reward_formula import Failure

@@ -94,7 +94,7 @@ def test_its_commands_are_there(image: str, commands: tuple[str, ...]) -> None:
             "weight_bus.app, weight_bus.snapshot, services.gateway.app, services.rewards.app, opentelemetry.sdk",
         ),
         ("trainer", "torch, transformers, trainer.run, nixl_cu12._api"),
-        ("rollout-cpu", "torch, vllm, rollout_server.engines.torch_engine, nixl_cu12._api"),
+        ("rollout-cpu", "torch, vllm, rollout_server.engines.torch.engine, nixl_cu12._api"),
     ],
 )
 def test_its_packages_can_be_imported(image: str, modules: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from rollout_server.journal_records import (
+from rollout_server.journal.records import (
     DraftHead,
     DraftPart,
     Record,
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class MemoryJournal:
-    """What answers need of `rollout_server.journal.Journal`, of one group."""
+    """What answers need of `rollout_server.journal.journal.Journal`, of one group."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []

@@ -13,20 +13,19 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rollout_server.adoption import restore_answers
-from rollout_server.chat.chat_renderer import ChatRenderer
-from rollout_server.dialect.caller import Caller, new_call_id
-from rollout_server.dialect.chat_call import ChatCalls
-from rollout_server.dialect.completion_call import CompletionCalls
-from rollout_server.dialect.generate_call import GenerateCalls
-from rollout_server.dialect.making import Making, Means
-from rollout_server.dialect.token_texts import TokenTexts
-from rollout_server.groups import Group
-from rollout_server.journal_records import encode_record
-from rollout_server.journal_replay import Now, began, group_began, replay
-from rollout_server.rendering import Renderer
-from rollout_server.retries import Marks
-from rollout_server.sessions import Terms
+from rollout_server.chat.renderer import ChatRenderer
+from rollout_server.chat.tokenizer import Renderer
+from rollout_server.completions.base import Caller, Making, Means, new_call_id
+from rollout_server.completions.chat import ChatCalls
+from rollout_server.completions.chunks import TokenTexts
+from rollout_server.completions.text import CompletionCalls
+from rollout_server.completions.tokens import GenerateCalls
+from rollout_server.journal.records import encode_record
+from rollout_server.journal.replay import Now, began, group_began, replay
+from rollout_server.lifecycle.takeover import restore_answers
+from rollout_server.sessions.group import Group
+from rollout_server.sessions.responses import Marks
+from rollout_server.sessions.session import Terms
 from services.wire.engine_api import GenerateCall
 from services.wire.errors import RollmeshError
 from services.wire.openai_api import ChatCall, CompletionCall

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from rollout_server.engines.base import GenerationRequest, collect
-from rollout_server.engines.vllm_engine import VllmEngine
+from rollout_server.engines.vllm.engine import VllmEngine
 from services.telemetry import configure_logging
 from services.wire.sampling import SamplingParams
 

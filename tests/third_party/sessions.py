@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_server.trajectory_views import as_tokens
+from rollout_server.api.trajectories import as_tokens
 from services.wire.trajectory import Trajectory
 from tests.support.rollout_host import Host
 from tests.support.telling_engine import Drawn

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from rollout_server.answers import Answer, AnswerLostError, Answers
-from rollout_server.retries import Marks
+from rollout_server.sessions.responses import Answer, AnswerLostError, Answers, Marks
 from services.wire.errors import ConflictError, RollmeshError, UsageError
 from tests.support.rollout_host import until
 

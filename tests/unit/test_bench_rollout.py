@@ -16,7 +16,7 @@ from benchmarks.harness.processes import running
 from benchmarks.harness.servers import completion_tokens
 from benchmarks.harness.timing import in_parallel
 from benchmarks.rollout.report import Latencies, RolloutBench, Setting, as_table, judge
-from rollout_server.dialect.sampling_choice import choose_sampling
+from rollout_server.completions.sampling import choose_sampling
 from services.wire.errors import RollmeshError
 from services.wire.openai_api import ChatCall
 from services.wire.rollout_api import SamplingLimits
@@ -133,7 +133,7 @@ def test_the_random_policys_decode_step_is_recorded(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from benchmarks.harness.workload import save_random_policy
-    from rollout_server.engines.policy_forward import PolicyForward
+    from rollout_server.engines.torch.forward import PolicyForward
 
     save_random_policy(tmp_path, hidden_size=32, layers=1, seed=1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="sdpa").eval()

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.weights.arms import Drawn, Episode, Span, Update
 from benchmarks.weights.exact import compare
 from benchmarks.weights.report import CROWDED, Exactness, Setting, WeightsBench, as_tables, judge, judge_engine
-from rollout_server.engines.cadence import Cadence
+from rollout_server.engines.step_timing import Cadence
 
 STEP_S = 0.010
 EXACT = Exactness(updates=50, tokens=128, tokens_equal=True, max_logprob_error=1e-6)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_server.capture import Capture, CaptureError, Node, path
+from rollout_server.sessions.capture import Capture, CaptureError, Node, path
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Segment, Trajectory, VersionSpan, check_trajectory, encode_trajectory

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from rollout_server.chat.answer_stream import AnswerDelta, AnswerStream
 from rollout_server.chat.answers import AnswerGrammar, ParsedAnswer
-from rollout_server.chat.chat_renderer import ChatRenderer
-from rollout_server.chat.stop_strings import StopStrings
-from rollout_server.chat.text_decoder import TokenTable
+from rollout_server.chat.detokenizer import StopStrings, TokenTable
+from rollout_server.chat.renderer import ChatRenderer
 from tests.support.chat_policy import TURN_END, build_chat_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]

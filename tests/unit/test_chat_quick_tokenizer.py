@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from rollout_server.chat.quick_tokenizer import QuickTokenizer
+from rollout_server.chat.tokenizer import QuickTokenizer
 from tests.support.chat_policy import MARKERS, TURN_END, build_chat_tokenizer
 
 TOKENIZER = build_chat_tokenizer()

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from rollout_server.chat.chat_renderer import ChatRenderer
-from rollout_server.chat.errors import NoChatTemplateError, TemplateError
-from rollout_server.chat.renderer_choice import choose_config, model_names
-from rollout_server.chat.text_decoder import TokenTable
+from rollout_server.chat.answers import NoChatTemplateError, TemplateError
+from rollout_server.chat.detokenizer import TokenTable
+from rollout_server.chat.renderer import ChatRenderer, choose_config, model_names
 from services.wire.errors import UsageError
 from tests.support.chat_policy import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, build_chat_tokenizer, save_chat_policy
 from trainer.tiny_policy import build_tokenizer

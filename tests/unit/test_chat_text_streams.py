@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from rollout_server.chat.stop_strings import StopStrings
-from rollout_server.chat.text_decoder import TextDecoder, TokenTable
-from rollout_server.chat.text_stream import TextStream
+from rollout_server.chat.detokenizer import StopStrings, TextDecoder, TextStream, TokenTable
 from tests.support.chat_policy import TURN_END, build_chat_tokenizer
 from trainer.tiny_policy import build_tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_server.engines.cadence import Cadence
+from rollout_server.engines.step_timing import Cadence
 from services.policies.stall import WINDOW
 
 STEP_S = 0.002

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from rollout_server.engines.kv_slots import KvShape, KvSlots
+from rollout_server.engines.torch.kv_cache import KvShape, KvSlots
 
 SHAPE = KvShape(layers=2, heads=3, key_dim=4, value_dim=5)
 

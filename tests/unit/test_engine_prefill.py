@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from rollout_server.engines.base import GenerationDelta, GenerationRequest
-from rollout_server.engines.kv_slots import KvSlots
-from rollout_server.engines.policy_forward import PolicyForward
-from rollout_server.engines.prefill import Newcomer, Prefill
-from rollout_server.engines.prefix_cache import PrefixCache, as_tokens
-from rollout_server.engines.running_batch import RunningBatch
-from rollout_server.engines.sampler import Sampler
+from rollout_server.engines.torch.forward import PolicyForward
+from rollout_server.engines.torch.kv_cache import KvSlots
+from rollout_server.engines.torch.prefill import Newcomer, Prefill, PrefixCache, as_tokens
+from rollout_server.engines.torch.sampler import Sampler
+from rollout_server.engines.torch.scheduler import RunningBatch
 from services.wire.kv_policy import KvPolicy
 from services.wire.sampling import SamplingParams
 from trainer.tiny_policy import build_model
@@ -113,7 +112,7 @@ def test_a_cached_prefix_costs_nothing_and_changes_nothing(model: Any, forward: 
 def test_rows_are_computed_anew_under_other_weights(
     forward: PolicyForward, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_server.engines.prefill.PREFILL_TOKENS", most)
+    monkeypatch.setattr("rollout_server.engines.torch.prefill.PREFILL_TOKENS", most)
     other = build_model(6).eval().requires_grad_(False)
     slots = slots_for(forward)
     prefill = Prefill(forward, slots, CPU)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_server.engines.prefix_cache import BLOCK, KeysAndValues, PrefixCache, as_tokens
+from rollout_server.engines.torch.prefill import BLOCK, KeysAndValues, PrefixCache, as_tokens
 
 SIZE = 2 * 4 * 3
 """Bytes that a token takes: keys and values, float32, `[1, 1, tokens, 3]`."""
@@ -70,7 +70,7 @@ def test_salts_do_not_see_each_other() -> None:
 
 
 def test_hashes_that_meet_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_server.engines.prefix_cache.hash", lambda _: 1, raising=False)
+    monkeypatch.setattr("rollout_server.engines.torch.prefill.hash", lambda _: 1, raising=False)
     cache = PrefixCache()
     add(cache, numbered(0, BLOCK), "a")
     assert found(cache, numbered(500, 2 * BLOCK), "a") == 0

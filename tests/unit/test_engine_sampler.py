@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from rollout_server.engines.sampler import RowParameters, Sampler, seeded_source
+from rollout_server.engines.torch.sampler import RowParameters, Sampler, seeded_source
 from services.wire.sampling import SamplingParams
 
 CPU = torch.device("cpu")

@@ -13,12 +13,10 @@ import pytest
 import torch
 import transformers
 
-from rollout_server.engines.base import GenerationRequest, collect
-from rollout_server.engines.errors import EngineCrashedError, NonFiniteLogitsError
+from rollout_server.engines.base import EngineCrashedError, GenerationRequest, NonFiniteLogitsError, collect
 from rollout_server.engines.factory import make_engine
-from rollout_server.engines.policy_forward import PolicyForward
-from rollout_server.engines.recording import RecordingError, record
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.torch.engine import TorchEngine
+from rollout_server.engines.torch.forward import PolicyForward, RecordingError, record
 from services.settings import RunSettings
 from services.wire.errors import NotReadyError, UsageError
 from services.wire.sampling import SamplingParams
@@ -112,7 +110,7 @@ def test_a_model_that_cannot_be_recorded_decodes_as_it_is(tiny_policy: Path, mon
         raise RecordingError("it looks at values")
 
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_policy).eval()
-    monkeypatch.setattr("rollout_server.engines.policy_forward.record", refuse)
+    monkeypatch.setattr("rollout_server.engines.torch.forward.record", refuse)
     # Made, it has decoded and been compared with the plain model.
     assert not PolicyForward(model).recorded
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from rollout_server.api.vllm_weight_updates import WeightUpdate
 from rollout_server.engines.base import CommitReport, StageReport
-from rollout_server.weight_update import WeightUpdate
 from services.wire.errors import ConflictError
 from tests.support.scripted_engine import ScriptedEngine
 from weight_bus.errors import StageError

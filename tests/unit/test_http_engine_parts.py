@@ -12,11 +12,18 @@ import msgspec
 import pytest
 
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.engines.http_errors import EngineLostError, peer_error, stream_error
-from rollout_server.engines.http_events import EventReader
-from rollout_server.engines.http_flow import Flow, OtherWeightsError
-from rollout_server.engines.http_standing import Standing
-from rollout_server.engines.http_wire import PeerChoice, PeerChunk, PeerDrawn, PeerLogprob, PeerLogprobs, generate_body
+from rollout_server.engines.http.client import EngineLostError, EventReader, peer_error, stream_error
+from rollout_server.engines.http.health import Standing
+from rollout_server.engines.http.wire import (
+    Flow,
+    OtherWeightsError,
+    PeerChoice,
+    PeerChunk,
+    PeerDrawn,
+    PeerLogprob,
+    PeerLogprobs,
+    generate_body,
+)
 from services.wire.errors import ContextLengthError, NotFoundError, RollmeshError, WireError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import VersionSpan
@@ -165,6 +172,6 @@ def test_an_engine_and_options_that_are_not_its_own_are_misuse(options: list[str
 
 def test_the_engine_is_imported_without_torch_or_vllm() -> None:
     program = (
-        "import sys, rollout_server.engines.http_engine; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
+        "import sys, rollout_server.engines.http.engine; sys.exit('torch' in sys.modules or 'vllm' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

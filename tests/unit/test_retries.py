@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_server.retries import KeyReusedError, Marks, Retries
+from rollout_server.sessions.responses import KeyReusedError, Marks, Retries
 
 
 def known(*marks: Marks) -> Retries[int]:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_server.dialect.sampling_choice import choose_sampling, within
-from rollout_server.prefix_index import PrefixIndex
-from rollout_server.rewards import Reward, Rewards
+from rollout_server.completions.sampling import choose_sampling, within
+from rollout_server.sessions.capture import PrefixIndex
+from rollout_server.sessions.session import Reward, Rewards
 from services.key_files import read_key
 from services.session_keys import SessionKeys
 from services.wire.errors import UsageError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_server.groups import Group, GroupRegistry, new_group_id
-from rollout_server.sessions import Terms
+from rollout_server.sessions.group import Group, GroupRegistry, new_group_id
+from rollout_server.sessions.session import Terms
 from services.wire.errors import (
     ConcludedError,
     ConflictError,

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollout_server.chat.chat_renderer import ChatRenderer
-from rollout_server.rendering import Renderer
+from rollout_server.chat.renderer import ChatRenderer
+from rollout_server.chat.tokenizer import Renderer
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.trajectory import Segment, check_trajectory
 from tests.support.any_tokens_engine import checksum, logprob_of

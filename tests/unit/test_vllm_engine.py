@@ -20,7 +20,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout_server.engines.base import GenerationDelta, GenerationRequest, collect
-from rollout_server.engines.vllm_engine import VllmEngine
+from rollout_server.engines.vllm.engine import VllmEngine
 from services.wire.errors import NotReadyError
 from services.wire.sampling import SamplingParams
 from weight_bus.manifest import encode_manifest

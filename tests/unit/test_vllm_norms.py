@@ -8,8 +8,7 @@ pytest.importorskip("vllm")
 
 import torch
 
-from rollout_server.engines.vllm_launch import on_cpu
-from rollout_server.engines.vllm_norms import PROVIDER, norm_priority
+from rollout_server.engines.vllm.launch import PROVIDER, norm_priority, on_cpu
 
 pytestmark = pytest.mark.vllm
 EPSILON = 1e-6

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_server.engines.base import GenerationDelta, join
-from rollout_server.engines.model_config import eos_token_ids
-from rollout_server.engines.vllm_meter import StepMeter
-from rollout_server.engines.vllm_outputs import likeliest, sampled_logprobs, spans_between, to_delta, version_number
+from rollout_server.engines.request_check import eos_token_ids
+from rollout_server.engines.vllm.convert import likeliest, sampled_logprobs, spans_between, to_delta, version_number
+from rollout_server.engines.vllm.stats import StepMeter
 from services.wire.errors import ConflictError, RollmeshError, UsageError, WireError
 from services.wire.kv_policy import KvPolicy
 from services.wire.trajectory import VersionSpan
@@ -240,7 +240,7 @@ def test_end_tokens_come_from_both_configurations(tmp_path) -> None:  # type: ig
 def test_a_missing_model_folder_is_a_usage_error(tmp_path) -> None:  # type: ignore[no-untyped-def]
     import asyncio
 
-    from rollout_server.engines.vllm_engine import VllmEngine
+    from rollout_server.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(tmp_path, run_id="r", dtype="float32", max_running=4, threads=1, transport="shm", seed=0)
     with pytest.raises(UsageError, match=r"no config\.json"):

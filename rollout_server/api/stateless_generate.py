@@ -1,0 +1,74 @@
+"""vLLM's token route outside any session: tokens in, tokens out, nothing of it is captured or trained."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any, cast
+
+from fastapi import Request, Response
+
+from rollout_server.api.streaming import EventStream, while_connected
+from rollout_server.api.typed_route import ERRORS, schema_of
+from rollout_server.completions.tokens import StreamEncoder, Wanted, encode_answer, full_answer, to_request
+from rollout_server.engines.base import EngineCrashedError, GenerationDelta, collect
+from rollout_server.server import RolloutServer
+from services.wire.engine_api import GenerateAnswer, GenerateCall
+from services.wire.errors import RollmeshError
+
+GENERATE_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with `stream`, events that each hold a chunk of it, and `data: [DONE]`",
+        "content": {
+            "application/json": {"schema": schema_of(GenerateAnswer)},
+            "text/event-stream": {},
+        },
+    },
+    **ERRORS,
+}
+
+
+async def generate_uncaptured(server: RolloutServer, call: GenerateCall, request: Request) -> Response:
+    """Draw continuations of `token_ids`. Hanging up aborts the request."""
+    engine = server.parts().engine
+    asked = to_request(call, call.request_id or uuid.uuid4().hex, engine.max_model_len)
+    wanted = Wanted.of(call, server.plan.model.name, engine.eos_token_ids)
+    deltas = cast("AsyncGenerator[GenerationDelta, None]", engine.generate(asked))
+    if not asked.stream:
+        async with aclosing(deltas):
+            samples = await while_connected(request, collect(deltas))
+        body = encode_answer(full_answer(asked, samples, wanted, int(time.time())))
+        return Response(body, media_type="application/json")
+    encoder = StreamEncoder(asked, wanted)
+    try:
+        # Before the answer begins: what is refused is refused with its status, not inside a stream.
+        first = await while_connected(request, _next(deltas))
+    except BaseException:
+        await deltas.aclose()
+        raise
+    return EventStream(_events(encoder, first, deltas, server.fail))
+
+
+async def _next(deltas: AsyncIterator[GenerationDelta]) -> GenerationDelta:
+    return await anext(deltas)
+
+
+async def _events(
+    encoder: StreamEncoder,
+    first: GenerationDelta,
+    deltas: AsyncGenerator[GenerationDelta, None],
+    on_crash: Callable[[RollmeshError], None],
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(deltas):
+        try:
+            yield encoder.chunk(first)
+            async for delta in deltas:
+                yield encoder.chunk(delta)
+        except RollmeshError as error:
+            if isinstance(error, EngineCrashedError):
+                on_crash(error)
+            yield encoder.failure(error)
+            return
+        yield encoder.end()

@@ -1,0 +1,115 @@
+"""A FastAPI route for the busy paths: the body goes from bytes to its model in one step, the answer is sent as it is.
+
+FastAPI's own handler parses JSON in Python, solves a dependency graph and validates the answer again, which costs more
+than everything else in a call here. Paths, bodies and answers are still declared, so the OpenAPI document is whole.
+Endpoints take any of: path parameters (strings), one body model, `Request`; they return a `Response`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.routing import request_response
+
+from rollout_server.api.request_names import name_call
+from services.app import declared_errors
+
+
+def answer(body: BaseModel, status_code: int = 200) -> Response:
+    """The JSON answer of a `TypedRoute`."""
+    return Response(body.model_dump_json(), status_code=status_code, media_type="application/json")
+
+
+class TypedRoute(APIRoute):
+    """See the module's docstring. Raises RequestValidationError as FastAPI's route does."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # FastAPI's own wraps each call in two exit stacks, for dependencies; there are none.
+        self.app = request_response(self.get_route_handler())
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        endpoint, request_name = self.dependant.call, self.dependant.request_param_name
+        assert endpoint is not None
+        if self.dependant.query_params or self.dependant.dependencies or len(self.dependant.body_params) > 1:
+            raise TypeError(f"{self.path}: a TypedRoute takes path parameters, one body and the request only")
+        body_name, model = "", None
+        for field in self.dependant.body_params:
+            body_name, model = field.name, _model(field.field_info.annotation)
+
+        async def handle(request: Request) -> Response:
+            arguments: dict[str, Any] = dict(request.path_params)
+            name_call(arguments)
+            if request_name is not None:
+                arguments[request_name] = request
+            if model is not None:
+                arguments[body_name] = _parse(model, request.headers.get("content-type", ""), await request.body())
+            response: Response = await endpoint(**arguments)
+            return response
+
+        return handle
+
+
+def _model(annotation: Any) -> type[BaseModel]:
+    if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        raise TypeError(f"the body of a TypedRoute is a pydantic model, not {annotation}")
+    return annotation
+
+
+def _parse(model: type[BaseModel], content_type: str, payload: bytes) -> BaseModel:
+    # Any other type can be sent by a web page without asking: it must not reach a service on loopback.
+    if not content_type.startswith("application/json"):
+        raise RequestValidationError([{"loc": ("header", "content-type"), "msg": "must be application/json"}])
+    try:
+        return model.model_validate_json(payload)
+    except ValidationError as error:
+        raise RequestValidationError(
+            [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        ) from error
+
+
+# The OpenAPI schema of answers that are msgspec structs: FastAPI knows only pydantic's.
+
+_REFERENCE = "#/structs/"
+
+
+def schema_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """JSON schema of a struct with every struct in it written out in place. Not for recursive ones."""
+    (schema,), parts = msgspec.json.schema_components([struct], ref_template=_REFERENCE + "{name}")
+
+    def resolve(node: Any) -> Any:
+        if isinstance(node, list):
+            return [resolve(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return resolve(parts[str(node["$ref"]).removeprefix(_REFERENCE)])
+        return {key: resolve(value) for key, value in node.items()}
+
+    resolved: dict[str, Any] = resolve(schema)
+    return resolved
+
+
+# The error answers that routes declare in the OpenAPI document; every one has the same body.
+
+_MEANINGS = {
+    400: "A prompt that is too long, or something that cannot be served",
+    401: "No key, or one that nobody issued",
+    403: "A key that does not open this",
+    404: "Nothing of this name is here",
+    409: "It has ended, is busy, or contradicts what happened before",
+    410: "The session has expired, or the run has concluded",
+    413: "A body that is too large",
+    422: "A body or parameter that does not fit the schema",
+    429: "No capacity: try again after Retry-After",
+    503: "The server is starting, draining, or has lost something it needs",
+    504: "A deadline has passed",
+}
+
+ERRORS = declared_errors(_MEANINGS)

@@ -1,0 +1,194 @@
+"""vLLM's weight update routes over rollmesh's own transport: a manifest is staged, then committed between two steps.
+
+For trainers that push weights themselves. In a mesh the weight bus does it (`weight_routes`), to all servers at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import structlog
+from fastapi import APIRouter, Body
+from pydantic import JsonValue
+
+from rollout_server.api.typed_route import ERRORS
+from rollout_server.engines.base import CommitReport, Engine
+from rollout_server.server import RolloutServer
+from services.wire.engine_api import (
+    Checksums,
+    Comparison,
+    FinishWeightUpdate,
+    InitWeightTransfer,
+    Message,
+    UpdateWeights,
+    UpdateWeightVersion,
+    WeightCheck,
+    WeightInfo,
+)
+from services.wire.errors import ConflictError, UsageError, WireError
+
+_log = structlog.get_logger()
+BACKEND = "rollmesh"
+# Keys of the init_info of vLLM's own backends, which send tensors from GPU to GPU.
+_TELLTALES = {"master_address": "nccl", "master_port": "nccl", "rank_offset": "nccl"}
+
+
+def weight_update_routes(server: RolloutServer) -> APIRouter:
+    """Routes for a trainer that updates one server. Wrong order: 409; a failed step leaves the old version serving."""
+    router = APIRouter(tags=["weights"], responses=ERRORS, dependencies=server.doors.of("service"))
+    update = WeightUpdate()
+
+    @router.post("/init_weight_transfer_engine")
+    async def init_weight_transfer_engine(call: InitWeightTransfer) -> Message:
+        """Begin; an update that was left half done is given up. `init_info`: `{"backend": "rollmesh"}`, or empty."""
+        server.parts()
+        _check_backend(call.init_info)
+        update.init()
+        return Message(message="Weight transfer initialized")
+
+    @router.post("/start_weight_update")
+    async def start_weight_update() -> Message:
+        server.parts()
+        update.start()
+        return Message(message="Weight update started")
+
+    @router.post("/update_weights")
+    async def update_weights(call: UpdateWeights) -> Message:
+        """Pull the manifest's buckets into shadow memory while requests run."""
+        engine = server.parts().engine
+        await update.update(engine, _manifest(call.update_info.manifest))
+        return Message(message="Weights updated")
+
+    @router.post("/finish_weight_update")
+    async def finish_weight_update(call: Annotated[FinishWeightUpdate | None, Body()] = None) -> Message:
+        """Serve the staged version from the next decode step on; requests in flight go on under it."""
+        parts = server.parts()
+        report = await update.finish(parts.engine, call.weight_version if call is not None else None)
+        parts.gate.notify()
+        _log.info("commit", version=report.version, flip_ms=round(report.flip_ms, 3), running=report.requests_in_flight)
+        return Message(message="Weight update finished")
+
+    @router.get("/weight_info")
+    async def weight_info() -> WeightInfo:
+        return WeightInfo(weight_version=str(server.parts().engine.policy_version))
+
+    @router.post("/update_weight_version")
+    async def update_weight_version(call: UpdateWeightVersion) -> Message:
+        """Always refused: a version belongs to its bytes."""
+        server.parts()
+        raise UsageError(
+            f"the weights being served cannot be called {call.new_version!r}",
+            "a version is fixed by its manifest: send that through /update_weights",
+        )
+
+    @router.post("/weight_checker")
+    async def weight_checker(call: WeightCheck) -> Checksums | Comparison:
+        """Digest of the bytes that are really served, or how it compares. `reset` is refused."""
+        engine = server.parts().engine
+        if call.action == "reset":
+            raise UsageError("reset would overwrite the weights being served", "use checksum and compare")
+        if call.action == "compare" and call.baseline is None:
+            raise UsageError("compare needs a baseline", "give what checksum answered")
+        checksums = {"root": await engine.weights_digest()}
+        if call.action == "checksum" or call.baseline is None:
+            return Checksums(checksums=checksums)
+        baseline = call.baseline
+        wrong = sorted(key for key in checksums | baseline if checksums.get(key) != baseline.get(key))
+        return Comparison(match=not wrong, mismatches=wrong)
+
+    return router
+
+
+def _check_backend(init_info: Mapping[str, JsonValue]) -> None:
+    """Raise UsageError for any backend but ours, by its name where `init_info` tells it."""
+    backend = init_info.get("backend")
+    named = (
+        backend if backend is not None else next((_TELLTALES[key] for key in _TELLTALES if key in init_info), BACKEND)
+    )
+    if named != BACKEND:
+        raise UsageError(
+            f"weight transfer backend {named!r} is not served here",
+            f'send init_info {{"backend": "{BACKEND}"}} and manifests; tensors then travel by NIXL, or shared memory',
+        )
+
+
+def _manifest(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise WireError(f"update_info.manifest is no base64 ({error})", "encode the manifest's bytes") from error
+
+
+# The life of a weight update through vLLM's routes: a state machine over the engine's stage and commit.
+#
+#     unset ─ init ─► idle ─ start ─► started ─ update ─► staging ──► staged ─ finish ─► committing ──► idle
+#                      ▲                 ▲                   │ failed                        │ failed
+#                      │                 └───────────────────┴───────────────────────────────┘
+#                      └── init, from any state but staging and committing: an update half done is given up
+#
+# Every other order is refused. Whatever fails, the old version goes on being served.
+
+State = Literal["unset", "idle", "started", "staging", "staged", "committing"]
+_NEXT: dict[State, str] = {
+    "unset": "/init_weight_transfer_engine",
+    "idle": "/start_weight_update",
+    "started": "/update_weights",
+    "staging": "the answer of /update_weights",
+    "staged": "/finish_weight_update",
+    "committing": "the answer of /finish_weight_update",
+}
+
+
+class WeightUpdate:
+    """One update at a time. Used on the event loop only; each call takes its place in the order before it awaits."""
+
+    def __init__(self) -> None:
+        self._state: State = "unset"
+        self._staged: int | None = None
+
+    def init(self) -> None:
+        """Begin anew."""
+        if self._state in ("staging", "committing"):
+            raise self._wrong("/init_weight_transfer_engine")
+        self._state, self._staged = "idle", None
+
+    def start(self) -> None:
+        if self._state != "idle":
+            raise self._wrong("/start_weight_update")
+        self._state = "started"
+
+    async def update(self, engine: Engine, manifest: bytes) -> int:
+        """Stage what the manifest lists; returns its version. Raises ConflictError, and as `Engine.stage` does."""
+        if self._state != "started":
+            raise self._wrong("/update_weights")
+        self._state = "staging"
+        try:
+            self._staged = (await engine.stage(manifest)).version
+        except BaseException:
+            self._state = "started"
+            raise
+        self._state = "staged"
+        return self._staged
+
+    async def finish(self, engine: Engine, weight_version: str | None) -> CommitReport:
+        """Commit what was staged. Raises ConflictError, also for a `weight_version` that is another one."""
+        if self._state != "staged" or self._staged is None:
+            raise self._wrong("/finish_weight_update")
+        if weight_version is not None and weight_version != str(self._staged):
+            raise ConflictError(
+                f"version {self._staged} is staged, not {weight_version!r}", "finish that one, or begin anew with init"
+            )
+        self._state = "committing"
+        try:
+            report = await engine.commit(self._staged)
+        except BaseException:
+            self._state = "started"
+            raise
+        self._state, self._staged = "idle", None
+        return report
+
+    def _wrong(self, call: str) -> ConflictError:
+        return ConflictError(f"{call} is out of order (the update is {self._state})", f"next: {_NEXT[self._state]}")

@@ -1,0 +1,119 @@
+"""Text ↔ tokens with the model folder's own tokenizer (`tokenizer.json`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.vocabulary import vocabulary_digest
+from services.wire.errors import UsageError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+LONG_TEXT = 16_384
+"""Characters above which encoding leaves the event loop: about 5 ms of work."""
+
+
+class Renderer:
+    """Encodes what environments say, decodes what the policy drew."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def from_folder(cls, model: Path) -> Renderer:
+        """Raises UsageError when the folder holds no `tokenizer.json` that can be read."""
+        from tokenizers import Tokenizer
+
+        path = model / "tokenizer.json"
+        if not path.is_file():
+            raise UsageError(f"{path} is missing", "save the tokenizer beside the model (save_pretrained)")
+        try:
+            return cls(Tokenizer.from_file(str(path)))
+        except Exception as error:
+            raise UsageError(
+                f"{path} is no tokenizer ({error})", "save the tokenizer again (save_pretrained)"
+            ) from error
+
+    def vocabulary_digest(self) -> str:
+        """Names the vocabulary (`services.vocabulary`)."""
+        return vocabulary_digest(self._tokenizer.get_vocab())
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, no special tokens added."""
+        if len(text) > LONG_TEXT:
+            return await asyncio.to_thread(self._encode, text)
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens left out."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+
+# The folder's tokenizer as the kept library uses it, without what its Python layers cost a call.
+#
+# Reading one answer asks the tokenizer a dozen small questions: the ids of a fixed header, of a marker, the text of
+# some tokens. Through transformers each takes 20 to 60 µs, nearly all of it in Python; asked of the tokenizer
+# beneath, or remembered, one or two.
+
+_REMEMBERED = 256
+_LONGEST_REMEMBERED = 64
+"""Characters: headers and markers are shorter, and what people write is not worth remembering."""
+_KNOWN = ("eos_token_id", "unk_token_id", "all_special_tokens", "name_or_path")
+
+
+class QuickTokenizer:
+    """Answers as `tokenizer` does. It must not be changed any more. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._tidies = bool(tokenizer.clean_up_tokenization_spaces)
+        self._remembered = lru_cache(_REMEMBERED)(self._encode)
+        self._id_of = lru_cache(_REMEMBERED)(self._find_id)
+        for name in _KNOWN:
+            setattr(self, name, getattr(tokenizer, name, None))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._tokenizer(*arguments, **options)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
+        if options or add_special_tokens or not isinstance(text, str):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, **options)
+            return ids
+        return list(self._remembered(text)) if len(text) <= _LONGEST_REMEMBERED else list(self._encode(text))
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> str:
+        if options or self._tidies or not isinstance(token_ids, list):
+            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
+            return text
+        text = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        if not isinstance(tokens, str):
+            return self._tokenizer.convert_tokens_to_ids(tokens)
+        return self._id_of(tokens)
+
+    def _find_id(self, token: str) -> int | None:
+        token_id: int | None = self._backend.token_to_id(token)
+        return self._tokenizer.unk_token_id if token_id is None else token_id
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)

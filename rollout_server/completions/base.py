@@ -1,0 +1,301 @@
+"""Calls of agents: each an answer in a session, made once however often it is asked for, ended by whoever may end it.
+
+HTTP call ──► a retry? ──► the answer that is there
+                └─ no ──► task: render ─► draw ─► (heard) ─► captured ─► chunks
+                             ends early: deadline, abort, expiry, nobody listens, the engine stands still
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+import msgspec
+from redis.exceptions import RedisError
+
+from rollout_server.completions.resumable import Draft, Progress, UntilClear, carry_on
+from rollout_server.completions.samples import Piece, Sample
+from rollout_server.completions.sampling import BudgetSpentError, within
+from rollout_server.engines.base import Engine, EngineCrashedError, FinishReason, GenerationDelta, GenerationRequest
+from rollout_server.journal.journal import Journal
+from rollout_server.journal.records import Answered, DraftHead, DraftPart, NodeRecord
+from rollout_server.journal.replay import apply_answer, node_record
+from rollout_server.sessions.capture import Node
+from rollout_server.sessions.group import GroupRegistry
+from rollout_server.sessions.responses import Answer, Marks
+from rollout_server.sessions.session import Session
+from services.tracing import NO_TRACING, Span, Tracing
+from services.wire.errors import ContextLengthError, DeadlineError, NotReadyError, RollmeshError, UsageError
+from services.wire.sampling import SamplingParams
+from services.wire.trajectory import BreakReason, VersionSpan
+
+# One answer in the making: what every try of it has in common, and the way of its tokens from the engine.
+#
+#     engine ─► carried on through interruptions ─► (draft) ─► read, chunks ─► written down ─► applied, released
+#
+# `call_id` and `created` come from the draft where there is one, so that all tries say the same.
+
+_KEPT_BYTES = 1 << 20
+_DIGITS = 24
+
+
+@dataclass(frozen=True)
+class Means:
+    """What answers are made with. `draft_every`: tokens after which one that is not streamed is written down."""
+
+    engine: Engine
+    journal: Journal
+    until_clear: UntilClear
+    draft_every: int
+    tracing: Tracing = NO_TRACING
+
+
+@dataclass(frozen=True)
+class Making:
+    """`created`: Unix seconds. `draft`: None where nobody could ask another server for this answer. `span`: of the try."""
+
+    means: Means
+    session: Session
+    answer: Answer
+    marks: Marks
+    call_id: str
+    created: int
+    draft: Draft | None
+    span: Span
+
+    def draw(self, request: GenerationRequest, prompt: int = 0) -> AsyncGenerator[GenerationDelta, None]:
+        """Deltas of prompt number `prompt`. None is given out before it is written down, if it is to be."""
+        means, draft = self.means, self.draft
+        if draft is None:
+            return carry_on(means.engine, request, means.until_clear)
+        streamed = request.stream
+        if not streamed and request.sampling.max_tokens > means.draft_every:
+            request = replace(request, stream=True, delta_every=means.draft_every)
+
+        async def keep(delta: GenerationDelta) -> None:
+            # What ends a call that is not streamed is written down with the whole answer, a moment later.
+            if streamed or delta.finish_reason is None:
+                await draft.add(prompt, delta)
+
+        return carry_on(means.engine, request, means.until_clear, draft.replay(prompt, request), keep)
+
+    def tool_call_ids(self) -> Callable[[], Callable[[], str]]:
+        """For each sample's reader, a maker of ids: the same in every try."""
+        samples = itertools.count()
+
+        def of_sample() -> Callable[[], str]:
+            sample, calls = next(samples), itertools.count()
+
+            def new() -> str:
+                named = f"{self.call_id}/{sample}/{next(calls)}".encode()
+                return f"call_{blake2b(named).hexdigest()[:_DIGITS]}"
+
+            return new
+
+        return of_sample
+
+    async def settle(
+        self,
+        nodes: list[NodeRecord],
+        sampling: SamplingParams,
+        finish_reason: FinishReason | None,
+        *,
+        digests: bytes = b"",
+        tools: bytes = b"",
+    ) -> list[Node]:
+        """Write the answer down, capture it, and let its end be heard. Raises as `Journal.append` does."""
+        marks, session = self.marks, self.session
+        if self.span.context:
+            note_drawn(self.span, [node.spans for node in nodes], session=session.session_id, answer=self.call_id)
+        record = Answered(
+            session_id=session.session_id,
+            call_id=self.call_id,
+            nodes=nodes,
+            sampling=sampling,
+            finish_reason=finish_reason or "stop",
+            marks=marks,
+            digests=digests,
+            tools=tools,
+        )
+        kept = None
+        if marks.call is not None or marks.key is not None:
+            whole = self.answer.bytes_to_come
+            kept = (self.call_id, whole) if len(whole) <= _KEPT_BYTES else None
+        captured = await self.means.journal.append(
+            session.group_id,
+            record,
+            lambda: apply_answer(session, record),
+            draft=None if self.draft is None else self.draft.key,
+            answer=kept,
+        )
+        self.answer.release()
+        return captured
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A prompt and where it hangs: after `parent`'s path, or a root for `reason`."""
+
+    token_ids: list[int]
+    parent: Node | None
+    reason: BreakReason | None
+
+    @property
+    def addition(self) -> list[int]:
+        return self.token_ids if self.parent is None else self.token_ids[self.parent.end :]
+
+
+Produce = Callable[[Making], Awaitable[None]]
+
+
+class Caller:
+    """Starts answers in sessions and watches over them. `on_crash` is told when the engine is gone for good."""
+
+    def __init__(self, means: Means, on_crash: Callable[[RollmeshError], None]) -> None:
+        self._means = means
+        self._engine = means.engine
+        self._on_crash = on_crash
+
+    async def ask(self, session: Session, marks: Marks, call_id: str, produce: Produce) -> Answer:
+        """The answer to a call: one that is there already, if the call is a retry, else a new one named `call_id`.
+
+        Raises SessionConcludedError or SessionExpiredError for a session that takes no calls, KeyReusedError, and
+        NotReadyError where the draft of another server cannot be read.
+        """
+        known = await self._read_draft(session, marks)
+        session.check_open()
+        repeated = session.memory.answers.repeated(marks)
+        if repeated is not None:
+            return repeated
+        head, draft = DraftHead(call_id, int(time.time())), None
+        if marks.call is not None:
+            journal = self._means.journal
+            if known:
+                head = known[0] if isinstance(known[0], DraftHead) else head
+            parts = [part for part in known if isinstance(part, DraftPart)]
+            draft = Draft(journal, session.group_id, journal.draft_key(session.session_id, marks.call), head, parts)
+
+        async def make(answer: Answer) -> None:
+            with generating(self._means.tracing, session.terms.trace) as span:
+                made = Making(self._means, session, answer, marks, head.call_id, head.created, draft, span)
+                await self._make(session, lambda: produce(made))
+
+        return session.memory.answers.start(marks, make)
+
+    async def _read_draft(self, session: Session, marks: Marks) -> list[DraftHead | DraftPart]:
+        """What another server has drawn of this call. A session that was always here needs no look."""
+        if marks.call is None or not session.adopted or session.memory.answers.knows(marks):
+            return []
+        journal = self._means.journal
+        try:
+            return await journal.read_draft(journal.draft_key(session.session_id, marks.call))
+        except RedisError as error:
+            raise NotReadyError(f"a draft cannot be read: Redis failed ({error})", "send the call again") from error
+
+    async def _make(self, session: Session, produce: Callable[[], Awaitable[None]]) -> None:
+        left = session.seconds_left()
+        limit = asyncio.timeout(left if left < float("inf") else None)
+        try:
+            with session.calling():
+                async with limit:
+                    await produce()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            what = f"the deadline of session {session.session_id} passed after {session.terms.deadline_s:g} s"
+            raise DeadlineError(what, "open sessions with a longer deadline_s") from error
+        except EngineCrashedError as error:
+            self._on_crash(error)
+            raise
+
+    async def watch(self, registry: GroupRegistry, patience_s: float) -> None:
+        """End all calls when the engine, not paused, draws nothing for `patience_s` seconds; until cancelled."""
+        while True:
+            progress = Progress(self._engine)
+            calling = [session for session in _live(registry) if session.calls_in_flight]
+            await asyncio.sleep(patience_s)
+            if not calling:
+                continue
+            try:
+                progress.check()
+            except DeadlineError as error:
+                for session in calling:
+                    session.memory.answers.cancel_all(error)
+
+
+def new_call_id(kind: str) -> str:
+    """An answer's id, `chatcmpl-…` or `cmpl-…`: rewards name it."""
+    return f"{kind}-{secrets.token_hex(12)}"
+
+
+def fit(
+    session: Session, sampling: SamplingParams, contexts: Sequence[Context], n: int, longest: int
+) -> SamplingParams:
+    """The same sampling, cut to what the model and the session's budget leave for `n` answers to each context.
+
+    Raises ContextLengthError or BudgetSpentError where nothing is left.
+    """
+    prompt = max(len(context.token_ids) for context in contexts)
+    if not all(context.token_ids for context in contexts):
+        raise UsageError("the prompt is empty", "give at least one token")
+    if prompt >= longest:
+        raise ContextLengthError(prompt, longest)
+    room = longest - prompt
+    left = session.tokens_left()
+    if left is not None:
+        answers = n * len(contexts)
+        if left < answers:
+            raise BudgetSpentError(session.terms.max_tokens or 0)
+        room = min(room, left // answers)
+    return within(sampling, room)
+
+
+def why_no_prefix(session: Session, prompt: Sequence[int]) -> BreakReason | None:
+    """Why a prompt of tokens extends nothing captured: it begins as something captured does, or is another conversation."""
+    if not session.capture.roots:
+        return None
+    shared = any(root.prompt[:1].tolist() == list(prompt[:1]) for root in session.capture.roots)
+    return "compaction" if shared else "branch"
+
+
+def written(context: Context, samples: Sequence[Sample[Piece]]) -> list[NodeRecord]:
+    """Whole samples as they are written down."""
+    return [
+        msgspec.structs.replace(
+            node_record(context.parent, context.addition, sample.token_ids, sample.logprobs, sample.versions),
+            reason=context.reason,
+        )
+        for sample in samples
+    ]
+
+
+def _live(registry: GroupRegistry) -> list[Session]:
+    return [session for group in registry.all_open() for session in group.live]
+
+
+# The span of drawing tokens for a call in a session: how many, and by which policy versions.
+
+NAME = "rollout.generate"
+
+
+def generating(tracing: Tracing, trace: str) -> AbstractContextManager[Span]:
+    """Below the call that is being answered; where that is of no trace (an agent's own client), below the session's.
+
+    `trace`: the context that the session was opened in.
+    """
+    return tracing.span(NAME, parent=tracing.current() or trace)
+
+
+def note_drawn(span: Span, samples: Sequence[Sequence[VersionSpan]], **names: str) -> None:
+    """`samples`: by which versions the tokens of each were drawn. `names`: of what they were drawn for, by kind."""
+    spans = [each for sample in samples for each in sample]
+    span.note(**names, samples=len(samples), tokens=sum(each.length for each in spans))
+    if spans:
+        versions = [each.version for each in spans]
+        span.note(version=max(versions), oldest_version=min(versions))

@@ -1,0 +1,279 @@
+"""One chat completion: messages to a prompt that extends what was captured, drawn tokens to a message, both remembered.
+
+messages ──match──► the captured call they continue ──extend──► prompt      only new messages are rendered
+            └─ none: rendered whole, a new segment that says why
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from rollout_server.chat.answer_stream import AnswerDelta
+from rollout_server.chat.answers import ParsedAnswer
+from rollout_server.chat.messages import message_digest, reasoning_digest, tools_digest
+from rollout_server.chat.renderer import ChatRenderer
+from rollout_server.chat.tokenizer import LONG_TEXT
+from rollout_server.completions.base import Context, Making, fit, written
+from rollout_server.completions.chunks import (
+    AnswerHead,
+    ChatChunk,
+    ChatChunkChoice,
+    DeltaPart,
+    FunctionPart,
+    LogprobsPart,
+    TokenTexts,
+    ToolCallPart,
+    UsagePart,
+    event,
+)
+from rollout_server.completions.samples import Sample, draw
+from rollout_server.completions.sampling import choose_sampling
+from rollout_server.engines.base import Engine, GenerationRequest
+from rollout_server.journal.records import SaidRecord
+from rollout_server.sessions.capture import path
+from rollout_server.sessions.responses import Answer
+from rollout_server.sessions.session import Session
+from services.event_stream import DONE
+from services.wire.errors import UnsupportedParameterError
+from services.wire.openai_api import AnswerMessage, ChatCall, ChatChoice, ChatCompletion, ChatLogprobs, Usage
+
+Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
+Rendered = TypeVar("Rendered")
+
+
+class ChatCalls:
+    """Makes chat completions over one engine. `model`: the name that answers carry."""
+
+    def __init__(self, engine: Engine, chat: ChatRenderer, texts: TokenTexts, model: str) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._texts = texts
+        self._model = model
+
+    async def produce(self, call: ChatCall, making: Making) -> None:
+        """Draw and capture the answer to `call`.
+
+        Raises UnsupportedParameterError, TemplateError, ContextLengthError, BudgetSpentError, and what the engine raises.
+        """
+        if refused := call.unsupported():
+            raise UnsupportedParameterError(f"{', '.join(refused)} cannot be had here", "leave it out")
+        session, call_id, answer = making.session, making.call_id, making.answer
+        messages = [message.model_dump(exclude_none=True) for message in call.messages]
+        offered = call.tools if call.tool_choice != "none" else None
+        tools = [tool.model_dump(exclude_none=True) for tool in offered] if offered else None
+        context, digests = await self._place(session, messages, tools)
+        n, longest = call.n or 1, self._engine.max_model_len
+        limit = call.max_completion_tokens if call.max_completion_tokens is not None else call.max_tokens
+        sampling = choose_sampling(session.terms.sampling, call, limit, self._chat.stop_token_ids, longest)
+        request = GenerationRequest(
+            request_id=call_id,
+            prompt_token_ids=context.token_ids,
+            sampling=fit(session, sampling, [context], n, longest),
+            n=n,
+            stream=bool(call.stream or call.stop),
+            top_logprobs=(call.top_logprobs or 0) if call.logprobs else 0,
+        )
+        head = AnswerHead(call_id, making.created, self._model)
+        chunks = ChatChunks(call, head, self._texts, answer) if call.stream else None
+        ids = making.tool_call_ids()
+        with session.reserving(n * request.sampling.max_tokens):
+            samples = await draw(
+                making.draw(request),
+                n,
+                lambda: self._chat.answer_stream(context.token_ids, tools, call.stops, ids()),
+                chunks.piece if chunks is not None else None,
+            )
+            # An answer that nobody hears is none: it is captured for whoever asks for it again.
+            await answer.heard()
+        finished = [sample.reader.finish() for sample in samples]  # type: ignore[attr-defined]
+        parsed = [whole for _, whole in finished]
+        if chunks is not None:
+            chunks.close(samples, finished, context.token_ids)
+        else:
+            answer.stage(whole_chat(self._texts, head, call, samples, parsed, context.token_ids))
+        said = self._said(session, messages, context, parsed)
+        nodes = [
+            msgspec.structs.replace(node, said=each) for node, each in zip(written(context, samples), said, strict=True)
+        ]
+        await making.settle(
+            nodes, sampling, samples[0].finish_reason, digests=b"".join(digests), tools=tools_digest(tools)
+        )
+
+    async def _place(self, session: Session, messages: list[Message], tools: Tools) -> tuple[Context, list[bytes]]:
+        """The prompt of a call, and its messages' digests. CPU work: about 0.2 ms for a short conversation."""
+        digests = [message_digest(message) for message in messages]
+        match = session.memory.conversations.match(messages, tools, digests)
+        reason = match.reason
+        if match.node is not None:
+            node = match.node
+            before = path(node)[: node.end - len(node.drawn)]
+            new = messages[match.new_from :]
+            extended = await _aside(new, lambda: self._chat.extend(before, list(node.drawn), new, tools))
+            if extended is not None:
+                return Context(extended, node, None), digests
+            reason = "template"
+        rendered = await _aside(messages, lambda: self._chat.render(messages, tools))
+        # A template may be so regular that a whole rendering extends what was captured, token for token.
+        return Context(rendered, session.capture.find(rendered), reason), digests
+
+    def _said(
+        self, session: Session, messages: Sequence[Message], context: Context, answers: Sequence[ParsedAnswer]
+    ) -> list[SaidRecord]:
+        """What is remembered of each answer: of the messages before it, those that its parent does not have."""
+        before = None if context.parent is None else session.memory.said.get(context.parent)
+        new = messages[0 if before is None else before.total :]
+        records = []
+        for parsed in answers:
+            said = assistant_message(parsed).model_dump(exclude_none=True)
+            packed = msgspec.json.encode([*new, said])
+            records.append(SaidRecord(message_digest(said), reasoning_digest(said), len(messages) + 1, packed))
+        return records
+
+
+async def _aside(messages: Sequence[Message], work: Callable[[], Rendered]) -> Rendered:
+    """Render long messages on a thread. What a session has captured is only looked at on the event loop."""
+    if sum(len(str(message.get("content", ""))) for message in messages) > LONG_TEXT:
+        return await asyncio.to_thread(work)
+    return work()
+
+
+# A chat completion as its client gets it: in one piece, or as the events of a stream.
+
+_UNSET = msgspec.UNSET
+_TOKEN_FIELDS: Any = {"prompt_token_ids": True, "choices": {"__all__": {"token_ids", "policy_versions"}}}
+
+
+def whole_chat(
+    texts: TokenTexts,
+    head: AnswerHead,
+    call: ChatCall,
+    samples: Sequence[Sample[AnswerDelta]],
+    answers: Sequence[ParsedAnswer],
+    prompt: list[int],
+) -> bytes:
+    """The answer in one piece. Token fields are there only where they were asked for; others may be null, as OpenAI's."""
+    choices = []
+    for sample, parsed in zip(samples, answers, strict=True):
+        choice = ChatChoice(
+            index=sample.index,
+            message=assistant_message(parsed),
+            finish_reason=finish_reason(sample, parsed),
+            stop_reason=sample.stop_reason(call.stop_token_ids),
+        )
+        if call.logprobs:
+            entries = texts.entries(
+                sample.token_ids,
+                sample.logprobs,
+                sample.top_logprobs,
+                as_ids=bool(call.return_tokens_as_token_ids),
+            )
+            choice.logprobs = ChatLogprobs.model_validate(LogprobsPart(entries), from_attributes=True)
+        if call.return_token_ids:
+            choice.token_ids, choice.policy_versions = sample.token_ids, sample.policy_versions
+        choices.append(choice)
+    drawn = sum(len(sample.token_ids) for sample in samples)
+    completion = ChatCompletion(
+        id=head.call_id,
+        created=head.created,
+        model=head.model,
+        choices=choices,
+        usage=Usage(prompt_tokens=len(prompt), completion_tokens=drawn, total_tokens=len(prompt) + drawn),
+        prompt_token_ids=prompt if call.return_token_ids else None,
+    )
+    unasked = None if call.return_token_ids else _TOKEN_FIELDS
+    return completion.model_dump_json(exclude=unasked).encode()
+
+
+class ChatChunks:
+    """The events of one streamed chat completion."""
+
+    def __init__(self, call: ChatCall, head: AnswerHead, texts: TokenTexts, answer: Answer) -> None:
+        self._call = call
+        self._head = head
+        self._texts = texts
+        self._answer = answer
+        self._begun: set[int] = set()
+
+    def piece(self, sample: Sample[AnswerDelta], said: AnswerDelta, grown: int) -> None:
+        """A sample has grown. Without logprobs and token ids to tell of, what says nothing is not sent."""
+        if not said and not self._call.logprobs and not self._call.return_token_ids:
+            return
+        self._answer.put(self._chunk(sample, said, grown))
+
+    def close(
+        self,
+        samples: Sequence[Sample[AnswerDelta]],
+        finished: Sequence[tuple[AnswerDelta, ParsedAnswer]],
+        prompt: list[int],
+    ) -> None:
+        """Stage the last chunks: what was held back, why each sample ended, and the usage if it was asked for."""
+        for sample, (rest, parsed) in zip(samples, finished, strict=True):
+            self._answer.stage(self._chunk(sample, rest, 0, finish_reason(sample, parsed), prompt))
+        options = self._call.stream_options
+        if options is not None and options.include_usage:
+            drawn = sum(len(sample.token_ids) for sample in samples)
+            usage = self._new([])
+            usage.usage = UsagePart(len(prompt), drawn, len(prompt) + drawn)
+            self._answer.stage(event(usage))
+        self._answer.stage(DONE)
+
+    def _new(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        return ChatChunk(self._head.call_id, self._head.created, self._head.model, choices)
+
+    def _chunk(
+        self,
+        sample: Sample[AnswerDelta],
+        said: AnswerDelta,
+        grown: int,
+        finish_reason: str | None = None,
+        prompt: list[int] | None = None,
+    ) -> bytes:
+        call, first = self._call, sample.index not in self._begun
+        self._begun.add(sample.index)
+        calls = [ToolCallPart(one.index, one.id, FunctionPart(one.name, one.arguments)) for one in said.tool_calls]
+        delta = DeltaPart(
+            role="assistant" if first else None,
+            content=said.content or ("" if first and not said.reasoning_content and not calls else None),
+            reasoning_content=said.reasoning_content or None,
+            tool_calls=calls or None,
+        )
+        choice = ChatChunkChoice(sample.index, delta, finish_reason)
+        new = slice(len(sample.token_ids) - grown, None) if grown else slice(0, 0)
+        if call.logprobs and grown:
+            entries = self._texts.entries(
+                sample.token_ids[new],
+                sample.logprobs[new],
+                sample.top_logprobs[new],
+                as_ids=bool(call.return_tokens_as_token_ids),
+            )
+            choice.logprobs = LogprobsPart(entries)
+        if finish_reason is not None:
+            choice.stop_reason = sample.stop_reason(call.stop_token_ids)
+        chunk = self._new([choice])
+        if call.return_token_ids:
+            choice.token_ids = sample.token_ids[new]
+            if finish_reason is not None:
+                choice.policy_versions = sample.policy_versions
+                chunk.prompt_token_ids = prompt if prompt is not None else _UNSET
+        return event(chunk)
+
+
+def finish_reason(sample: Sample[AnswerDelta], parsed: ParsedAnswer) -> str:
+    """OpenAI's word for why an answer ended."""
+    reason = sample.finish_reason or "stop"
+    return "tool_calls" if reason == "stop" and parsed.tool_calls else reason
+
+
+def assistant_message(parsed: ParsedAnswer) -> AnswerMessage:
+    """The message that a client gets and sends back."""
+    calls = [
+        {"id": call.id, "function": {"name": call.name, "arguments": call.arguments_json}} for call in parsed.tool_calls
+    ]
+    return AnswerMessage.model_validate(
+        {"content": parsed.content, "reasoning_content": parsed.reasoning_content, "tool_calls": calls or None}
+    )

@@ -1,0 +1,203 @@
+"""A request carried to its end whatever interrupts it: what was drawn stays, the rest is asked for again.
+
+    engine ──delta──► … ──abort──► (until the engine takes requests again) ──prompt + drawn──► engine ──delta──► … ──► end
+                                        └── this server is being drained: DrainingError, and another server goes on
+
+So nobody ever sees `finish_reason` abort, and a sample that was interrupted by an update carries a span of each version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import msgspec
+
+from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
+from rollout_server.journal.journal import Journal
+from rollout_server.journal.records import DraftHead, DraftPart
+from services.wire.errors import DeadlineError
+
+
+class Progress:
+    """Tells an engine that stands still from one that is slow or paused: `check` it now and then."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._seen = engine.status().tokens_generated
+
+    def check(self) -> None:
+        """Raise DeadlineError when the engine, not paused, drew no token at all since the last check."""
+        status = self._engine.status()
+        if status.tokens_generated == self._seen and not status.paused:
+            raise DeadlineError("the engine has stopped drawing tokens", "see the rollout server's log")
+        self._seen = status.tokens_generated
+
+
+UntilClear = Callable[[], Awaitable[None]]
+"""Returns once the engine takes requests; raises DrainingError when it will not any more."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    drawn: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def take(self, delta: GenerationDelta) -> None:
+        self.drawn += delta.token_ids
+        self.ended = delta.finish_reason is not None
+
+
+async def carry_on(
+    engine: Engine,
+    request: GenerationRequest,
+    until_clear: UntilClear,
+    known: AsyncIterator[GenerationDelta] | None = None,
+    keep: Callable[[GenerationDelta], Awaitable[None]] | None = None,
+) -> AsyncGenerator[GenerationDelta, None]:
+    """Deltas of `request` as an engine gives them, none of them aborted.
+
+    `known`: those of an earlier try come first. `keep` is awaited for each of the others before it is given out.
+    """
+    samples = [_Sample() for _ in range(request.n)]
+    if known is not None:
+        async for delta in known:
+            samples[delta.index].take(delta)
+            yield delta
+    tries = 0
+    while not all(sample.ended for sample in samples):
+        if tries:
+            await until_clear()
+        whole = tries == 0 and not any(sample.drawn or sample.ended for sample in samples)
+        async with aclosing(_draw(engine, request, samples, tries) if not whole else _plain(engine, request)) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason == "abort":
+                    delta = replace(delta, finish_reason=None)
+                samples[delta.index].take(delta)
+                if delta.token_ids or delta.finish_reason is not None:
+                    if keep is not None:
+                        await keep(delta)
+                    yield delta
+        tries += 1
+
+
+def _plain(engine: Engine, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
+    # Engines are asynchronous generators, though their interface does not say so: closing one frees the engine at once.
+    return cast("AsyncGenerator[GenerationDelta, None]", engine.generate(request))
+
+
+async def _draw(
+    engine: Engine, request: GenerationRequest, samples: Sequence[_Sample], tries: int
+) -> AsyncGenerator[GenerationDelta, None]:
+    """What is left of the samples that have not ended, each as a request of its own."""
+    left = {index: _rest(request, index, sample, tries) for index, sample in enumerate(samples) if not sample.ended}
+    deltas: asyncio.Queue[GenerationDelta | BaseException | None] = asyncio.Queue()
+
+    async def run(index: int, rest: GenerationRequest) -> None:
+        try:
+            async with aclosing(_plain(engine, rest)) as drawn:
+                async for delta in drawn:
+                    deltas.put_nowait(replace(delta, request_id=request.request_id, index=index))
+            deltas.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - raised again by the reader of the queue
+            deltas.put_nowait(error)
+
+    tasks = [asyncio.create_task(run(index, rest)) for index, rest in left.items()]
+    try:
+        ended = 0
+        while ended < len(tasks):
+            got = await deltas.get()
+            if isinstance(got, BaseException):
+                raise got
+            if got is None:
+                ended += 1
+            else:
+                yield got
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _rest(request: GenerationRequest, index: int, sample: _Sample, tries: int) -> GenerationRequest:
+    """The request for what is left of a sample."""
+    drawn = len(sample.drawn)
+    return replace(
+        request,
+        request_id=f"{request.request_id}~{tries}.{index}",
+        prompt_token_ids=[*request.prompt_token_ids, *sample.drawn],
+        sampling=msgspec.structs.replace(request.sampling, max_tokens=request.sampling.max_tokens - drawn),
+        n=1,
+        resumed=request.resumed + drawn,
+        first_index=request.first_index + index,
+    )
+
+
+# A draft: an answer as far as it is drawn, written down before its chunks are sent, so that another server can go on.
+#
+#     engine ─► delta ─► journal ─► chunk ─► agent           the server dies here: no agent knows more than the journal
+#     another server:  parts of the draft, in their order, through the same code ─► the same chunks, byte for byte ─► engine
+#
+# A part belongs to one of the call's prompts. Parts are replayed in the order in which they were written, also where
+# the prompts are drawn at once, for the chunks of all are one stream.
+
+
+class Draft:
+    """The draft of one call in a session of group `group_id`, under `key`. `known`: what an earlier try wrote."""
+
+    def __init__(self, journal: Journal, group_id: str, key: str, head: DraftHead, known: Sequence[DraftPart]) -> None:
+        self.key = key
+        self.head = head
+        self._journal = journal
+        self._group_id = group_id
+        self._known = known
+        self._written = len(known)
+        self._replayed = 0
+        self._turn = asyncio.Condition()
+        self._new = not known
+
+    async def add(self, prompt: int, delta: GenerationDelta) -> None:
+        """Write a delta of this prompt down. Raises as `Journal.append` does."""
+        if self._new:
+            self._new = False
+            await self._journal.add_draft(self._group_id, self.key, self.head)
+        self._written += 1
+        part = DraftPart(
+            number=self._written,
+            prompt=prompt,
+            index=delta.index,
+            tokens=array("i", delta.token_ids).tobytes(),
+            logprobs=array("d", delta.logprobs).tobytes(),
+            spans=delta.versions,
+            finish_reason=delta.finish_reason,
+            top_logprobs=delta.top_logprobs,
+        )
+        await self._journal.add_draft(self._group_id, self.key, part)
+
+    async def replay(self, prompt: int, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
+        """The deltas of this prompt that are written down, each when it is its turn among those of all prompts."""
+        for place, part in enumerate(self._known):
+            if part.prompt != prompt:
+                continue
+            async with self._turn:
+                await self._turn.wait_for(lambda place=place: self._replayed >= place)  # type: ignore[misc]
+            try:
+                yield _delta(part, request.request_id)
+            finally:
+                async with self._turn:
+                    self._replayed = place + 1
+                    self._turn.notify_all()
+
+
+def _delta(part: DraftPart, request_id: str) -> GenerationDelta:
+    tokens, logprobs = array("i"), array("d")
+    tokens.frombytes(part.tokens)
+    logprobs.frombytes(part.logprobs)
+    top = part.top_logprobs
+    return GenerationDelta(
+        request_id, part.index, tokens.tolist(), logprobs.tolist(), part.spans, part.finish_reason, top
+    )

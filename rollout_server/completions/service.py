@@ -1,0 +1,48 @@
+"""The dialect's parts, made when the first call needs them: reading a chat template costs a second of imports."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rollout_server.chat.renderer import ChatRenderer
+from rollout_server.chat.tokenizer import Renderer
+from rollout_server.completions.chat import ChatCalls
+from rollout_server.completions.chunks import TokenTexts
+from rollout_server.completions.text import CompletionCalls
+from rollout_server.completions.tokens import GenerateCalls
+from rollout_server.engines.base import Engine
+from services.imports import heavy_imports
+
+
+class Dialect:
+    """Over one engine and the model folder that it serves. `renderer_name`: of the chat renderer, or `auto`."""
+
+    def __init__(self, engine: Engine, renderer: Renderer, model: Path, renderer_name: str) -> None:
+        self.tokens = GenerateCalls(engine, model.name)
+        self._engine = engine
+        self._renderer = renderer
+        self._model = model
+        self._renderer_name = renderer_name
+        self._loading: asyncio.Task[ChatRenderer] | None = None
+
+    async def chat(self) -> ChatCalls:
+        """Raises UsageError for a folder or a renderer name that cannot be used."""
+        chat = await self._load()
+        return ChatCalls(self._engine, chat, TokenTexts(chat.table), self._model.name)
+
+    async def completions(self) -> CompletionCalls:
+        """Raises UsageError for a folder or a renderer name that cannot be used."""
+        chat = await self._load()
+        return CompletionCalls(self._engine, self._renderer, chat, TokenTexts(chat.table), self._model.name)
+
+    async def _load(self) -> ChatRenderer:
+        if self._loading is None or (self._loading.done() and self._loading.exception() is not None):
+            self._loading = asyncio.create_task(asyncio.to_thread(self._read))
+        # A caller that goes away must not take the renderer from those who wait for it too.
+        return await asyncio.shield(self._loading)
+
+    def _read(self) -> ChatRenderer:
+        # What it imports would be walked by every later full collection: a tenth of a second, on the event loop.
+        with heavy_imports():
+            return ChatRenderer.from_folder(self._model, self._renderer_name)

@@ -1,0 +1,272 @@
+"""One text completion: prompts as text or as tokens, each extending what was captured where it can.
+
+    text    the whole text of a captured call, and more ──► its tokens, and only the rest encoded
+            anything else ──► encoded whole
+    tokens  the path of a captured call, and more ──► a child of it
+            anything else ──► a root, with the reason why
+
+An agent that keeps its transcript as text thereby goes on from the very tokens that were drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+
+from rollout_server.chat.renderer import ChatRenderer
+from rollout_server.chat.tokenizer import Renderer
+from rollout_server.completions.base import Context, Making, fit, why_no_prefix, written
+from rollout_server.completions.chunks import (
+    AnswerHead,
+    TextChunk,
+    TextChunkChoice,
+    TextLogprobsPart,
+    TokenTexts,
+    UsagePart,
+    event,
+)
+from rollout_server.completions.samples import Sample, draw
+from rollout_server.completions.sampling import choose_sampling
+from rollout_server.engines.base import Engine, GenerationRequest
+from rollout_server.journal.records import NodeRecord
+from rollout_server.sessions.capture import digest_of, path
+from rollout_server.sessions.responses import Answer
+from rollout_server.sessions.session import Session
+from services.event_stream import DONE
+from services.wire.errors import UnsupportedParameterError, UsageError
+from services.wire.openai_api import Completion, CompletionCall, CompletionChoice, CompletionLogprobs, Usage
+from services.wire.trajectory import BreakReason
+
+_MOST_ANSWERS = 256
+_TOKEN_FIELDS: Any = {"choices": {"__all__": {"token_ids", "policy_versions", "prompt_token_ids"}}}
+
+
+class CompletionCalls:
+    """Makes text completions over one engine. `model`: the name that answers carry."""
+
+    def __init__(self, engine: Engine, renderer: Renderer, chat: ChatRenderer, texts: TokenTexts, model: str) -> None:
+        self._engine = engine
+        self._renderer = renderer
+        self._chat = chat
+        self._texts = texts
+        self._model = model
+
+    async def produce(self, call: CompletionCall, making: Making) -> None:
+        """Draw and capture the answers to all prompts of `call`.
+
+        Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
+        """
+        if refused := call.unsupported():
+            raise UnsupportedParameterError(f"{', '.join(refused)} cannot be had here", "leave it out")
+        session, call_id, answer = making.session, making.call_id, making.answer
+        prompts = _prompts(call)
+        if len(prompts) * (call.n or 1) > _MOST_ANSWERS:
+            raise UsageError(
+                f"{len(prompts)} prompts with n = {call.n or 1}", f"ask for {_MOST_ANSWERS} answers at most"
+            )
+        contexts = [await self._place(session, prompt) for prompt in prompts]
+        n, longest = call.n or 1, self._engine.max_model_len
+        limit = 16 if call.max_tokens is None else call.max_tokens  # OpenAI's default for this route
+        sampling = choose_sampling(session.terms.sampling, call, limit, (), longest)
+        fitted = fit(session, sampling, contexts, n, longest)
+        head = AnswerHead(call_id, making.created, self._model)
+        chunks = TextChunks(call, head, self._texts, answer) if call.stream else None
+
+        async def draw_one(number: int) -> list[Sample[str]]:
+            request = GenerationRequest(
+                request_id=f"{call_id}-{number}",
+                prompt_token_ids=contexts[number].token_ids,
+                sampling=fitted,
+                n=n,
+                stream=bool(call.stream or call.stop),
+                top_logprobs=call.logprobs or 0,
+            )
+            piece = None if chunks is None else chunks.pieces_of(number * n)
+            return await draw(making.draw(request, number), n, lambda: self._chat.text_stream(call.stops), piece)
+
+        with session.reserving(len(contexts) * n * fitted.max_tokens):
+            if len(contexts) == 1:
+                drawn = [await draw_one(0)]
+            else:
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        drawing = [tasks.create_task(draw_one(number)) for number in range(len(contexts))]
+                except ExceptionGroup as failed:
+                    # The first that failed ended the others: the call failed as it did.
+                    raise failed.exceptions[0] from failed
+                drawn = [task.result() for task in drawing]
+            # An answer that nobody hears is none: it is captured for whoever asks for it again.
+            await answer.heard()
+        finished = [[sample.reader.finish() for sample in samples] for samples in drawn]  # type: ignore[attr-defined]
+        nodes: list[NodeRecord] = []
+        for prompt, context, samples, texts in zip(prompts, contexts, drawn, finished, strict=True):
+            before = prompt if isinstance(prompt, str) else self._renderer.decode(prompt)
+            for node, (_, text) in zip(written(context, samples), texts, strict=True):
+                seen = (before + text).encode("utf-8", "replace")
+                nodes.append(msgspec.structs.replace(node, text=(digest_of(seen), len(seen))))
+        prompt_tokens = sum(len(context.token_ids) for context in contexts)
+        if chunks is not None:
+            chunks.close(drawn, finished, contexts, prompt_tokens)
+        else:
+            said = [[text for _, text in each] for each in finished]
+            answer.stage(whole_text(self._texts, head, call, drawn, said, contexts, prompt_tokens))
+        await making.settle(nodes, sampling, drawn[-1][0].finish_reason)
+
+    async def _place(self, session: Session, prompt: str | list[int]) -> Context:
+        if isinstance(prompt, list):
+            parent = session.capture.find(prompt)
+            return Context(prompt, parent, None if parent is not None else self._why(session, prompt))
+        found = session.memory.texts.longest(prompt.encode())
+        if found is not None:
+            node, length = found
+            # What was remembered is whole text, so what follows it begins with a whole character.
+            rest = prompt.encode()[length:].decode()
+            return Context([*path(node), *await self._renderer.encode(rest)], node, None)
+        tokens = await self._renderer.encode(prompt)
+        parent = session.capture.find(tokens)
+        return Context(tokens, parent, None if parent is not None else self._why(session, tokens))
+
+    def _why(self, session: Session, prompt: list[int]) -> BreakReason | None:
+        """Why a prompt extends nothing that was captured."""
+        if not session.capture.roots:
+            return None
+        text = self._renderer.decode(prompt).encode("utf-8", "replace")
+        if session.memory.texts.longest(text) is not None:
+            return "retokenization"
+        return why_no_prefix(session, prompt)
+
+
+def _prompts(call: CompletionCall) -> list[str | list[int]]:
+    prompt = call.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt or isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)
+
+
+# A text completion as its client gets it: in one piece, or as the events of a stream.
+
+
+def whole_text(
+    texts: TokenTexts,
+    head: AnswerHead,
+    call: CompletionCall,
+    drawn: Sequence[Sequence[Sample[str]]],
+    said: Sequence[Sequence[str]],
+    contexts: Sequence[Context],
+    prompt_tokens: int,
+) -> bytes:
+    """The answer in one piece. Token fields are there only where they were asked for."""
+    choices: list[CompletionChoice] = []
+    for samples, answers, context in zip(drawn, said, contexts, strict=True):
+        for sample, text in zip(samples, answers, strict=True):
+            choice = CompletionChoice(
+                index=len(choices),
+                text=text,
+                finish_reason=sample.finish_reason or "stop",
+                stop_reason=sample.stop_reason(call.stop_token_ids),
+            )
+            if call.logprobs is not None:
+                entries = _text_logprobs(texts, call, sample, 0, 0)
+                choice.logprobs = CompletionLogprobs.model_validate(entries, from_attributes=True)
+            if call.return_token_ids:
+                choice.token_ids, choice.policy_versions = sample.token_ids, sample.policy_versions
+                choice.prompt_token_ids = context.token_ids
+            choices.append(choice)
+    count = _count(drawn)
+    completion = Completion(
+        id=head.call_id,
+        created=head.created,
+        model=head.model,
+        choices=choices,
+        usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=count, total_tokens=prompt_tokens + count),
+    )
+    unasked = None if call.return_token_ids else _TOKEN_FIELDS
+    return completion.model_dump_json(exclude=unasked).encode()
+
+
+class TextChunks:
+    """The events of one streamed text completion."""
+
+    def __init__(self, call: CompletionCall, head: AnswerHead, texts: TokenTexts, answer: Answer) -> None:
+        self._call = call
+        self._head = head
+        self._texts = texts
+        self._answer = answer
+        self._said: dict[int, int] = {}
+
+    def pieces_of(self, first: int) -> Callable[[Sample[str], str, int], None]:
+        """Told of the growth of samples of one prompt, whose choices are numbered from `first`."""
+
+        def piece(sample: Sample[str], text: str, grown: int) -> None:
+            if text or self._call.logprobs is not None or self._call.return_token_ids:
+                self._answer.put(self._chunk(first + sample.index, sample, text, grown))
+
+        return piece
+
+    def close(
+        self,
+        drawn: Sequence[Sequence[Sample[str]]],
+        finished: Sequence[Sequence[tuple[str, str]]],
+        contexts: Sequence[Context],
+        prompt_tokens: int,
+    ) -> None:
+        """Stage the last chunks: what was held back, why each sample ended, and the usage if it was asked for."""
+        number = 0
+        for samples, texts, context in zip(drawn, finished, contexts, strict=True):
+            for sample, (rest, _) in zip(samples, texts, strict=True):
+                self._answer.stage(self._chunk(number, sample, rest, 0, context))
+                number += 1
+        if self._call.stream_options is not None and self._call.stream_options.include_usage:
+            count = _count(drawn)
+            usage = self._new([])
+            usage.usage = UsagePart(prompt_tokens, count, prompt_tokens + count)
+            self._answer.stage(event(usage))
+        self._answer.stage(DONE)
+
+    def _new(self, choices: list[TextChunkChoice]) -> TextChunk:
+        return TextChunk(self._head.call_id, self._head.created, self._head.model, choices)
+
+    def _chunk(self, number: int, sample: Sample[str], text: str, grown: int, ended: Context | None = None) -> bytes:
+        call = self._call
+        choice = TextChunkChoice(number, text)
+        offset = self._said.get(number, 0)
+        self._said[number] = offset + len(text)
+        start = len(sample.token_ids) - grown
+        if call.logprobs is not None and grown:
+            choice.logprobs = _text_logprobs(self._texts, call, sample, start, offset)
+        if call.return_token_ids:
+            choice.token_ids = sample.token_ids[start:]
+        if ended is not None:
+            choice.finish_reason = sample.finish_reason or "stop"
+            choice.stop_reason = sample.stop_reason(call.stop_token_ids)
+            if call.return_token_ids:
+                choice.policy_versions, choice.prompt_token_ids = sample.policy_versions, ended.token_ids
+        return event(self._new([choice]))
+
+
+def _text_logprobs(
+    texts: TokenTexts, call: CompletionCall, sample: Sample[str], start: int, offset: int
+) -> TextLogprobsPart:
+    """Of the tokens from `start` on; `offset`: characters of text before them."""
+    as_ids = bool(call.return_tokens_as_token_ids)
+    tokens = [texts.text(token, as_ids=as_ids) for token in sample.token_ids[start:]]
+    lengths = [len(texts.text(token)) for token in sample.token_ids[start:]]
+    top = [
+        {texts.text(other, as_ids=as_ids): value for other, value in each} for each in sample.top_logprobs[start:]
+    ] or None
+    return TextLogprobsPart(
+        tokens=tokens,
+        token_logprobs=sample.logprobs[start:],
+        top_logprobs=top,
+        text_offset=[offset + before for before in accumulate([0, *lengths[:-1]])] if lengths else [],
+    )
+
+
+def _count(drawn: Sequence[Sequence[Sample[str]]]) -> int:
+    return sum(len(sample.token_ids) for samples in drawn for sample in samples)

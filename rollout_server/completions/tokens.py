@@ -1,0 +1,344 @@
+"""One call of vLLM's token route in a session: the client's tokens are the prompt, what is drawn is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import msgspec
+
+from rollout_server.completions.base import Context, Making, fit, why_no_prefix, written
+from rollout_server.completions.samples import Sample, draw
+from rollout_server.completions.sampling import choose_sampling
+from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
+from services.event_stream import DONE, error_event
+from services.wire.engine_api import (
+    Choice,
+    ChunkChoice,
+    DrawnLogprob,
+    GenerateAnswer,
+    GenerateCall,
+    GenerateChunk,
+    Logprobs,
+    SamplingCall,
+    TokenLogprob,
+    Usage,
+    WeightVersionSpan,
+)
+from services.wire.errors import ContextLengthError, RollmeshError, UnsupportedParameterError
+from services.wire.sampling import SamplingParams
+from services.wire.trajectory import VersionSpan
+
+
+class GenerateCalls:
+    """Answers token calls over one engine. `model`: the name that answers carry."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine = engine
+        self._model = model
+
+    async def produce(self, call: GenerateCall, making: Making) -> None:
+        """Draw and capture the answer to `call`.
+
+        Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
+        """
+        session, call_id, answer = making.session, making.call_id, making.answer
+        longest = self._engine.max_model_len
+        asked = to_request(call, call_id, longest)
+        parent = session.capture.find(call.token_ids)
+        context = Context(
+            call.token_ids, parent, None if parent is not None else why_no_prefix(session, call.token_ids)
+        )
+        wished = call.sampling_params
+        sampling = choose_sampling(session.terms.sampling, wished, wished.max_tokens, (), longest)
+        request = replace(asked, sampling=fit(session, sampling, [context], asked.n, longest))
+        wanted = Wanted.of(call, self._model, self._engine.eos_token_ids)
+        encoder = StreamEncoder(request, wanted) if request.stream else None
+
+        def piece(sample: Sample[None], _: None, grown: int) -> None:
+            # The last chunk of a sample waits until the sample is captured: the next call may follow it at once.
+            if encoder is not None and sample.finish_reason is None:
+                answer.put(encoder.chunk(_delta(call_id, sample, len(sample.token_ids) - grown)))
+                sent[sample.index] = len(sample.token_ids)
+
+        sent = [0] * request.n
+        with session.reserving(request.n * request.sampling.max_tokens):
+            samples = await draw(making.draw(request), request.n, _Unread, piece)
+            # An answer that nobody hears is none: it is captured for whoever asks for it again.
+            await answer.heard()
+        if encoder is None:
+            whole = [_delta(call_id, sample, 0) for sample in samples]
+            answer.stage(encode_answer(full_answer(request, whole, wanted, making.created)))
+        else:
+            for sample in samples:
+                answer.stage(encoder.chunk(_delta(call_id, sample, sent[sample.index])))
+            answer.stage(encoder.end())
+        await making.settle(written(context, samples), sampling, samples[0].finish_reason)
+
+
+class _Unread:
+    """Tokens are answered as they are: no text is made of them, and none ends an answer."""
+
+    consumed = 0
+    stopped: str | None = None
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Nothing to read."""
+
+
+def _delta(call_id: str, sample: Sample[None], start: int) -> GenerationDelta:
+    """What a sample holds from token `start` on."""
+    return GenerationDelta(
+        request_id=call_id,
+        index=sample.index,
+        token_ids=sample.token_ids[start:],
+        logprobs=sample.logprobs[start:],
+        versions=[_after(span, start) for span in sample.versions if span.start + span.length > start],
+        finish_reason=sample.finish_reason,
+        top_logprobs=sample.top_logprobs[start:] or None,
+    )
+
+
+def _after(span: VersionSpan, start: int) -> VersionSpan:
+    """The part of a span from token `start` on, counted from there."""
+    begin = max(span.start, start)
+    return span.over(begin - start, span.start + span.length - begin)
+
+
+# Between vLLM's generate call and an engine's request and deltas. Pure: no routes, no engine, no clock.
+#
+# GenerateCall ── to_request ──► GenerationRequest ──► engine ──► deltas ──► full_answer | StreamEncoder ──► bytes
+
+_UNSUPPORTED_SAMPLING = (
+    "stop",
+    "structured_outputs",
+    "guided_decoding",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logprob_token_ids",
+    "prompt_logprobs",
+    "prompt_logprob_token_ids",
+    "thinking_token_budget",
+    "repetition_detection",
+    "trace_decode_token_ids",
+    "extra_args",
+    "watermarking",
+)
+_UNSUPPORTED = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
+_encoder = msgspec.json.Encoder()
+_Choice = TypeVar("_Choice", bound=Choice)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the answer to a call holds besides tokens. `eos_token_ids`: the model's own."""
+
+    model: str
+    eos_token_ids: tuple[int, ...]
+    logprobs: int | None
+    prompt: bool
+    usage: bool = False
+    usage_always: bool = False
+    spans: bool = False
+
+    @classmethod
+    def of(cls, call: GenerateCall, model: str, eos_token_ids: tuple[int, ...]) -> Wanted:
+        options = call.stream_options
+        usage = options is not None and bool(options.include_usage)
+        return cls(
+            model=model,
+            eos_token_ids=eos_token_ids,
+            logprobs=call.sampling_params.logprobs,
+            prompt=bool(call.return_token_ids),
+            usage=usage,
+            usage_always=usage and options is not None and bool(options.continuous_usage_stats),
+            spans=options is not None and bool(options.version_spans),
+        )
+
+
+def to_request(call: GenerateCall, request_id: str, max_model_len: int) -> GenerationRequest:
+    """The engine's request. Raises UnsupportedParameterError, and ContextLengthError for a prompt that leaves no room."""
+    _refuse_unsupported(call)
+    room = max_model_len - len(call.token_ids)
+    if room < 1:
+        raise ContextLengthError(len(call.token_ids), max_model_len)
+    asked = call.sampling_params
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=call.token_ids,
+        sampling=_sampling(asked, room),
+        n=asked.n,
+        stream=bool(call.stream),
+        # With one entry of `top_logprobs` it is the drawn token's: nothing to ask the engine for.
+        top_logprobs=asked.logprobs if asked.logprobs is not None and asked.logprobs > 1 else 0,
+        cache_salt=call.cache_salt,
+        resumed=call.resumed,
+        first_index=call.first_index,
+    )
+
+
+def full_answer(
+    request: GenerationRequest, samples: Sequence[GenerationDelta], wanted: Wanted, created: int
+) -> GenerateAnswer:
+    """The answer in one piece. `samples`: one whole delta a sample (`engines.base.collect`); `created`: Unix seconds."""
+    drawn = sum(len(sample.token_ids) for sample in samples)
+    return GenerateAnswer(
+        request_id=request.request_id,
+        created=created,
+        model=wanted.model,
+        choices=[_choice(Choice, request, sample, wanted, sample.versions) for sample in samples],
+        usage=_usage(len(request.prompt_token_ids), drawn),
+        prompt_token_ids=request.prompt_token_ids if wanted.prompt else None,
+    )
+
+
+def encode_answer(body: GenerateAnswer) -> bytes:
+    """JSON."""
+    return _encoder.encode(body)
+
+
+class StreamEncoder:
+    """Server-sent events of one request: `chunk` for each delta, then `end`; after an error, `failure` instead."""
+
+    def __init__(self, request: GenerationRequest, wanted: Wanted) -> None:
+        self._request = request
+        self._wanted = wanted
+        self._prompt_due = wanted.prompt
+        self._spans: list[list[VersionSpan]] = [[] for _ in range(request.n)]
+        self._drawn = [0] * request.n
+
+    def chunk(self, delta: GenerationDelta) -> bytes:
+        """One event, or none for a delta that says nothing."""
+        if not delta.token_ids and delta.finish_reason is None:
+            return b""
+        spans, begin = self._spans[delta.index], self._drawn[delta.index]
+        for span in delta.versions:
+            _extend(spans, VersionSpan(begin + span.start, span.length, span.version))
+        self._drawn[delta.index] += len(delta.token_ids)
+        whole = spans if delta.finish_reason is not None else None
+        choice = _choice(ChunkChoice, self._request, delta, self._wanted, whole)
+        if self._wanted.spans:
+            choice.version_spans = delta.versions
+        body = GenerateChunk(request_id=self._request.request_id, choices=[choice])
+        if self._prompt_due:
+            body.prompt_token_ids, self._prompt_due = self._request.prompt_token_ids, False
+        if self._wanted.usage_always:
+            body.usage = _usage(len(self._request.prompt_token_ids), self._drawn[delta.index])
+        return _event(_encoder.encode(body))
+
+    def end(self) -> bytes:
+        """The usage, if asked for, and the end of the stream."""
+        if not self._wanted.usage:
+            return DONE
+        usage = _usage(len(self._request.prompt_token_ids), sum(self._drawn))
+        body = GenerateChunk(request_id=self._request.request_id, choices=[], usage=usage)
+        return _event(_encoder.encode(body)) + DONE
+
+    def failure(self, error: RollmeshError) -> bytes:
+        """What went wrong after the stream began, and its end."""
+        return error_event(error) + DONE
+
+
+def _refuse_unsupported(call: GenerateCall) -> None:
+    found = [name for name in _UNSUPPORTED if getattr(call, name) is not None]
+    for name in _UNSUPPORTED_SAMPLING:
+        value = getattr(call.sampling_params, name)
+        # Empty lists, texts and objects ask for nothing; a zero may well (`prompt_logprobs`).
+        if value is not None and value is not False and value not in ("", [], {}):
+            found.append(f"sampling_params.{name}")
+    if call.output_mode not in (None, "tokens"):
+        found.append("output_mode")
+    if found:
+        raise UnsupportedParameterError(f"{', '.join(found)}: not supported here", "leave it out")
+
+
+def _sampling(asked: SamplingCall, room: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=room if asked.max_tokens is None else asked.max_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k or -1,
+        min_p=asked.min_p,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        repetition_penalty=asked.repetition_penalty,
+        min_tokens=asked.min_tokens,
+        seed=None if asked.seed == -1 else asked.seed,
+        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        ignore_eos=asked.ignore_eos,
+    )
+
+
+def _choice(
+    kind: type[_Choice],
+    request: GenerationRequest,
+    delta: GenerationDelta,
+    wanted: Wanted,
+    whole: Sequence[VersionSpan] | None,
+) -> _Choice:
+    """`whole`: the spans of the sample from its first token on, once it has ended."""
+    choice = kind(index=delta.index, token_ids=delta.token_ids, finish_reason=delta.finish_reason)
+    if wanted.logprobs is not None:
+        choice.logprobs = _logprobs(delta, max(wanted.logprobs, 1))
+    if whole is not None:
+        choice.stop_reason = _stop_reason(request, delta, wanted.eos_token_ids)
+        choice.weight_versions = [
+            WeightVersionSpan(str(span.version), span.start, span.start + span.length) for span in whole
+        ]
+        choice.policy_versions = [(span.version, span.start) for span in whole]
+    return choice
+
+
+def _stop_reason(request: GenerationRequest, delta: GenerationDelta, eos_token_ids: Iterable[int]) -> int | None:
+    if delta.finish_reason != "stop" or not delta.token_ids:
+        return None
+    last = delta.token_ids[-1]
+    return None if last in eos_token_ids and not request.sampling.ignore_eos else last
+
+
+def _logprobs(delta: GenerationDelta, entries: int) -> Logprobs:
+    if delta.top_logprobs is None:
+        content = []
+        for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True):
+            name = f"token_id:{token}"
+            own = TokenLogprob(name, token, logprob, None)
+            content.append(DrawnLogprob(name, token, logprob, None, [own]))
+        return Logprobs(content)
+    return Logprobs(
+        [
+            _with_alternatives(token, logprob, likeliest, entries)
+            for token, logprob, likeliest in zip(delta.token_ids, delta.logprobs, delta.top_logprobs, strict=True)
+        ]
+    )
+
+
+def _with_alternatives(
+    token: int, logprob: float, likeliest: Sequence[tuple[int, float]], entries: int
+) -> DrawnLogprob:
+    """In vLLM's order: the drawn token first, then the others by rank, `entries` in all."""
+    rank = None
+    others = []
+    for place, (other, chance) in enumerate(likeliest, start=1):
+        if other == token:
+            rank = place
+        else:
+            others.append(TokenLogprob(f"token_id:{other}", other, chance, place))
+    name = f"token_id:{token}"
+    return DrawnLogprob(name, token, logprob, rank, [TokenLogprob(name, token, logprob, rank), *others][:entries])
+
+
+def _extend(spans: list[VersionSpan], span: VersionSpan) -> None:
+    if spans and spans[-1].version == span.version:
+        spans[-1] = VersionSpan(spans[-1].start, spans[-1].length + span.length, span.version)
+    else:
+        spans.append(span)
+
+
+def _usage(prompt: int, drawn: int) -> Usage:
+    return Usage(prompt_tokens=prompt, total_tokens=prompt + drawn, completion_tokens=drawn)
+
+
+def _event(body: bytes) -> bytes:
+    return b"data: " + body + b"\n\n"

@@ -1,0 +1,373 @@
+"""The engine behind a URL: a plain `vllm serve`, a rollout server, or whatever speaks their token route.
+
+    HttpEngine (event loop)                              the engine's server
+      generate ── Flight ─ Flow ◄── events ── Peer ◄────── POST /inference/v1/generate, always a stream
+      stage, commit ─ Updates ─────────────── Peer ──────► its weight update routes
+      Watch ─ Standing ────────────────────── Peer ──────► is it there, and with which weights?
+
+Aborting is hanging up: what has come is the answer, token for token, and the engine ends the request by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing, suppress
+from pathlib import Path
+
+import structlog
+
+from rollout_server.engines.base import (
+    CommitReport,
+    EngineStatus,
+    GenerationDelta,
+    GenerationRequest,
+    PauseMode,
+    StageReport,
+)
+from rollout_server.engines.http.client import EngineLostError, Peer
+from rollout_server.engines.http.health import Standing, Traits, Watch
+from rollout_server.engines.http.weights import Updates
+from rollout_server.engines.http.wire import Flow, OtherWeightsError, generate_body
+from rollout_server.engines.request_check import check_request, eos_token_ids, vocabulary_size
+from rollout_server.engines.step_timing import Cadence
+from rollout_server.engines.streams import DeltaStream, DeltaStreams
+from services.tls import PUBLIC, Trust
+from services.wire.errors import NotReadyError, RollmeshError, UsageError
+
+_log = structlog.get_logger()
+START_WITHIN_S = 600.0
+# After the last token only the stream's last word is due; without it the connection is not used again.
+_TAIL_S = 5.0
+
+
+class HttpEngine:
+    """See `rollout_server.engines.base.Engine`. `model`: the local folder with the tokenizer and config of what is served.
+
+    `url`: the engine's server; `key`: its bearer key; `trust`: whose certificate it may show. `transport` is told to it
+    with the first manifest.
+    """
+
+    def __init__(
+        self, model: Path, *, url: str, key: str | None, run_id: str, transport: str, trust: Trust = PUBLIC
+    ) -> None:
+        self._folder = model
+        self._peer = Peer(url, key, trust)
+        self._standing = Standing(self._peer.url)
+        self._updates = Updates(
+            self._peer, self._standing, run_id, transport, stand_still=self._stand_still, go_on=self._go_on
+        )
+        self._watch = Watch(
+            self._peer,
+            self._standing,
+            on_lost=self._fail_all,
+            on_met=self._met_again,
+            busy=lambda: self._updates.busy,
+        )
+        self._watching: asyncio.Task[None] | None = None
+        self._streams = DeltaStreams()
+        self._flights: dict[str, Flight] = {}
+        self._tails: set[asyncio.Task[None]] = set()
+        self._open = asyncio.Event()
+        self._paused = self._kept = self._committing = False
+        self._cadence = Cadence()
+        self._commits = 0
+        self._vocabulary = 0
+        self._eos: tuple[int, ...] = ()
+
+    @property
+    def policy_version(self) -> int:
+        return self._standing.version
+
+    @property
+    def max_model_len(self) -> int:
+        return 0 if self._watch.traits is None else self._watch.traits.max_model_len
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._eos
+
+    async def start(self) -> None:
+        """Meet the engine, which may take a while to come up. Raises UsageError for one that cannot serve."""
+        self._vocabulary = vocabulary_size(self._folder)
+        self._eos = eos_token_ids(self._folder)
+        await self._peer.open()
+        await self._watch.meet_within(START_WITHIN_S)
+        self._open.set()
+        self._watching = asyncio.create_task(self._watch.run(), name=f"watch of {self._peer.url}")
+        traits = self._traits()
+        _log.info(
+            "engine_ready",
+            engine="http",
+            url=self._peer.url,
+            max_model_len=traits.max_model_len,
+            version=self.policy_version,
+            rollout_server=traits.ours,
+            takes_weights=traits.operated,
+        )
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
+        traits = self._traits()
+        check_request(request, max_model_len=traits.max_model_len, vocabulary=self._vocabulary, eos_token_ids=self._eos)
+        traits.check_sampling(request.sampling, self._peer.url)
+        with self._streams.open(request.request_id) as stream:
+            flight = self._flights[request.request_id] = Flight(request, stream)
+            if self._kept:
+                flight.freeze()
+            flight.task = asyncio.create_task(self._fly(flight), name=f"engine request {request.request_id}")
+            left = request.n
+            try:
+                while left:
+                    for delta in await stream.next():
+                        await flight.thawed()
+                        left -= delta.finish_reason is not None
+                        yield delta
+            finally:
+                del self._flights[request.request_id]
+                await self._land(flight)
+
+    async def abort(self, request_ids: list[str] | None = None) -> int:
+        self._traits()
+        named = list(self._flights) if request_ids is None else request_ids
+        found = [flight for name in named if (flight := self._flights.get(name)) is not None and not flight.ended]
+        for flight in found:
+            flight.abort()
+        return len(found)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """`abort` and `wait` hold requests back here; `keep` freezes them in the engine. Raises UsageError if it cannot."""
+        traits = self._traits()
+        if mode == "keep" and not traits.operated:
+            raise UsageError(
+                f"the engine at {self._peer.url} has no /pause",
+                "start it with VLLM_SERVER_DEV_MODE=1, or abort or wait",
+            )
+        self._paused = True
+        self._gate()
+        if mode == "abort":
+            await self.abort()
+        elif mode == "wait":
+            tasks = [flight.task for flight in self._flights.values() if flight.flow is not None and flight.task]
+            if tasks:
+                await asyncio.wait(tasks)
+        else:
+            self._kept = True
+            for flight in self._flights.values():
+                flight.freeze()
+            try:
+                await self._peer.pause("keep", clear_cache=False)
+            except BaseException:
+                self._let_go()
+                raise
+        self._cadence.break_off()
+
+    async def resume(self) -> None:
+        self._traits()
+        if self._kept:
+            await self._peer.resume()
+        self._let_go()
+
+    async def stage(self, manifest: bytes) -> StageReport:
+        return await self._updates.stage(manifest, self._traits())
+
+    async def commit(self, version: int) -> CommitReport:
+        return await self._serve(version, self._updates.commit)
+
+    async def rollback(self, version: int) -> CommitReport:
+        return await self._serve(version, self._updates.rollback)
+
+    async def _serve(self, version: int, change: Callable[[int, Traits, int], Awaitable[CommitReport]]) -> CommitReport:
+        again = self._updates.serves(version)
+        report = await change(version, self._traits(), len(self._flights))
+        if not again:
+            self._commits += 1
+            self._cadence.commit()
+        return report
+
+    async def weights_digest(self) -> str:
+        self._traits()
+        return await self._updates.digest()
+
+    def status(self) -> EngineStatus:
+        running = sum(flight.running for flight in self._flights.values())
+        asked = sum(flight.request.n for flight in self._flights.values() if not flight.ended)
+        return EngineStatus(
+            name="http",
+            policy_version=self.policy_version,
+            running=running,
+            waiting=max(0, asked - running),
+            paused=self._paused,
+            tokens_generated=self._cadence.tokens,
+            commits=self._commits,
+            stalls_ms=self._cadence.stalls_ms(),
+            failure="not started" if self._watching is None else self._standing.failure,
+            staged_version=self._updates.staged_version,
+        )
+
+    async def close(self) -> None:
+        """Hang up on everything; requests that are still open end with NotReadyError."""
+        self._fail_all(NotReadyError("the engine is closing", "send the request to another server"))
+        tasks = [task for task in (self._watching, *self._tails) if task is not None]
+        self._watching = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._peer.close()
+
+    async def _fly(self, flight: Flight) -> None:
+        """Send the request and hand out what comes; whatever happens, its reader learns of it."""
+        try:
+            await self._open.wait()
+            self._standing.check()
+            flight.flow = flow = Flow(
+                flight.request, self._standing.version, self._standing.known, self._standing.older
+            )
+            try:
+                await self._draw(flight, flow)
+            except EngineLostError:
+                # A kept connection that the engine had closed: nothing was drawn, so nothing is drawn twice.
+                if flow.tokens or flight.ended:
+                    raise
+                await self._draw(flight, flow)
+        except RollmeshError as error:
+            self._fail(flight, error)
+        except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and its reader must not wait for ever
+            _log.exception("engine request failed", request=flight.request.request_id)
+            self._fail(flight, RollmeshError(f"request {flight.request.request_id} failed ({error!r})", "see the log"))
+
+    async def _draw(self, flight: Flight, flow: Flow) -> None:
+        traits, request = self._traits(), flight.request
+        body = generate_body(
+            request,
+            name=f"{request.request_id[:200]}-{secrets.token_hex(4)}",
+            limit=min(request.sampling.max_tokens, traits.max_model_len - len(request.prompt_token_ids)),
+            ours=traits.ours,
+            vocabulary=self._vocabulary,
+            eos_token_ids=self._eos,
+        )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None) as limit, aclosing(self._peer.generate(body)) as chunks:
+                async for chunk in chunks:
+                    before = flow.tokens
+                    flight.put(flow.take(chunk))
+                    self._cadence.step(time.monotonic(), flow.tokens - before)
+                    if flow.ended and not flight.ended:
+                        flight.ended = True
+                        limit.reschedule(asyncio.get_running_loop().time() + _TAIL_S)
+        if not flow.ended:
+            raise EngineLostError(f"the engine at {self._peer.url} ended a stream early", "send the request again")
+
+    async def _land(self, flight: Flight) -> None:
+        """Hang up, unless only the stream's last word is due."""
+        task = flight.task
+        assert task is not None
+        if not self._flights:
+            self._cadence.break_off()
+        if flight.flow is not None and flight.flow.ended and flight.ended and not task.done():
+            self._tails.add(task)
+            task.add_done_callback(self._tails.discard)
+            return
+        task.cancel()
+        await asyncio.wait({task})
+
+    def _fail(self, flight: Flight, error: RollmeshError) -> None:
+        if isinstance(error, EngineLostError):
+            self._watch.lose(error)
+        elif isinstance(error, OtherWeightsError) and self._standing.failure is None:
+            self._standing.estrange(error.what)
+        if not flight.ended:
+            flight.fail(error)
+
+    def _fail_all(self, error: RollmeshError) -> None:
+        for flight in list(self._flights.values()):
+            if not flight.ended:
+                flight.fail(error)
+
+    async def _stand_still(self) -> int:
+        """End all requests that were sent, and hold new ones back."""
+        self._committing = True
+        self._gate()
+        sent = [name for name, flight in self._flights.items() if flight.flow is not None]
+        return await self.abort(sent)
+
+    def _go_on(self) -> None:
+        self._committing = False
+        self._gate()
+
+    def _gate(self) -> None:
+        if self._paused or self._committing:
+            self._open.clear()
+        else:
+            self._open.set()
+
+    def _let_go(self) -> None:
+        self._paused = self._kept = False
+        self._gate()
+        for flight in self._flights.values():
+            flight.thaw()
+
+    async def _met_again(self) -> None:
+        """What was agreed with the engine is forgotten there."""
+        self._updates.forget()
+        if self._kept:
+            await self._peer.pause("keep", clear_cache=False)
+
+    def _traits(self) -> Traits:
+        if self._watch.traits is None:
+            raise NotReadyError("the engine is not started", "wait until the server is ready")
+        return self._watch.traits
+
+
+# One request on its way: what was drawn for it, who reads it, and the task that listens to the engine.
+
+
+class Flight:
+    """`flow` is None until the request may be sent. `ended`: its reader has, or will have, the last delta or an error."""
+
+    def __init__(self, request: GenerationRequest, stream: DeltaStream) -> None:
+        self.request = request
+        self.flow: Flow | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.ended = False
+        self._stream = stream
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+
+    @property
+    def running(self) -> int:
+        """Samples that draw."""
+        return 0 if self.flow is None or self.ended else self.flow.begun
+
+    def put(self, deltas: Iterable[GenerationDelta]) -> None:
+        for delta in deltas:
+            self._stream.put(delta)
+
+    def abort(self) -> None:
+        """End it with what has come. What the engine drew and has not sent yet was never seen by anybody."""
+        flow = self.flow or Flow(self.request, 0, ())
+        self.ended = True
+        self.put(flow.abort())
+        if self.task is not None:
+            self.task.cancel()
+        self.thaw()
+
+    def fail(self, error: RollmeshError) -> None:
+        """End it with `error`, once what has come is read."""
+        self.ended = True
+        self._stream.fail(error)
+        if self.task is not None and self.task is not asyncio.current_task():
+            self.task.cancel()
+        self.thaw()
+
+    def freeze(self) -> None:
+        """What still comes is handed out after `thaw`."""
+        if not self.ended:
+            self._thawed.clear()
+
+    def thaw(self) -> None:
+        self._thawed.set()
+
+    async def thawed(self) -> None:
+        await self._thawed.wait()

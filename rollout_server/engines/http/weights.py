@@ -1,0 +1,170 @@
+"""New weights for the engine behind a URL, through its own update routes, so that no token is stamped wrongly.
+
+                    a rollout server                     any other engine
+    stage           pulls the bytes while it decodes     as its weight backend does it
+    commit          flips between two steps; each        requests are ended with what they have (`abort`), the
+                    token comes with its version         cache is cleared, and only then the version changes
+
+The second way needs no word of the engine about versions: no request lives under two. Its caller goes on from the tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from rollout_server.engines.base import CommitReport, StageReport
+from rollout_server.engines.http.client import Peer
+from rollout_server.engines.http.health import Standing, Traits
+from services.wire.errors import ConflictError, NotFoundError, NotReadyError, RollmeshError
+from weight_bus.errors import StageError
+from weight_bus.manifest import decode_manifest
+from weight_bus.vllm_protocol import BACKEND, LIVE_WEIGHTS
+
+_REMEDY = (
+    f"start it where rollmesh is installed, with VLLM_SERVER_DEV_MODE=1 {LIVE_WEIGHTS}=1 and "
+    f'--weight-transfer-config {{"backend":"{BACKEND}"}}, or let it serve fixed weights without a bus'
+)
+
+
+class Updates:
+    """One update at a time. `stand_still` ends all requests and holds new ones back, until `go_on`."""
+
+    def __init__(
+        self,
+        peer: Peer,
+        standing: Standing,
+        run_id: str,
+        transport: str,
+        *,
+        stand_still: Callable[[], Awaitable[int]],
+        go_on: Callable[[], None],
+    ) -> None:
+        self._peer = peer
+        self._standing = standing
+        self._run_id = run_id
+        self._transport = transport
+        self._stand_still = stand_still
+        self._go_on = go_on
+        self._turn = asyncio.Lock()
+        self._staged: int | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._turn.locked()
+
+    @property
+    def staged_version(self) -> int | None:
+        return self._staged
+
+    async def stage(self, manifest: bytes, traits: Traits) -> StageReport:
+        """Raises StageError for an engine that takes no manifests, and what the engine answers."""
+        decoded = decode_manifest(manifest)
+        if not traits.operated:
+            raise StageError(f"the engine at {self._peer.url} has no routes for new weights", _REMEDY)
+        async with self._turn:
+            started, self._staged = time.monotonic(), None
+            try:
+                await self._peer.stage(manifest, self._run_id, self._transport)
+            except NotReadyError:
+                raise
+            except RollmeshError as error:
+                if traits.ours:
+                    raise
+                raise StageError(f"the engine at {self._peer.url} took no manifest ({error.what})", _REMEDY) from error
+            self._staged = decoded.version
+        return StageReport(
+            version=decoded.version,
+            root_digest=decoded.root_digest,
+            bytes_read=decoded.layout.total_bytes,
+            seconds=time.monotonic() - started,
+        )
+
+    async def commit(self, version: int, traits: Traits, in_flight: int) -> CommitReport:
+        """`flip_ms` is as long as the engine took to answer: what a commit costs at most. `in_flight`: requests there.
+
+        Raises ConflictError unless exactly `version` is staged.
+        """
+        async with self._turn:
+            if self.serves(version):
+                return CommitReport(version, 0.0, in_flight)
+            if version != self._staged:
+                raise ConflictError(f"version {version} is not staged ({self._staged} is)", "stage it first")
+            self._staged = None
+            return await self._serve(version, self._peer.finish_update, traits, in_flight)
+
+    async def rollback(self, version: int, traits: Traits, in_flight: int) -> CommitReport:
+        """As `commit`. Raises ConflictError where the engine keeps no older version, or has no route for it."""
+        async with self._turn:
+            if self.serves(version):
+                return CommitReport(version, 0.0, in_flight)
+            try:
+                self._standing.rolling_back(version)
+                if not traits.ours:
+                    # Before requests are ended for it: the version that is served is answered, nothing changes.
+                    await self._peer.rollback(self._standing.version)
+                report = await self._serve(version, self._peer.rollback, traits, in_flight)
+            except NotFoundError as error:
+                raise ConflictError(
+                    f"the engine at {self._peer.url} has no /weights/rollback, it keeps no older version",
+                    "publish the old weights as a new version, or start it with VLLM_PLUGINS=rollmesh",
+                ) from error
+            self._staged = None
+            return report
+
+    def serves(self, version: int) -> bool:
+        """Whether the engine is known to serve it already: a commit or rollback would change nothing."""
+        return self._standing.failure is None and version == self._standing.version
+
+    async def _serve(
+        self, version: int, change: Callable[[int], Awaitable[None]], traits: Traits, in_flight: int
+    ) -> CommitReport:
+        started = time.monotonic()
+        if traits.ours:
+            await self._finish(version, change)
+        else:
+            in_flight = await self._alone(version, change)
+        return CommitReport(version, (time.monotonic() - started) * 1e3, in_flight)
+
+    async def digest(self) -> str:
+        """Raises NotFoundError where the engine does not tell it."""
+        root = (await self._peer.checksums()).get("root")
+        if root is None:
+            raise NotFoundError(
+                f"the engine at {self._peer.url} tells a checksum a tensor, not the manifest's root digest",
+                "only a rollout server tells that",
+            )
+        return root
+
+    def forget(self) -> None:
+        """The engine began anew: nothing is staged there."""
+        self._staged = None
+
+    async def _alone(self, version: int, change: Callable[[int], Awaitable[None]]) -> int:
+        """With no request in flight; returns how many were ended for it."""
+        try:
+            ended = await self._stand_still()
+            # Also what the engine has not yet noticed to be over, and prefixes that the old weights computed.
+            await self._peer.pause("abort", clear_cache=True)
+            try:
+                await self._finish(version, change)
+            finally:
+                await self._peer.resume()
+        finally:
+            self._go_on()
+        return ended
+
+    async def _finish(self, version: int, change: Callable[[int], Awaitable[None]]) -> None:
+        self._standing.committing(version)
+        try:
+            await change(version)
+        except RollmeshError:
+            # It may have done it all the same: what it says now counts.
+            label = await self._peer.weight_label()
+            if label != str(version):
+                self._standing.commit_failed()
+                if not self._standing.serves(label):
+                    self._standing.find(label)
+                raise
+        self._standing.committed(version)

@@ -1,0 +1,293 @@
+"""What travels between a rollout server and the engine behind a URL. Pure: no socket, no clock.
+
+GenerationRequest ── generate_body ──► POST /inference/v1/generate
+GenerationDelta … ◄── to_delta ── PeerChoice … ◄── read_chunk ── events
+
+vLLM's names are read with or without their texts (`token_id:N`), and rollmesh's own fields where the peer speaks them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, join
+from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, drawable_stops
+from rollout_server.engines.vllm.convert import version_number
+from services.wire.errors import NotReadyError, RollmeshError, WireError
+from services.wire.trajectory import VersionSpan
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+# vLLM writes logprobs that JSON has no number for (minus infinity, not a number) as this one.
+_NO_NUMBER = -9999.0
+_PREFIX = "token_id:"
+
+
+class PeerLogprob(msgspec.Struct):
+    """One candidate; its id is told as a number, as `token_id:N`, or both."""
+
+    logprob: float
+    token_id: int | None = None
+    token: str = ""
+
+    @property
+    def id(self) -> int:
+        """Raises WireError where neither tells it."""
+        if self.token_id is not None:
+            return self.token_id
+        number = self.token.removeprefix(_PREFIX)
+        if not number.isdecimal():
+            raise WireError(f"the engine names a token {self.token!r}", f"its logprobs must say {_PREFIX}N")
+        return int(number)
+
+
+class PeerDrawn(PeerLogprob):
+    """A drawn token; `top_logprobs` names it first, then the likeliest others."""
+
+    top_logprobs: list[PeerLogprob] = []
+
+
+class PeerLogprobs(msgspec.Struct):
+    content: list[PeerDrawn] | None = None
+
+
+class PeerSpan(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class PeerChoice(msgspec.Struct):
+    """New tokens of one sample.
+
+    `weight_versions`: vLLM's, over the whole sample, with its final chunk. `version_spans`: rollmesh's, over these tokens.
+    """
+
+    index: int
+    token_ids: list[int] | None = None
+    logprobs: PeerLogprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[PeerSpan] | None = None
+    version_spans: list[VersionSpan] | None = None
+
+
+class PeerChunk(msgspec.Struct):
+    """One event. `error`: what went wrong after the stream began, as it was sent."""
+
+    choices: list[PeerChoice] = []
+    error: msgspec.Raw | None = None
+
+
+_encoder = msgspec.json.Encoder()
+_chunks = msgspec.json.Decoder(PeerChunk)
+
+
+def generate_body(
+    request: GenerationRequest, *, name: str, limit: int, ours: bool, vocabulary: int, eos_token_ids: Sequence[int]
+) -> bytes:
+    """The call that draws for `request`, in a stream. `limit`: tokens that fit; `ours`: the peer is a rollout server."""
+    sampling = request.sampling
+    # Of a peer that cannot be told that tokens were drawn before, only the number of barred stops can be lowered.
+    barred = sampling.min_tokens if ours else max(sampling.min_tokens - request.resumed, 0)
+    parameters: dict[str, Any] = {
+        # Greedy samples are all alike, and vLLM refuses to draw more than one.
+        "n": 1 if sampling.temperature == 0.0 else request.n,
+        "max_tokens": limit,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": max(sampling.top_k, 0),
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "min_tokens": min(barred, limit + (request.resumed if ours else 0)),
+        "seed": sampling.seed,
+        # All of them: a server without a tokenizer does not know the end-of-sequence ids by itself.
+        "stop_token_ids": sorted(drawable_stops(sampling, vocabulary, eos_token_ids)),
+        "ignore_eos": True,
+        # One more than wanted: the drawn token is always among those that are told.
+        "logprobs": min(request.top_logprobs + 1, MAX_TOP_LOGPROBS) if request.top_logprobs else 0,
+        "detokenize": False,
+    }
+    call: dict[str, Any] = {
+        "request_id": name,
+        "token_ids": request.prompt_token_ids,
+        "sampling_params": parameters,
+        # Always: what has come is known when the peer dies, and silence tells a peer that stands still.
+        "stream": True,
+    }
+    if request.cache_salt is not None:
+        call["cache_salt"] = request.cache_salt
+    # What others than rollmesh's servers do not know they ignore.
+    call["stream_options"] = {"version_spans": True}
+    if ours:
+        call["resumed"], call["first_index"] = request.resumed, request.first_index
+    return _encoder.encode(call)
+
+
+def read_chunk(event: bytes) -> PeerChunk:
+    """An event's data. Raises WireError for anything else than a chunk."""
+    try:
+        return _chunks.decode(event)
+    except msgspec.DecodeError as error:
+        raise WireError(f"the engine sent {event[:200]!r}, which is no chunk of an answer ({error})") from error
+
+
+def to_delta(request: GenerationRequest, choice: PeerChoice, version: int) -> GenerationDelta:
+    """A choice's tokens. `version`: theirs, where the peer names none. Raises WireError for one that contradicts itself."""
+    tokens = choice.token_ids or []
+    content = [] if choice.logprobs is None or choice.logprobs.content is None else choice.logprobs.content
+    if [entry.id for entry in content] != tokens:
+        raise WireError(f"request {request.request_id}: {len(tokens)} tokens came with {len(content)} logprobs")
+    for entry in content:
+        if not _NO_NUMBER < entry.logprob <= 0.0:
+            raise WireError(f"request {request.request_id}: token {entry.id} came with logprob {entry.logprob}")
+    return GenerationDelta(
+        request_id=request.request_id,
+        index=choice.index,
+        token_ids=tokens,
+        logprobs=[entry.logprob for entry in content],
+        versions=_spans(request, choice, version),
+        finish_reason=_reason(request, choice),
+        top_logprobs=[_likeliest(entry, request.top_logprobs) for entry in content] if request.top_logprobs else None,
+    )
+
+
+def _spans(request: GenerationRequest, choice: PeerChoice, version: int) -> list[VersionSpan]:
+    count, end = len(choice.token_ids or []), 0
+    if choice.version_spans is None:
+        return [VersionSpan(0, count, version)] if count else []
+    for span in choice.version_spans:
+        if span.start != end or span.length < 1:
+            raise WireError(f"request {request.request_id}: version spans {choice.version_spans} are no partition")
+        end += span.length
+    if end != count:
+        raise WireError(f"request {request.request_id}: version spans cover {end} of {count} tokens")
+    return choice.version_spans
+
+
+def _reason(request: GenerationRequest, choice: PeerChoice) -> FinishReason | None:
+    if choice.finish_reason is None:
+        return None
+    reason = _FINISH.get(choice.finish_reason)
+    if reason is None:
+        raise RollmeshError(
+            f"the engine ended request {request.request_id} with {choice.finish_reason!r}", "see the engine's log"
+        )
+    return reason
+
+
+def _likeliest(entry: PeerDrawn, wanted: int) -> list[tuple[int, float]]:
+    """Best first; those of probability 0 left out."""
+    told = {other.id: other.logprob for other in entry.top_logprobs}
+    ordered = sorted(told.items(), key=lambda each: -each[1])[:wanted]
+    return [(token, logprob) for token, logprob in ordered if math.isfinite(logprob) and logprob > _NO_NUMBER]
+
+
+# From a peer's chunks to the deltas of one request: samples counted, versions judged, steps as large as asked. Pure.
+
+
+class OtherWeightsError(NotReadyError):
+    """The engine drew with weights that nobody committed through this server."""
+
+    code = "other_weights"
+
+
+class Flow:
+    """One request's samples. `version`: what its tokens are drawn with, where the peer does not say.
+
+    `known`: the versions that may be seen; it grows while requests run. `older`: those among them that the engine was told
+    to go back to; any other that is older than `version` is a surprise.
+    """
+
+    def __init__(
+        self, request: GenerationRequest, version: int, known: Collection[int], older: Collection[int] = ()
+    ) -> None:
+        self._request = request
+        self._version = version
+        self._known = known
+        self._older = older
+        # Greedy samples are drawn once (`generate_body`).
+        self._copies = request.n if request.sampling.temperature == 0.0 else 1
+        self._drawn = [0] * (request.n // self._copies)
+        self._held: dict[int, GenerationDelta] = {}
+        self._open = set(range(request.n))
+        self.tokens = 0
+        """Drawn so far, over all samples."""
+
+    @property
+    def ended(self) -> bool:
+        """Every sample has its last delta."""
+        return not self._open
+
+    @property
+    def begun(self) -> int:
+        """Samples that drew something and go on."""
+        drawing = [index for index, count in enumerate(self._drawn) if count]
+        return min(len(drawing) * self._copies, len(self._open))
+
+    def take(self, chunk: PeerChunk) -> list[GenerationDelta]:
+        """The deltas that are due. Raises OtherWeightsError and WireError."""
+        return [delta for choice in chunk.choices for delta in self._choice(choice)]
+
+    def abort(self) -> list[GenerationDelta]:
+        """The last delta of every sample that has none yet: what was held back, and `abort`."""
+        return [self._end(index) for index in sorted(self._open)]
+
+    def _choice(self, choice: PeerChoice) -> list[GenerationDelta]:
+        if not 0 <= choice.index < len(self._drawn) or choice.index * self._copies not in self._open:
+            raise WireError(f"request {self._request.request_id}: the engine answered a sample {choice.index} too much")
+        self._check_versions(choice)
+        drawn = to_delta(self._request, choice, self._version)
+        self._drawn[choice.index] += len(drawn.token_ids)
+        copies = range(choice.index, choice.index + 1) if self._copies == 1 else range(self._copies)
+        self.tokens += len(drawn.token_ids) * len(copies)
+        return [due for index in copies if (due := self._hold(replace(drawn, index=index))) is not None]
+
+    def _hold(self, delta: GenerationDelta) -> GenerationDelta | None:
+        """Add to what is held back of a sample; all of it once it is due."""
+        held = self._held.pop(delta.index, None)
+        whole = delta if held is None else join(held, delta)
+        if whole.finish_reason is not None:
+            self._open.discard(whole.index)
+            return whole
+        if self._request.stream and whole.token_ids and len(whole.token_ids) >= self._request.delta_every:
+            return whole
+        self._held[whole.index] = whole
+        return None
+
+    def _end(self, index: int) -> GenerationDelta:
+        self._open.discard(index)
+        held = self._held.pop(index, None)
+        if held is not None:
+            return replace(held, finish_reason="abort")
+        nothing: list[list[tuple[int, float]]] | None = [] if self._request.top_logprobs else None
+        return GenerationDelta(self._request.request_id, index, [], [], [], "abort", nothing)
+
+    def _check_versions(self, choice: PeerChoice) -> None:
+        """What the peer says about versions must agree with what was committed there."""
+        if choice.version_spans is not None:
+            seen = {span.version for span in choice.version_spans}
+            strange = {str(version) for version in seen if not self._expected(version)}
+        else:
+            labels = {span.version for span in choice.weight_versions or ()}
+            strange = {label for label in labels if not _is(label, self._version)}
+        if strange:
+            raise OtherWeightsError(
+                f"the engine drew with version {', '.join(sorted(strange))} where {self._version} was committed",
+                "send the request to another server; this one takes none until a commit",
+            )
+
+    def _expected(self, version: int) -> bool:
+        return version in self._known and (version >= self._version or version in self._older)
+
+
+def _is(label: str, version: int) -> bool:
+    try:
+        return version_number(label) == version
+    except ValueError:
+        return False

@@ -1,0 +1,330 @@
+"""The torch engine: a transformers model decoded in continuous batches with a KV cache.
+
+The reference that the tests compare against, and what runs where vLLM is not installed.
+
+    TorchEngine (event loop)          DecodeLoop (thread)        RunningBatch ─ KvSlots ─ PolicyForward ─ Sampler
+      generate ──submit──────────────────► inbox ─────────────────► add
+      stage ──► Receiver (weight threads) ──► shadow memory
+      commit ────────────────────────────► inbox ──between two steps──► Receiver.commit ──► ModelWeights.flip
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers.utils import logging as transformers_logging
+
+from rollout_server.engines.base import (
+    CommitReport,
+    EngineStatus,
+    GenerationDelta,
+    GenerationRequest,
+    PauseMode,
+    StageReport,
+)
+from rollout_server.engines.request_check import check_request
+from rollout_server.engines.streams import DeltaStreams
+from rollout_server.engines.torch.decode_loop import DecodeLoop
+from rollout_server.engines.torch.forward import PolicyForward
+from rollout_server.engines.torch.kv_cache import KvSlots
+from rollout_server.engines.torch.sampler import Sampler
+from rollout_server.engines.torch.scheduler import RunningBatch
+from services.imports import take_over_logs
+from services.wire.errors import NotReadyError, UsageError
+from services.wire.kv_policy import KvPolicy
+from weight_bus.background import background_threads
+from weight_bus.manifest import decode_manifest
+from weight_bus.receiver import Receiver
+from weight_bus.transports.base import Reader
+from weight_bus.transports.select import make_readers
+
+_log = structlog.get_logger()
+
+FIRST_VERSION = 0
+_CLOSE_DEADLINE_S = 30.0
+_TOY = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 8,
+    "max_position_embeddings": 64,
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TorchEngine:
+    """See `rollout_server.engines.base.Engine`. `transport`: `auto`, `nixl` or `shm`; `threads`: torch's, for decoding.
+    `weights_key`: manifests must bear its signature (None: any is taken). `file_root`: where weight files may be read from.
+
+    It serves the folder's weights as version 0. `weights_digest` before the first commit is that of these, in the layout
+    of the model's own parameters.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        run_id: str,
+        dtype: str,
+        max_running: int,
+        threads: int,
+        transport: str,
+        seed: int,
+        kv_policy: KvPolicy = "keep",
+        weights_key: str | None = None,
+        file_root: Path | None = None,
+    ) -> None:
+        if dtype not in _DTYPES:
+            raise UsageError(f"weights of dtype {dtype!r} cannot be served", f"known: {', '.join(_DTYPES)}")
+        self._folder = model
+        self._run_id = run_id
+        self._dtype = _DTYPES[dtype]
+        self._max_running = max_running
+        self._threads = threads
+        self._transport = transport
+        self._seed = seed
+        self._kv_policy: KvPolicy = kv_policy
+        self._weights_key = weights_key
+        self._file_root = file_root
+        self._streams = DeltaStreams()
+        self._weight_threads: ThreadPoolExecutor | None = None
+        self._readers: list[Reader] | None = None
+        self._receiver: Receiver | None = None
+        self._decode: DecodeLoop | None = None
+        self._vocabulary = 0
+        self._max_model_len = 0
+        self._eos: tuple[int, ...] = ()
+
+    @property
+    def policy_version(self) -> int:
+        return FIRST_VERSION if self._decode is None else self._decode.version
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._eos
+
+    def preload(self) -> None:
+        """Do what needs no model yet: set the transport up, warm torch and transformers on a toy. Blocks, about 2 s."""
+        if self._readers is not None:
+            return
+        self._readers = make_readers(self._transport, file_root=self._file_root)
+        torch.set_num_threads(self._threads)
+        take_over_logs()
+        # Modules that transformers imports late, and the recorder of decode steps, cost most of a small model's start.
+        PolicyForward(AutoModelForCausalLM.from_config(Qwen3Config(**_TOY), attn_implementation="sdpa").eval())
+
+    async def start(self) -> None:
+        """Load the model, rehearse its decoding and start the decode thread. Raises UsageError if it cannot be served."""
+        batch, self._receiver = await asyncio.to_thread(self._load)
+        self._weight_threads = background_threads("weights")
+        self._decode = DecodeLoop(
+            batch,
+            version=FIRST_VERSION,
+            threads=self._threads,
+            deliver=self._streams.deliver,
+            on_crash=self._streams.fail_all,
+        )
+        self._decode.start()
+        _log.info("engine_ready", engine="torch", model=str(self._folder), max_model_len=self._max_model_len)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
+        decode = self._running()
+        self._check(request)
+        with self._streams.open(request.request_id) as stream:
+            left = request.n
+            try:
+                decode.submit(request)
+                while left:
+                    for delta in await stream.next():
+                        if delta.finish_reason is not None:
+                            left -= 1
+                        yield delta
+            finally:
+                if left:
+                    decode.drop(request.request_id)
+
+    async def abort(self, request_ids: list[str] | None = None) -> int:
+        return await self._running().abort(request_ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        decode = self._running()
+        if mode == "abort":
+            await decode.abort_and_freeze()
+        elif mode == "wait":
+            await decode.drain()
+        else:
+            await decode.freeze()
+
+    async def resume(self) -> None:
+        await self._running().resume()
+
+    async def stage(self, manifest: bytes) -> StageReport:
+        receiver, _ = self._weights()
+        decoded = decode_manifest(manifest)
+        staged = await self._on_weight_thread(lambda: receiver.stage(decoded))
+        return StageReport(staged.version, staged.root_digest, staged.bytes_read, staged.seconds)
+
+    async def commit(self, version: int) -> CommitReport:
+        receiver, _ = self._weights()
+        return await self._serve(version, lambda: receiver.commit(version))
+
+    async def rollback(self, version: int) -> CommitReport:
+        receiver, _ = self._weights()
+        return await self._serve(version, lambda: receiver.rollback(version))
+
+    async def _serve(self, version: int, flip: Callable[[], None]) -> CommitReport:
+        decode = self._running()
+        if version == decode.version:
+            # Asked again: its answer was lost.
+            return CommitReport(version, 0.0, decode.running)
+        flip_ms, in_flight = await decode.commit(version, flip)
+        return CommitReport(version, flip_ms, in_flight)
+
+    async def weights_digest(self) -> str:
+        receiver, _ = self._weights()
+        return str(await self._on_weight_thread(receiver.digest))
+
+    def status(self) -> EngineStatus:
+        decode = self._decode
+        if decode is None:
+            return EngineStatus("torch", FIRST_VERSION, 0, 0, False, 0, 0, failure="not started")
+        return EngineStatus(
+            name="torch",
+            policy_version=decode.version,
+            running=decode.running,
+            waiting=decode.waiting,
+            paused=decode.paused,
+            tokens_generated=decode.tokens,
+            commits=decode.commits,
+            stalls_ms=decode.stalls_ms(),
+            failure=None if decode.failure is None else decode.failure.what,
+            prefill_tokens=decode.prefill_tokens,
+            staged_version=None if self._receiver is None else self._receiver.staged_version,
+        )
+
+    async def close(self) -> None:
+        """Stop decoding; requests that are still open end with NotReadyError. Raises DeadlineError if a step hangs."""
+        self._streams.fail_all(NotReadyError("the engine is closing", "send the request to another server"))
+        try:
+            if self._decode is not None:
+                await self._decode.stop(_CLOSE_DEADLINE_S)
+        finally:
+            if self._weight_threads is not None:
+                await asyncio.to_thread(self._weight_threads.shutdown, wait=True, cancel_futures=True)
+                self._weight_threads = None
+            if self._receiver is not None:
+                self._receiver.close()
+                self._receiver = None
+
+    async def _on_weight_thread(self, work: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._weight_threads, work)
+
+    def _running(self) -> DecodeLoop:
+        if self._decode is None:
+            raise NotReadyError("the engine is not started", "wait until the server is ready")
+        return self._decode
+
+    def _weights(self) -> tuple[Receiver, DecodeLoop]:
+        if self._receiver is None:
+            raise NotReadyError("the engine is not started or has been closed", "wait until the server is ready")
+        return self._receiver, self._running()
+
+    def _check(self, request: GenerationRequest) -> None:
+        check_request(request, max_model_len=self._max_model_len, vocabulary=self._vocabulary, eos_token_ids=self._eos)
+
+    def _load(self) -> tuple[RunningBatch, Receiver]:
+        torch.set_num_threads(self._threads)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model = _load_model(self._folder, self._dtype).to(device)
+        config = model.config.get_text_config()
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._max_model_len = int(config.max_position_embeddings)
+        self._eos = _eos_token_ids(model)
+        forward = PolicyForward(model)
+        slots = KvSlots(forward.shape, max_rows=self._max_running, dtype=self._dtype, device=device)
+        outputs = int(model.get_output_embeddings().weight.shape[0])
+        batch = RunningBatch(
+            forward,
+            slots,
+            Sampler(self._seed, outputs, device),
+            max_running=self._max_running,
+            max_model_len=self._max_model_len,
+            eos_token_ids=self._eos,
+            vocabulary=outputs,
+            device=device,
+            kv_policy=self._kv_policy,
+        )
+        readers = self._readers or make_readers(self._transport, file_root=self._file_root)
+        self._readers = None
+        receiver = Receiver(ModelWeights(model), self._run_id, readers, FIRST_VERSION, self._weights_key)
+        return batch, receiver
+
+
+def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        transformers_logging.disable_progress_bar()
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"no causal language model can be loaded from {folder} ({error})", "check the folder"
+        ) from error
+    return model.eval().requires_grad_(False)
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The generation config's ids, else the model config's; one or several."""
+    generation = getattr(model, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = model.config.get_text_config().eos_token_id
+    if found is None:
+        return ()
+    return tuple(int(token) for token in found) if isinstance(found, (list, tuple)) else (int(found),)
+
+
+# Two sets of a model's weights: the live one that decodes, the shadow one that a new version is staged into.
+#
+#     live     p.data ──► storage A ╲╱ storage B        flip: each parameter changes its storage, nothing is copied
+#     shadow              storage B ╱╲ storage A
+#
+# Tied weights are one parameter with several names: one storage, one flip, named once.
+
+
+class ModelWeights:
+    """A `weight_bus.receiver.WeightTarget` over a model's parameters, by Hugging Face name."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._live = {name: parameter.data for name, parameter in self._parameters.items()}
+        # A copy, so that its pages are there before the first version is staged.
+        self._shadow = {name: tensor.clone() for name, tensor in self._live.items()}
+
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """The weights being served."""
+        return self._live
+
+    def shadow(self) -> Mapping[str, torch.Tensor]:
+        """Where the next version goes, with the same names, shapes and dtypes."""
+        return self._shadow
+
+    def flip(self) -> None:
+        """Shadow becomes live and live becomes shadow. Call it between two steps; a second one serves the old version."""
+        # The tensors must stay ordinary ones, also when the decode thread flips in its inference mode.
+        with torch.inference_mode(False):
+            for name, parameter in self._parameters.items():
+                parameter.data = self._shadow[name]
+        self._live, self._shadow = self._shadow, self._live

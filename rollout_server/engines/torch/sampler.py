@@ -1,0 +1,254 @@
+"""Drawing tokens for all rows at once, each row by its own parameters.
+
+    logits ─► ÷ temperature ─► min-p, top-k, top-p ─► cumulative distribution ─► first entry above a uniform number
+
+One uniform number a token (inverse-transform sampling, in float64, over the vocabulary in its own order) makes a seeded
+request's draws its own: no neighbour can shift them. The work of the cuts (a sort) is done only while a row asks for it.
+
+Logprobs are those of the distribution really drawn from, float32 from a float32 log-softmax; for greedy rows those of the
+plain softmax of the logits that come in (`logit_shaping` has changed them where a row asked for it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollout_server.engines.torch.forward import record
+from services.wire.sampling import SamplingParams
+
+
+class UniformSource(Protocol):
+    """Where a seeded sample's uniform numbers come from (`numpy.random.Generator`)."""
+
+    def random(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token and its logprob a row. `likeliest`: for each row the (id, logprob) asked for, best first."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    likeliest: list[list[tuple[int, float]]] | None = None
+
+
+class RowParameters:
+    """The parameters of the rows of one batch, as tensors. Made anew when rows come or go.
+
+    `likeliest`: how many alternatives each row wants told; none for any row, if left out.
+    """
+
+    def __init__(
+        self, rows: Sequence[SamplingParams], vocabulary: int, device: torch.device, likeliest: Sequence[int] = ()
+    ) -> None:
+        self.likeliest = [min(count, vocabulary) for count in likeliest] if any(likeliest) else []
+        greedy = [row.temperature == 0.0 for row in rows]
+        free = [no_draw or not row.cuts for row, no_draw in zip(rows, greedy, strict=True)]
+        self.all_greedy = all(greedy) and not self.likeliest
+        self.plain = all(free) and not any(greedy) and not self.likeliest
+        self.temperature = _column([row.temperature or 1.0 for row in rows], np.float32, device)
+        if self.plain or self.all_greedy:
+            return
+        pairs = list(zip(rows, free, strict=True))
+        self.greedy = _column(greedy, np.bool_, device)
+        self.floor = _column(
+            [-math.inf if whole or row.min_p <= 0.0 else math.log(row.min_p) for row, whole in pairs],
+            np.float32,
+            device,
+        )
+        self.top_k = _column(
+            [vocabulary if whole or row.top_k < 1 else min(row.top_k, vocabulary) for row, whole in pairs],
+            np.int64,
+            device,
+        )
+        # Above 1, so that rounding in the cumulative sum cannot cut the tail of a row that wants all of it.
+        self.top_p = _column(
+            [2.0 if whole or row.top_p >= 1.0 else row.top_p for row, whole in pairs], np.float64, device
+        )
+
+
+class Sampler:
+    """Draws for the rows of a batch; unseeded rows share the engine's generator, seeded by `seed`."""
+
+    def __init__(self, seed: int, vocabulary: int, device: torch.device) -> None:
+        self._generator = np.random.Generator(np.random.PCG64(seed))
+        self._device = device
+        logits = torch.zeros(3, vocabulary, device=device)
+        uniforms = torch.full((3, 1), 0.5, dtype=torch.float64, device=device)
+        ones = torch.ones(3, 1, device=device)
+        everything = (ones.bool(), -ones, ones.long(), ones.double())
+        self._greedy = record(draw_greedy, (logits,))
+        self._plain = record(draw_plain, (logits, uniforms, ones))
+        self._restricted = record(draw_restricted, (logits, uniforms, ones, *everything))
+
+    def draw(self, logits: torch.Tensor, rows: RowParameters, seeded: Sequence[tuple[int, UniformSource]]) -> Drawn:
+        """Tokens and logprobs from float32 logits `[rows, vocabulary]`. `seeded`: (row, its source)."""
+        likeliest = None
+        if rows.all_greedy:
+            drawn = self._greedy(logits)
+        else:
+            uniforms = self._generator.random(logits.shape[0])
+            for row, source in seeded:
+                uniforms[row] = source.random()
+            column = torch.from_numpy(uniforms).to(self._device).unsqueeze(1)
+            if rows.plain:
+                drawn = self._plain(logits, column, rows.temperature)
+            else:
+                columns = (rows.temperature, rows.greedy, rows.floor, rows.top_k, rows.top_p)
+                drawn = self._restricted(logits, column, *columns)
+                likeliest = _likeliest(logits, rows) if rows.likeliest else None
+        both: npt.NDArray[np.float64] = drawn.cpu().numpy()
+        return Drawn(both[0].astype(np.int64).tolist(), both[1].tolist(), likeliest)
+
+
+def seeded_source(seed: int, index: int, drawn: int = 0) -> UniformSource:
+    """The uniform numbers of sample `index` of a request with this seed, after the first `drawn` of them."""
+    source = np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), index], dtype=np.uint64)))
+    source.random(drawn)
+    return source
+
+
+def draw_greedy(logits: torch.Tensor) -> torch.Tensor:
+    """float64 `[2, rows]`: token ids (exact up to 2^53) and logprobs."""
+    tokens = logits.argmax(dim=-1, keepdim=True)
+    return _pair(tokens, logits.log_softmax(dim=-1).gather(1, tokens))
+
+
+def draw_plain(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """As `draw_greedy`, from the whole distribution. `uniforms`: float64 `[rows, 1]` in [0, 1); `temperature` > 0."""
+    logprobs = (logits / temperature).log_softmax(dim=-1)
+    tokens = _invert(logprobs, uniforms)
+    return _pair(tokens, logprobs.gather(1, tokens))
+
+
+def draw_restricted(
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    temperature: torch.Tensor,
+    greedy: torch.Tensor,
+    floor: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> torch.Tensor:
+    """As `draw_plain`, from what `restricted_logprobs` leaves. `greedy`: bool `[rows, 1]`, rows that take the likeliest."""
+    logprobs = restricted_logprobs(logits, temperature, floor, top_k, top_p)
+    tokens = torch.where(greedy, logits.argmax(dim=-1, keepdim=True), _invert(logprobs, uniforms))
+    return _pair(tokens, logprobs.gather(1, tokens))
+
+
+def restricted_logprobs(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    floor: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> torch.Tensor:
+    """Logprobs `[rows, vocabulary]` of the tokens less than −`floor` (a log) under the likeliest, of these the `top_k`
+    likeliest, of these the fewest that hold `top_p` of their probability; −inf for the others. Parameters are `[rows, 1]`.
+
+    A row that cuts nothing comes out as `draw_plain` has it, to the bit: a neighbour's cuts must not shift its draws.
+    """
+    scaled = logits / temperature
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    # Tokens as likely as the last one of the k stay with it, as in vLLM.
+    cut = (ordered - ordered[:, :1] < floor) | (ordered < ordered.gather(1, top_k - 1))
+    share = ordered.masked_fill(cut, float("-inf")).softmax(dim=-1, dtype=torch.float64)
+    # A token stays while the likelier ones do not yet hold top_p, so the likeliest always stays.
+    cut = cut | (share.cumsum(dim=-1) - share >= top_p)
+    return scaled.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), float("-inf")).log_softmax(dim=-1)
+
+
+def _likeliest(logits: torch.Tensor, rows: RowParameters) -> list[list[tuple[int, float]]]:
+    """What each row wants told of the distribution it draws from; tokens without a chance are left out."""
+    logprobs = restricted_logprobs(logits, rows.temperature, rows.floor, rows.top_k, rows.top_p)
+    values, ids = logprobs.topk(max(rows.likeliest), dim=-1)
+    told = []
+    for count, row_ids, row_values in zip(rows.likeliest, ids.tolist(), values.tolist(), strict=True):
+        pairs = zip(row_ids[:count], row_values[:count], strict=True)
+        told.append([(token, logprob) for token, logprob in pairs if math.isfinite(logprob)])
+    return told
+
+
+def _invert(logprobs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first place where the cumulative probability exceeds the uniform number: never one of probability 0."""
+    cumulative = logprobs.exp().cumsum(dim=-1, dtype=torch.float64)
+    places = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    return places.clamp_max(logprobs.shape[-1] - 1)
+
+
+def _pair(tokens: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    return torch.cat((tokens.double(), logprobs.double()), dim=1).t()
+
+
+def _column(values: Sequence[float], dtype: npt.DTypeLike, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=dtype)).to(device).unsqueeze(1)
+
+
+# What changes a row's logits by what it has drawn so far: `min_tokens`, then the penalties, in vLLM's order.
+#
+#     logits ─► stop tokens to −inf until min_tokens ─► repetition ─► frequency, presence ─► the sampler
+#
+# Only rows that ask for it are touched. The counts are made when rows come or go and then kept up token by token.
+
+
+@dataclass(frozen=True)
+class ShapedRow:
+    """A row of the batch whose parameters shift its logits. `drawn`: its tokens so far; `stops`: what may end it."""
+
+    row: int
+    sampling: SamplingParams
+    prompt: Sequence[int]
+    drawn: Sequence[int]
+    stops: Collection[int]
+
+
+class LogitShaping:
+    """For one composition of the batch. Call `apply` before each draw and `drew` with the tokens after it."""
+
+    def __init__(self, rows: Sequence[ShapedRow], vocabulary: int, device: torch.device) -> None:
+        def column(values: Sequence[float]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+        def table(ids: Sequence[Collection[int]]) -> torch.Tensor:
+            return torch.from_numpy(np.stack([_counts(each, vocabulary) for each in ids])).to(device)
+
+        self._rows = torch.tensor([each.row for each in rows], device=device)
+        self._places = [each.row for each in rows]
+        self._until = [each.sampling.min_tokens - len(each.drawn) for each in rows]
+        self._in_prompt = table([each.prompt for each in rows]) > 0
+        self._drawn = table([each.drawn for each in rows])
+        self._stops = table([each.stops for each in rows]) > 0
+        self._presence = column([each.sampling.presence_penalty for each in rows])
+        self._frequency = column([each.sampling.frequency_penalty for each in rows])
+        self._repetition = column([each.sampling.repetition_penalty for each in rows])
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Shape float32 `logits` `[rows of the batch, vocabulary]` in place."""
+        own = logits.index_select(0, self._rows)
+        if any(left > 0 for left in self._until):
+            early = torch.tensor([left > 0 for left in self._until], device=own.device).unsqueeze(1)
+            own = own.masked_fill(self._stops & early, float("-inf"))
+        drawn = self._drawn > 0
+        factor = torch.where(self._in_prompt | drawn, self._repetition, torch.ones_like(self._repetition))
+        own = torch.where(own > 0, own / factor, own * factor)
+        own = own - self._frequency * self._drawn - self._presence * drawn
+        logits.index_copy_(0, self._rows, own)
+
+    def drew(self, tokens: Sequence[int]) -> None:
+        """Every row of the batch drew a token."""
+        own = torch.tensor([[tokens[row]] for row in self._places], device=self._drawn.device)
+        self._drawn.scatter_add_(1, own, torch.ones_like(own, dtype=torch.float32))
+        self._until = [left - 1 for left in self._until]
+
+
+def _counts(ids: Collection[int], vocabulary: int) -> npt.NDArray[np.float32]:
+    """How often each token of the vocabulary is among `ids`."""
+    found = np.bincount(np.fromiter(ids, dtype=np.int64, count=len(ids)), minlength=vocabulary)
+    return found[:vocabulary].astype(np.float32)

@@ -1,0 +1,325 @@
+"""The requests of an engine: a queue of waiting ones, and the batch of samples that one step extends by a token each.
+
+    add ──► waiting ──► prefill (once a request, copied to its siblings) ──► running ──► finished
+                                      └── one step: decode running rows, prefill newcomers, draw for all ──┘
+
+Synchronous and bound to one thread; `decode_loop` drives it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, NonFiniteLogitsError
+from rollout_server.engines.request_check import drawable_stops
+from rollout_server.engines.torch.forward import PolicyForward
+from rollout_server.engines.torch.kv_cache import KvSlots
+from rollout_server.engines.torch.prefill import PREFILL_TOKENS, Newcomer, Prefill, PrefixCache, Tokens, as_tokens
+from rollout_server.engines.torch.sampler import (
+    Drawn,
+    LogitShaping,
+    RowParameters,
+    Sampler,
+    ShapedRow,
+    UniformSource,
+    seeded_source,
+)
+from services.wire.errors import RollmeshError
+from services.wire.kv_policy import KvPolicy
+from services.wire.trajectory import VersionSpan
+
+
+@dataclass(frozen=True)
+class RequestFailed:
+    """A request ends without its samples, for this reason."""
+
+    request_id: str
+    error: RollmeshError
+
+
+Outcome = GenerationDelta | RequestFailed
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A request, and how many of its siblings have been started."""
+
+    request: GenerationRequest
+    limit: int
+    stops: frozenset[int]
+    started: int = 0
+
+
+@dataclass(slots=True)
+class _Sample:
+    """`marks`: (first token, version, `kv` of its span) of each stretch of tokens. `sent`: tokens already handed out."""
+
+    ticket: _Ticket
+    index: int
+    source: UniformSource | None
+    marks: list[tuple[int, int, KvPolicy]]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
+    sent: int = 0
+
+    def held(self) -> list[int]:
+        """The tokens whose keys and values its row holds: all but the newest."""
+        return self.ticket.request.prompt_token_ids + self.tokens[:-1]
+
+
+class RunningBatch:
+    """`outbox`: deltas and failures since the caller last took them, in order."""
+
+    def __init__(
+        self,
+        forward: PolicyForward,
+        slots: KvSlots,
+        sampler: Sampler,
+        *,
+        max_running: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        vocabulary: int,
+        device: torch.device,
+        kv_policy: KvPolicy = "keep",
+    ) -> None:
+        self._forward = forward
+        self._slots = slots
+        self._kv_policy = kv_policy
+        self._shares = kv_policy != "keep"
+        self._prefill = Prefill(forward, slots, device, PrefixCache() if self._shares else None)
+        self._sampler = sampler
+        self._max_running = max_running
+        self._max_model_len = max_model_len
+        self._eos = tuple(eos_token_ids)
+        self._vocabulary = vocabulary
+        self._device = device
+        self._waiting: deque[_Ticket] = deque()
+        self._samples: list[_Sample] = []
+        self._newest: list[int] = []
+        self._rows: RowParameters | None = None
+        self._shaping: LogitShaping | None = None
+        self._seeded: list[tuple[int, UniformSource]] = []
+        self.outbox: list[Outcome] = []
+
+    @property
+    def running(self) -> int:
+        """Samples with a row of their own."""
+        return len(self._samples)
+
+    @property
+    def waiting(self) -> int:
+        """Requests of which a sibling has not been started."""
+        return len(self._waiting)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """For how many tokens keys and values were computed that were not being drawn."""
+        return self._prefill.computed
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request; first come, first served."""
+        sampling = request.sampling
+        limit = min(sampling.max_tokens, self._max_model_len - len(request.prompt_token_ids))
+        self._waiting.append(_Ticket(request, limit, drawable_stops(sampling, self._vocabulary, self._eos)))
+
+    def step(self, version: int, *, admit: bool) -> int:
+        """Extend every running sample by one token, start newcomers if `admit`; returns how many tokens were drawn."""
+        parts = []
+        if self._samples:
+            ids = torch.from_numpy(np.array(self._newest, dtype=np.int64)).to(self._device).view(-1, 1)
+            parts.append(self._forward(ids, self._slots.window()))
+            self._slots.tick()
+        if admit and self._waiting and len(self._samples) < self._max_running:
+            parts.append(self._admit(version))
+        if not parts:
+            return 0
+        rows = self._rows or self._describe_rows()
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self._shaping is not None:
+            self._shaping.apply(logits)
+        drawn = self._sampler.draw(logits, rows, self._seeded)
+        if not math.isfinite(sum(drawn.logprobs)):
+            self.fail_running(NonFiniteLogitsError(version))
+            return 0
+        if self._shaping is not None:
+            self._shaping.drew(drawn.tokens)
+        count = len(drawn.tokens)  # before `_record`, which drops finished rows from the list
+        self._record(drawn)
+        return count
+
+    def mark_version(self, version: int) -> None:
+        """Tokens drawn from now on are `version`'s: see to the keys and values that other versions computed."""
+        self._prefill.forget()
+        for sample in self._samples:
+            sample.marks.append((len(sample.tokens), version, self._kv_policy))
+        if self._samples and self._kv_policy == "recompute":
+            self._prefill.again([sample.held() for sample in self._samples])
+
+    def abort(self, request_ids: Sequence[str] | None) -> int:
+        """Finish these requests (None: all) with what was drawn; returns how many were there."""
+        chosen = None if request_ids is None else set(request_ids)
+        touched = set()
+        rows = []
+        for row, sample in enumerate(self._samples):
+            if chosen is None or sample.ticket.request.request_id in chosen:
+                touched.add(sample.ticket.request.request_id)
+                rows.append(row)
+        self._finish([(row, "abort") for row in rows])
+        kept: deque[_Ticket] = deque()
+        for ticket in self._waiting:
+            request = ticket.request
+            if chosen is None or request.request_id in chosen:
+                touched.add(request.request_id)
+                for index in range(ticket.started, request.n):
+                    likeliest: list[list[tuple[int, float]]] | None = [] if request.top_logprobs else None
+                    self.outbox.append(GenerationDelta(request.request_id, index, [], [], [], "abort", likeliest))
+            else:
+                kept.append(ticket)
+        self._waiting = kept
+        return len(touched)
+
+    def fail_running(self, error: RollmeshError) -> None:
+        """End every request that has a running sample with `error` and wipe its memory; waiting ones stay."""
+        failed = dict.fromkeys(sample.ticket.request.request_id for sample in self._samples)
+        self.outbox += [RequestFailed(request_id, error) for request_id in failed]
+        self._waiting = deque(ticket for ticket in self._waiting if ticket.request.request_id not in failed)
+        self._samples.clear()
+        self._newest.clear()
+        self._rows = None
+        self._slots.clear()
+        self._prefill.forget()
+
+    def take_outbox(self) -> list[Outcome]:
+        outcomes, self.outbox = self.outbox, []
+        return outcomes
+
+    def _describe_rows(self) -> RowParameters:
+        """Tell the sampler of the rows there are now."""
+        requests = [sample.ticket.request for sample in self._samples]
+        self._rows = RowParameters(
+            [request.sampling for request in requests],
+            self._vocabulary,
+            self._device,
+            [request.top_logprobs for request in requests],
+        )
+        self._seeded = [(row, s.source) for row, s in enumerate(self._samples) if s.source is not None]
+        shaped = [
+            _shaped_row(row, sample)
+            for row, sample in enumerate(self._samples)
+            if sample.ticket.request.sampling.shifts
+        ]
+        self._shaping = LogitShaping(shaped, self._vocabulary, self._device) if shaped else None
+        return self._rows
+
+    def _admit(self, version: int) -> torch.Tensor:
+        """Start as many waiting siblings as fit; returns their logits `[new rows, vocabulary]`.
+
+        Siblings that came as requests of their own are prefilled once, as those of one request are.
+        """
+        alike: dict[tuple[str | None, bytes], tuple[Tokens, list[_Sample]]] = {}
+        free = self._max_running - len(self._samples)
+        width = 0
+        while self._waiting and free > 0:
+            ticket = self._waiting[0]
+            request = ticket.request
+            prompt = as_tokens(request.prompt_token_ids)
+            kind = request.cache_salt, prompt.tobytes()
+            width = max(width, len(prompt))
+            if alike and kind not in alike and width * (len(alike) + 1) > PREFILL_TOKENS:
+                break
+            count = min(free, request.n - ticket.started)
+            samples = alike.setdefault(kind, (prompt, []))[1]
+            for index in range(ticket.started, ticket.started + count):
+                # What an earlier try drew, under whichever versions, is prefilled under this one.
+                kv: KvPolicy = "recompute" if request.resumed else self._kv_policy
+                marks: list[tuple[int, int, KvPolicy]] = [(0, version, kv)]
+                samples.append(_Sample(ticket, index, _source(request, index), marks))
+            free -= count
+            ticket.started += count
+            if ticket.started == request.n:
+                self._waiting.popleft()
+        self._rows = None
+        together = list(alike.values())
+        newcomers = [
+            Newcomer(prompt, salt, len(samples)) for (salt, _), (prompt, samples) in zip(alike, together, strict=True)
+        ]
+        order, logits = self._prefill.start(newcomers)
+        for number in order:
+            self._samples += together[number][1]
+        return logits
+
+    def _record(self, drawn: Drawn) -> None:
+        finished: list[tuple[int, FinishReason]] = []
+        self._newest = drawn.tokens
+        if drawn.likeliest is not None:
+            for sample, told in zip(self._samples, drawn.likeliest, strict=True):
+                if sample.ticket.request.top_logprobs:
+                    sample.likeliest.append(told)
+        for row, (sample, token, logprob) in enumerate(zip(self._samples, drawn.tokens, drawn.logprobs, strict=True)):
+            sample.tokens.append(token)
+            sample.logprobs.append(logprob)
+            ticket = sample.ticket
+            if token in ticket.stops:
+                finished.append((row, "stop"))
+            elif len(sample.tokens) >= ticket.limit:
+                finished.append((row, "length"))
+            elif ticket.request.stream and len(sample.tokens) - sample.sent >= ticket.request.delta_every:
+                self.outbox.append(_delta(sample, None))
+        self._finish(finished)
+
+    def _finish(self, finished: Sequence[tuple[int, FinishReason]]) -> None:
+        if not finished:
+            return
+        for row, reason in finished:
+            sample = self._samples[row]
+            self.outbox.append(_delta(sample, reason))
+            if self._shares and (len(sample.marks) == 1 or self._kv_policy == "recompute"):
+                self._prefill.remember(row, as_tokens(sample.held()), sample.ticket.request.cache_salt)
+        moves = self._slots.remove([row for row, _ in finished])
+        for to, source in moves:
+            self._samples[to] = self._samples[source]
+            self._newest[to] = self._newest[source]
+        del self._samples[self._slots.rows :]
+        del self._newest[self._slots.rows :]
+        self._rows = None
+
+
+def _source(request: GenerationRequest, index: int) -> UniformSource | None:
+    seed = request.sampling.seed
+    if seed is None or seed == -1:
+        return None
+    return seeded_source(seed, request.first_index + index, request.resumed)
+
+
+def _shaped_row(row: int, sample: _Sample) -> ShapedRow:
+    """What an earlier try of the request drew stands in the prompt; the logits are shifted by it as by output."""
+    request = sample.ticket.request
+    split = len(request.prompt_token_ids) - request.resumed
+    prompt, resumed = request.prompt_token_ids[:split], request.prompt_token_ids[split:]
+    return ShapedRow(row, request.sampling, prompt, resumed + sample.tokens, sample.ticket.stops)
+
+
+def _delta(sample: _Sample, reason: FinishReason | None) -> GenerationDelta:
+    """What was drawn since the sample's last delta."""
+    sent = sample.sent
+    total = sample.sent = len(sample.tokens)
+    spans = []
+    ends = [start for start, _, _ in sample.marks[1:]] + [total]
+    for (start, version, kv), end in zip(sample.marks, ends, strict=True):
+        start = max(start, sent)
+        if start < end:
+            spans.append(VersionSpan(start - sent, end - start, version, kv=kv))
+    tokens, logprobs = (sample.tokens, sample.logprobs) if sent == 0 else (sample.tokens[sent:], sample.logprobs[sent:])
+    if reason is None:
+        tokens, logprobs = list(tokens), list(logprobs)
+    request = sample.ticket.request
+    likeliest = sample.likeliest[sent:] if request.top_logprobs else None
+    return GenerationDelta(request.request_id, sample.index, tokens, logprobs, spans, reason, likeliest)

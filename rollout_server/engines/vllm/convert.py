@@ -1,0 +1,161 @@
+"""From vLLM's outputs to deltas: token ids, logprobs of the sampled tokens, and a version for every token. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest
+from rollout_server.engines.request_check import check_request, drawable_stops
+from services.wire.errors import RollmeshError, UsageError
+from services.wire.kv_policy import KvPolicy
+from services.wire.trajectory import VersionSpan
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def version_number(label: str) -> int:
+    """vLLM's label for the weights: `default` before the first commit, then the number as text."""
+    return 0 if label == "default" else int(label)
+
+
+def spans_between(
+    starts: Sequence[tuple[str, int]],
+    begin: int,
+    end: int,
+    kv_policy: KvPolicy = "keep",
+    computed_anew: Sequence[int] = (),
+    resumed: bool = False,
+) -> list[VersionSpan]:
+    """The version spans of tokens `begin … end − 1`, positions counted from `begin`.
+
+    `starts`: (label, position of its first token) for all tokens of the sample so far, in order. `computed_anew`: at which
+    positions, ascending, the keys and values of all before were computed anew, for the engine had taken the memory back.
+    `resumed`: an earlier try drew the end of the prompt, under whichever versions.
+    """
+    spans = []
+    edges = [*(start for _, start in starts), end]
+    for (label, _), (first, after) in zip(starts, pairwise(edges), strict=True):
+        # What the first version computes anew comes out as it was.
+        anew = () if first == edges[0] else computed_anew
+        own: KvPolicy = "recompute" if resumed and first == edges[0] else kv_policy
+        for start, stop, kv in _cut(first, min(after, end), own, anew):
+            start = max(start, begin)
+            if stop > start:
+                spans.append(VersionSpan(start - begin, stop - start, version_number(label), kv=kv))
+    return spans
+
+
+def _cut(
+    first: int, after: int, kv_policy: KvPolicy, computed_anew: Sequence[int]
+) -> Iterator[tuple[int, int, KvPolicy]]:
+    """One version's tokens, cut where it first computed anew what others had left it: from there on all is its own."""
+    anew = after
+    if kv_policy != "recompute":
+        anew = next((place for place in computed_anew if first <= place < after), after)
+    yield first, anew, kv_policy
+    yield anew, after, "recompute"
+
+
+def sampled_logprobs(logprobs: Any, count: int) -> list[float]:
+    """`count` logprobs out of vLLM's flat form, where `logprobs=0` leaves one entry a position: the sampled token's."""
+    if logprobs is None:
+        return [0.0] * count
+    values = cast(list[float], logprobs.logprobs)
+    if len(values) == count:
+        return values
+    return [values[start] for start in logprobs.start_indices[:count]]
+
+
+def likeliest(logprobs: Any, count: int, wanted: int) -> list[list[tuple[int, float]]]:
+    """For each of `count` positions the `wanted` likeliest (id, logprob), best first; those of probability 0 left out.
+
+    A position of the flat form holds the sampled token and after it the likeliest ones, best first, among which the
+    sampled one is named again only sometimes: not in an output that vLLM joined of several.
+    """
+    found = []
+    for start, end in zip(logprobs.start_indices[:count], logprobs.end_indices[:count], strict=True):
+        told = dict(zip(logprobs.token_ids[start:end], logprobs.logprobs[start:end], strict=True))
+        ordered = sorted(told.items(), key=lambda entry: -entry[1])[:wanted]
+        found.append([(token, logprob) for token, logprob in ordered if math.isfinite(logprob)])
+    return found
+
+
+def to_delta(
+    request_id: str,
+    output: Any,
+    starts: Sequence[tuple[str, int]],
+    begin: int,
+    top_logprobs: int = 0,
+    kv_policy: KvPolicy = "keep",
+    computed_anew: Sequence[int] = (),
+    resumed: bool = False,
+) -> GenerationDelta:
+    """One CompletionOutput whose tokens begin at position `begin` of the sample; the rest as in `spans_between`."""
+    tokens = list(output.token_ids)
+    reason: FinishReason | None = None
+    if output.finish_reason is not None:
+        reason = _FINISH.get(output.finish_reason)
+        if reason is None:
+            raise RollmeshError(
+                f"vLLM ended request {request_id} with {output.finish_reason!r}", "see the engine's log"
+            )
+    spans = spans_between(starts, begin, begin + len(tokens), kv_policy, computed_anew, resumed)
+    if sum(span.length for span in spans) != len(tokens):
+        raise RollmeshError(f"request {request_id}: vLLM named no version for some of {len(tokens)} tokens")
+    alternatives = None
+    if top_logprobs:
+        alternatives = likeliest(output.logprobs, len(tokens), top_logprobs) if tokens else []
+    return GenerationDelta(
+        request_id=request_id,
+        index=output.index,
+        token_ids=tokens,
+        logprobs=sampled_logprobs(output.logprobs, len(tokens)),
+        versions=spans,
+        finish_reason=reason,
+        top_logprobs=alternatives,
+    )
+
+
+# A request's sampling parameters as vLLM wants them.
+
+
+def vllm_parameters(
+    request: GenerationRequest, *, max_model_len: int, vocabulary: int, eos_token_ids: tuple[int, ...]
+) -> Any:
+    """The request's vLLM parameters. Raises as `check_request` does."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmSampling
+
+    check_request(request, max_model_len=max_model_len, vocabulary=vocabulary, eos_token_ids=eos_token_ids)
+    sampling = request.sampling
+    limit = min(sampling.max_tokens, max_model_len - len(request.prompt_token_ids))
+    try:
+        parameters = VllmSampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=max(sampling.top_k, 0),
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            min_tokens=min(max(sampling.min_tokens - request.resumed, 0), limit),
+            seed=sampling.seed,
+            max_tokens=limit,
+            # All of them: vLLM has no tokenizer here and does not know the end-of-sequence ids by itself.
+            stop_token_ids=sorted(drawable_stops(sampling, vocabulary, eos_token_ids)),
+            ignore_eos=True,
+            logprobs=min(request.top_logprobs, vocabulary),
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+            stream_interval=request.delta_every,
+            skip_clone=True,
+        )
+    except ValueError as error:
+        raise UsageError(f"vLLM refuses the sampling parameters ({error})") from error
+    # Set afterwards: vLLM refuses several greedy samples when asked for them at once, and draws them all the same.
+    parameters.n = request.n
+    return parameters

@@ -1,0 +1,278 @@
+"""Starting and ending a vLLM engine: environment, configuration, the engine-core process and its end.
+
+    preload ─ imports (seconds) ─► launch ─ configuration, fork, model load ─► AsyncLLM ─► end
+
+On a CPU the engine core is forked from this process, with every module already imported, which saves most of its start
+(2.4 s instead of 17). Hence the order: environment, imports, configuration, then the fork, before any torch work here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout_server.engines.request_check import read_json
+from services.wire.errors import RollmeshError, UsageError
+from services.wire.kv_policy import KvPolicy
+from weight_bus.vllm_protocol import LIVE_WEIGHTS, SCRATCH, WORKER_EXTENSION
+
+# Imported before the fork, so that the engine core does not import them after it.
+_MODULES = (
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.core.sched.scheduler",
+    "weight_bus.vllm_core",
+    "weight_bus.vllm_worker",
+)
+_CPU_MODULES = (
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.model_loader.default_loader",
+)
+_CPU_CACHE_BYTES = 4 << 30
+_RPC_FOLDER = "VLLM_RPC_BASE_PATH"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine is started with. `model` is a Hugging Face folder that is complete."""
+
+    model: Path
+    dtype: str
+    max_running: int
+    seed: int
+    kv_policy: KvPolicy = "keep"
+    tensor_parallel: int = 1
+
+
+def set_environment(threads: int) -> None:
+    """Variables that vLLM and torch read when they are imported. Called before that, and never at import time."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    # One engine-core process with its worker inside, and no compiler: its first generate would take seconds.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    os.environ[LIVE_WEIGHTS] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # One rank still makes process groups, and gloo listens for their other ranks: on loopback, not on the host's address.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["VLLM_HOST_IP"] = "127.0.0.1"
+
+
+def import_everything(threads: int) -> None:
+    """The imports, several seconds of them. Raises UsageError where vLLM is missing or broken."""
+    set_environment(threads)
+    try:
+        with warnings.catch_warnings():
+            # Deprecations inside vLLM are nothing a reader of the server's log can mend.
+            warnings.simplefilter("ignore", FutureWarning)
+            for module in _MODULES:
+                importlib.import_module(module)
+            for module in _CPU_MODULES if on_cpu() else ():
+                importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(
+            f"vLLM cannot be imported ({error})",
+            "./dev test and ./dev up --engine vllm install it, or use --engine torch",
+        ) from error
+
+
+def on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def launch(plan: Plan) -> tuple[Any, Path]:
+    """An AsyncLLM and its scratch folder. Blocks until the model is loaded: a second on a CPU, minutes on a GPU.
+
+    On a CPU call it on the main thread with no other thread at work, for it forks; on a GPU on any thread. Raises
+    RollmeshError with vLLM's reason when the engine does not come up.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from weight_bus.vllm_core import started_by_rollmesh
+
+    scratch = Path(tempfile.mkdtemp(prefix="rollmesh-vllm-"))
+    os.environ[_RPC_FOLDER] = os.environ[SCRATCH] = str(scratch)
+    try:
+        if on_cpu():
+            _register_architectures(plan.model)
+            if plan.tensor_parallel > 1:
+                # Ranks share the cores as the system sees fit; vLLM would give each a NUMA node of its own.
+                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        config = AsyncEngineArgs(**_arguments(plan)).create_engine_config()
+        with _forking() if on_cpu() else contextlib.nullcontext():
+            with started_by_rollmesh():
+                return AsyncLLM.from_vllm_config(config, disable_log_stats=True), scratch
+    except Exception as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise RollmeshError(
+            f"vLLM could not start on {plan.model} ({type(error).__name__}: {error})",
+            "the lines above it in this log say more; VLLM_LOGGING_LEVEL=INFO says all",
+        ) from error
+
+
+@contextlib.contextmanager
+def _forking() -> Iterator[None]:
+    """vLLM sets `spawn` while it makes a configuration for CPUs; a fork brings the imported modules along."""
+    before = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
+        else:
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = before
+
+
+def _register_architectures(model: Path) -> None:
+    """Let vLLM see the model class in this process; else it starts another Python to look at it, once a machine (10 s)."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in read_json(model / "config.json").get("architectures", []):
+        known = ModelRegistry.models.get(architecture)
+        if known is not None:
+            ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+def _arguments(plan: Plan) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": str(plan.model),
+        "tokenizer": str(plan.model),
+        # Token ids in and out; the server renders text itself.
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": plan.dtype,
+        "seed": plan.seed,
+        "max_num_seqs": plan.max_running,
+        # The distribution really sampled from: after temperature, top-k and top-p.
+        "logprobs_mode": "processed_logprobs",
+        # Cached prefixes keep the keys and values of the version that computed them: a request of version v + 1 that
+        # hit one was off by up to 3.2 in logprob. `weight_bus.vllm_kv` keeps versions apart where they are cached.
+        "enable_prefix_caching": plan.kv_policy != "keep",
+        # A commit between two overlapping steps would mis-tag one of them.
+        "async_scheduling": False,
+        "tensor_parallel_size": plan.tensor_parallel,
+        # A single rank lives in the engine core; of several, each is a process of its own.
+        "distributed_executor_backend": "uni" if plan.tensor_parallel == 1 else "mp",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "use_tqdm_on_load": False,
+    }
+    if on_cpu():
+        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _cache_bytes(plan)}
+        arguments["ir_op_priority"] = norm_priority()
+        if plan.kv_policy != "keep":
+            # Only whole blocks are shared, and vLLM's own for CPUs are of 128 tokens; 32 is the least that it takes.
+            arguments["block_size"] = 32
+    return arguments
+
+
+def _cache_bytes(plan: Plan) -> int:
+    """Enough for every request at full length on one rank, at most 4 GiB; left alone, vLLM takes 92 % of the machine."""
+    config = read_json(plan.model / "config.json")
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    item_bytes = 4 if plan.dtype == "float32" else 2
+    heads = max(1, heads // plan.tensor_parallel)
+    token_bytes: int = 2 * config["num_hidden_layers"] * heads * width * item_bytes
+    block = 128
+    tokens: int = -(-config.get("max_position_embeddings", 2048) // block) * block
+    # One block more than needed: vLLM keeps one for itself.
+    return max(16 << 20, min(_CPU_CACHE_BYTES, token_bytes * (tokens * plan.max_running + block)))
+
+
+def end(llm: Any, scratch: Path, deadline_s: float) -> None:
+    """End the engine-core process for sure, reap it and remove what it left. Blocks up to `deadline_s`, then kills."""
+    manager = llm.engine_core.resources.engine_manager
+    processes = [] if manager is None else list(manager.processes)
+    try:
+        llm.shutdown(timeout=deadline_s)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join(5.0)
+        shutil.rmtree(scratch, ignore_errors=True)
+        # Another vLLM that this process starts must not look for its sockets there.
+        for name in (_RPC_FOLDER, SCRATCH):
+            if os.environ.get(name) == str(scratch):
+                del os.environ[name]
+
+
+# RMS norms on a CPU by vLLM's own compiled kernels, registered by its own means.
+#
+# vLLM ships these kernels for CPUs too but, run eagerly, takes six tensor operations a norm instead: five times the
+# time, and a twelfth of a step of a small model. Where a kernel cannot take what it is given, vLLM goes on to its
+# native one. It insists on the whole signature of its native norm, names too, whether all is used or not.
+
+# ruff: noqa: ARG001
+
+
+PROVIDER = "rollmesh"
+
+
+def norm_priority() -> dict[str, list[str]]:
+    """vLLM's `ir_op_priority` with ours first; empty where this build of vLLM lacks the kernels. Idempotent."""
+    from vllm import ir
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if not (hasattr(torch.ops._C, "rms_norm") and hasattr(torch.ops._C, "fused_add_rms_norm")):
+        return {}
+    rms_norm, add_rms_norm = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
+    if PROVIDER not in rms_norm.impls:
+        rms_norm.register_impl(PROVIDER, supports_args=_takes_norm)(_rms_norm)
+        add_rms_norm.register_impl(PROVIDER, supports_args=_takes_sum, inplace=True)(_fused_add_rms_norm)
+    return {"rms_norm": [PROVIDER], "fused_add_rms_norm": [PROVIDER]}
+
+
+def _takes_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    return variance_size is None and weight is not None and weight.dtype == x.dtype
+
+
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    # The kernel takes rows that lie one after another; the queries of a joint projection do not.
+    rows = x.contiguous()
+    normed = torch.empty_like(rows)
+    torch.ops._C.rms_norm(normed, rows, weight, epsilon)
+    return normed
+
+
+def _takes_sum(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> bool:
+    lies_well = x.is_contiguous() and x_residual.is_contiguous() and x_residual.dtype == x.dtype
+    return lies_well and _takes_norm(x, weight, epsilon, variance_size)
+
+
+def _fused_add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual

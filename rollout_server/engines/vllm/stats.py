@@ -1,0 +1,65 @@
+"""What a running engine tells about itself, read off the outputs of its steps as they pass by.
+
+vLLM's own statistics cost a walk over every request a step; this needs the time stamp each step carries anyway. Steps and
+commits are put in order by the engine core's clock, since here they arrive by different ways.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from rollout_server.engines.step_timing import Cadence
+
+
+class StepMeter:
+    """Feed it every message of the engine core (`observe`) and the time of every commit; times in seconds."""
+
+    def __init__(self) -> None:
+        self._cadence = Cadence()
+        self._commits: deque[float] = deque()
+        self.commits = 0
+        self.drawing = 0
+        """Samples that drew a token in the last step."""
+        self.prefill_tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        return self._cadence.tokens
+
+    def stalls_ms(self) -> list[float]:
+        return self._cadence.stalls_ms()
+
+    def observe(self, outputs: Any) -> list[str]:
+        """One EngineCoreOutputs message; returns the ids of the requests whose prefill has just ended."""
+        tokens = drawing = 0
+        prefilled = []
+        for output in outputs.outputs:
+            drawn = len(output.new_token_ids)
+            tokens += drawn
+            drawing += drawn > 0
+            if output.prefill_stats is not None:
+                self.prefill_tokens += output.prefill_stats.num_computed_tokens
+                prefilled.append(output.request_id)
+        if tokens:
+            self._step(outputs.timestamp, tokens, drawing)
+        return prefilled
+
+    def _step(self, timestamp: float, tokens: int, drawing: int) -> None:
+        while self._commits and self._commits[0] <= timestamp:
+            self._commits.popleft()
+            self._cadence.commit()
+        self._cadence.step(timestamp, tokens)
+        self.drawing = drawing
+
+    def committed(self, at: float) -> None:
+        """The engine core flipped at `at`, on the clock that its steps are stamped with."""
+        self.commits += 1
+        self._commits.append(at)
+
+    def break_off(self) -> None:
+        """Nothing is left to decode, or decoding was paused."""
+        while self._commits:
+            self._commits.popleft()
+            self._cadence.commit()
+        self._cadence.break_off()

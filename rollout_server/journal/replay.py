@@ -1,0 +1,241 @@
+"""Records applied: the same functions change a live session and build one anew from its journal, so both become alike.
+
+    live      record ─► journal ─► apply            adopted      journal ─► apply, apply, apply …
+
+Pure but for the clocks, which the caller brings.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollout_server.chat.messages import DIGEST_BYTES
+from rollout_server.journal.records import (
+    Answered,
+    GroupBegan,
+    GroupEnded,
+    NodeRecord,
+    Record,
+    Rewarded,
+    SessionBegan,
+    SessionEnded,
+    TurnsAnswered,
+)
+from rollout_server.sessions.capture import Node
+from rollout_server.sessions.group import Group
+from rollout_server.sessions.responses import Marks
+from rollout_server.sessions.session import Reward, Said, Session, Terms
+from services.wire.errors import WireError
+from services.wire.rollout_api import SamplingLimits
+from services.wire.sampling import SamplingParams
+from services.wire.trajectory import VersionSpan
+
+
+@dataclass(frozen=True)
+class Now:
+    """The same moment on both clocks, in seconds: Unix time, and the monotonic clock of this process."""
+
+    unix: float
+    monotonic: float
+
+    def on_monotonic(self, unix: float) -> float:
+        return self.monotonic - (self.unix - unix)
+
+
+@dataclass(frozen=True)
+class AnswerName:
+    """An answer that may be asked for again."""
+
+    session: Session
+    call_id: str
+    marks: Marks
+
+
+@dataclass
+class Replayed:
+    """A group as its journal tells it. `answers`: oldest first. `ended`: None while it is open."""
+
+    group: Group
+    answers: list[AnswerName] = field(default_factory=list)
+    ended: GroupEnded | None = None
+
+
+def replay(records: Sequence[Record], now: Now) -> Replayed:
+    """Raises WireError for records that contradict each other."""
+    if not records or not isinstance(records[0], GroupBegan):
+        raise WireError("a journal does not begin with its group")
+    replayed = Replayed(_group(records[0], now))
+    group = replayed.group
+    for record in records[1:]:
+        match record:
+            case SessionBegan():
+                group.sessions[record.session_id] = _session(group, record, now)
+            case Answered():
+                session = _find(group, record.session_id)
+                apply_answer(session, record)
+                replayed.answers.append(AnswerName(session, record.call_id, record.marks))
+            case TurnsAnswered():
+                apply_turns(group, record)
+            case Rewarded():
+                apply_reward(_find(group, record.session_id), record)
+            case SessionEnded():
+                apply_end(_find(group, record.session_id), record)
+            case GroupEnded():
+                replayed.ended = record
+            case GroupBegan():
+                raise WireError(f"the journal of group {group.group_id} begins twice")
+    return replayed
+
+
+def apply_answer(session: Session, record: Answered) -> list[Node]:
+    """Capture the samples of a call and remember what it said. A session that has ended meanwhile takes nothing."""
+    if session.end is not None:
+        return []
+    nodes = [_add_node(session, node, record.sampling) for node in record.nodes]
+    memory = session.memory
+    memory.calls.setdefault(record.call_id, []).extend(nodes)
+    session.finish_reason = record.finish_reason
+    digests = [record.digests[at : at + DIGEST_BYTES] for at in range(0, len(record.digests), DIGEST_BYTES)]
+    for node, written in zip(nodes, record.nodes, strict=True):
+        if written.said is not None:
+            said = written.said
+            memory.conversations.remember([*digests, said.digest], record.tools, node, reasoning=said.reasoning)
+            memory.said[node] = Said(said.total, said.new)
+        if written.text is not None:
+            memory.texts.add_digest(*written.text, node)
+    return nodes
+
+
+def apply_turns(group: Group, record: TurnsAnswered) -> None:
+    """Capture the turns of one call."""
+    for turn in record.turns:
+        session = _find(group, turn.session_id)
+        if session.end is None:
+            _add_node(session, turn.node, turn.sampling or record.sampling)
+            session.finish_reason = turn.finish_reason
+
+
+def apply_reward(session: Session, record: Rewarded) -> None:
+    """Give a reward, in place of an earlier one."""
+    reward = Reward(record.value, record.components)
+    if record.call_id is None:
+        session.rewards.session = reward
+    else:
+        session.rewards.calls[record.call_id] = reward
+
+
+def apply_end(session: Session, record: SessionEnded) -> None:
+    """End a session that has not ended."""
+    if session.end is None:
+        session.conclude(record.state, record.stream_id, record.segments)
+
+
+def node_record(
+    parent: Node | None,
+    prompt: Sequence[int],
+    drawn: Sequence[int],
+    logprobs: Sequence[float],
+    spans: Sequence[VersionSpan],
+) -> NodeRecord:
+    """A sample to be written down: without a reason, and without what a dialect remembers of it."""
+    return NodeRecord(
+        parent=-1 if parent is None else parent.number,
+        prompt=array("i", prompt).tobytes(),
+        drawn=array("i", drawn).tobytes(),
+        logprobs=array("f", logprobs).tobytes(),
+        spans=list(spans),
+        reason=None,
+    )
+
+
+def began(session: Session, now: Now) -> SessionBegan:
+    """How a session's opening is written down."""
+    terms = session.terms
+    return SessionBegan(
+        session_id=session.session_id,
+        member=session.member,
+        fingerprint=session.fingerprint,
+        opened_at=now.unix - (now.monotonic - session.opened),
+        task=terms.task,
+        purpose=terms.purpose,
+        limits=terms.sampling.model_dump_json(exclude_none=True).encode(),
+        idle_timeout_s=terms.idle_timeout_s,
+        task_id=terms.task_id,
+        deadline_s=terms.deadline_s,
+        max_tokens=terms.max_tokens,
+        metadata=dict(terms.metadata),
+        trace=terms.trace,
+    )
+
+
+def group_began(group: Group) -> GroupBegan:
+    """How a group's opening is written down."""
+    return GroupBegan(
+        group_id=group.group_id,
+        ordinal=group.ordinal,
+        size=group.size,
+        task=group.task,
+        purpose=group.purpose,
+        idle_timeout_s=group.idle_timeout_s,
+        sampling=group.sampling,
+        opened_at=group.opened_at,
+    )
+
+
+def _group(record: GroupBegan, now: Now) -> Group:
+    return Group(
+        record.group_id,
+        record.ordinal,
+        record.size,
+        record.task,
+        record.purpose,
+        record.idle_timeout_s,
+        record.sampling,
+        opened_at=record.opened_at,
+        last_used=now.monotonic,
+        adopted=True,
+    )
+
+
+def _session(group: Group, record: SessionBegan, now: Now) -> Session:
+    terms = Terms(
+        task=record.task,
+        purpose=record.purpose,
+        sampling=SamplingLimits.model_validate_json(record.limits),
+        idle_timeout_s=record.idle_timeout_s,
+        task_id=record.task_id,
+        deadline_s=record.deadline_s,
+        max_tokens=record.max_tokens,
+        metadata=record.metadata,
+        trace=record.trace,
+    )
+    return Session(
+        record.session_id,
+        group.group_id,
+        group.ordinal,
+        record.member,
+        terms,
+        record.fingerprint,
+        opened=now.on_monotonic(record.opened_at),
+        last_used=now.monotonic,
+        adopted=True,
+    )
+
+
+def _find(group: Group, session_id: str) -> Session:
+    session = group.sessions.get(session_id)
+    if session is None:
+        raise WireError(f"the journal of group {group.group_id} speaks of session {session_id!r}, which never began")
+    return session
+
+
+def _add_node(session: Session, record: NodeRecord, sampling: SamplingParams) -> Node:
+    capture = session.capture
+    prompt, drawn, logprobs = array("i"), array("i"), array("f")
+    prompt.frombytes(record.prompt)
+    drawn.frombytes(record.drawn)
+    logprobs.frombytes(record.logprobs)
+    parent = None if record.parent < 0 else capture.nodes[record.parent]
+    return capture.record(parent, prompt, drawn, logprobs, record.spans, sampling, record.reason)

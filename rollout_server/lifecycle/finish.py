@@ -1,0 +1,353 @@
+"""Ending sessions and groups: trajectories into the stream exactly once, places in the ledger given back.
+
+finish (a whole group) ──► all trajectories in one append ──► journal concluded ──► place in the ledger given back
+finish_session ──► one trajectory ──► journal ──┐
+abandon (abort, idle, deadline) ────► journal ──┴─ the last sibling ended? ──► the same, as dropped unless all were finished
+
+A server that has lost the group to another cannot write any of it: the stream and the journal ask who the owner is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+from redis.exceptions import RedisError
+
+from rollout_server.journal.journal import Journal
+from rollout_server.journal.records import GroupEnded, SessionEnded
+from rollout_server.journal.replay import apply_end
+from rollout_server.sessions.group import Group, GroupRegistry
+from rollout_server.sessions.session import DropCause, Reward, Session, SessionEnd
+from services.ledger import Ledger
+from services.stream import TrajectoryWriter
+from services.wire.errors import ConcludedError, ConflictError, DrainingError, NotReadyError, RollmeshError, UsageError
+from services.wire.rollout_api import SessionReward
+from services.wire.session_api import SessionState
+from services.wire.trajectory import RewardSpan, Trajectory
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where trajectories come from. `tokenizer`: digest of the vocabulary that their ids are of."""
+
+    run_id: str
+    server_id: str
+    tokenizer: str
+
+
+class Finisher:
+    """Finishes sessions and groups and gives up those that nobody will finish."""
+
+    def __init__(
+        self, registry: GroupRegistry, publisher: Publisher, ledger: Ledger, journal: Journal, origin: Origin
+    ) -> None:
+        self._registry = registry
+        self._publisher = publisher
+        self._ledger = ledger
+        self._journal = journal
+        self._origin = origin
+
+    async def finish(self, group_id: str, rewards: Sequence[SessionReward]) -> dict[str, str]:
+        """Publish the group's trajectories; returns session id → stream id (empty for `evaluate`). Repeats answer the same.
+
+        Raises UsageError unless every session has exactly one reward, ConflictError while a call is in flight, when a
+        session never took a turn, is yet to be opened or has ended by itself, ConcludedError (and the group is dropped)
+        when the run has concluded, NotReadyError (and the group stays open) when Redis fails.
+        """
+        ended = self._registry.find_ended(group_id)
+        if ended is not None:
+            return ended.answer(group_id)
+        group = self._registry.find_open(group_id)
+        async with group.closing:
+            ended = self._registry.find_ended(group_id)
+            if ended is not None:
+                return ended.answer(group_id)
+            if group.taking_turns:
+                raise ConflictError(f"a session of group {group_id} is taking a turn", "wait for its answer")
+            _match(group, rewards)
+            for reward in rewards:
+                session = group.sessions[reward.session_id]
+                session.rewards.session = Reward(reward.reward, reward.components)
+            stream_ids = await self._publish(group) if group.purpose == "train" else {}
+            await self._conclude(group, stream_ids, None)
+            return stream_ids
+
+    async def _conclude(self, group: Group, stream_ids: dict[str, str] | None, cause: DropCause | None) -> None:
+        """The end of a group, here and for all servers. Raises DrainingError for one that is not ours any more."""
+        try:
+            await self._journal.conclude(
+                group.group_id, GroupEnded(stream_ids=stream_ids, cause=cause), list(group.sessions)
+            )
+        except RedisError as error:
+            # It is finished, or given up, all the same: its owner's entry is taken away when it is found to be stale.
+            _log.warning("cannot conclude a journal", group=group.group_id, error=str(error))
+        if stream_ids is not None:
+            self._registry.finish(group, stream_ids)
+        else:
+            self._registry.drop(group, cause or "idle")
+
+    async def _publish(self, group: Group) -> dict[str, str]:
+        trajectories = [self._trajectory(group, session) for session in group.sessions.values()]
+        try:
+            stream_ids = await self._publisher.publish(group.group_id, trajectories, closes=True)
+        except ConcludedError:
+            await self._conclude(group, None, "run_concluded")
+            raise
+        except DrainingError as lost:
+            self._registry.let_go(group.group_id, lost)
+            raise
+        pairs = zip(group.sessions.values(), trajectories, stream_ids, strict=True)
+        for session, trajectory, stream_id in pairs:
+            session.conclude("finished", stream_id, len(trajectory.segments))
+        return dict(zip(group.sessions, stream_ids, strict=True))
+
+    async def finish_session(self, session: Session) -> SessionEnd:
+        """Publish one session's trajectory and end it. Its rewards have been given.
+
+        Raises ConflictError while a call is in flight, when nothing was answered or no reward was given; ConcludedError
+        (and the session is dropped) when the run has concluded; NotReadyError (and it stays open) when Redis fails.
+        """
+        group = self._registry.group_of(session)
+        with session.being_ended():
+            if not session.rewards.given:
+                raise ConflictError(f"session {session.session_id} has no reward", "give one, or abort the session")
+            stream_id, segments = None, 0
+            if session.terms.purpose == "train":
+                trajectory = self._trajectory(group, session)
+                segments = len(trajectory.segments)
+                try:
+                    (stream_id,) = await self._publisher.publish(group.group_id, [trajectory], closes=False)
+                except ConcludedError:
+                    await self._end(group, session, "dropped")
+                    raise
+                except DrainingError as lost:
+                    self._registry.let_go(group.group_id, lost)
+                    raise
+            return await self._end(group, session, "finished", stream_id, segments)
+
+    async def abandon(self, session: Session, state: SessionState) -> SessionEnd:
+        """End a session without a trajectory, whatever goes on in it: its calls are ended with it."""
+        group = self._registry.group_of(session)
+        _log.info("session given up", session=session.session_id, state=state, answers=session.capture.answers)
+        session.ending = True
+        # Of a session that has ended, its tokens are forgotten.
+        sampled = session.capture.sampled if session.terms.purpose == "train" else 0
+        try:
+            end = await self._end(group, session, state)
+        finally:
+            session.ending = False
+        if sampled:
+            await self._count_given_up(session.session_id, sampled)
+        return end
+
+    async def _count_given_up(self, session_id: str, sampled: int) -> None:
+        try:
+            await self._ledger.count_given_up(sampled)
+        except RedisError as error:
+            _log.warning("a session's length is not counted", session=session_id, sampled=sampled, error=str(error))
+
+    async def _end(
+        self, group: Group, session: Session, state: SessionState, stream_id: str | None = None, segments: int = 0
+    ) -> SessionEnd:
+        record = SessionEnded(
+            session_id=session.session_id, state=state, stream_id=stream_id, segments=segments, ended_at=time.time()
+        )
+        await self._journal.append(group.group_id, record, lambda: apply_end(session, record))
+        end = session.end
+        assert end is not None
+        group.last_used = time.monotonic()
+        if group.complete:
+            await self.settle(group)
+        return end
+
+    async def settle(self, group: Group) -> bool:
+        """Close a group in which nothing is left to happen; returns whether it is closed.
+
+        When Redis fails it stays as it is, to be settled by the sweeper.
+        """
+        async with group.closing:
+            if self._registry.find_ended(group.group_id) is not None:
+                return True
+            ends = [session.end for session in group.sessions.values() if session.end is not None]
+            finished = len(ends) == group.size and all(end.state == "finished" for end in ends)
+            ids = {end.session_id: end.stream_id for end in ends if end.stream_id is not None} if finished else None
+            cause: DropCause | None = None
+            if not finished:
+                cause = "aborted" if any(end.state == "aborted" for end in ends) else "idle"
+                _log.info("group dropped", group=group.group_id, ordinal=group.ordinal, cause=cause)
+            try:
+                # Asked first, because it knows whether the group is still ours to close.
+                await self._journal.conclude(
+                    group.group_id, GroupEnded(stream_ids=ids, cause=cause), list(group.sessions)
+                )
+                if group.purpose == "train":
+                    await self._ledger.close_group(group.group_id, dropped=not finished)
+            except RedisError as error:
+                _log.warning("cannot close a group yet", group=group.group_id, error=str(error))
+                return False
+            if ids is not None:
+                self._registry.finish(group, ids)
+            else:
+                self._registry.drop(group, cause or "idle")
+            return True
+
+    async def drop_all(self, cause: DropCause) -> None:
+        """Drop every open group, whatever goes on in them: the run's last server is ending. Raises RedisError."""
+        groups = self._registry.all_open()
+        for group in groups:
+            await self._journal.conclude(group.group_id, GroupEnded(stream_ids=None, cause=cause), list(group.sessions))
+        in_ledger = [group.group_id for group in groups if group.purpose == "train"]
+        if in_ledger:
+            await self._ledger.close_groups(in_ledger, dropped=True)
+        for group in groups:
+            self._registry.drop(group, cause)
+        if groups:
+            _log.info("groups dropped", groups=len(groups), cause=cause)
+
+    def _trajectory(self, group: Group, session: Session) -> Trajectory:
+        capture, terms = session.capture, session.terms
+        if capture.answers == 0:
+            raise ConflictError(f"session {session.session_id} took no turn", "let it take one, or give it up")
+        layout = capture.layout()
+        spans = [
+            RewardSpan(*layout.places[node], len(node.drawn), reward.value, reward.components)
+            for call_id, reward in session.rewards.calls.items()
+            for node in session.memory.calls.get(call_id, ())
+            if node.drawn
+        ]
+        return Trajectory(
+            run_id=self._origin.run_id,
+            trajectory_id=session.session_id,
+            group_id=group.group_id,
+            group_ordinal=group.ordinal,
+            group_size=group.size,
+            member=session.member,
+            task=terms.task,
+            task_id=terms.task_id,
+            segments=layout.segments,
+            reward=session.rewards.total,
+            reward_components=session.rewards.components,
+            reward_spans=spans,
+            samplings=capture.samplings,
+            tokenizer=self._origin.tokenizer,
+            server_id=self._origin.server_id,
+            opened_at=group.opened_at,
+            finished_at=time.time(),
+            finish_reason=session.finish_reason,
+            metadata=dict(terms.metadata),
+            trace=terms.trace,
+        )
+
+
+def _match(group: Group, rewards: Sequence[SessionReward]) -> None:
+    by_session = {reward.session_id: reward for reward in rewards}
+    if len(by_session) != len(rewards):
+        raise UsageError(f"group {group.group_id}: a session has two rewards", "give each session exactly one")
+    if len(group.sessions) < group.size or len(group.live) < group.size:
+        what = "was not opened yet" if len(group.sessions) < group.size else "has ended by itself"
+        raise ConflictError(f"a session of group {group.group_id} {what}", "finish its sessions one by one")
+    missing = group.sessions.keys() - by_session.keys()
+    strange = by_session.keys() - group.sessions.keys()
+    if missing or strange:
+        which = f"{min(missing)} has none" if missing else f"{min(strange)!r} is no session of it"
+        raise UsageError(f"group {group.group_id}: {which}", "give each session exactly one reward")
+
+
+# Publishing what was finished: groups and sessions that finish while a call to Redis is under way share the next one.
+#
+#     publish ──► queue ──► everything queued: one append, one closing of accounts ──► stream ids
+#
+# What is handed in together is appended all or none; a group's account is closed after its trajectories are in the
+# stream.
+
+TOKENS_AT_ONCE = 1 << 20
+"""A call carries no more tokens than this, unless one group alone does."""
+
+
+@dataclass(slots=True, eq=False)
+class _Finished:
+    group_id: str
+    trajectories: Sequence[Trajectory]
+    tokens: int
+    closes: bool
+    stream_ids: asyncio.Future[list[str]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Publisher:
+    """Writes groups to the stream and closes them in the ledger. `run` is a task owned by the server."""
+
+    def __init__(self, writer: TrajectoryWriter, ledger: Ledger) -> None:
+        self._writer = writer
+        self._ledger = ledger
+        self._queue: list[_Finished] = []
+        self._wake = asyncio.Event()
+
+    async def publish(self, group_id: str, trajectories: Sequence[Trajectory], *, closes: bool = True) -> list[str]:
+        """Stream ids of the trajectories, in their order; the same when repeated. `closes`: the group ends with them.
+
+        Raises ConcludedError (and a group that was to be closed is, as dropped), DrainingError when another server has
+        the group, or NotReadyError when Redis fails: then try again.
+        """
+        tokens = sum(len(segment.loss_mask) for trajectory in trajectories for segment in trajectory.segments)
+        finished = _Finished(group_id, trajectories, tokens, closes)
+        self._queue.append(finished)
+        self._wake.set()
+        return await finished.stream_ids
+
+    async def run(self) -> None:
+        """Serve the queue until cancelled."""
+        while True:
+            await self._wake.wait()
+            batch = self._take()
+            try:
+                await self._write(batch)
+            except (RedisError, RollmeshError) as error:
+                _log.warning("publishing failed", groups=len(batch), error=str(error))
+                failure = NotReadyError(f"publishing needs Redis, which failed ({error})", "finish the group again")
+                _fail(batch, failure)
+
+    def _take(self) -> list[_Finished]:
+        batch, tokens = self._queue[:1], self._queue[0].tokens
+        for finished in self._queue[1:]:
+            tokens += finished.tokens
+            if tokens > TOKENS_AT_ONCE:
+                break
+            batch.append(finished)
+        del self._queue[: len(batch)]
+        if not self._queue:
+            self._wake.clear()
+        return batch
+
+    async def _write(self, batch: list[_Finished]) -> None:
+        try:
+            ids = await self._writer.publish([each for finished in batch for each in finished.trajectories])
+        except (ConcludedError, DrainingError) as error:
+            if len(batch) > 1:  # some of them may be in the stream already
+                for finished in batch:
+                    await self._write([finished])
+                return
+            if batch[0].closes and isinstance(error, ConcludedError):
+                await self._ledger.close_groups([batch[0].group_id], dropped=True)
+            _fail(batch, error)
+            return
+        closing = [finished.group_id for finished in batch if finished.closes]
+        if closing:
+            await self._ledger.close_groups(closing)
+        position = 0
+        for finished in batch:
+            end = position + len(finished.trajectories)
+            if not finished.stream_ids.done():
+                finished.stream_ids.set_result(ids[position:end])
+            position = end
+
+
+def _fail(batch: list[_Finished], failure: RollmeshError) -> None:
+    for finished in batch:
+        if not finished.stream_ids.done():
+            finished.stream_ids.set_exception(failure)

@@ -1,0 +1,219 @@
+"""Opening groups and sessions: the first sibling opens the group, the others join it; the same call again changes nothing.
+
+POST /sessions ──► known id? ──same body──► the same session
+                       │ no                └─another body──► 409
+                       ▼
+                 group open here? ──no──► admission (ledger) ──► group, journal
+                       └──yes──► join, journal
+
+A call that a gateway named makes its ids of that name, so that a second try finds what the first one opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TypeVar
+
+import structlog
+from redis.exceptions import RedisError
+
+from rollout_server.journal.journal import Journal
+from rollout_server.journal.replay import Now, began, group_began
+from rollout_server.lifecycle.admission import AdmissionGate
+from rollout_server.lifecycle.takeover import Adopter
+from rollout_server.named_locks import NamedLocks
+from rollout_server.sessions.group import Group, GroupRegistry, new_group_id, sampling_of
+from rollout_server.sessions.session import Session, Terms
+from services.ledger import Ledger
+from services.tracing import NO_TRACING, Tracing
+from services.wire.errors import ConflictError, RollmeshError, SessionConcludedError
+from services.wire.rollout_api import OpenGroup, SamplingLimits
+from services.wire.session_api import OpenSession
+
+_log = structlog.get_logger()
+_FOUND_WITHIN_S = 2.0
+_POLL_S = 0.05
+T = TypeVar("T")
+
+
+class SessionOpener:
+    """Opens groups and sessions of one server. `idle_timeout_s`: of those that name none."""
+
+    def __init__(
+        self,
+        registry: GroupRegistry,
+        gate: AdmissionGate,
+        ledger: Ledger,
+        journal: Journal,
+        adopter: Adopter,
+        idle_timeout_s: float,
+        tracing: Tracing = NO_TRACING,
+    ) -> None:
+        self._registry = registry
+        self._gate = gate
+        self._ledger = ledger
+        self._journal = journal
+        self._adopter = adopter
+        self._idle_timeout_s = idle_timeout_s
+        self._tracing = tracing
+        self._locks = NamedLocks()
+
+    async def open_group(self, call: OpenGroup, name: str | None) -> Group:
+        """A group with all its sessions. `name`: the call's, where it has one.
+
+        Raises as `AdmissionGate.open` and `Journal.open` do.
+        """
+        group_id = new_group_id() if name is None else f"g-{name}"
+        async with self._locks.hold(group_id):
+            if name is not None:
+                await self._adopter.hold_group(group_id)
+                if self._registry.knows(group_id):
+                    found = self._registry.find_open(group_id)
+                    found.left = False
+                    return found
+            ordinal = await self._admit(group_id, call.purpose == "train", call.wait_s)
+            group = Group(
+                group_id,
+                ordinal,
+                call.group_size,
+                call.task,
+                call.purpose,
+                self._idle_timeout_s,
+                sampling_of(call.sampling),
+            )
+            limits = SamplingLimits.model_validate(call.sampling.model_dump(exclude_unset=True))
+            terms = Terms(
+                task=call.task,
+                purpose=call.purpose,
+                sampling=limits,
+                idle_timeout_s=self._idle_timeout_s,
+                trace=self._tracing.current(),
+            )
+            greedy = replace(terms, sampling=limits.model_copy(update={"temperature": 0.0}))
+            group.fill(terms, greedy if call.greedy_baseline else terms)
+            try:
+                await _unbroken(self._begin(group))
+            except asyncio.CancelledError:
+                # Nobody heard of it; the same call again takes it up.
+                group.left = True
+                raise
+            return group
+
+    async def open(self, call: OpenSession, name: str | None = None) -> tuple[Session, bool]:
+        """The session, and whether it is a new one. `name`: the call's, where it has one.
+
+        Raises ConflictError for an id that was opened with another body or a group that does not take it,
+        SessionConcludedError for an id that has ended, HeldElsewhereError for what another server holds, and as
+        `AdmissionGate.open` and `Journal.append` do.
+        """
+        fingerprint = blake2b(call.model_dump_json(exclude={"wait_s"}).encode(), digest_size=16).digest()
+        session_id = call.session_id or (None if name is None else f"s-{name}")
+        group_id = call.group_id or (new_group_id() if session_id is None else f"g.{session_id}")
+        async with self._locks.hold(group_id):
+            if session_id is not None:
+                known = await self._known(session_id, fingerprint)
+                if known is not None:
+                    return known, False
+            if call.group_id is not None or call.session_id is not None:
+                await self._adopter.hold_group(group_id)
+            session_id = session_id or f"s-{secrets.token_hex(16)}"
+            group = self._registry.get_open(group_id)
+            if group is None:
+                return await self._open_with(group_id, session_id, call, fingerprint), True
+            return await self._join(group, session_id, call, fingerprint), True
+
+    async def _known(self, session_id: str, fingerprint: bytes) -> Session | None:
+        await self._adopter.hold_session(session_id)
+        known = self._registry.get_session(session_id)
+        if isinstance(known, Session):
+            if known.fingerprint != fingerprint:
+                raise ConflictError(f"session {session_id} was opened with another body", "choose another session_id")
+            return known
+        if known is not None or await self._ledger.stream_id_of(session_id) is not None:
+            raise SessionConcludedError(f"session {session_id} has ended", "choose another session_id")
+        return None
+
+    async def _open_with(self, group_id: str, session_id: str, call: OpenSession, fingerprint: bytes) -> Session:
+        """Open a group with its first session."""
+        if self._registry.find_ended(group_id) is not None:
+            raise ConflictError(f"group {group_id} has ended", "choose another group_id")
+        ordinal = await self._admit(group_id, call.purpose == "train", call.wait_s)
+        idle_timeout_s = call.idle_timeout_s or self._idle_timeout_s
+        group = Group(group_id, ordinal, call.group_size, call.env, call.purpose, idle_timeout_s)
+        session = group.next_session(session_id, self._terms(call), fingerprint)
+        group.add(session)
+        await _unbroken(self._begin(group))
+        return session
+
+    async def _admit(self, group_id: str, train: bool, wait_s: float) -> int:
+        """The group's ordinal. Raises HeldElsewhereError when another server has opened it meanwhile."""
+        if not train:
+            return -1
+        try:
+            return await self._gate.open(group_id, wait_s)
+        except ConflictError:
+            # Its owner is writing the first line of the journal, or died before it did.
+            ends = time.monotonic() + _FOUND_WITHIN_S
+            while time.monotonic() < ends:
+                await self._adopter.hold_group(group_id)
+                await asyncio.sleep(_POLL_S)
+            raise
+
+    async def _begin(self, group: Group) -> None:
+        """Write the group down, with the sessions that it has, and take it up; or give its place in the ledger back."""
+        now = Now(time.time(), time.monotonic())
+        try:
+            await self._journal.open(group_began(group), [began(session, now) for session in group.sessions.values()])
+        except RollmeshError:
+            if group.purpose == "train":
+                try:
+                    await self._ledger.close_group(group.group_id, dropped=True)
+                except RedisError as error:
+                    _log.warning("a group without a journal stays open", group=group.group_id, error=str(error))
+            raise
+        self._registry.add(group)
+
+    async def _join(self, group: Group, session_id: str, call: OpenSession, fingerprint: bytes) -> Session:
+        wanted = (call.group_size, call.env, call.purpose)
+        if wanted != (group.size, group.task, group.purpose):
+            raise ConflictError(
+                f"group {group.group_id} has size {group.size}, env {group.task!r} and purpose {group.purpose}",
+                "siblings must say the same",
+            )
+        session = group.next_session(session_id, self._terms(call), fingerprint)
+
+        def add() -> None:
+            group.add(session)
+            self._registry.add_session(session)
+
+        record = began(session, Now(time.time(), time.monotonic()))
+        await _unbroken(self._journal.join(group.group_id, record, add))
+        return session
+
+    def _terms(self, call: OpenSession) -> Terms:
+        return Terms(
+            task=call.env,
+            task_id=call.task_id,
+            purpose=call.purpose,
+            sampling=call.sampling_params,
+            idle_timeout_s=call.idle_timeout_s or self._idle_timeout_s,
+            deadline_s=call.deadline_s,
+            max_tokens=call.max_tokens,
+            metadata=call.metadata,
+            trace=self._tracing.current(),
+        )
+
+
+async def _unbroken(work: Awaitable[T]) -> T:
+    """Awaited to its end also if the caller goes away: what is half written would be held by nobody."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

@@ -1,0 +1,246 @@
+"""Adoption: a group whose server has died, or let go of it, is taken over by whichever server is asked for it.
+
+    call for a session ──here?──► yes
+                          └ no: its group's owner ──alive──► HeldElsewhereError: there
+                                                  ├─dead, or let go of──► claimed, journal replayed ──► here
+                                                  └─none──► it has ended: its journal says how, for a while
+
+Nobody needs to ask: every sweep, each server takes the orphans that fall to it, so that groups which no agent asks for
+again expire and give their place in the account back. A server that is only believed to be dead does no harm: what it
+writes is refused, for it is not the owner any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+import httpx
+import structlog
+from redis.exceptions import RedisError
+
+from rollout_server.journal.journal import LET_GO, Journal
+from rollout_server.journal.replay import AnswerName, Now, Replayed, replay
+from rollout_server.named_locks import NamedLocks
+from rollout_server.sessions.group import GroupRegistry
+from services.ledger import Ledger
+from services.registry import Registry, ServerRecord
+from services.tls import PUBLIC, Trust
+from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError
+
+SWEEP_S = 2.0
+PROBE_WITHIN_S = 0.5
+UNWRITTEN_AFTER_S = 10.0
+"""A group in the ledger without a journal for so long was opened by a server that died in that moment."""
+_BELIEVED_S = 0.25
+_KEPT_ANSWERS = 16
+_TRIES = 3
+
+_log = structlog.get_logger()
+
+
+def incarnation_of(record: ServerRecord) -> str:
+    """How a server is named as an owner."""
+    return f"{record.server_id}/{record.incarnation}"
+
+
+def falls_to(group_id: str, server_ids: Sequence[str]) -> str:
+    """The server that an orphan falls to, by rendezvous: the same wherever it is computed. Pure."""
+    return max(server_ids, key=lambda name: blake2b(f"{group_id}\0{name}".encode(), digest_size=8).digest())
+
+
+async def restore_answers(journal: Journal, replayed: Replayed) -> None:
+    """Give the sessions of a group back those of their answers that may be asked for again."""
+    by_session: dict[str, list[AnswerName]] = {}
+    for name in replayed.answers:
+        by_session.setdefault(name.session.session_id, []).append(name)
+    wanted = [name for names in by_session.values() for name in names[-_KEPT_ANSWERS:]]
+    kept = await journal.kept_answers(replayed.group.group_id, [name.call_id for name in wanted])
+    for name, whole in zip(wanted, kept, strict=True):
+        if whole is not None and name.session.end is None:
+            name.session.memory.answers.restore(name.marks, whole)
+
+
+class Adopter:
+    """Takes groups over for one server. `run` is a task owned by the server."""
+
+    def __init__(
+        self,
+        groups: GroupRegistry,
+        journal: Journal,
+        ledger: Ledger,
+        servers: Registry,
+        server_id: str,
+        trust: Trust = PUBLIC,
+    ) -> None:
+        self._groups = groups
+        self._journal = journal
+        self._ledger = ledger
+        self._servers = servers
+        self._server_id = server_id
+        self._http = httpx.AsyncClient(timeout=PROBE_WITHIN_S, verify=trust.verify)
+        self._trust = trust
+        self.taking = True
+        """Whether it takes groups over. Not while the server is on its way out, or its engine serves nothing."""
+        self._locks = NamedLocks()
+        self._probes: dict[str, tuple[float, asyncio.Task[str | None]]] = {}
+        self._missed: set[str] = set()
+
+    async def aclose(self) -> None:
+        for _, probe in self._probes.values():
+            probe.cancel()
+        await asyncio.gather(*(probe for _, probe in self._probes.values()), return_exceptions=True)
+        await self._http.aclose()
+
+    async def hold_session(self, session_id: str) -> None:
+        """If any server knows this session, this one does now. Raises as `hold_group` does."""
+        if self._groups.get_session(session_id) is not None:
+            return
+        try:
+            group_id = await self._journal.group_of(session_id)
+        except RedisError as error:
+            raise _no_redis(error) from error
+        if group_id is not None:
+            await self.hold_group(group_id)
+
+    async def hold_group(self, group_id: str) -> None:
+        """If any server knows this group, this one does now.
+
+        Raises HeldElsewhereError when a server that is alive holds it, DrainingError when this one is on its way out,
+        NotReadyError when Redis fails.
+        """
+        if self._groups.knows(group_id):
+            return
+        async with self._locks.hold(group_id):
+            if self._groups.knows(group_id):
+                return
+            try:
+                await self._take(group_id)
+            except RedisError as error:
+                raise _no_redis(error) from error
+
+    async def _take(self, group_id: str) -> None:
+        for _ in range(_TRIES):
+            owner = await self._journal.owner_of(group_id)
+            if owner is None:
+                await self._remember_end(group_id)
+                return
+            if owner not in (LET_GO, self._journal.owner):
+                url = await self._alive(owner)
+                if url is not None:
+                    raise HeldElsewhereError(f"another rollout server holds group {group_id}", url)
+            if not self.taking:
+                raise DrainingError(f"rollout server {self._server_id} takes nothing over now", "use another server")
+            started = time.monotonic()
+            records = await self._journal.claim(group_id, owner)
+            if records is None:
+                continue  # somebody else was faster
+            replayed = replay(records, Now(time.time(), time.monotonic()))
+            if replayed.ended is not None:  # its owner died before it could take its entry away
+                await self._journal.conclude(group_id, replayed.ended, list(replayed.group.sessions))
+                self._end(replayed)
+                return
+            await restore_answers(self._journal, replayed)
+            self._groups.add(replayed.group)
+            _log.info(
+                "group adopted",
+                group=group_id,
+                of=owner,
+                sessions=len(replayed.group.sessions),
+                records=len(records),
+                ms=round((time.monotonic() - started) * 1e3, 1),
+            )
+            return
+        raise NotReadyError(f"group {group_id} changes hands", "send the call again")
+
+    async def _remember_end(self, group_id: str) -> None:
+        records = await self._journal.read(group_id)
+        if records:
+            replayed = replay(records, Now(time.time(), time.monotonic()))
+            if replayed.ended is not None:
+                self._end(replayed)
+
+    def _end(self, replayed: Replayed) -> None:
+        ended, group = replayed.ended, replayed.group
+        assert ended is not None
+        if ended.stream_ids is not None:
+            for session in group.live:
+                session.conclude("finished", ended.stream_ids.get(session.session_id))
+        else:
+            for session in group.live:
+                session.conclude("expired" if ended.cause == "idle" else "dropped")
+        self._groups.remember_ended(group, ended.stream_ids, ended.cause)
+
+    async def _alive(self, owner: str) -> str | None:
+        """The address of a server, if it is that incarnation and answers. Asked once for many calls at a time."""
+        asked, probe = self._probes.get(owner, (0.0, None))
+        if probe is None or (probe.done() and time.monotonic() - asked > _BELIEVED_S):
+            probe = asyncio.create_task(self._probe(owner))
+            self._probes[owner] = time.monotonic(), probe
+        return await asyncio.shield(probe)
+
+    async def _probe(self, owner: str) -> str | None:
+        found = {incarnation_of(record): record.url for record in await self._servers.servers()}
+        url = found.get(owner)
+        if url is None:
+            return None
+        try:
+            answer = await self._http.get(f"{url}/livez")
+        except httpx.HTTPError as error:
+            why = self._trust.refusal(url, error) or repr(error)
+            _log.warning("a server does not answer", server=owner, url=url, why=str(why))
+            return None
+        return url if answer.status_code == 200 else None
+
+    async def run(self) -> None:
+        """Take orphans over until cancelled."""
+        failing = False
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            if not self.taking:
+                continue
+            try:
+                await self._sweep()
+                failing = False
+            except (RedisError, RollmeshError) as error:
+                if not failing:
+                    _log.warning("cannot look for orphans", why=str(error))
+                failing = True
+
+    async def _sweep(self) -> None:
+        servers = await self._servers.servers()
+        serving = [record.server_id for record in servers if record.state == "serving"]
+        if self._server_id not in serving:
+            return
+        owners = await self._journal.owners()
+        alive = {incarnation_of(record) for record in servers}
+        missed = {
+            group_id
+            for group_id, owner in owners.items()
+            if (owner not in alive and falls_to(group_id, serving) == self._server_id)
+            # Its own that it does not know: Redis failed while something was written.
+            or (owner == self._journal.owner and not self._groups.knows(group_id))
+        }
+        # Missed twice: nobody is just opening it, or announcing itself late after Redis stood still.
+        for group_id in missed & self._missed:
+            await self._hold_orphan(group_id)
+        self._missed = missed
+        await self._close_unwritten(owners)
+
+    async def _hold_orphan(self, group_id: str) -> None:
+        try:
+            await self.hold_group(group_id)
+        except HeldElsewhereError:
+            return  # another was asked for it in the meantime
+
+    async def _close_unwritten(self, owners: Mapping[str, str]) -> None:
+        for group_id, record in (await self._ledger.open_groups()).items():
+            if group_id not in owners and time.time() - record.opened_at > UNWRITTEN_AFTER_S:
+                await self._ledger.close_group(group_id, dropped=True)
+                _log.warning("a group that was never written down is closed", group=group_id, ordinal=record.ordinal)
+
+
+def _no_redis(error: RedisError) -> NotReadyError:
+    return NotReadyError(f"the journal cannot be read: Redis failed ({error})", "send the call again")

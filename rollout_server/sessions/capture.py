@@ -1,0 +1,311 @@
+"""Token capture: what one session's engine saw and drew, exactly, as a tree of prefixes, and the segments it makes.
+
+    root ─ prompt ─ drawn ─┬─ prompt ─ drawn            a node is one answer: what was put before it, and what was drawn
+                           └─ prompt ─ drawn            two calls that extend the same tokens are two children
+
+    segments     root ─ child 1      all drawn tokens trained
+                 root ─ child 2      the root's are context here, they are trained above; break_reason `branch`
+
+A node's path, from its root to its last drawn token, is a context that some later prompt may extend. Every way from a root
+to a leaf is one segment. Every drawn token is captured once, with the id that the engine drew (no text is ever encoded
+again), and its mask is 1 in exactly one segment. Which one follows from the tree alone and not from the order in which
+branches came: the longest way is laid first. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Generic, TypeVar
+
+from services.wire.errors import RollmeshError
+from services.wire.packed import pack_logprobs, pack_tokens
+from services.wire.sampling import SamplingParams
+from services.wire.trajectory import BreakReason, Segment, VersionSpan
+
+
+class CaptureError(RollmeshError):
+    """An engine's answer contradicts itself: its tokens cannot be trained on."""
+
+    code = "capture"
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One answer. `spans` lie over `drawn` alone; `end` is the length of the path up to and with the last drawn token.
+
+    `number`: its place in the order of recording, from 0.
+    """
+
+    number: int
+    parent: Node | None
+    prompt: array[int]
+    drawn: array[int]
+    logprobs: array[float]
+    spans: tuple[VersionSpan, ...]
+    break_reason: BreakReason | None
+    end: int
+    children: list[Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`places`: for each node the segment in which its drawn tokens are trained, and the position of the first there."""
+
+    segments: list[Segment]
+    places: dict[Node, tuple[int, int]]
+
+
+class Capture:
+    """The tokens of one session so far."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        """All answers, in the order of their recording."""
+        self.roots: list[Node] = []
+        """Answers that extend no other."""
+        self._index: PrefixIndex[Node] = PrefixIndex()
+        self.samplings: list[SamplingParams] = []
+        """How tokens were drawn; spans name them by their place here."""
+        self.tip: Node | None = None
+        """The newest answer: what a turn that names no context extends."""
+        self.sampled = 0
+        """Tokens drawn so far."""
+
+    @property
+    def answers(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def context(self) -> list[int]:
+        """The path of the newest answer."""
+        return [] if self.tip is None else path(self.tip)
+
+    def find(self, prompt: Sequence[int]) -> Node | None:
+        """The node with the longest path that `prompt` begins with."""
+        found = self._index.longest(array("i", prompt).tobytes())
+        return None if found is None else found[0]
+
+    def record(
+        self,
+        parent: Node | None,
+        prompt: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[VersionSpan],
+        sampling: SamplingParams,
+        break_reason: BreakReason | None = None,
+    ) -> Node:
+        """Add one answer. `prompt`: the tokens between `parent`'s path (nothing, for a root) and the first drawn one.
+
+        `versions` are spans over these drawn tokens alone. Raises CaptureError, and records nothing, for lengths that
+        differ, spans that do not cover the tokens, or a logprob that is not finite.
+        """
+        check_sampled(token_ids, logprobs, versions)
+        index = self._sampling_index(sampling)
+        spans: list[VersionSpan] = []
+        for span in versions:
+            # What an answer's first version computed anew (a call that was carried on) is what it had been.
+            first = all(earlier.version == span.version for earlier in spans)
+            kv = versions[0].kv if first else span.kv
+            _append_merged(spans, VersionSpan(span.start, span.length, span.version, index, kv))
+        node = Node(
+            len(self.nodes),
+            parent,
+            array("i", prompt),
+            array("i", token_ids),
+            array("f", logprobs),
+            tuple(spans),
+            break_reason if parent is None else None,
+            (0 if parent is None else parent.end) + len(prompt) + len(token_ids),
+        )
+        self.nodes.append(node)
+        (self.roots if parent is None else parent.children).append(node)
+        self._index.add(array("i", path(node)).tobytes(), node)
+        self.tip = node
+        self.sampled += len(token_ids)
+        return node
+
+    def segments(self) -> list[Segment]:
+        """The segments so far, packed. Empty before the first drawn token."""
+        return self.layout().segments
+
+    def layout(self) -> Layout:
+        """Segments, and where in them each node's drawn tokens are trained."""
+        sizes, prints = _measure(self.roots)
+
+        def order(node: Node) -> tuple[bool, int, bytes]:
+            # What began on its own comes before what broke off; then the longest way; then anything that is not chance.
+            return node.break_reason is not None, -sizes[node], prints[node]
+
+        segments: list[Segment] = []
+        places: dict[Node, tuple[int, int]] = {}
+        waiting = sorted(self.roots, key=order, reverse=True)
+        while waiting:
+            node = waiting.pop()
+            if node.children:
+                waiting += sorted(node.children, key=order, reverse=True)
+                continue
+            segment = _lay(_ancestry(node), len(segments), places)
+            if segment is not None:
+                segments.append(segment)
+        return Layout(segments, places)
+
+    def _sampling_index(self, sampling: SamplingParams) -> int:
+        for index, known in enumerate(self.samplings):
+            if known == sampling:
+                return index
+        self.samplings.append(sampling)
+        return len(self.samplings) - 1
+
+
+def leaves(capture: Capture) -> list[list[Node]]:
+    """Every way through the tree, as its nodes from root to leaf, in the order of their recording."""
+    waiting, ways = list(reversed(capture.roots)), []
+    while waiting:
+        node = waiting.pop()
+        waiting += reversed(node.children)
+        if not node.children:
+            ways.append(_ancestry(node))
+    return ways
+
+
+def path(node: Node) -> list[int]:
+    """All tokens from the root up to and with the last drawn token of `node`."""
+    tokens: list[int] = []
+    for each in _ancestry(node):
+        tokens += each.prompt
+        tokens += each.drawn
+    return tokens
+
+
+def check_sampled(token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[VersionSpan]) -> None:
+    """Raise CaptureError unless logprobs are finite, one a token, and `versions` cover the tokens without a gap."""
+    if len(token_ids) != len(logprobs):
+        raise CaptureError(f"the engine gave {len(token_ids)} tokens and {len(logprobs)} logprobs")
+    if not all(map(math.isfinite, logprobs)):
+        raise CaptureError("the engine gave a logprob that is not finite")
+    position = 0
+    for span in versions:
+        if span.start != position or span.length <= 0:
+            raise CaptureError(
+                f"the engine gave a version span at {span.start} of length {span.length}, not {position}"
+            )
+        position += span.length
+    if position != len(token_ids):
+        raise CaptureError(f"the engine's version spans cover {position} of {len(token_ids)} tokens")
+
+
+def _ancestry(node: Node) -> list[Node]:
+    """The nodes from the root to `node`."""
+    nodes = [node]
+    while (parent := nodes[-1].parent) is not None:
+        nodes.append(parent)
+    nodes.reverse()
+    return nodes
+
+
+def _measure(roots: Sequence[Node]) -> tuple[dict[Node, int], dict[Node, bytes]]:
+    """Of every node: the drawn tokens of the longest way down from it, and a digest of all that lies below it."""
+    downwards = list(roots)
+    for node in downwards:  # grows while it is walked, so long conversations need no recursion
+        downwards += node.children
+    sizes: dict[Node, int] = {}
+    prints: dict[Node, bytes] = {}
+    for node in reversed(downwards):
+        sizes[node] = len(node.drawn) + max((sizes[child] for child in node.children), default=0)
+        hasher = blake2b(repr((node.break_reason, node.spans, len(node.prompt))).encode(), digest_size=16)
+        for part in (node.prompt, node.drawn, node.logprobs):
+            hasher.update(part)
+        for below in sorted(prints[child] for child in node.children):
+            hasher.update(below)
+        prints[node] = hasher.digest()
+    return sizes, prints
+
+
+def _lay(nodes: Sequence[Node], number: int, places: dict[Node, tuple[int, int]]) -> Segment | None:
+    """Segment `number` along `nodes`: drawn tokens that have no place yet get theirs here. None if none lacked one."""
+    tokens: list[int] = []
+    mask = bytearray()
+    logprobs = array("f")
+    spans: list[VersionSpan] = []
+    shared = False
+    for node in nodes:
+        tokens += node.prompt
+        tokens += node.drawn
+        mask += bytes(len(node.prompt))
+        logprobs.extend([0.0] * len(node.prompt))
+        drawn = len(node.drawn)
+        if node in places:
+            shared = True
+            mask += bytes(drawn)
+            logprobs.extend([0.0] * drawn)
+            continue
+        places[node] = number, len(mask)
+        for span in node.spans:
+            _append_merged(spans, span.over(len(mask) + span.start, span.length))
+        mask += b"\x01" * drawn
+        logprobs.extend(node.logprobs)
+    if not spans:
+        return None
+    reason = "branch" if shared else nodes[0].break_reason or ("branch" if number else None)
+    return Segment(pack_tokens(tokens), bytes(mask), pack_logprobs(logprobs), spans, reason)
+
+
+def _append_merged(spans: list[VersionSpan], span: VersionSpan) -> None:
+    if spans and spans[-1].goes_on_as(span):
+        spans[-1] = span.over(spans[-1].start, spans[-1].length + span.length)
+    else:
+        spans.append(span)
+
+
+# Finding the longest remembered sequence that a new one extends, without keeping the sequences themselves.
+#
+#     remembered   p q r            digest(p q r) ──► value
+#                  p q r s t        digest(p q r s t) ──► value
+#     longest(p q r s u v) = the value of `p q r`, and 3
+#
+# Cost of a look-up: one hash over the new sequence, a digest at each remembered length. Pure.
+
+Value = TypeVar("Value")
+_DIGEST_BYTES = 16
+
+
+def digest_of(sequence: bytes) -> bytes:
+    return blake2b(sequence, digest_size=_DIGEST_BYTES).digest()
+
+
+class PrefixIndex(Generic[Value]):
+    """Values by byte strings. Of two with the same bytes the first remembered is kept, so that a look-up stays stable."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, Value] = {}
+        self._lengths: list[int] = []
+
+    def add(self, sequence: bytes, value: Value) -> None:
+        self.add_digest(digest_of(sequence), len(sequence), value)
+
+    def add_digest(self, digest: bytes, length: int, value: Value) -> None:
+        """`add` for a sequence of which only the digest and the length are known."""
+        if digest in self._values:
+            return
+        self._values[digest] = value
+        at = bisect_right(self._lengths, length)
+        if at == 0 or self._lengths[at - 1] != length:
+            insort(self._lengths, length)
+
+    def longest(self, sequence: bytes) -> tuple[Value, int] | None:
+        """The value of the longest remembered byte string that `sequence` begins with, and its length in bytes."""
+        hasher, hashed, found = blake2b(digest_size=_DIGEST_BYTES), 0, None
+        view = memoryview(sequence)
+        for length in self._lengths[: bisect_right(self._lengths, len(sequence))]:
+            hasher.update(view[hashed:length])
+            hashed = length
+            value = self._values.get(hasher.copy().digest())
+            if value is not None:
+                found = value, length
+        return found

@@ -1,0 +1,307 @@
+"""Answers of one session that outlive the connection that asked for them, so that a retry replays or joins them.
+
+    call ──new──► Answer ◄── produce: draws tokens, puts chunks ──► (somebody hears it) ──► captured ──► done
+      └──repeated──► listens to the same Answer from its first chunk on
+
+    nobody listens ──► patience_s ──► cancelled, and nothing of it is captured: no agent ever saw it
+
+A whole answer is one chunk, a streamed one many; both are replayed byte for byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import structlog
+
+from services.wire.errors import NotReadyError, RollmeshError
+
+_log = structlog.get_logger()
+_KEPT_ANSWERS = 16
+_KEPT_BYTES = 1 << 20
+
+
+class AnswerLostError(RollmeshError):
+    """The answer was given up because nobody listened to it."""
+
+    status = 409
+    code = "answer_lost"
+
+
+class Answer:
+    """One answer in the making. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.ended = False
+        self.error: RollmeshError | None = None
+        self.listeners = 0
+        self._staged: list[bytes] = []
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.chunks))
+
+    @property
+    def bytes_to_come(self) -> bytes:
+        """The whole answer, as it is once what was staged is released."""
+        return b"".join([*self.chunks, *self._staged])
+
+    def put(self, chunk: bytes) -> None:
+        self.chunks.append(chunk)
+        self._wake()
+
+    def stage(self, chunk: bytes) -> None:
+        """Keep a chunk back until `release`: nobody may hear the end of an answer that is not written down."""
+        self._staged.append(chunk)
+
+    def release(self) -> None:
+        staged, self._staged = self._staged, []
+        self.chunks += staged
+        self._wake()
+
+    def end(self, error: RollmeshError | None = None) -> None:
+        self.ended, self.error = True, error
+        self._wake()
+
+    async def heard(self) -> None:
+        """Return once somebody listens: only then does the answer count."""
+        while not self.listeners:
+            await self._change()
+
+    async def begun(self) -> None:
+        """Return once there is a chunk, or the end. Raises what went wrong before the first chunk."""
+        while not self.chunks and not self.ended:
+            await self._change()
+        if self.error is not None and not self.chunks:
+            raise self.error
+
+    async def whole(self) -> bytes:
+        """All of it. Raises what went wrong."""
+        while not self.ended:
+            await self._change()
+        if self.error is not None:
+            raise self.error
+        return b"".join(self.chunks)
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Chunks from the first on, several at once where they have piled up. Raises what went wrong after them."""
+        sent = 0
+        while True:
+            if sent < len(self.chunks):
+                piled = b"".join(self.chunks[sent:])
+                sent = len(self.chunks)
+                yield piled
+            elif self.ended:
+                break
+            else:
+                await self._change()
+        if self.error is not None:
+            raise self.error
+
+    def attach(self) -> None:
+        self.listeners += 1
+        self._wake()
+
+    async def _change(self) -> None:
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiting)
+        await waiting
+
+    def _wake(self) -> None:
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                if not each.done():
+                    each.set_result(None)
+
+
+Produce = Callable[[Answer], Awaitable[None]]
+
+
+class Answers:
+    """The answers of one session: those in the making, and the last few for retries that are still to come."""
+
+    def __init__(self) -> None:
+        self._retries: Retries[Answer] = Retries()
+        self._tasks: dict[Answer, asyncio.Task[None]] = {}
+        self._giving_up: dict[Answer, asyncio.TimerHandle] = {}
+
+    def repeated(self, marks: Marks) -> Answer | None:
+        """The answer that this call asks for again; None for a new call. Raises KeyReusedError."""
+        return self._retries.find(marks)
+
+    def knows(self, marks: Marks) -> bool:
+        """Whether this very call, by the gateway's name, was sent here before."""
+        return self._retries.named(marks.call)
+
+    def start(self, marks: Marks, produce: Produce) -> Answer:
+        """Make a new answer in a task of its own."""
+        answer = Answer()
+        self._retries.add(marks, answer)
+        self._tasks[answer] = asyncio.create_task(self._make(answer, produce))
+        return answer
+
+    def restore(self, marks: Marks, whole: bytes) -> None:
+        """Take over an answer that another server gave."""
+        answer = Answer()
+        answer.put(whole)
+        answer.end()
+        self._retries.add(marks, answer)
+
+    @contextmanager
+    def listening(self, answer: Answer, patience_s: float) -> Iterator[None]:
+        """Somebody listens for the time of the block. `patience_s`: how long a retry is waited for if it ends early."""
+        timer = self._giving_up.pop(answer, None)
+        if timer is not None:
+            timer.cancel()
+        answer.attach()
+        try:
+            yield
+        finally:
+            answer.listeners -= 1
+            if not answer.listeners and answer in self._tasks:
+                loop = asyncio.get_running_loop()
+                self._giving_up[answer] = loop.call_later(patience_s, self._cancel, answer, None)
+
+    async def give_up_unheard(self) -> None:
+        """End what nobody listens to now, and wait until it has."""
+        unheard = [(answer, task) for answer, task in self._tasks.items() if not answer.listeners]
+        for answer, _ in unheard:
+            self._cancel(answer, None)
+        if unheard:
+            await asyncio.wait([task for _, task in unheard])
+
+    def cancel_all(self, error: RollmeshError) -> None:
+        """End what is in the making; listeners get `error`."""
+        for answer in list(self._tasks):
+            self._cancel(answer, error)
+
+    def _cancel(self, answer: Answer, error: RollmeshError | None) -> None:
+        task = self._tasks.get(answer)
+        if task is not None and not answer.ended:
+            answer.end(error or AnswerLostError("nobody listened to this answer any more", "send the call again"))
+            # At once, not when the drawing has unwound: a retry in between would join what nobody makes any more.
+            self._retries.forget(answer)
+            task.cancel()
+
+    async def _make(self, answer: Answer, produce: Produce) -> None:
+        try:
+            await produce(answer)
+            answer.end()
+        except asyncio.CancelledError:
+            # By `_cancel`, which has told the listeners why; else by the end of the event loop.
+            if not answer.ended:
+                answer.end(NotReadyError("the server is shutting down", "use another server"))
+        except RollmeshError as error:
+            answer.end(error)
+        except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and whoever listens is told
+            _log.exception("an answer failed")
+            answer.end(RollmeshError(f"the server failed on this call ({type(error).__name__})", "see its log"))
+        finally:
+            del self._tasks[answer]
+            timer = self._giving_up.pop(answer, None)
+            if timer is not None:
+                timer.cancel()
+            if answer.error is not None:
+                # A failure is not an answer: sent again, the call is tried again.
+                self._retries.forget(answer)
+            self._trim()
+
+    def _trim(self) -> None:
+        kept = [answer for answer in self._retries.values() if answer.ended]
+        while len(kept) > _KEPT_ANSWERS or sum(answer.size for answer in kept) > _KEPT_BYTES:
+            self._retries.forget(kept.pop(0))
+
+
+# Which earlier call does this one repeat? Pure.
+#
+# | the call carries         | it is                                                                            |
+# |--------------------------|----------------------------------------------------------------------------------|
+# | the gateway's name       | the call that carried the same name before                                       |
+# | an Idempotency-Key       | the call that carried the same key before; with another body an error            |
+# | the SDK's retry count ≥ 1 | the oldest call of the same body that no retry of that count has claimed yet     |
+# | neither                  | a new sample, also when the body is the same: siblings share prompts             |
+#
+# Two agents that send the same body at the same time and both try again thus each get back an answer of their own.
+
+Value = TypeVar("Value")
+
+
+class KeyReusedError(RollmeshError):
+    """An Idempotency-Key came again with another body."""
+
+    status = 422
+    code = "idempotency_key_reused"
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"Idempotency-Key {key!r} was used for another body", "give every new call a key of its own")
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """How a call is marked. `body`: a digest of route and body. `retry`: how often its client sent it before.
+
+    `call`: the name that the gateway gave it, the same for each server that it tries.
+    """
+
+    body: bytes
+    key: str | None = None
+    retry: int = 0
+    call: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Known(Generic[Value]):
+    marks: Marks
+    value: Value
+    claimed: int
+
+
+class Retries(Generic[Value]):
+    """The calls of one session that may still be repeated, oldest first."""
+
+    def __init__(self) -> None:
+        self._known: list[_Known[Value]] = []
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, marks: Marks) -> Value | None:
+        """What was added for the call that this one repeats; None for a new one. Raises KeyReusedError."""
+        if marks.call is not None:
+            for known in self._known:
+                if known.marks.call == marks.call:
+                    return known.value
+        if marks.key is not None:
+            for known in self._known:
+                if known.marks.key == marks.key:
+                    if known.marks.body != marks.body:
+                        raise KeyReusedError(marks.key)
+                    return known.value
+            return None
+        if marks.retry < 1:
+            return None
+        for known in self._known:
+            if known.marks.key is None and known.marks.body == marks.body and known.claimed < marks.retry:
+                known.claimed = marks.retry
+                return known.value
+        return None
+
+    def named(self, call: str | None) -> bool:
+        """Whether a call of this name is known."""
+        return call is not None and any(known.marks.call == call for known in self._known)
+
+    def add(self, marks: Marks, value: Value) -> None:
+        self._known.append(_Known(marks, value, marks.retry))
+
+    def forget(self, value: Value) -> None:
+        self._known = [known for known in self._known if known.value is not value]
+
+    def values(self) -> list[Value]:
+        return [known.value for known in self._known]

@@ -1,0 +1,263 @@
+"""One session: a conversation between an agent and the policy, captured token for token.
+
+    open ──finish──► finished      its trajectory is in the stream (`train`) or forgotten (`evaluate`)
+      ├──abort─────► aborted       the agent gave it up
+      ├──no call for idle_timeout_s | the deadline──► expired
+      └──the run concluded | shutdown──► dropped
+
+An answer is captured whole or not at all. What changes a session is written in its group's journal first, and applied by
+`journal_replay`, so that any server can take the session over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rollout_server.chat.conversations import Conversations
+from rollout_server.engines.base import FinishReason
+from rollout_server.sessions.capture import Capture, Node, PrefixIndex
+from rollout_server.sessions.responses import Answers
+from services.wire.errors import (
+    ConflictError,
+    RollmeshError,
+    SessionConcludedError,
+    SessionExpiredError,
+)
+from services.wire.rollout_api import Purpose, SamplingLimits
+from services.wire.session_api import SessionState
+
+# What a session remembers of the calls that agents made in it, beside the captured tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A chat answer with the messages that came before it and are new: `new`, a JSON list. `total` messages in all."""
+
+    total: int
+    new: bytes
+
+
+@dataclass(slots=True)
+class DialectMemory:
+    """`texts`: captured nodes by the whole text that a completions client saw. `calls`: an answer's id → its nodes."""
+
+    conversations: Conversations[Node] = field(default_factory=Conversations)
+    texts: PrefixIndex[Node] = field(default_factory=PrefixIndex)
+    said: dict[Node, Said] = field(default_factory=dict)
+    calls: dict[str, list[Node]] = field(default_factory=dict)
+    answers: Answers = field(default_factory=Answers)
+
+
+# The rewards of one session: its own, and those of single calls. Pure.
+#
+#     session's reward + Σ rewards of calls = the trajectory's reward; named components are added up the same way
+#
+# Giving a reward again replaces it, so a repeated request changes nothing.
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    value: float
+    components: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Rewards:
+    """`calls`: by the id of the call."""
+
+    session: Reward | None = None
+    calls: dict[str, Reward] = field(default_factory=dict)
+
+    @property
+    def given(self) -> bool:
+        return self.session is not None or bool(self.calls)
+
+    @property
+    def total(self) -> float:
+        return sum(reward.value for reward in self._all())
+
+    @property
+    def components(self) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for reward in self._all():
+            for name, value in reward.components.items():
+                total[name] = total.get(name, 0.0) + value
+        return total
+
+    def _all(self) -> list[Reward]:
+        return [*([] if self.session is None else [self.session]), *self.calls.values()]
+
+
+DropCause = Literal["idle", "aborted", "run_concluded", "shutdown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What sessions are opened on; siblings may share it. `sampling` wins over what calls say.
+
+    `trace`: the context of the call that opened them, where it is recorded; also after another server has adopted them.
+    """
+
+    task: str
+    purpose: Purpose
+    sampling: SamplingLimits
+    idle_timeout_s: float
+    task_id: str = ""
+    deadline_s: float | None = None
+    max_tokens: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEnd:
+    """What stays of a session that has ended. `ended_at` on the monotonic clock."""
+
+    session_id: str
+    group_id: str
+    ordinal: int
+    member: int
+    state: SessionState
+    reward: float | None
+    stream_id: str | None
+    answers: int
+    sampled: int
+    segments: int
+    metadata: Mapping[str, str]
+    ended_at: float
+
+    def refuse(self) -> RollmeshError:
+        """What a call in it deserves."""
+        if self.state == "expired":
+            return SessionExpiredError(
+                f"session {self.session_id} has expired", "open another one; heartbeats keep one alive"
+            )
+        return SessionConcludedError(f"session {self.session_id} was {self.state}", "open another one")
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """Sibling `member` (from 0) of a group. `opened` and `last_used` are on the monotonic clock.
+
+    `fingerprint`: of the body it was opened with, so that the same call again is known for one.
+    """
+
+    session_id: str
+    group_id: str
+    ordinal: int
+    member: int
+    terms: Terms
+    fingerprint: bytes = b""
+    opened: float = field(default_factory=time.monotonic)
+    last_used: float = field(default_factory=time.monotonic)
+    capture: Capture = field(default_factory=Capture)
+    rewards: Rewards = field(default_factory=Rewards)
+    memory: DialectMemory = field(default_factory=DialectMemory)
+    taking_turn: bool = False
+    calls_in_flight: int = 0
+    tokens_reserved: int = 0
+    """Tokens that calls in flight may still draw: what they leave of the budget is for others."""
+    finish_reason: FinishReason = "stop"
+    adopted: bool = False
+    """It was another server's, or an earlier life's: what calls it may repeat is in the journal."""
+    end: SessionEnd | None = None
+    ending: bool = False
+    """Somebody is ending it, and nothing new may begin."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is being drawn, or the session is being ended."""
+        return self.taking_turn or self.calls_in_flight > 0 or self.ending
+
+    @property
+    def state(self) -> SessionState:
+        return "open" if self.end is None else self.end.state
+
+    def check_open(self) -> None:
+        """Raise SessionConcludedError or SessionExpiredError unless it takes calls."""
+        if self.end is not None:
+            raise self.end.refuse()
+        if self.ending:
+            raise SessionConcludedError(f"session {self.session_id} is being ended", "open another one")
+        if self.seconds_left() <= 0.0:
+            raise SessionExpiredError(f"the deadline of session {self.session_id} has passed", "open another one")
+
+    def seconds_left(self) -> float:
+        """Until its deadline; infinite without one."""
+        limit = self.terms.deadline_s
+        return float("inf") if limit is None else self.opened + limit - time.monotonic()
+
+    def expires_in_s(self) -> float:
+        """Until it expires, if nothing happens in it and nothing goes on."""
+        idle = float("inf") if self.busy else self.last_used + self.terms.idle_timeout_s - time.monotonic()
+        return max(0.0, min(idle, self.seconds_left()))
+
+    def tokens_left(self) -> int | None:
+        """Tokens that a further call may draw; None where there is no bound."""
+        spent = self.capture.sampled + self.tokens_reserved
+        return None if self.terms.max_tokens is None else max(0, self.terms.max_tokens - spent)
+
+    @contextmanager
+    def reserving(self, tokens: int) -> Iterator[None]:
+        """A call may draw so many tokens in the block."""
+        self.tokens_reserved += tokens
+        try:
+            yield
+        finally:
+            self.tokens_reserved -= tokens
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """A call of the agent goes on for the time of the block. Any number may at once: sub-agents branch."""
+        self.check_open()
+        self.calls_in_flight += 1
+        try:
+            yield
+        finally:
+            self.calls_in_flight -= 1
+            self.last_used = time.monotonic()
+
+    @contextmanager
+    def being_ended(self) -> Iterator[None]:
+        """Somebody ends it in the block; if that fails, the session goes on. Raises ConflictError while a call goes on."""
+        self.check_may_end()
+        self.ending = True
+        try:
+            yield
+        finally:
+            self.ending = False
+
+    def check_may_end(self) -> None:
+        if self.end is not None:
+            raise self.end.refuse()
+        if self.busy:
+            what = "is being ended" if self.ending else "has a call in flight"
+            raise ConflictError(f"session {self.session_id} {what}", "wait for its answer")
+
+    def conclude(self, state: SessionState, stream_id: str | None = None, segments: int = 0) -> SessionEnd:
+        """The end. What was captured is forgotten here; its trajectory, of so many segments, may be in the stream."""
+        capture = self.capture
+        self.end = SessionEnd(
+            session_id=self.session_id,
+            group_id=self.group_id,
+            ordinal=self.ordinal,
+            member=self.member,
+            state=state,
+            reward=self.rewards.total if self.rewards.given else None,
+            stream_id=stream_id,
+            answers=capture.answers,
+            sampled=capture.sampled,
+            segments=segments,
+            metadata=self.terms.metadata,
+            ended_at=time.monotonic(),
+        )
+        self.memory.answers.cancel_all(self.end.refuse())
+        self.capture, self.memory, self.rewards = Capture(), DialectMemory(), Rewards()
+        return self.end
+
+    def touch(self) -> None:
+        self.last_used = time.monotonic()
