@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from services.dispatch import Command, Dispatcher
-from services.imports import leave_quickly
+from services.cli import Command, Dispatcher
+from services.host.process import leave_quickly
 
 BENCHES = Dispatcher(
     prog="./dev bench",

@@ -17,12 +17,11 @@ from rollout_server.api.typed_route import ERRORS
 from rollout_server.api.vllm_weight_updates import weight_update_routes
 from rollout_server.engines.base import Engine, EngineCrashedError
 from rollout_server.server import RolloutServer, ServerPlan
-from services import metric_catalog as catalog
-from services.app import Stop, error_answer, make_app
-from services.body_limit import BodyLimit
-from services.metrics import Metrics, Reading
-from services.threshold import Threshold
-from services.traced_calls import trace_calls
+from services.http.app import BodyLimit, Stop, error_answer, make_app
+from services.http.auth import Threshold
+from services.observability import catalog
+from services.observability.metrics import Metrics, Reading
+from services.observability.middleware import trace_calls
 from services.wire.errors import NotReadyError
 from weight_bus.membership import Bus
 from weight_bus.weight_routes import weight_routes

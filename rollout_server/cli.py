@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.tls_option import TlsDir
+from services.security.options import TlsDir
 from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def rollout_server(
     ] = None,
     tls_dir: TlsDir = None,
 ) -> None:
-    from services.memory_tunables import begin_again_with_tunables
+    from services.host.process import begin_again_with_tunables
 
     begin_again_with_tunables()
 
@@ -75,15 +75,15 @@ def rollout_server(
     import os
     import zlib
 
-    from services.app import Stop, open_port, serve
-    from services.config_file import load_settings
-    from services.imports import heavy_imports
-    from services.key_files import read_key, read_keys
-    from services.key_rules import lacking
+    from services.config.load import load_settings
+    from services.config.traces import with_surroundings
+    from services.host.process import heavy_imports
+    from services.http.app import Stop, open_port, serve
     from services.observability.setup import open_tracing
-    from services.redis_client import check_reachable, reached_by
-    from services.tls import read_tls, read_trust
-    from services.trace_settings import with_surroundings
+    from services.run_store.client import check_reachable, reached_by
+    from services.security.keys import read_key, read_keys
+    from services.security.permissions import lacking
+    from services.security.tls import read_tls, read_trust
 
     name = _chosen(engine, url, engine_key_file)
     settings = load_settings(config, [])

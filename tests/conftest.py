@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.supervisor.valkey import ValkeyPlan
+from services.supervisor.launch_plan import ValkeyPlan
 
 # Many processes share two cores; torch's default of one thread a core makes each of them wait for the others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

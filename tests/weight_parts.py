@@ -12,7 +12,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Request
 
-from services.app import make_app
+from services.http.app import make_app
 from weight_bus.bus_api import CommitAnswer, CommitCall, DigestAnswer, StageAnswer
 from weight_bus.manifest import Manifest, decode_manifest
 from weight_bus.receiver import Receiver, Staged

@@ -14,18 +14,18 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from services.key_rules import Keys
-from services.ledger import Ledger
-from services.policies.group_filter import GroupFilter
-from services.redis_client import connect
-from services.run_folder import RunFolder
-from services.settings import RunSettings
-from services.stream import TrajectoryReader
-from services.tls import PLAIN, Tls
-from services.tracing import NO_TRACING, Tracing
-from services.vocabulary import vocabulary_digest
-from services.waits import WaitBoard
+from services.config.settings import RunSettings
+from services.host.run_folder import RunFolder
+from services.observability.tracing import NO_TRACING, Tracing
+from services.policies.batching import GroupFilter
+from services.run_store.client import connect
+from services.run_store.ledger import Ledger
+from services.run_store.status import WaitBoard
+from services.run_store.stream import TrajectoryReader
+from services.security.permissions import Keys
+from services.security.tls import PLAIN, Tls
 from services.wire.errors import UsageError
+from services.wire.tokenizer_digest import vocabulary_digest
 from trainer.background import Background
 from trainer.intake import Intake
 from trainer.interrupt import Interrupt

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.config.settings import RunSettings
 from services.policies.batching import Group
-from services.settings import RunSettings
 from services.wire.trajectory import Trajectory
 from trainer.crediting import CreditStatistics
 from trainer.critic import ValueStatistics

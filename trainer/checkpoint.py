@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from services.host.files import appearing, sweep
 from services.wire.errors import RollmeshError
-from trainer.folders import appearing, sweep
 from trainer.learner import named_weights
 from trainer.roles import Roles
 

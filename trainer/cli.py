@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.tls_option import TlsDir
+from services.security.options import TlsDir
 
 app = typer.Typer(add_completion=False)
 
@@ -38,20 +38,20 @@ def train(
     tls_dir: TlsDir = None,
 ) -> None:
     """Train on the trajectories of a run and publish every version of the policy."""
-    from services.memory_tunables import begin_again_with_tunables
+    from services.host.process import begin_again_with_tunables
 
     # Publishing is one copy of all weights, for which training waits.
     begin_again_with_tunables()
 
     import os
 
-    from services.config_file import load_settings
-    from services.imports import heavy_imports
-    from services.key_files import read_key, read_keys
+    from services.config.load import load_settings
+    from services.config.traces import with_surroundings
+    from services.host.process import heavy_imports
     from services.observability.setup import open_tracing
-    from services.redis_client import reached_by
-    from services.tls import read_tls
-    from services.trace_settings import with_surroundings
+    from services.run_store.client import reached_by
+    from services.security.keys import read_key, read_keys
+    from services.security.tls import read_tls
     from trainer.formula import describe
 
     settings = load_settings(config, [])

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from services.loss_settings import CorrectionSettings
+from services.config.algorithm import CorrectionSettings
 from trainer.losses.tokens import LARGEST_LOG_RATIO, LossTokens
 
 Level = Literal["token", "sequence", "geometric"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.advantage_settings import AdvantageSettings
+from services.config.algorithm import AdvantageSettings
 from services.policies.batching import Group
 from services.wire.errors import UsageError
 from services.wire.packed import Float32Array, unpack_logprobs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from services.settings import TrainerSettings
+from services.config.settings import TrainerSettings
 from services.wire.trajectory import Trajectory
 from trainer.advantages.scored import Float64Array
 from trainer.measuring import measure

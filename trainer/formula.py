@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from services.loss_settings import CorrectionSettings, LossSettings
-from services.section import changed_fields
-from services.settings import TrainerSettings
+from services.config.algorithm import CorrectionSettings, LossSettings
+from services.config.base import changed_fields
+from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
 from trainer.advantages.formula import describe_advantage
 from trainer.losses.registry import LossEntry, find_loss

@@ -20,10 +20,9 @@ import structlog
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from services.ledger import Ledger
-from services.policies.batching import Drop, DropCause, Group, GroupAssembler, Member, Objection, Verdict
-from services.policies.group_filter import GroupFilter
-from services.stream import StreamEntry, TrajectoryReader
+from services.policies.batching import Drop, DropCause, Group, GroupAssembler, GroupFilter, Member, Objection, Verdict
+from services.run_store.ledger import Ledger
+from services.run_store.stream import StreamEntry, TrajectoryReader
 from services.wire.errors import DeadlineError
 from services.wire.trajectory import Trajectory
 from trainer.arrivals import Arrivals

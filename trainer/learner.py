@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.settings import TrainerSettings
+from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
 from trainer.logprobs import sampled_terms
 from trainer.losses.tokens import BatchSize

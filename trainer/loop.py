@@ -20,16 +20,16 @@ from pathlib import Path
 
 import structlog
 
+from services.config.settings import RunSettings
+from services.host.files import writing
+from services.observability.tracing import Tracing
 from services.policies.batching import Group
-from services.settings import RunSettings
-from services.stream import TrajectoryReader
-from services.tracing import Tracing
+from services.run_store.stream import TrajectoryReader
 from services.wire.trajectory import Trajectory
 from trainer.arrivals import Arrivals
 from trainer.background import Background
 from trainer.batch_training import Trained, train_batch
 from trainer.checkpoint import Snapshot, save, snapshot, versions
-from trainer.folders import writing
 from trainer.intake import Intake
 from trainer.interrupt import Interrupt
 from trainer.learner import Learner

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.policies.batching import Group
-from services.policies.lengths import Lengths
+from services.policies.length_stats import Lengths
 from services.wire.trajectory import Trajectory
 from trainer.arrivals import Arrivals
 from trainer.crediting import CreditStatistics
@@ -28,7 +28,7 @@ class BatchOutcome:
     response_length: float
     """Mean number of sampled tokens a trajectory."""
     response_lengths: dict[str, int]
-    """How many trajectories drew so many tokens, by bucket (`services.policies.lengths`)."""
+    """How many trajectories drew so many tokens, by bucket (`services.policies.length_stats`)."""
     lost_siblings: int
     """Trajectories that its groups are trained without: they expired, were aborted, or their agents failed."""
     mixed_segments: int

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.loss_settings import LossSettings
+from services.config.algorithm import LossSettings
 from trainer.corrections import correction
 from trainer.formula import describe_loss
 from trainer.interpolation import interpolated

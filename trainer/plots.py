@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.policies.lengths import Lengths
-from trainer.folders import writing
+from services.host.files import writing
+from services.policies.length_stats import Lengths
 from trainer.metrics import StepMetrics
 from trainer.report import trained_lengths
 

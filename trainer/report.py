@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from services.policies.lengths import Lengths, distance
-from trainer.folders import writing
+from services.host.files import writing
+from services.policies.length_stats import Lengths, distance
 from trainer.metrics import StepMetrics
 
 
@@ -56,7 +56,7 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of all sessions that were published or given up: what a session that expired had drawn by then counts."""
     lengths_trained: LengthReport
     length_distance: float | None
-    """Between the two (`services.policies.lengths.distance`): 0 where what is trained is what was drawn."""
+    """Between the two (`services.policies.length_stats.distance`): 0 where what is trained is what was drawn."""
     lost_siblings: int
     """Trajectories that groups were trained without."""
     dropped: dict[str, int]

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.config.settings import RunSettings
 from services.policies.batching import Group, Member
-from services.settings import RunSettings
-from services.stream import StreamEntry
+from services.run_store.stream import StreamEntry
 from services.wire.errors import RollmeshError
 from services.wire.trajectory import Trajectory, decode_trajectory
 from trainer.step_log import StepRecord

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from services.settings import RunSettings
+from services.config.settings import RunSettings
 from services.wire.trajectory import Trajectory
 from trainer.advantages.registry import find_estimator
 from trainer.advantages.scored import Float64Array

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.advantage_settings import AdvantageSettings
+from services.config.algorithm import AdvantageSettings
 from services.policies.batching import Group
 from services.wire.packed import Float32Array, Int32Array, unpack_logprobs, unpack_tokens
 from services.wire.sampling import SamplingParams

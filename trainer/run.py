@@ -12,13 +12,13 @@ from contextlib import ExitStack, closing
 import structlog
 import torch
 
-from services.model_folder import wait_for_model_blocking
-from services.redis_client import check_reachable
+from services.host.files import writing
+from services.host.run_folder import wait_for_model_blocking
+from services.run_store.client import check_reachable
 from services.wire.weights_api import VerifyView
 from trainer import checkpoint
 from trainer.assembly import CALL_DEADLINE_S, Assembly, TrainerArguments
 from trainer.background import Background
-from trainer.folders import writing
 from trainer.formula import describe
 from trainer.interrupt import Interrupt
 from trainer.loop import Identity, TrainingLoop

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
+from services.host.files import writing
 from services.policies.batching import Group
 from services.wire.packed import unpack_tokens
 from services.wire.trajectory import Segment, Trajectory
-from trainer.folders import writing
 from trainer.metrics import StepMetrics
 
 SAMPLES_A_STEP = 2

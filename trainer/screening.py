@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.policies.batching import DropCause, Member, Objection
-from services.stream import StreamEntry
+from services.run_store.stream import StreamEntry
 from services.wire.errors import WireError
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.trajectory import (

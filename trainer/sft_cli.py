@@ -27,7 +27,7 @@ def sft(
     threads: Annotated[int, typer.Option(min=1, help="Torch threads")] = 2,
 ) -> None:
     """Warm-start a tiny policy by a short supervised run. Cached by content: the same inputs are trained on once."""
-    from services.imports import heavy_imports
+    from services.host.process import heavy_imports
     from trainer.recipe import folder_digest, read_recipe
     from trainer.warm_start_cache import default_cache_dir, deliver, is_delivered, keep, take_cached, warm_start_key
 

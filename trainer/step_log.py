@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
+from services.host.files import writing
 from services.wire.errors import RollmeshError, UsageError
-from trainer.folders import writing
 
 SCHEMA = 1
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.tracing import Tracing
+from services.observability.tracing import Tracing
 from trainer.batch_training import Trained
 
 NAME = "trainer.step"

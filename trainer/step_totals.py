@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from services import metric_catalog as catalog
-from services.metrics import Reading
-from services.trainer_report import TrainerReport
+from services.observability import catalog
+from services.observability.metrics import Reading
+from services.run_store.status import TrainerReport
 
 RECENT_STEPS = 20
 """How many steps the busy share is of."""

@@ -21,18 +21,16 @@ from fastapi import FastAPI
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services import metric_catalog as catalog
-from services.app import Stop, make_app, make_server, open_port
-from services.directory import ServiceRecord, announced
-from services.doorkeeper import Doorkeeper
-from services.key_rules import NO_KEYS, Keys, lacking
-from services.line_tail import LineTail
-from services.metrics import Metrics, Reading
-from services.settings import RunSettings
-from services.threshold import Threshold
-from services.tls import PLAIN, Identity, Tls
-from services.trainer_report import post_report
-from services.waits import Wait, read_waits
+from services.config.settings import RunSettings
+from services.host.files import LineTail
+from services.http.app import Stop, make_app, make_server, open_port
+from services.http.auth import Doorkeeper, Threshold
+from services.observability import catalog
+from services.observability.metrics import Metrics, Reading
+from services.run_store.discovery import ServiceRecord, announced
+from services.run_store.status import Wait, post_report, read_waits
+from services.security.permissions import NO_KEYS, Keys, lacking
+from services.security.tls import PLAIN, Identity, Tls
 from services.wire.errors import UsageError
 from trainer.background import Background
 from trainer.step_totals import StepTotals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.waits import WaitBoard
+from services.run_store.status import WaitBoard
 from trainer.background import Background
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import structlog
 
+from services.host.files import appearing
 from services.wire.errors import UsageError
-from trainer.folders import appearing
 
 RECIPE_VERSION = 1
 """Raise it whenever the code of the warm start changes what comes out."""

@@ -16,10 +16,9 @@ from concurrent.futures import Future
 import structlog
 from torch import Tensor
 
-from services.tracing import NO_TRACING, Tracing
+from services.observability.tracing import NO_TRACING, Tracing
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
-from services.wire.weight_states import SETTLED
-from services.wire.weights_api import UpdateView, VerifyView
+from services.wire.weights_api import SETTLED, UpdateView, VerifyView
 from trainer.background import Background
 from weight_bus.bus_client import BusClient
 from weight_bus.manifest import Manifest

@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.responses import StreamingResponse
 
-from services.app import declared_errors
-from services.doorkeeper import Doorkeeper
+from services.http.app import declared_errors
+from services.http.auth import Doorkeeper
 from services.wire.weights_api import (
     EngineRegistered,
     EnginesView,

@@ -9,16 +9,14 @@ from importlib.metadata import version as package_version
 
 from fastapi import FastAPI
 
-from services.app import Stop, make_app
-from services.body_limit import BodyLimit
-from services.doorkeeper import Doorkeeper
-from services.key_rules import NO_KEYS, Keys
-from services.metrics import Metrics
+from services.http.app import BodyLimit, Stop, make_app
+from services.http.auth import Doorkeeper, Threshold
+from services.observability.metrics import Metrics
+from services.observability.middleware import trace_calls
+from services.observability.tracing import NO_TRACING, Tracing
 from services.policies.fleet_policy import BARRIER, FleetPolicy
-from services.threshold import Threshold
-from services.tls import PUBLIC, Trust
-from services.traced_calls import trace_calls
-from services.tracing import NO_TRACING, Tracing
+from services.security.permissions import NO_KEYS, Keys
+from services.security.tls import PUBLIC, Trust
 from weight_bus.admin_routes import admin_routes
 from weight_bus.coordinator import Coordinator
 from weight_bus.engine_client import EngineClient

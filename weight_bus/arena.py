@@ -3,7 +3,7 @@
     private_arena   anonymous memory of this process (nixl reads it from outside)
     shared_arena    a file in shared memory, mode 0600, unlinked on close
 
-A process killed with -9 leaves its files behind; `services.shared_memory.remove_shm_files` takes them away by prefix.
+A process killed with -9 leaves its files behind; `services.host.files.remove_shm_files` takes them away by prefix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.shared_memory import remove_shm_files, shm_directory, shm_prefix
+from services.host.files import remove_shm_files, shm_directory, shm_prefix
 from services.wire.errors import UsageError
 from weight_bus.errors import TransportError
 

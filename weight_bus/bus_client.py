@@ -10,11 +10,10 @@ import httpx
 from pydantic import BaseModel
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from services.tls import PUBLIC, Trust
-from services.tracing import NO_TRACING, Tracing
+from services.observability.tracing import NO_TRACING, Tracing
+from services.security.tls import PUBLIC, Trust
 from services.wire.errors import DeadlineError
-from services.wire.weight_states import SETTLED
-from services.wire.weights_api import EngineRegistered, EnginesView, RegisterEngine, UpdateView, VerifyView
+from services.wire.weights_api import SETTLED, EngineRegistered, EnginesView, RegisterEngine, UpdateView, VerifyView
 from weight_bus.http_errors import raise_for_error
 from weight_bus.manifest import Manifest, encode_manifest
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from services import metric_catalog as catalog
-from services.metrics import Metrics, Reading
-from services.policies.commit_update import Phase
-from services.wire.weight_states import SETTLED, EngineState, UpdateState
+from services.observability import catalog
+from services.observability.metrics import Metrics, Reading
+from services.policies.fleet_update import Phase
+from services.wire.weights_api import SETTLED, EngineState, UpdateState
 
 
 @dataclass(frozen=True)

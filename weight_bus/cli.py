@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.tls_option import TlsDir
+from services.security.options import TlsDir
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -41,14 +41,14 @@ def weight_bus(
 ) -> None:
     import os
 
-    from services.app import Stop, open_port, serve
-    from services.config_file import load_settings
-    from services.key_files import read_key, read_keys
-    from services.key_rules import lacking
+    from services.config.load import load_settings
+    from services.config.traces import with_surroundings
+    from services.http.app import Stop, open_port, serve
     from services.observability.setup import open_tracing
     from services.policies.fleet_policy import FleetPolicy
-    from services.tls import read_tls
-    from services.trace_settings import with_surroundings
+    from services.security.keys import read_key, read_keys
+    from services.security.permissions import lacking
+    from services.security.tls import read_tls
 
     settings = load_settings(config, [] if policy is None else [f"weights.policy={policy}"])
     weights = settings.weights

@@ -15,17 +15,19 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.metrics import Metrics
-from services.policies.commit import CommitMachine
-from services.policies.commit_update import Ask, Update
+from services.observability.metrics import Metrics
+from services.observability.tracing import NO_TRACE, NO_TRACING, Tracing
+from services.policies.fleet_commit import CommitMachine
 from services.policies.fleet_policy import BARRIER, FleetPolicy
-from services.tracing import NO_TRACE, NO_TRACING, Tracing
+from services.policies.fleet_update import Ask, Update
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
-from services.wire.weight_states import SETTLED, EngineState, EventKind
 from services.wire.weights_api import (
+    SETTLED,
     EngineRegistered,
+    EngineState,
     EnginesView,
     EngineView,
+    EventKind,
     RegisterEngine,
     RollbackView,
     UpdateView,

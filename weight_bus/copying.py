@@ -1,4 +1,4 @@
-"""Copying bytes of weights: by memcpy, past the caches where they are many (`services.memory_tunables`).
+"""Copying bytes of weights: by memcpy, past the caches where they are many (`services.host.process`).
 
 A copy past the caches takes half the time of another, unless it writes a little further within a page than it reads: then
 the processor takes what is read for what was just written, and it takes twice the time (measured on Zen 3; 16 to 512 bytes
@@ -11,7 +11,7 @@ import ctypes
 
 import numpy as np
 
-from services.memory_tunables import STREAMED_BYTES
+from services.host.process import STREAMED_BYTES
 
 PAGE = 4096
 _ALIASED = 1024

@@ -10,10 +10,10 @@ import httpx
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from services.tls import PUBLIC, Trust
-from services.tracing import NO_TRACING, Tracing
+from services.observability.tracing import NO_TRACING, Tracing
+from services.security.tls import PUBLIC, Trust
 from services.wire.errors import RollmeshError
-from services.wire.weight_states import PauseMode
+from services.wire.weights_api import PauseMode
 from weight_bus.bus_api import CommitAnswer, CommitCall, DigestAnswer, RollbackCall, StageAnswer
 from weight_bus.http_errors import raise_for_error
 

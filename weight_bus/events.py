@@ -14,8 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator
 
-from services.wire.weight_states import EventKind
-from services.wire.weights_api import WeightEvent
+from services.wire.weights_api import EventKind, WeightEvent
 
 REMEMBERED = 4096
 

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from services.wire.errors import RollmeshError
-from services.wire.weight_states import PauseMode
 from services.wire.weights_api import (
     CanaryTokens,
     CanaryView,
     EngineAnswer,
     EngineDigest,
     FleetAnswer,
+    PauseMode,
     VerifyOrder,
     VerifyView,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from services.wire.error_answer import typed_error
+from services.wire.errors import typed_error
 from weight_bus.errors import StageError, TransportError
 
 

@@ -18,7 +18,7 @@ from math import prod
 import msgspec
 from blake3 import blake3
 
-from services.memory_tunables import STREAMED_BYTES
+from services.host.process import STREAMED_BYTES
 from services.wire.errors import UsageError
 from weight_bus.copying import PAGE
 from weight_bus.manifest import Layout, TensorEntry

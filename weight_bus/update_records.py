@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from services.policies.commit_update import Progress, Update
-from services.wire.weight_states import EngineState, FleetPolicyName
-from services.wire.weights_api import EngineProgress, UpdateView, VersionView
+from services.policies.fleet_update import Progress, Update
+from services.wire.weights_api import EngineProgress, EngineState, FleetPolicyName, UpdateView, VersionView
 from weight_bus.manifest import Manifest
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from services.wire.errors import ConflictError, RollmeshError
-from services.wire.kv_policy import KvPolicy
+from services.wire.sampling import KvPolicy
 from weight_bus.vllm_kv import KvMemory
 from weight_bus.vllm_protocol import SCRATCH, Committed, Pending, encode_reply, failure, read_reply
 from weight_bus.vllm_ranks import agree, agreed

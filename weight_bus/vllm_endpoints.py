@@ -26,7 +26,7 @@ from typing import Any
 import structlog
 from fastapi import Depends, FastAPI, Request, Response
 
-from services.app import error_answer
+from services.http.app import error_answer
 from services.wire.errors import DeadlineError, RollmeshError, UsageError
 from weight_bus.bus_client import BusClient
 from weight_bus.membership import Membership

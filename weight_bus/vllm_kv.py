@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from services.wire.errors import UsageError
-from services.wire.kv_policy import KvPolicy
+from services.wire.sampling import KvPolicy
 
 
 class KvMemory:

@@ -8,9 +8,8 @@ from typing import Annotated, Any, TypeVar
 import structlog
 from fastapi import Header
 
-from services.doorkeeper import Doorkeeper
-from services.key_rules import NO_KEYS
-from services.loopback import is_loopback
+from services.http.auth import Doorkeeper
+from services.security.permissions import NO_KEYS, is_loopback
 from services.wire.errors import DeadlineError, NotReadyError, RollmeshError, UsageError
 from weight_bus.bus_api import CommitAnswer, DigestAnswer, StageAnswer
 from weight_bus.vllm_asking import ask

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast, get_args
 
-from services.key_files import KEYS_DIR, read_key, read_keys
-from services.key_rules import Keys
-from services.tls import TLS_DIR, Tls, read_tls
+from services.security.keys import KEYS_DIR, read_key, read_keys
+from services.security.permissions import Keys
+from services.security.tls import TLS_DIR, Tls, read_tls
 from services.wire.errors import UsageError
-from services.wire.kv_policy import KvPolicy
+from services.wire.sampling import KvPolicy
 
 _WEIGHTS_KEY = "ROLLMESH_WEIGHTS_KEY_FILE"
 

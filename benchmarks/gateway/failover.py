@@ -21,11 +21,11 @@ from redis.asyncio import Redis
 from benchmarks.harness.servers import Fleet, HttpArm, Opened, completion_tokens
 from benchmarks.harness.workload import Exchange
 from rollout_server.lifecycle.takeover import incarnation_of
-from services.event_stream import DONE
-from services.first_failure import first_failure
-from services.redis_client import as_text, connect
-from services.registry import Registry
-from services.run_keys import RunKeys
+from services.host.aio import first_failure
+from services.http.app import DONE
+from services.run_store.client import as_text, connect
+from services.run_store.discovery import Registry
+from services.run_store.keys import RunKeys
 from services.wire.errors import DeadlineError, RollmeshError
 
 _SOONEST_S, _LATEST_S = 0.2, 2.5

@@ -65,7 +65,7 @@ from benchmarks.harness.workload import (
     save_workload,
 )
 from services.wire.errors import UsageError
-from services.wire.kv_policy import KvPolicy
+from services.wire.sampling import KvPolicy
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

@@ -218,9 +218,9 @@ def paced_server(
     from rollout_server.engines.request_check import vocabulary_size
     from rollout_server.engines.torch.engine import TorchEngine
     from rollout_server.server import ServerPlan
-    from services.app import Stop, open_port, serve
-    from services.config_file import load_settings
-    from services.telemetry import configure_logging
+    from services.config.load import load_settings
+    from services.http.app import Stop, open_port, serve
+    from services.observability.logging import configure_logging
     from weight_bus.bus_client import BusClient
 
     configure_logging(server_id, run_id=run_id)

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from services.app import open_port
-from services.key_files import without_keys
+from services.http.app import open_port
+from services.security.keys import without_keys
 from services.wire.errors import RollmeshError, UsageError
 
 LOOPBACK = "127.0.0.1"

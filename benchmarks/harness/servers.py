@@ -31,10 +31,10 @@ from benchmarks.harness.processes import (
 from benchmarks.harness.timing import Rate, in_parallel
 from benchmarks.harness.workload import TIMED_KV_POLICY, Exchange, load_workload
 from rollout_server.engines.base import Engine, GenerationRequest
-from services.config_file import dump_settings
-from services.settings import RunSettings
+from services.config.load import dump_settings
+from services.config.settings import RunSettings
 from services.wire.errors import RollmeshError
-from services.wire.kv_policy import KvPolicy
+from services.wire.sampling import KvPolicy
 
 # A server as an arm: sessions opened before the clock starts, calls over kept-alive connections, sessions given up
 # after.
@@ -485,7 +485,7 @@ async def _serve(engine: Engine, exchanges: list[Exchange], replies: int) -> Non
 
 
 def _main() -> None:
-    from services.memory_tunables import begin_again_with_tunables
+    from services.host.process import begin_again_with_tunables
 
     # As a rollout server does: the two are compared.
     begin_again_with_tunables()
@@ -493,8 +493,8 @@ def _main() -> None:
     import uvloop
 
     from rollout_server.engines.factory import make_engine
-    from services.imports import heavy_imports, leave_quickly
-    from services.settings import RunSettings
+    from services.config.settings import RunSettings
+    from services.host.process import heavy_imports, leave_quickly
 
     name, model, workload, max_running = sys.argv[1:]
     replies = replies_only()

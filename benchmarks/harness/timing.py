@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from services.first_failure import first_failure
+from services.host.aio import first_failure
 
 # Answering requests a given number at a time, timed from the first sent to the last answered. Any arm is timed by
 # this.

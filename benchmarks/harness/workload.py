@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout_server.chat.renderer import ChatRenderer
-from services.wire.kv_policy import KvPolicy
-from services.wire.sampling import SamplingParams
+from services.wire.sampling import KvPolicy, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.staleness.results import ARMS, UNCORRECTED, Outcome
+from services.host.files import writing
 from services.wire.errors import UsageError
-from trainer.folders import writing
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 

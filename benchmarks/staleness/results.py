@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.harness.processes import PYTHON, running
-from services.loss_settings import CorrectionSettings, LossSettings
+from services.config.algorithm import CorrectionSettings, LossSettings
+from services.config.settings import TrainerSettings
 from services.policies.admission import most_updates
-from services.settings import TrainerSettings
 from services.wire.errors import RollmeshError, UsageError
 from trainer.formula import describe
 
@@ -86,7 +86,7 @@ class ResultsFile:
 # The corrections that `./dev bench staleness` compares, as settings of the trainer's own loss. No torch here.
 #
 # Fixed before the table was measured: bounds are those of the sources; caps, which sources leave to the task, the
-# default of `services.loss_settings`; the geometric bounds what was found on this task before.
+# default of `services.config.algorithm`; the geometric bounds what was found on this task before.
 
 UNCORRECTED = "none"
 

@@ -12,9 +12,9 @@ import msgspec
 
 from benchmarks.harness.processes import PYTHON, Piped, answer_lines, replies_only, running_piped, versions
 from benchmarks.staleness.results import Outcome, ResultsFile, StaleRun, warm_start
-from services.first_failure import first_failure
-from services.imports import heavy_imports
-from services.settings import RolloutSettings
+from services.config.settings import RolloutSettings
+from services.host.aio import first_failure
+from services.host.process import heavy_imports
 
 _START_WITHIN_S = 120.0
 _STEP_WITHIN_S = 10.0

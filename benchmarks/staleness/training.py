@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.staleness.results import ARMS, Outcome, StaleRun, held_out_in, model_in, problems_in
+from services.config.settings import RolloutSettings, RunSettings
 from services.policies.batching import Group, Member
-from services.settings import RolloutSettings, RunSettings
 from services.wire.demonstrations import Question
 from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
 from services.wire.sampling import SamplingParams

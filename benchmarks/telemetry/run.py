@@ -48,7 +48,7 @@ from benchmarks.telemetry.report import (
     costs,
     share_alone,
 )
-from services.tracing import TRACEPARENT
+from services.observability.tracing import TRACEPARENT
 from services.wire.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -73,8 +73,8 @@ def telemetry(
     import msgspec
 
     from benchmarks.telemetry.report import as_table
+    from services.config.traces import TraceSettings
     from services.observability.setup import check_installed
-    from services.trace_settings import TraceSettings
 
     check_installed(TraceSettings(traces="otlp"))
     shape = TelemetryShape(

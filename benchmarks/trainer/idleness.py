@@ -26,10 +26,10 @@ from pathlib import Path
 
 from benchmarks.harness.processes import LOOPBACK, PYTHON, Child, free_port, running, running_redis
 from benchmarks.trainer.report import Measured
-from services.config_file import dump_settings
-from services.run_folder import RunFolder
-from services.settings import RolloutSettings, RunSettings, TrainerSettings, WeightSettings
-from services.shared_memory import remove_shm_files
+from services.config.load import dump_settings
+from services.config.settings import RolloutSettings, RunSettings, TrainerSettings, WeightSettings
+from services.host.files import remove_shm_files
+from services.host.run_folder import RunFolder
 from services.wire.errors import RollmeshError
 from trainer.metrics import StepMetrics
 from trainer.run_records import read_metrics

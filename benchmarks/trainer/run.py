@@ -35,7 +35,7 @@ def trainer(
 
     from benchmarks.harness.processes import versions
     from benchmarks.trainer.report import as_table, put_together
-    from services.imports import heavy_imports
+    from services.host.process import heavy_imports
 
     with heavy_imports():
         from benchmarks.trainer.idleness import measure_rounds

@@ -29,8 +29,8 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from benchmarks.harness.processes import Piped, running_piped
 from benchmarks.trainer.report import Measured
+from services.config.settings import TrainerSettings
 from services.policies.batching import Group, Member
-from services.settings import TrainerSettings
 from services.wire.errors import RollmeshError
 from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
 from services.wire.sampling import SamplingParams

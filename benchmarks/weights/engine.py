@@ -172,14 +172,14 @@ async def _serve(replies: int, engine: Engine, paused: PausedUpdates) -> None:
 
 
 def _main() -> None:
-    from services.memory_tunables import begin_again_with_tunables
+    from services.host.process import begin_again_with_tunables
 
     # As a rollout server does: it is such a server's tokens that an update is to leave alone.
     begin_again_with_tunables()
 
     import uvloop
 
-    from services.imports import heavy_imports, leave_quickly
+    from services.host.process import heavy_imports, leave_quickly
 
     replies = replies_only()
     name, model, run_id, max_running = sys.argv[1:]

@@ -33,7 +33,7 @@ from benchmarks.weights.arms import (
     ToPublisher,
 )
 from benchmarks.weights.engine import broadcast, make_group
-from services.first_failure import first_failure
+from services.host.aio import first_failure
 from services.wire.errors import RollmeshError
 from weight_bus.arena import populate, private_arena
 from weight_bus.manifest import encode_manifest
@@ -200,7 +200,7 @@ async def _serve(replies: int, model: Path, run_id: str) -> None:
 
 
 def _main() -> None:
-    from services.imports import leave_quickly
+    from services.host.process import leave_quickly
 
     replies = replies_only()
     # The engine decodes meanwhile: the trainer's process has one core, as the engine has.

@@ -81,7 +81,7 @@ def weights(
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of tables")] = False,
 ) -> None:
     """Weight updates under load: ours beside file, gloo and prefetch under pause. About a quarter of an hour by default."""
-    from services.memory_tunables import begin_again_with_tunables
+    from services.host.process import begin_again_with_tunables
 
     # As rollout servers and trainers do: the wire is measured in this process, and those that it starts have it from here.
     begin_again_with_tunables()

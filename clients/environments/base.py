@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
-from services.tls import Verify
+from services.security.tls import Verify
 
 
 def describe(error: BaseException) -> str:

@@ -14,8 +14,7 @@ from typing import Any
 import aiohttp
 
 from clients.environments.base import AgentEndpoint, Answer, Ended, Environment, Judging, Problem, Split
-from services.wire.error_answer import typed_error
-from services.wire.errors import ContextLengthError, RollmeshError, WireError
+from services.wire.errors import ContextLengthError, RollmeshError, WireError, typed_error
 
 CALL_TIMEOUT_S = 600.0
 

@@ -16,8 +16,8 @@ from types import TracebackType
 from clients.environments.base import Ended, Judging
 from clients.rollout.calls import Call
 from clients.rollout.transport import Transport
-from services.tls import PUBLIC, Trust
-from services.tracing import NO_TRACING, Tracing
+from services.observability.tracing import NO_TRACING, Tracing
+from services.security.tls import PUBLIC, Trust
 from services.wire.errors import RollmeshError
 from services.wire.reward_api import REWARDS_PATH, JudgeSample, RewardFailedError, RewardFormula, RewardGiven
 

@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 from pydantic import BaseModel, ValidationError
 
 from services.wire.errors import WireError
-from services.wire.mesh_headers import CALL_HEADER
+from services.wire.gateway_api import CALL_HEADER
 from services.wire.rollout_api import (
     FinishGroup,
     GroupFinished,

@@ -23,8 +23,8 @@ from types import TracebackType
 
 from clients.rollout import calls
 from clients.rollout.transport import Transport
-from services.tls import PUBLIC, Trust
-from services.tracing import NO_TRACING, Tracing
+from services.observability.tracing import NO_TRACING, Tracing
+from services.security.tls import PUBLIC, Trust
 from services.wire.rollout_api import (
     FinishGroup,
     GroupFinished,
@@ -63,7 +63,7 @@ class RolloutClient:
         """`url` such as `http://127.0.0.1:8100`; `api_key`: the agent key of a server that asks for one.
 
         `patience_s` bounds the time spent on repeating one call. `trust`: whose certificates servers may show, such as
-        `services.tls.read_trust(folder)`. `tracing`: calls belong to its current span.
+        `services.security.tls.read_trust(folder)`. `tracing`: calls belong to its current span.
         """
         self._transport = Transport(url, api_key=api_key, patience_s=patience_s, trust=trust, tracing=tracing)
         self.url, self.trust, self.tracing = self._transport.url, trust, tracing

@@ -19,9 +19,8 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay
 from clients.rollout import calls
 from clients.rollout.calls import AnswerT, Call
 from clients.rollout.transport import ServerUnreachableError, first_pause_s, headers, pause, worth_repeating
-from services.tls import PUBLIC, Trust
-from services.wire.error_answer import typed_error
-from services.wire.errors import RollmeshError
+from services.security.tls import PUBLIC, Trust
+from services.wire.errors import RollmeshError, typed_error
 from services.wire.rollout_api import (
     FinishGroup,
     GroupFinished,

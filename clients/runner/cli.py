@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import structlog
 import typer
 
-from services.tls_option import TlsDir
+from services.security.options import TlsDir
 from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ def run_environment(
     from clients.environments import make_task
     from clients.environments.rewards import RewardsAddress
     from clients.runner.runner import RunnerPlan, run_environment
-    from services.key_files import read_keys
+    from services.config.traces import TraceSettings, with_surroundings
     from services.observability.setup import open_tracing
-    from services.tls import read_trust
-    from services.trace_settings import TraceSettings, with_surroundings
+    from services.security.keys import read_keys
+    from services.security.tls import read_trust
 
     # It reads no configuration: its surroundings alone say whether it is traced.
     tracing = open_tracing(with_surroundings(TraceSettings(), os.environ), "environment", run_id, "environment")

@@ -29,8 +29,8 @@ from clients.runner.evaluation import GROUP_SIZE, EvaluationRecord, Measured, ev
 from clients.runner.failures import GroupLostError, Losses
 from clients.runner.groups import in_dialect, play_to_end
 from clients.runner.text_episodes import Played
-from services.tls import PUBLIC, Trust
-from services.tracing import NO_TRACING, Span, Tracing
+from services.observability.tracing import NO_TRACING, Span, Tracing
+from services.security.tls import PUBLIC, Trust
 from services.wire.errors import CapacityError, ConcludedError, DeadlineError, NotReadyError, RollmeshError
 from services.wire.rollout_api import GroupOpened, OpenGroup, SamplingBody
 

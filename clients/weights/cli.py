@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from services.tls_option import TlsDir
+from services.security.options import TlsDir
 from services.wire.weights_api import EnginesView, UpdateView, VerifyView, VersionsView, WeightEvent
 
 if TYPE_CHECKING:
@@ -181,8 +181,8 @@ def _client(
     bus_url: str, key_file: Path | None, keys_dir: Path | None, tls_dir: Path | None
 ) -> Iterator[WeightsClient]:
     from clients.weights.client import WeightsClient
-    from services.key_files import read_keys
-    from services.tls import read_trust
+    from services.security.keys import read_keys
+    from services.security.tls import read_trust
 
     key, trust = read_keys("operator", keys_dir, {"admin": key_file}).admin, read_trust(tls_dir)
     with WeightsClient(bus_url, key=key, trust=trust) as weights:

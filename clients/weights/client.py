@@ -16,13 +16,13 @@ from typing import TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from services.tls import PUBLIC, Trust
-from services.wire.error_answer import typed_error
-from services.wire.errors import DeadlineError, RollmeshError, WireError
-from services.wire.weight_states import SETTLED, PauseMode
+from services.security.tls import PUBLIC, Trust
+from services.wire.errors import DeadlineError, RollmeshError, WireError, typed_error
 from services.wire.weights_api import (
+    SETTLED,
     EnginesView,
     FleetAnswer,
+    PauseMode,
     PauseOrder,
     PushSnapshot,
     RollbackOrder,

@@ -6,7 +6,7 @@ import structlog
 
 from rollout_server.engines.base import CommitReport
 from rollout_server.server import RolloutServer
-from services.tracing import Span
+from services.observability.tracing import Span
 from weight_bus.bus_api import CommitAnswer, DigestAnswer, StageAnswer
 
 _log = structlog.get_logger()

@@ -17,10 +17,10 @@ from rollout_server.completions.base import Making, new_call_id
 from rollout_server.server import RolloutServer
 from rollout_server.sessions.responses import Answer, Answers, Marks
 from rollout_server.sessions.session import Session
-from services.event_stream import error_event
-from services.wire.engine_api import GenerateCall, ModelCard, ModelList
+from services.http.app import error_event
 from services.wire.errors import NotReadyError, RollmeshError, UnauthenticatedError, UsageError
 from services.wire.openai_api import ChatCall, ChatCompletion, Completion, CompletionCall
+from services.wire.vllm_api import GenerateCall, ModelCard, ModelList
 
 _LONGEST_KEY = 255
 _EVENTS: dict[str, Any] = {"text/event-stream": {}}

@@ -10,7 +10,7 @@ from fastapi import Request
 from structlog.contextvars import bind_contextvars
 
 from services.wire.errors import UsageError
-from services.wire.mesh_headers import CALL_HEADER
+from services.wire.gateway_api import CALL_HEADER
 
 _NAME = re.compile(r"[A-Za-z0-9]{16,64}")
 

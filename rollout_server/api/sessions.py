@@ -14,7 +14,7 @@ from rollout_server.journal.replay import apply_reward
 from rollout_server.server import Parts, RolloutServer
 from rollout_server.sessions.session import Session, SessionEnd
 from services.wire.errors import ConflictError, NotFoundError, UsageError
-from services.wire.mesh_headers import BASE_URL_HEADER
+from services.wire.gateway_api import BASE_URL_HEADER
 from services.wire.session_api import (
     FinishSession,
     GiveReward,

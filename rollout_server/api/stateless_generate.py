@@ -15,8 +15,8 @@ from rollout_server.api.typed_route import ERRORS, schema_of
 from rollout_server.completions.tokens import StreamEncoder, Wanted, encode_answer, full_answer, to_request
 from rollout_server.engines.base import EngineCrashedError, GenerationDelta, collect
 from rollout_server.server import RolloutServer
-from services.wire.engine_api import GenerateAnswer, GenerateCall
 from services.wire.errors import RollmeshError
+from services.wire.vllm_api import GenerateAnswer, GenerateCall
 
 GENERATE_ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {

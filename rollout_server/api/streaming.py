@@ -85,7 +85,7 @@ async def while_connected(
     read. Raises ClientGoneError when the client left.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_hung_up_disconnect(request))
+    watch = asyncio.ensure_future(_hung_up(request.receive))
     try:
         while not task.done():
             await asyncio.wait({task, watch}, timeout=check_every_s, return_when=asyncio.FIRST_COMPLETED)
@@ -101,8 +101,3 @@ async def while_connected(
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
-
-
-async def _hung_up_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

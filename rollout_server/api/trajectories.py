@@ -17,7 +17,7 @@ from rollout_server.server import Parts, RolloutServer
 from rollout_server.sessions.capture import Node, leaves
 from rollout_server.sessions.group import Ended, Group
 from rollout_server.sessions.session import Session
-from services.stream import StreamEntry
+from services.run_store.stream import StreamEntry
 from services.wire.errors import NotFoundError, NotReadyError, SessionConcludedError
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.rollout_api import Purpose

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.routing import request_response
 
 from rollout_server.api.request_names import name_call
-from services.app import declared_errors
+from services.http.app import declared_errors
 
 
 def answer(body: BaseModel, status_code: int = 200) -> Response:

@@ -17,7 +17,8 @@ from pydantic import JsonValue
 from rollout_server.api.typed_route import ERRORS
 from rollout_server.engines.base import CommitReport, Engine
 from rollout_server.server import RolloutServer
-from services.wire.engine_api import (
+from services.wire.errors import ConflictError, UsageError, WireError
+from services.wire.vllm_api import (
     Checksums,
     Comparison,
     FinishWeightUpdate,
@@ -28,7 +29,6 @@ from services.wire.engine_api import (
     WeightCheck,
     WeightInfo,
 )
-from services.wire.errors import ConflictError, UsageError, WireError
 
 _log = structlog.get_logger()
 BACKEND = "rollmesh"

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.vocabulary import vocabulary_digest
 from services.wire.errors import UsageError
+from services.wire.tokenizer_digest import vocabulary_digest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,7 +41,7 @@ class Renderer:
             ) from error
 
     def vocabulary_digest(self) -> str:
-        """Names the vocabulary (`services.vocabulary`)."""
+        """Names the vocabulary (`services.wire.tokenizer_digest`)."""
         return vocabulary_digest(self._tokenizer.get_vocab())
 
     async def encode(self, text: str) -> list[int]:

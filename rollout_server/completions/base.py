@@ -30,7 +30,7 @@ from rollout_server.sessions.capture import Node
 from rollout_server.sessions.group import GroupRegistry
 from rollout_server.sessions.responses import Answer, Marks
 from rollout_server.sessions.session import Session
-from services.tracing import NO_TRACING, Span, Tracing
+from services.observability.tracing import NO_TRACING, Span, Tracing
 from services.wire.errors import ContextLengthError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import BreakReason, VersionSpan

@@ -37,7 +37,7 @@ from rollout_server.journal.records import SaidRecord
 from rollout_server.sessions.capture import path
 from rollout_server.sessions.responses import Answer
 from rollout_server.sessions.session import Session
-from services.event_stream import DONE
+from services.http.app import DONE
 from services.wire.errors import UnsupportedParameterError
 from services.wire.openai_api import AnswerMessage, ChatCall, ChatChoice, ChatCompletion, ChatLogprobs, Usage
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from services.wire.engine_api import SamplingCall
 from services.wire.errors import RollmeshError
 from services.wire.rollout_api import SamplingFields, SamplingLimits
 from services.wire.sampling import SamplingParams
+from services.wire.vllm_api import SamplingCall
 
 
 class BudgetSpentError(RollmeshError):

@@ -12,7 +12,7 @@ from rollout_server.completions.chunks import TokenTexts
 from rollout_server.completions.text import CompletionCalls
 from rollout_server.completions.tokens import GenerateCalls
 from rollout_server.engines.base import Engine
-from services.imports import heavy_imports
+from services.host.process import heavy_imports
 
 
 class Dialect:

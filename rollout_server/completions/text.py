@@ -36,7 +36,7 @@ from rollout_server.journal.records import NodeRecord
 from rollout_server.sessions.capture import digest_of, path
 from rollout_server.sessions.responses import Answer
 from rollout_server.sessions.session import Session
-from services.event_stream import DONE
+from services.http.app import DONE
 from services.wire.errors import UnsupportedParameterError, UsageError
 from services.wire.openai_api import Completion, CompletionCall, CompletionChoice, CompletionLogprobs, Usage
 from services.wire.trajectory import BreakReason

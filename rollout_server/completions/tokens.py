@@ -12,8 +12,11 @@ from rollout_server.completions.base import Context, Making, fit, why_no_prefix,
 from rollout_server.completions.samples import Sample, draw
 from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
-from services.event_stream import DONE, error_event
-from services.wire.engine_api import (
+from services.http.app import DONE, error_event
+from services.wire.errors import ContextLengthError, RollmeshError, UnsupportedParameterError
+from services.wire.sampling import SamplingParams
+from services.wire.trajectory import VersionSpan
+from services.wire.vllm_api import (
     Choice,
     ChunkChoice,
     DrawnLogprob,
@@ -26,9 +29,6 @@ from services.wire.engine_api import (
     Usage,
     WeightVersionSpan,
 )
-from services.wire.errors import ContextLengthError, RollmeshError, UnsupportedParameterError
-from services.wire.sampling import SamplingParams
-from services.wire.trajectory import VersionSpan
 
 
 class GenerateCalls:

@@ -23,11 +23,11 @@ from rollout_server.engines.base import Engine, GenerationDelta, GenerationReque
 from rollout_server.journal.journal import Journal
 from rollout_server.journal.records import TurnRecord, TurnsAnswered
 from rollout_server.journal.replay import apply_turns, node_record
-from rollout_server.named_locks import NamedLocks
 from rollout_server.sessions.capture import CaptureError, check_sampled
 from rollout_server.sessions.group import Group, sampling_of
 from rollout_server.sessions.session import Session
-from services.tracing import NO_TRACING, Tracing
+from services.host.aio import NamedLocks
+from services.observability.tracing import NO_TRACING, Tracing
 from services.wire.errors import ContextLengthError, UsageError
 from services.wire.rollout_api import TakeTurns, Turn, TurnsTaken, TurnTaken
 from services.wire.sampling import SamplingParams

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal, cast
 
 from rollout_server.engines.base import Engine
-from services.settings import RunSettings
-from services.tls import PUBLIC, Trust
+from services.config.settings import RunSettings
+from services.security.tls import PUBLIC, Trust
 from services.wire.errors import UsageError
 
 EngineClass = Literal["torch", "vllm", "http"]

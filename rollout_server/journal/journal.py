@@ -32,8 +32,8 @@ from rollout_server.journal.records import (
     decode_record,
     encode_record,
 )
-from services.redis_client import as_text
-from services.run_keys import RunKeys
+from services.run_store.client import as_text
+from services.run_store.keys import RunKeys
 from services.wire.errors import DrainingError, NotReadyError, RollmeshError
 
 KEEP_ENDED_S = 600

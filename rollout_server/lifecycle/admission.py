@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 import structlog
 from redis.exceptions import RedisError
 
-from services.admission_account import (
+from services.policies.admission import LOOKAHEAD, AdmissionRules, Closed, Places, places
+from services.policies.retry_after import UNKNOWN_S, RetryEstimate
+from services.run_store.admission_queue import (
     ADMISSION_CLOSED,
     HELD_ELSEWHERE,
     RUN_CONCLUDED,
@@ -27,10 +29,8 @@ from services.admission_account import (
     Asking,
     OpenGroupRecord,
 )
-from services.ledger import Ledger
-from services.policies.admission import LOOKAHEAD, AdmissionRules, Closed, Places, places
-from services.policies.retry_after import UNKNOWN_S, RetryEstimate
-from services.waits import WaitBoard
+from services.run_store.ledger import Ledger
+from services.run_store.status import WaitBoard
 from services.wire.errors import CapacityError, ConcludedError, ConflictError, NotReadyError, RollmeshError
 
 POLL_S = 0.25

@@ -20,7 +20,7 @@ from rollout_server.journal.journal import Journal
 from rollout_server.lifecycle.heartbeat import Announcer
 from rollout_server.lifecycle.takeover import Adopter
 from rollout_server.sessions.group import Group, GroupRegistry
-from services.registry import Registry
+from services.run_store.discovery import Registry
 from services.wire.errors import DrainingError, NotReadyError, RollmeshError
 
 _POLL_S = 0.02

@@ -22,8 +22,8 @@ from rollout_server.journal.records import GroupEnded, SessionEnded
 from rollout_server.journal.replay import apply_end
 from rollout_server.sessions.group import Group, GroupRegistry
 from rollout_server.sessions.session import DropCause, Reward, Session, SessionEnd
-from services.ledger import Ledger
-from services.stream import TrajectoryWriter
+from services.run_store.ledger import Ledger
+from services.run_store.stream import TrajectoryWriter
 from services.wire.errors import ConcludedError, ConflictError, DrainingError, NotReadyError, RollmeshError, UsageError
 from services.wire.rollout_api import SessionReward
 from services.wire.session_api import SessionState

@@ -9,7 +9,7 @@ from contextlib import suppress
 import structlog
 from redis.exceptions import RedisError
 
-from services.registry import Registry, ServerRecord
+from services.run_store.discovery import Registry, ServerRecord
 
 LEASE_S = 3.0
 ANNOUNCEMENTS_A_LEASE = 3

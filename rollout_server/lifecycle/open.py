@@ -26,11 +26,11 @@ from rollout_server.journal.journal import Journal
 from rollout_server.journal.replay import Now, began, group_began
 from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.takeover import Adopter
-from rollout_server.named_locks import NamedLocks
 from rollout_server.sessions.group import Group, GroupRegistry, new_group_id, sampling_of
 from rollout_server.sessions.session import Session, Terms
-from services.ledger import Ledger
-from services.tracing import NO_TRACING, Tracing
+from services.host.aio import NamedLocks
+from services.observability.tracing import NO_TRACING, Tracing
+from services.run_store.ledger import Ledger
 from services.wire.errors import ConflictError, RollmeshError, SessionConcludedError
 from services.wire.rollout_api import OpenGroup, SamplingLimits
 from services.wire.session_api import OpenSession

@@ -23,11 +23,11 @@ from redis.exceptions import RedisError
 
 from rollout_server.journal.journal import LET_GO, Journal
 from rollout_server.journal.replay import AnswerName, Now, Replayed, replay
-from rollout_server.named_locks import NamedLocks
 from rollout_server.sessions.group import GroupRegistry
-from services.ledger import Ledger
-from services.registry import Registry, ServerRecord
-from services.tls import PUBLIC, Trust
+from services.host.aio import NamedLocks
+from services.run_store.discovery import Registry, ServerRecord
+from services.run_store.ledger import Ledger
+from services.security.tls import PUBLIC, Trust
 from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError
 
 SWEEP_S = 2.0

@@ -4,7 +4,7 @@
 |-------------------|------------------------------------------------------------------------------------------|
 | a session's key   | the OpenAI dialect, status and heartbeat of that session, the list of models             |
 | the agent key     | every session, opening, rewarding and ending them                                        |
-| admin, peer       | what `services.key_rules` says; no session                                               |
+| admin, peer       | what `services.security.permissions` says; no session                                               |
 | anything else     | everything where no key is configured (loopback only), nothing elsewhere                 |
 
 A session is named by the URL (`/sessions/{id}/…`), by its key as bearer, or by the header `X-Session-ID`.
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from fastapi import Request
 
-from services.bearer import bearer
-from services.doorkeeper import Doorkeeper
-from services.key_rules import Door
-from services.session_keys import PREFIX, SessionKeys
+from services.http.auth import Doorkeeper, bearer
+from services.security.keys import PREFIX, SessionKeys
+from services.security.permissions import Door
 from services.wire.errors import ForbiddenError, UnauthenticatedError
 
 SESSION_HEADER = "x-session-id"

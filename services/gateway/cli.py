@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.tls_option import TlsDir
+from services.security.options import TlsDir
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -38,16 +38,15 @@ def gateway(
     import asyncio
     import os
 
-    from services.app import Stop, open_port, serve
-    from services.config_file import load_settings
-    from services.gateway.app import make_gateway_app
-    from services.gateway.gateway import GatewayPlan
-    from services.key_files import read_keys
-    from services.key_rules import lacking
+    from services.config.load import load_settings
+    from services.config.traces import with_surroundings
+    from services.gateway.app import GatewayPlan, make_gateway_app
+    from services.http.app import Stop, open_port, serve
     from services.observability.setup import open_tracing
-    from services.redis_client import check_reachable, reached_by
-    from services.tls import read_tls
-    from services.trace_settings import with_surroundings
+    from services.run_store.client import check_reachable, reached_by
+    from services.security.keys import read_keys
+    from services.security.permissions import lacking
+    from services.security.tls import read_tls
 
     settings = load_settings(config, [])
     tracing = open_tracing(with_surroundings(settings.telemetry, os.environ), "gateway", run_id, name)

@@ -5,17 +5,19 @@ No route, no model, no parsing of what is passed through: a call costs the two H
 
 from __future__ import annotations
 
-from aiohttp import ClientResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from services.gateway.agent_side import AgentSide
-from services.gateway.failover import Failover
-from services.gateway.hang_up import AgentGoneError, until_hung_up
-from services.gateway.placing import Placer
-from services.gateway.proxied_call import ProxiedCall, is_proxied, read_call
+from aiohttp import ClientResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.request import ProxiedCall, SessionIndex, is_proxied, read_call
+from services.gateway.response import AgentSide
+from services.gateway.retry import Failover
+from services.gateway.router import Placer
 from services.gateway.servers import Server
-from services.gateway.session_index import SessionIndex
-from services.gateway.uncaptured import Uncaptured
+from services.gateway.stateless_generate import Uncaptured
 from services.gateway.upstream import rest_refused
 from services.wire.errors import RollmeshError
 
@@ -113,3 +115,39 @@ async def _read_body(receive: Receive) -> bytes:
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+# Ending a block as soon as the agent hangs up: the server, which has more patience, is then told at once.
+
+
+class AgentGoneError(Exception):
+    """The agent hung up; nobody waits for the answer."""
+
+
+@asynccontextmanager
+async def until_hung_up(receive: Receive) -> AsyncIterator[None]:
+    """Run the block; raises AgentGoneError when the agent disconnects first. The request's body must have been read."""
+    limit = asyncio.timeout(None)
+    gone = done = False
+
+    def on_message(watch: asyncio.Future[Message]) -> None:
+        # With the body read, the only message that can come is that the agent is gone, or has its whole answer.
+        nonlocal gone
+        if not watch.cancelled() and not done:
+            gone = True
+            limit.reschedule(asyncio.get_running_loop().time())
+
+    watch = asyncio.ensure_future(receive())
+    watch.add_done_callback(on_message)
+    try:
+        async with limit:
+            try:
+                yield
+            finally:
+                done = True
+    except TimeoutError as error:
+        if gone and limit.expired():
+            raise AgentGoneError from error
+        raise
+    finally:
+        watch.cancel()

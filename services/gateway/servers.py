@@ -17,9 +17,9 @@ import msgspec
 import structlog
 from redis.exceptions import RedisError
 
-from services.gateway.proxied_call import ProxiedCall
-from services.registry import Registry, ServerRecord
-from services.waits import WaitBoard
+from services.gateway.request import ProxiedCall
+from services.run_store.discovery import Registry, ServerRecord
+from services.run_store.status import WaitBoard
 
 _LOOK_WITHIN_S = 2.0
 AVOIDED_S = 1.0

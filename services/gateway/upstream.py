@@ -10,12 +10,18 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from services.gateway.proxied_call import ProxiedCall
+from services.gateway.request import ProxiedCall
 from services.gateway.servers import Server
-from services.tls import PUBLIC, Trust
-from services.wire.error_answer import typed_error
-from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError, UsageError
-from services.wire.mesh_headers import OWNER_URL_HEADER
+from services.security.tls import PUBLIC, Trust
+from services.wire.errors import (
+    DrainingError,
+    HeldElsewhereError,
+    NotReadyError,
+    RollmeshError,
+    UsageError,
+    typed_error,
+)
+from services.wire.gateway_api import OWNER_URL_HEADER
 
 _CONNECT_WITHIN_S = 2.0
 # Shorter than servers keep idle connections: whoever closes first must be the one who would reuse it.

@@ -1,1 +1,1 @@
-"""Alert rules and dashboards, made from the names in `services.metric_catalog`."""
+"""Alert rules and dashboards, made from the names in `services.observability.catalog`."""

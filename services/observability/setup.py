@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.trace_settings import TraceSettings
-from services.tracing import NO_TRACING, ServiceKind, Tracing
+from services.config.traces import TraceSettings
+from services.observability.tracing import NO_TRACING, ServiceKind, Tracing
 from services.wire.errors import UsageError
 
 
@@ -16,7 +16,7 @@ def open_tracing(settings: TraceSettings, kind: ServiceKind, run_id: str, instan
     if settings.traces == "off":
         return NO_TRACING
     check_installed(settings)
-    from services.otel_tracing import OtelTracing
+    from services.observability.otel import OtelTracing
 
     return OtelTracing(settings, kind, run_id, instance)
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from services.wire.weight_states import FLEET_POLICIES, EngineState, FleetPolicyName
+from services.wire.weights_api import FLEET_POLICIES, EngineState, FleetPolicyName
 
 ON_THE_WAY: tuple[EngineState, ...] = ("pending", "staging")
 FLIPPING: tuple[EngineState, ...] = ("committing", "rolling_back")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.tls_option import TlsDir
+from services.security.options import TlsDir
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -34,13 +34,13 @@ def rewards(
 ) -> None:
     import os
 
-    from services.app import Stop, open_port, serve
-    from services.config_file import load_settings
-    from services.key_files import read_keys
-    from services.key_rules import lacking
+    from services.config.load import load_settings
+    from services.config.traces import with_surroundings
+    from services.http.app import Stop, open_port, serve
     from services.observability.setup import open_tracing
-    from services.tls import read_tls, read_trust
-    from services.trace_settings import with_surroundings
+    from services.security.keys import read_keys
+    from services.security.permissions import lacking
+    from services.security.tls import read_tls, read_trust
     from services.wire.errors import UsageError
 
     whole = load_settings(config, [])

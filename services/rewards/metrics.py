@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services import metric_catalog as catalog
-from services.metrics import Metrics
-from services.policies.reward_formula import Composed, NotComposed, RewardFailure
+from services.observability import catalog
+from services.observability.metrics import Metrics
+from services.policies.rewards import Composed, NotComposed, RewardFailure
 
 
 class RewardMetrics:

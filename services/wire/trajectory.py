@@ -21,9 +21,8 @@ import msgspec
 import numpy as np
 
 from services.wire.errors import WireError
-from services.wire.kv_policy import KvPolicy
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
-from services.wire.sampling import SamplingParams
+from services.wire.sampling import KvPolicy, SamplingParams
 
 TRAJECTORY_SCHEMA = 5
 
@@ -109,14 +108,14 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     task_id: str = ""
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
     tokenizer: str = ""
-    """Digest of the vocabulary that its ids are of (`services.vocabulary`); empty where who wrote it has none."""
+    """Digest of the vocabulary that its ids are of (`services.wire.tokenizer_digest`); empty where its writer has none."""
     server_id: str
     opened_at: float
     """Unix seconds."""
     finished_at: float
     finish_reason: str = "stop"
     trace: str = ""
-    """`traceparent` of the call that opened its session, where that is recorded (`services.tracing`)."""
+    """`traceparent` of the call that opened its session, where that is recorded (`services.observability.tracing`)."""
 
     def sampled_tokens(self) -> int:
         """How many tokens of all segments were drawn by the policy."""

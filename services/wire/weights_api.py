@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
 from services.wire.rollout_api import Body, TokenId
-from services.wire.weight_states import EngineState, EventKind, FleetPolicyName, PauseMode, UpdateState
+
+# The words for where a weight update is, for the pure policies, the bus and its clients alike.
+
+EngineState = Literal[
+    "pending", "staging", "prepared", "committing", "committed", "rolling_back", "rolled_back", "failed"
+]
+"""One engine within one update; `services.policies.fleet_commit` draws the life cycle."""
+
+UpdateState = Literal["staging", "held", "prepared", "committed", "failed", "superseded", "cancelled", "rolled_back"]
+SETTLED: tuple[UpdateState, ...] = ("committed", "failed", "superseded", "cancelled", "rolled_back")
+"""Nothing is being waited for any more."""
+
+FleetPolicyName = Literal["barrier", "rolling", "quorum"]
+FLEET_POLICIES: tuple[FleetPolicyName, ...] = get_args(FleetPolicyName)
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""vLLM's: end requests with what they have, let them end, or freeze them."""
+
+EventKind = Literal[
+    "joined",
+    "left",
+    "announced",
+    "staging",
+    "prepared",
+    "committed",
+    "failed",
+    "held",
+    "superseded",
+    "cancelled",
+    "rolled_back",
+]
 
 
 class RegisterEngine(Body):

@@ -18,8 +18,8 @@ from transformers import DynamicCache, Qwen3ForCausalLM
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
 from rollout_server.engines.factory import EngineClass, make_engine
 from rollout_server.engines.vllm import launch as vllm_launch
-from services.settings import RolloutSettings, RunSettings, WeightSettings
-from services.wire.kv_policy import KvPolicy
+from services.config.settings import RolloutSettings, RunSettings, WeightSettings
+from services.wire.sampling import KvPolicy
 from tests.contract.engine_harness import VOCABULARY, InFlight, check_spans, request
 from tests.support.until import until
 from trainer.tiny_policy import build_model, save_policy

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from redis.asyncio import Redis
 
-from services.admission_account import ADMISSION_CLOSED, HELD_ELSEWHERE, AdmissionAccount, Asking
-from services.ledger import Ledger
 from services.policies.admission import Account, AdmissionRules, places
-from services.redis_client import connect
-from services.run_keys import RunKeys
-from services.stream import TrajectoryReader, TrajectoryWriter
+from services.run_store.admission_queue import ADMISSION_CLOSED, HELD_ELSEWHERE, AdmissionAccount, Asking
+from services.run_store.client import connect
+from services.run_store.keys import RunKeys
+from services.run_store.ledger import Ledger
+from services.run_store.stream import TrajectoryReader, TrajectoryWriter
 from services.wire.trajectory import decode_trajectory
 from tests.support.examples import examples
 from tests.support.rollout_host import until

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.policies.admission import AdmissionRules
-from services.redis_client import connect
-from services.run_keys import RunKeys
-from services.stream import TrajectoryReader
+from services.run_store.client import connect
+from services.run_store.keys import RunKeys
+from services.run_store.stream import TrajectoryReader
 from tests.support.committing import commit
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
-from services.registry import Registry
-from services.run_keys import RunKeys
+from services.run_store.discovery import Registry
+from services.run_store.keys import RunKeys
 from services.wire.packed import unpack_mask, unpack_tokens
 from services.wire.trajectory import Trajectory
 from tests.support.rollout_host import Host, hosting, small_batch, until

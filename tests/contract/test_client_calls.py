@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request, Response
 from clients.rollout.client import RolloutClient
 from clients.rollout.sync_client import SyncRolloutClient
 from clients.rollout.transport import ServerUnreachableError
-from services.app import Stop, make_server, open_port
+from services.http.app import Stop, make_server, open_port
 from services.wire.errors import (
     CapacityError,
     ConflictError,

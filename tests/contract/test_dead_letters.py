@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.dead_letters import KEPT, LARGEST, DeadLetters
-from services.run_keys import RunKeys
+from services.run_store.keys import RunKeys
+from services.run_store.stream import KEPT, LARGEST, DeadLetters
 from services.wire.trajectory import encode_trajectory
 from tests.support.intake_bench import Bench, answers, intake_benches
 from tests.support.mesh_command import run_command

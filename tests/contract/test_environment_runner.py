@@ -15,7 +15,7 @@ from clients.environments import make_environment
 from clients.rollout.client import RolloutClient
 from clients.rollout.transport import ServerUnreachableError
 from clients.runner.runner import RunnerPlan, run_environment
-from services.settings import RunSettings
+from services.config.settings import RunSettings
 from services.wire.errors import CapacityError, ConcludedError, ContextLengthError, NotFoundError
 from services.wire.packed import unpack_mask, unpack_tokens
 from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody, TakeTurns, Turn

@@ -16,15 +16,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from services.app import Stop
-from services.gateway.app import make_gateway_app
-from services.gateway.gateway import GatewayPlan
-from services.gateway.proxied_call import is_proxied
-from services.key_rules import Keys
-from services.reward_settings import RewardSettings
+from services.config.rewards import RewardSettings
+from services.config.settings import GatewaySettings
+from services.gateway.app import GatewayPlan, make_gateway_app
+from services.gateway.request import is_proxied
+from services.http.app import Stop
 from services.rewards.app import make_rewards_app
-from services.session_keys import SessionKeys, secret_of_run
-from services.settings import GatewaySettings
+from services.security.keys import SessionKeys, secret_of_run
+from services.security.permissions import Keys
 from tests.conftest import free_port
 from tests.support.mesh_command import run_command
 from tests.support.rollout_host import Host, hosting, small_batch

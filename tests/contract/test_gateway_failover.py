@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.redis_client import connect
-from services.supervisor.valkey import ValkeyPlan
-from services.waits import read_waits
+from services.run_store.client import connect
+from services.run_store.status import read_waits
+from services.supervisor.launch_plan import ValkeyPlan
 from tests.conftest import free_port, wait_for_port
 from tests.support.fake_servers import FakeServer, Seen, World
 from tests.support.gateway_host import GatewayHost, gateway, mesh

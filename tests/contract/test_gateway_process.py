@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import httpx
 
-from services.redis_client import connect
-from services.registry import Registry
+from services.run_store.client import connect
+from services.run_store.discovery import Registry
 from tests.conftest import free_port
 from tests.support.fake_servers import fake_servers
 from tests.support.mesh_command import COMMAND, run_command

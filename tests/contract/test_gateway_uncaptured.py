@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.redis_client import connect
-from services.run_keys import RunKeys
-from services.wire.mesh_headers import CALL_HEADER
+from services.run_store.client import connect
+from services.run_store.keys import RunKeys
+from services.wire.gateway_api import CALL_HEADER
 from tests.support.fake_servers import FakeServer, Seen
 from tests.support.gateway_host import GatewayHost, mesh
 

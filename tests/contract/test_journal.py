@@ -12,8 +12,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from rollout_server.journal.journal import LET_GO, Journal
 from rollout_server.journal.records import DraftHead, DraftPart, GroupBegan, GroupEnded, Rewarded
-from services.redis_client import connect
-from services.run_keys import RunKeys
+from services.run_store.client import connect
+from services.run_store.keys import RunKeys
 from services.wire.errors import DrainingError, NotReadyError, RollmeshError
 from tests.support.memory_journal import MemoryJournal
 

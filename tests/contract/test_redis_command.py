@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.key_files import key_file, make_keys
+from services.security.keys import key_file, make_keys
 from tests.conftest import free_port, wait_for_port
 from tests.support.mesh_command import COMMAND, run_command
 

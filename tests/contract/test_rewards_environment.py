@@ -23,8 +23,8 @@ from clients.runner.agent_episodes import EpisodeLimits, Lost
 from clients.runner.failures import GroupLostError
 from clients.runner.groups import evaluate_group, play_to_end
 from clients.runner.runner import RunnerPlan, run_environment
-from services.config_file import load_settings
-from services.reward_settings import ModelScoring, RewardComponent
+from services.config.load import load_settings
+from services.config.rewards import ModelScoring, RewardComponent
 from services.wire.errors import UsageError
 from services.wire.packed import unpack_mask, unpack_tokens
 from services.wire.reward_api import JudgeSample, RewardFailedError

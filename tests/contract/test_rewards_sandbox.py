@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from services.policies.reward_formula import RewardFailure
-from services.rewards.worker_process import WorkerLostError, WorkerProcess
-from services.rewards.worker_wire import Failed, Limits, Sample, Value
+from services.policies.rewards import RewardFailure
+from services.rewards.sandbox.protocol import Failed, Limits, Sample, Value
+from services.rewards.sandbox.worker_handle import WorkerLostError, WorkerProcess
 from services.wire.errors import UsageError
 from tests.support.until import until
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
-from services.ledger import Ledger
-from services.settings import RunSettings
-from services.waits import read_waits
+from services.config.settings import RunSettings
+from services.run_store.ledger import Ledger
+from services.run_store.status import read_waits
 from services.wire.errors import RollmeshError
 from tests.conftest import free_port
 from tests.support.committing import commit

@@ -13,11 +13,11 @@ from redis.asyncio import Redis
 
 from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.finish import Publisher
-from services.ledger import Ledger
-from services.redis_client import connect
-from services.run_keys import RunKeys
-from services.stream import TrajectoryWriter
-from services.waits import WaitBoard
+from services.run_store.client import connect
+from services.run_store.keys import RunKeys
+from services.run_store.ledger import Ledger
+from services.run_store.status import WaitBoard
+from services.run_store.stream import TrajectoryWriter
 from services.wire.errors import CapacityError, ConcludedError, NotReadyError
 from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
 from services.wire.sampling import SamplingParams

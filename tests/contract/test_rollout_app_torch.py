@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from rollout_server.engines.factory import make_engine
-from services.ledger import Ledger
-from services.redis_client import connect
-from services.stream import TrajectoryReader
+from services.run_store.client import connect
+from services.run_store.ledger import Ledger
+from services.run_store.stream import TrajectoryReader
 from services.wire.packed import unpack_mask, unpack_tokens
 from services.wire.trajectory import decode_trajectory
 from tests.conftest import free_port

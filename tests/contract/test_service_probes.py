@@ -15,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("torch")
 
-from services.app import Stop, make_app, serve
-from services.directory import Directory, Listed
-from services.metric_catalog import CATALOG
-from services.redis_client import connect
-from services.settings import RunSettings
-from services.trainer_report import TrainerReport, read_report
+from services.config.settings import RunSettings
+from services.http.app import Stop, make_app, serve
+from services.observability.catalog import CATALOG
+from services.run_store.client import connect
+from services.run_store.discovery import Directory, Listed
+from services.run_store.status import TrainerReport, read_report
 from services.wire.errors import NotReadyError
 from tests.conftest import free_port
 from tests.support.gateway_host import gateway

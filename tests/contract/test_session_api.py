@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
-from services.key_rules import Keys
-from services.settings import RunSettings
+from services.config.settings import RunSettings
+from services.security.permissions import Keys
 from services.wire.trajectory import RewardSpan, Trajectory
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine

@@ -14,10 +14,10 @@ from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.open import SessionOpener
 from rollout_server.lifecycle.takeover import Adopter
 from rollout_server.sessions.group import GroupRegistry
-from services.ledger import Ledger
-from services.redis_client import connect
-from services.registry import Registry
-from services.waits import WaitBoard
+from services.run_store.client import connect
+from services.run_store.discovery import Registry
+from services.run_store.ledger import Ledger
+from services.run_store.status import WaitBoard
 from services.wire.rollout_api import OpenGroup, SamplingBody
 
 NAME = "0" * 32

@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.policies.batching import Group
-from services.policies.lengths import Lengths
-from services.stream import TrajectoryReader
-from services.vocabulary import vocabulary_digest
+from services.policies.length_stats import Lengths
+from services.run_store.stream import TrajectoryReader
+from services.wire.tokenizer_digest import vocabulary_digest
 from services.wire.trajectory import Trajectory
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine

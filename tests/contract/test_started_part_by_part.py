@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services import probe
-from services.config_file import load_settings
-from services.supervisor.valkey import ValkeyPlan
+from services.config.load import load_settings
+from services.http import probe
+from services.supervisor.launch_plan import ValkeyPlan
 from tests.conftest import free_port, wait_for_port
 from tests.support.mesh_command import COMMAND, Finished, run_command
 

@@ -17,16 +17,15 @@ from fastapi import FastAPI
 from redis.asyncio import Redis
 from rich.console import Console
 
-from services.app import make_app
-from services.directory import Directory, Listed, ServiceKind, ServiceRecord
-from services.ledger import Ledger
-from services.redis_client import connect
-from services.registry import Registry, ServerRecord
-from services.run_keys import RunKeys
-from services.status.looking import Looker
+from services.http.app import make_app
+from services.run_store.client import connect
+from services.run_store.discovery import Directory, Listed, Registry, ServerRecord, ServiceKind, ServiceRecord
+from services.run_store.keys import RunKeys
+from services.run_store.ledger import Ledger
+from services.run_store.status import WaitBoard
+from services.status.collector import Looker
+from services.status.render import screen
 from services.status.report import MeshReport
-from services.status.screen import screen
-from services.waits import WaitBoard
 from tests.conftest import free_port
 from tests.support.mesh_command import COMMAND, run_command
 from tests.support.served_app import served

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from services.admission_account import ADMISSION_CLOSED, RUN_CONCLUDED
-from services.ledger import Ledger
-from services.redis_client import check_reachable, connect
-from services.stream import TrajectoryReader, TrajectoryWriter
-from services.waits import WaitBoard, read_waits
+from services.run_store.admission_queue import ADMISSION_CLOSED, RUN_CONCLUDED
+from services.run_store.client import check_reachable, connect
+from services.run_store.ledger import Ledger
+from services.run_store.status import WaitBoard, read_waits
+from services.run_store.stream import TrajectoryReader, TrajectoryWriter
 from services.wire.errors import ConcludedError, UsageError
 from services.wire.trajectory import decode_trajectory
 from tests.conftest import free_port

@@ -16,14 +16,14 @@ from clients.rollout.client import RolloutClient
 from clients.rollout.sync_client import SyncRolloutClient
 from clients.weights.client import WeightsClient
 from rollout_server.engines.http.client import Peer
+from services.config.rewards import RewardComponent
 from services.gateway.servers import Server
 from services.gateway.upstream import Upstream
-from services.policies.reward_formula import Failure
-from services.registry import ServerRecord
-from services.reward_settings import RewardComponent
-from services.rewards.model_scorer import ModelScorer
-from services.rewards.worker_wire import Sample
-from services.tls import PUBLIC, Trust, read_trust
+from services.policies.rewards import Failure
+from services.rewards.model_component import ModelScorer
+from services.rewards.sandbox.protocol import Sample
+from services.run_store.discovery import ServerRecord
+from services.security.tls import PUBLIC, Trust, read_trust
 from services.wire.errors import RollmeshError, UntrustedError, UsageError
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.served_app import served

@@ -18,13 +18,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from services.app import Stop
-from services.directory import Directory, ServiceRecord, announced
-from services.redis_client import check_reachable, connect, reached_by
-from services.reward_settings import RewardSettings
+from services.config.rewards import RewardSettings
+from services.config.settings import RunSettings
+from services.http.app import Stop
 from services.rewards.app import make_rewards_app
-from services.settings import RunSettings
-from services.tls import Tls
+from services.run_store.client import check_reachable, connect, reached_by
+from services.run_store.discovery import Directory, ServiceRecord, announced
+from services.security.tls import Tls
 from services.wire.errors import UntrustedError
 from tests.conftest import free_port
 from tests.support.certificates import Certificates, behind_tls, make_certificates

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from clients.rollout.client import RolloutClient
+from services.config.traces import TraceSettings
+from services.observability.otel import CLOSE_WITHIN_S, QUEUED_SPANS
 from services.observability.setup import open_tracing
-from services.otel_tracing import CLOSE_WITHIN_S, QUEUED_SPANS
-from services.trace_settings import TraceSettings
-from services.tracing import ServiceKind, Tracing
+from services.observability.tracing import ServiceKind, Tracing
 from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody, SessionReward, TakeTurns, Turn
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine

@@ -11,12 +11,11 @@ import msgspec
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from services.dead_letters import DeadLetters
-from services.ledger import Ledger
-from services.policies.group_filter import GroupFilter
-from services.policies.lengths import Lengths
-from services.run_keys import RunKeys
-from services.stream import TrajectoryReader
+from services.policies.batching import GroupFilter
+from services.policies.length_stats import Lengths
+from services.run_store.keys import RunKeys
+from services.run_store.ledger import Ledger
+from services.run_store.stream import DeadLetters, TrajectoryReader
 from services.wire.errors import DeadlineError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import TRAJECTORY_SCHEMA, encode_trajectory

@@ -18,14 +18,14 @@ from redis.asyncio import Redis
 
 torch = pytest.importorskip("torch")
 
-from services.advantage_settings import AdvantageSettings, CostSettings  # noqa: E402
-from services.config_file import dump_settings  # noqa: E402
-from services.ledger import Ledger  # noqa: E402
-from services.redis_client import connect  # noqa: E402
-from services.settings import RolloutSettings, RunSettings, TrainerSettings, WeightSettings  # noqa: E402
-from services.shared_memory import remove_shm_files  # noqa: E402
-from services.stream import TrajectoryWriter  # noqa: E402
-from services.waits import read_waits  # noqa: E402
+from services.config.algorithm import AdvantageSettings, CostSettings  # noqa: E402
+from services.config.load import dump_settings  # noqa: E402
+from services.config.settings import RolloutSettings, RunSettings, TrainerSettings, WeightSettings  # noqa: E402
+from services.host.files import remove_shm_files  # noqa: E402
+from services.run_store.client import connect  # noqa: E402
+from services.run_store.ledger import Ledger  # noqa: E402
+from services.run_store.status import read_waits  # noqa: E402
+from services.run_store.stream import TrajectoryWriter  # noqa: E402
 from services.wire.trajectory import Trajectory  # noqa: E402
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, served  # noqa: E402

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.shared_memory import remove_shm_files, shm_directory, shm_prefix
+from services.host.files import remove_shm_files, shm_directory, shm_prefix
 from services.wire.errors import UsageError
 from tests.contract.transport_peers import NBYTES, Peer, draft_of, exporter_of, pattern, reader_of
 from weight_bus.arena import private_arena

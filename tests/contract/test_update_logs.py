@@ -8,8 +8,8 @@ from typing import Any
 
 import structlog
 
+from services.config.traces import TraceSettings
 from services.observability.setup import open_tracing
-from services.trace_settings import TraceSettings
 from tests.support.bus_fleet import BusFleet, manifest_of
 from tests.support.trace_receiver import receiving_traces
 from tests.support.until import until

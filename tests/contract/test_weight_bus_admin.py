@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from services.key_rules import Keys
 from services.policies.fleet_policy import FleetPolicy
+from services.security.permissions import Keys
 from services.wire.errors import RollmeshError, UnauthenticatedError
 from tests.support.bus_fleet import BusFleet, manifest_of
 from tests.support.until import until

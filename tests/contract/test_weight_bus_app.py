@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from services.app import open_port  # noqa: E402
+from services.http.app import open_port  # noqa: E402
 from services.wire.errors import ConflictError, DeadlineError, NotFoundError, WireError  # noqa: E402
 from tests.conftest import free_port, wait_for_port  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, make_weights, served  # noqa: E402

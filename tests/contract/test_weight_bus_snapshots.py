@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import save_file  # noqa: E402
 
-from services.key_rules import Keys  # noqa: E402
+from services.security.permissions import Keys  # noqa: E402
 from tests.support.served_app import served  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, make_weights  # noqa: E402
 from weight_bus.app import build_app  # noqa: E402

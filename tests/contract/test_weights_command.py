@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from clients.weights.client import WeightsClient
-from services.key_rules import Keys
+from services.security.permissions import Keys
 from services.wire.errors import DeadlineError, NotFoundError
 from tests.conftest import free_port
 from tests.support.bus_fleet import BusFleet, manifest_of

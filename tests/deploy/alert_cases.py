@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services import metric_catalog as catalog
+from services.observability import catalog
 
 Series = Mapping[str, str]
 """A series' name with its labels → its samples."""

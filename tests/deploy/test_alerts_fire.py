@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from services import metric_catalog as catalog
-from services.metrics import Metrics
-from services.monitoring.alerts import ALERTS
+from services.observability import catalog
+from services.observability.alerts import ALERTS
+from services.observability.metrics import Metrics
 from tests.deploy.alert_cases import CASES, AlertCase, Series
 from tests.support.fetch_tools import find_tool
 from weight_bus.bus_metrics import BusMetrics, BusState

@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from services.config_file import load_settings
-from services.key_rules import GIVEN, HolderName
-from services.run_folder import RunFolder
-from services.settings import RunSettings
+from services.config.load import load_settings
+from services.config.settings import RunSettings
+from services.host.run_folder import RunFolder
+from services.security.permissions import GIVEN, HolderName
 from tests.support.command_lines import parse
 from tests.support.manifests import Manifests, Workload
 

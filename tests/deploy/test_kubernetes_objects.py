@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from services import metric_catalog as catalog
+from services.observability import catalog
 from tests.support.fetch_tools import find_tool
 from tests.support.manifests import COMPONENT, ROOT, Manifests, Object, Workload, selects
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.config_file import load_settings
+from services.config.load import load_settings
 from tests.support import fake_slurm
 from tests.support.command_lines import parse
 from tests.support.manifests import ROOT

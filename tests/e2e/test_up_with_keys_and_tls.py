@@ -11,10 +11,10 @@ import psutil
 import pytest
 import redis
 
-from services.key_files import key_file, make_keys
-from services.key_rules import KeyName
-from services.redis_client import with_password
-from services.tls import Trust
+from services.run_store.client import with_password
+from services.security.keys import key_file, make_keys
+from services.security.permissions import KeyName
+from services.security.tls import Trust
 from tests.support.certificates import make_certificates
 from tests.support.mesh_command import (
     Running,

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from services.settings import RunSettings
+from services.config.settings import RunSettings
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.trajectory import Trajectory
 from tests.contract.engine_harness import reference

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.key_rules import GIVEN
+from services.security.permissions import GIVEN
 from tests.support.command_lines import parse
 from tests.support.compose_stack import Stack, no_engine
 

@@ -10,10 +10,10 @@ import httpx
 import msgspec
 from fastapi import FastAPI, Request
 
-from services.app import Stop, make_app
-from services.key_rules import NO_KEYS, Keys
+from services.http.app import Stop, make_app
+from services.observability.tracing import NO_TRACING, Tracing
 from services.policies.fleet_policy import BARRIER, FleetPolicy
-from services.tracing import NO_TRACING, Tracing
+from services.security.permissions import NO_KEYS, Keys
 from services.wire.errors import ConflictError
 from tests.support.served_app import served
 from weight_bus.app import build_app

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.certificates import LOOPBACK_NAMES, make_host, open_authority
-from services.tls import Identity, Tls, read_tls
+from services.security.certificates import LOOPBACK_NAMES, make_host, open_authority
+from services.security.tls import Identity, Tls, read_tls
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from services.registry import Registry, ServerRecord
-from services.wire.mesh_headers import BASE_URL_HEADER, CALL_HEADER
+from services.run_store.discovery import Registry, ServerRecord
+from services.wire.gateway_api import BASE_URL_HEADER, CALL_HEADER
 
 LEASE_S = 600.0
 """Tests end a lease themselves."""

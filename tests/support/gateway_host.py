@@ -10,13 +10,12 @@ from typing import Any
 
 import httpx
 
-from services.app import Stop, make_server, open_port
-from services.gateway.app import make_gateway_app
-from services.gateway.gateway import GatewayPlan
-from services.redis_client import connect
-from services.registry import Registry
-from services.settings import GatewaySettings
-from services.tls import PLAIN, Tls
+from services.config.settings import GatewaySettings
+from services.gateway.app import GatewayPlan, make_gateway_app
+from services.http.app import Stop, make_server, open_port
+from services.run_store.client import connect
+from services.run_store.discovery import Registry
+from services.security.tls import PLAIN, Tls
 from tests.support.fake_servers import FakeServer, fake_servers
 from tests.support.until import until
 

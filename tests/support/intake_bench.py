@@ -11,11 +11,10 @@ from itertools import count
 import msgspec
 from redis.asyncio import Redis
 
-from services.ledger import Accounts, Ledger
-from services.policies.batching import Group
-from services.policies.group_filter import GroupFilter
-from services.redis_client import connect
-from services.stream import TrajectoryReader, TrajectoryWriter
+from services.policies.batching import Group, GroupFilter
+from services.run_store.client import connect
+from services.run_store.ledger import Accounts, Ledger
+from services.run_store.stream import TrajectoryReader, TrajectoryWriter
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment
 from trainer.intake import Intake

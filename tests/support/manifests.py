@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from services.key_files import make_keys
+from services.security.keys import make_keys
 from tests.support.fetch_tools import find_tool
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from services.shared_memory import shm_directory, shm_prefix
+from services.host.files import shm_directory, shm_prefix
 from tests.support.suite import locked, shared_folder
 
 COMMAND = (sys.executable, "-P", "-m", "services")

@@ -26,10 +26,10 @@ from rollout_server.lifecycle.takeover import restore_answers
 from rollout_server.sessions.group import Group
 from rollout_server.sessions.responses import Marks
 from rollout_server.sessions.session import Terms
-from services.wire.engine_api import GenerateCall
 from services.wire.errors import RollmeshError
 from services.wire.openai_api import ChatCall, CompletionCall
 from services.wire.rollout_api import SamplingLimits
+from services.wire.vllm_api import GenerateCall
 from tests.support.any_tokens_engine import AnyTokensEngine
 from tests.support.memory_journal import MemoryJournal
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 
-from services.app import Stop
-from services.key_rules import Keys
-from services.reward_settings import RewardSettings
+from services.config.rewards import RewardSettings
+from services.http.app import Stop
 from services.rewards.app import make_rewards_app
+from services.security.permissions import Keys
 from tests.support.served_app import served
 from tests.support.until import until
 

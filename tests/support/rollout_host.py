@@ -17,14 +17,14 @@ from redis.asyncio import Redis
 from rollout_server.app import make_rollout_app
 from rollout_server.engines.base import Engine
 from rollout_server.server import ServerPlan
-from services.app import Stop, make_server, open_port
-from services.key_rules import NO_KEYS, Keys
-from services.ledger import Ledger
-from services.redis_client import connect
-from services.settings import RunSettings
-from services.stream import TrajectoryReader
-from services.tls import PLAIN, Tls, Trust
-from services.tracing import NO_TRACING, Tracing
+from services.config.settings import RunSettings
+from services.http.app import Stop, make_server, open_port
+from services.observability.tracing import NO_TRACING, Tracing
+from services.run_store.client import connect
+from services.run_store.ledger import Ledger
+from services.run_store.stream import TrajectoryReader
+from services.security.permissions import NO_KEYS, Keys
+from services.security.tls import PLAIN, Tls, Trust
 from services.wire.trajectory import Trajectory, decode_trajectory
 from tests.support.until import until as until
 from weight_bus.membership import Bus

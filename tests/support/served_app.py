@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from services.app import Stop, make_server, open_port
-from services.tls import Identity
+from services.http.app import Stop, make_server, open_port
+from services.security.tls import Identity
 from tests.support.until import until
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rollout_server.engines.base import GenerationRequest, collect
 from rollout_server.engines.vllm.engine import VllmEngine
-from services.telemetry import configure_logging
+from services.observability.logging import configure_logging
 from services.wire.sampling import SamplingParams
 
 

@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerProcess
 
 import torch
 
-from services.app import Stop, make_server, open_port
+from services.http.app import Stop, make_server, open_port
 from services.policies.fleet_policy import FleetPolicy
 from tests.weight_parts import PlainTarget, SmallEngine, make_weights
 from weight_bus.app import build_app

@@ -13,7 +13,7 @@ from clients.environments.base import Answer, Ended, NextTurn
 from clients.rollout.client import RolloutClient
 from clients.runner.agent_episodes import EpisodeLimits
 from clients.runner.groups import play_to_end
-from services.config_file import load_settings
+from services.config.load import load_settings
 from services.wire.packed import unpack_mask
 from services.wire.rollout_api import OpenGroup, SamplingBody
 from tests.support.rollout_host import Host

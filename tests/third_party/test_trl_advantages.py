@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.advantage_settings import AdvantageSettings
+from services.config.algorithm import AdvantageSettings
 from tests.support.trajectories import a_rollout, a_segment, grouped
 from tests.support.trl_environment import NO_TRL, TRL_PYTHON
 from trainer.crediting import Crediting

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.loss_settings import CorrectionSettings, LossSettings
+from services.config.algorithm import CorrectionSettings, LossSettings
 from tests.support.trl_environment import NO_TRL, TRL_PYTHON
 from trainer.losses.tokens import BatchSize
 from trainer.objective import Objective, TokenTerms

@@ -18,8 +18,8 @@ import typer
 from benchmarks.staleness.cli import GREEDY, SAMPLED, app, as_table, bars, finals, plot_finals
 from benchmarks.staleness.results import ARMS, Outcome, ResultsFile, StaleRun, named_arms
 from benchmarks.staleness.training import LaggedPolicy, Rollouts, StaleTraining
-from services.loss_settings import LossSettings
-from services.settings import TrainerSettings
+from services.config.algorithm import LossSettings
+from services.config.settings import TrainerSettings
 from services.wire.demonstrations import Question
 from services.wire.errors import UsageError
 from services.wire.trajectory import check_trajectory

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.trainer.report import FIGURES, Measured, as_table, put_together
 from benchmarks.trainer.step_speed import PROMPT_TOKENS, HeavyTail, PaddedLoop, SpeedPlan, as_groups, measure_speed
-from services.settings import TrainerSettings
+from services.config.settings import TrainerSettings
 from trainer.learner import Learner
 from trainer.packing import pack
 from trainer.rows import rows_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.config_file import dump_settings, load_settings
+from services.config.load import dump_settings, load_settings
 from services.wire.errors import UsageError
 
 

@@ -7,8 +7,16 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.continuation import asks_for_one, ended, join, joined_versions, usage, weight_spans, what_is_left
-from services.wire.engine_api import Choice, DrawnLogprob, Logprobs
+from services.gateway.stateless_generate import (
+    asks_for_one,
+    ended,
+    join,
+    joined_versions,
+    usage,
+    weight_spans,
+    what_is_left,
+)
+from services.wire.vllm_api import Choice, DrawnLogprob, Logprobs
 
 
 def part(tokens: list[int], versions: list[int], finish: str | None) -> Choice:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.config_file import known_keys, load_settings
+from services.config.load import known_keys, load_settings
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,8 +15,7 @@ from rollout_server.engines.torch.kv_cache import KvSlots
 from rollout_server.engines.torch.prefill import Newcomer, Prefill, PrefixCache, as_tokens
 from rollout_server.engines.torch.sampler import Sampler
 from rollout_server.engines.torch.scheduler import RunningBatch
-from services.wire.kv_policy import KvPolicy
-from services.wire.sampling import SamplingParams
+from services.wire.sampling import KvPolicy, SamplingParams
 from trainer.tiny_policy import build_model
 
 CPU = torch.device("cpu")

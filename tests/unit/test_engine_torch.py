@@ -17,7 +17,7 @@ from rollout_server.engines.base import EngineCrashedError, GenerationRequest, N
 from rollout_server.engines.factory import make_engine
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.engines.torch.forward import PolicyForward, RecordingError, record
-from services.settings import RunSettings
+from services.config.settings import RunSettings
 from services.wire.errors import NotReadyError, UsageError
 from services.wire.sampling import SamplingParams
 from weight_bus.manifest import encode_manifest

@@ -9,7 +9,7 @@ import pytest
 
 from clients.environments import make_task
 from clients.environments.base import AgentEndpoint, AgentEnvironment, Answer, Ended, Environment, Problem
-from services.config_file import dump_settings, load_settings
+from services.config.load import dump_settings, load_settings
 from services.supervisor.preflight import find_task, new_run_id
 from services.wire.errors import UsageError
 from services.wire.task_name import BUILT_IN, LIBRARIES, parse_task

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.first_failure import first_failure
+from services.host.aio import first_failure
 from services.wire.errors import ConflictError
 
 

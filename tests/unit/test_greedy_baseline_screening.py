@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from services.policies.batching import DropCause, Member
-from services.stream import StreamEntry
+from services.run_store.stream import StreamEntry
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import encode_trajectory
 from tests.support.trajectories import a_rollout, a_segment

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policies.batching import DropCause, Group, GroupAssembler, Member
-from services.policies.group_filter import GroupFilter
+from services.policies.batching import DropCause, Group, GroupAssembler, GroupFilter, Member
 from tests.support.examples import examples
 
 rewards = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=3)

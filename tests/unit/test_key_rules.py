@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.key_files import key_file, make_keys, read_keys
-from services.key_rules import (
+from services.run_store.client import with_password, without_password
+from services.security.keys import SessionKeys, key_file, make_keys, read_keys, secret_of_run
+from services.security.permissions import (
     GIVEN,
     OFF_LOOPBACK,
     OPENED_BY,
@@ -22,10 +23,8 @@ from services.key_rules import (
     lacking,
     openers,
     refusal,
+    require_loopback,
 )
-from services.loopback import require_loopback
-from services.redis_client import with_password, without_password
-from services.session_keys import SessionKeys, secret_of_run
 from services.wire.errors import ForbiddenError, UnauthenticatedError, UsageError
 from tests.support.mesh_command import run_command
 from weight_bus.vllm_settings import read_settings

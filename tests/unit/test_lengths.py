@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policies.lengths import Lengths, bucket_of, distance
+from services.policies.length_stats import Lengths, bucket_of, distance
 
 lengths = st.lists(st.integers(0, 100_000), max_size=60)
 

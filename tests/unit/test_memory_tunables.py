@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.memory_tunables import HUGE_PAGES, STREAMED_COPIES, VARIABLE, tunables_to_ask
+from services.host.process import HUGE_PAGES, STREAMED_COPIES, VARIABLE, tunables_to_ask
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFERED = "always [madvise] never\n"

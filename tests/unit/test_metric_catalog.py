@@ -7,9 +7,9 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services import metric_catalog
-from services.metric_catalog import CATALOG, Metric
-from services.metrics import Metrics, Reading
+from services.observability import catalog as metric_catalog
+from services.observability.catalog import CATALOG, Metric
+from services.observability.metrics import Metrics, Reading
 
 ROOMS = "service|rollout|gateway|bus|rewards|trainer"
 UNITS = (

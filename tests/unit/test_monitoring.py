@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from services.metric_catalog import CATALOG
-from services.monitoring.alerts import ALERTS, alert_rules
-from services.monitoring.dashboard import PANELS, dashboard
-from services.monitoring.files import monitoring_files
+from services.observability.alerts import ALERTS, alert_rules
+from services.observability.catalog import CATALOG
+from services.observability.cli import monitoring_files
+from services.observability.dashboard import PANELS, dashboard
 from tests.support.mesh_command import run_command
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config_file import dump_settings, load_settings
-from services.policies.reward_batching import BatchQueue, BatchRules
-from services.policies.reward_formula import (
+from services.config.load import dump_settings, load_settings
+from services.config.rewards import ModelScoring
+from services.policies.rewards import (
+    BatchQueue,
+    BatchRules,
     Composed,
     Failure,
     NotComposed,
@@ -22,9 +24,8 @@ from services.policies.reward_formula import (
     compose,
     describe_formula,
 )
-from services.reward_settings import ModelScoring
-from services.rewards.model_wire import decode_batch, encode_batch, prompt_text
-from services.rewards.worker_wire import Sample
+from services.rewards.model_component import decode_batch, encode_batch, prompt_text
+from services.rewards.sandbox.protocol import Sample
 from services.wire.errors import UsageError, WireError
 from tests.support.examples import examples
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from rollout_server.completions.sampling import choose_sampling, within
 from rollout_server.sessions.capture import PrefixIndex
 from rollout_server.sessions.session import Reward, Rewards
-from services.key_files import read_key
-from services.session_keys import SessionKeys
+from services.security.keys import SessionKeys, read_key
 from services.wire.errors import UsageError
 from services.wire.openai_api import ChatCall
 from services.wire.rollout_api import SamplingLimits

@@ -16,9 +16,8 @@ import psutil
 import pytest
 
 from services.policies.backoff import RestartPolicy
-from services.supervisor.keeper import Keeper, Post, Role, ServiceFailedError
-from services.supervisor.ports import PortReservation
-from services.supervisor.processes import Child, Janitor, ProcessSpec
+from services.supervisor.launch_plan import PortReservation
+from services.supervisor.processes import Child, Janitor, Keeper, Post, ProcessSpec, Role, ServiceFailedError
 from services.wire.errors import UsageError
 
 # A parent that starts a child of its own in the same group, says so, and lives on.

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config_file import load_settings
-from services.key_files import NO_PLACES, KeyPlaces
-from services.ledger import Accounts
+from services.config.load import load_settings
+from services.config.settings import RunSettings
+from services.host.run_folder import RunFolder, make_run_folder
 from services.policies.backoff import GiveUp, Restart, RestartPolicy
-from services.run_folder import RunFolder, make_run_folder
-from services.settings import RunSettings
+from services.run_store.ledger import Accounts
+from services.security.keys import NO_PLACES, KeyPlaces
 from services.supervisor.cli import _overrides
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
 from services.supervisor.preflight import choose_engine, new_run_id

@@ -11,10 +11,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from services.redis_client import connect
-from services.supervisor.live_view import LiveView, PlainView, make_view
-from services.supervisor.observer import MetricsTail, Observer, Snapshot, StepMetrics
-from services.waits import Wait, WaitBoard
+from services.run_store.client import connect
+from services.run_store.status import Wait, WaitBoard
+from services.supervisor.live_view import LiveView, MetricsTail, Observer, PlainView, Snapshot, StepMetrics, make_view
 
 
 def line(step: int) -> bytes:

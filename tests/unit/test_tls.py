@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from services.certificates import make_host, open_authority
-from services.key_files import KeyPlaces, without_keys
-from services.loopback import is_unspecified
-from services.redis_client import reached_by
-from services.tls import PLAIN, PUBLIC, Trust, read_tls, read_trust
+from services.run_store.client import reached_by
+from services.security.certificates import make_host, open_authority
+from services.security.keys import KeyPlaces, without_keys
+from services.security.permissions import is_unspecified
+from services.security.tls import PLAIN, PUBLIC, Trust, read_tls, read_trust
 from services.wire.errors import UsageError
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.mesh_command import run_command

@@ -9,14 +9,14 @@ import sys
 
 import pytest
 
-from services.trace_settings import TraceSettings, as_surroundings, with_surroundings
+from services.config.traces import TraceSettings, as_surroundings, with_surroundings
 from services.wire.errors import UsageError
 
 OFF = """
 import json, sys
 {imports}
-from services.trace_settings import TraceSettings
-from services.tracing import NO_TRACING, open_tracing
+from services.config.traces import TraceSettings
+from services.observability.tracing import NO_TRACING, open_tracing
 tracing = open_tracing(TraceSettings(), "gateway", "r", "g")
 assert tracing is NO_TRACING
 with tracing, tracing.begin("a") as span, tracing.span("b", parent="00-1-2-01"):
@@ -52,7 +52,7 @@ def run(code: str, **surroundings: str) -> subprocess.CompletedProcess[str]:
         # redis-py imports OpenTelemetry by itself, wherever it is installed, but never what exports traces.
         (
             "import services.gateway.app, services.supervisor.mesh",
-            ("opentelemetry.exporter", "opentelemetry.proto", "services.otel_tracing"),
+            ("opentelemetry.exporter", "opentelemetry.proto", "services.observability.otel"),
         ),
     ],
 )

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.advantage_settings import AdvantageSettings
-from services.settings import TrainerSettings
+from services.config.algorithm import AdvantageSettings
+from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
 from trainer.advantages.formula import describe_advantage
 from trainer.advantages.registry import ADVANTAGES, find_estimator, load_estimator

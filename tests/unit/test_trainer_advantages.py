@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.advantage_settings import AdvantageSettings
+from services.config.algorithm import AdvantageSettings
 from tests.support.examples import examples
 from trainer.advantages.registry import ADVANTAGES, load_estimator
 from trainer.advantages.scored import Scored, discounted_sums

@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from services.advantage_settings import AdvantageSettings
-from services.loss_settings import CorrectionSettings, LossSettings
+from services.config.algorithm import AdvantageSettings, CorrectionSettings, LossSettings
+from services.config.settings import RunSettings, TrainerSettings
 from services.policies.batching import Group
 from services.policies.token_budget import split_rows
-from services.settings import RunSettings, TrainerSettings
 from services.wire.packed import unpack_tokens
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories

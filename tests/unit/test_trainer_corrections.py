@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.loss_settings import CorrectionSettings, LossSettings
+from services.config.algorithm import CorrectionSettings, LossSettings
 from tests.support.examples import examples
 from trainer.corrections import correction
 from trainer.losses.tokens import BatchSize, LossTokens

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.advantage_settings import AdvantageSettings
-from services.settings import RunSettings, TrainerSettings
+from services.config.algorithm import AdvantageSettings
+from services.config.settings import RunSettings, TrainerSettings
+from services.host.files import appearing
 from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
 from trainer import checkpoint
 from trainer.crediting import Crediting
-from trainer.folders import appearing
 from trainer.learner import Learner
 from trainer.packing import pack
 from trainer.resume import Replay, ReplayError, fingerprint

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from services.loss_settings import LossSettings
-from services.settings import TrainerSettings
+from services.config.algorithm import LossSettings
+from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
 from trainer.formula import describe, describe_loss
 from trainer.losses.registry import LOSSES, LossEntry, load_loss

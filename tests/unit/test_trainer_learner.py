@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from services.loss_settings import CorrectionSettings, LossSettings
-from services.settings import TrainerSettings
+from services.config.algorithm import CorrectionSettings, LossSettings
+from services.config.settings import TrainerSettings
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment, group_of, grouped, random_trajectories

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.advantage_settings import AdvantageSettings, CriticSettings
-from services.loss_settings import CorrectionSettings, LossSettings
-from services.settings import RunSettings, TrainerSettings
+from services.config.algorithm import AdvantageSettings, CorrectionSettings, CriticSettings, LossSettings
+from services.config.settings import RunSettings, TrainerSettings
 from tests.support.one_token_task import play
 from tests.support.trajectories import grouped
 from trainer.packing import pack

@@ -11,7 +11,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.loss_settings import LossSettings
+from services.config.algorithm import LossSettings
 from tests.support.examples import examples
 from trainer.interpolation import interpolated
 from trainer.losses.divergence import Estimator, divergence

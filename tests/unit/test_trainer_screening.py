@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.policies.batching import DropCause, Member
-from services.stream import StreamEntry
-from services.vocabulary import vocabulary_digest
+from services.run_store.stream import StreamEntry
 from services.wire.packed import pack_logprobs, pack_mask
 from services.wire.sampling import SamplingParams
+from services.wire.tokenizer_digest import vocabulary_digest
 from services.wire.trajectory import RewardSpan, Segment, Trajectory, VersionSpan, encode_trajectory
 from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from services.line_tail import LineTail
-from services.metric_catalog import TRAINER_DROPPED, TRAINER_SECONDS, TRAINER_STEPS, TRAINER_TOKENS
+from services.host.files import LineTail
+from services.observability.catalog import TRAINER_DROPPED, TRAINER_SECONDS, TRAINER_STEPS, TRAINER_TOKENS
 from tests.support.step_lines import step_line
 from trainer.step_totals import RECENT_STEPS, StepLine, StepTotals
 

@@ -15,7 +15,7 @@ from rollout_server.engines.request_check import eos_token_ids
 from rollout_server.engines.vllm.convert import likeliest, sampled_logprobs, spans_between, to_delta, version_number
 from rollout_server.engines.vllm.stats import StepMeter
 from services.wire.errors import ConflictError, RollmeshError, UsageError, WireError
-from services.wire.kv_policy import KvPolicy
+from services.wire.sampling import KvPolicy
 from services.wire.trajectory import VersionSpan
 from weight_bus.errors import StageError
 from weight_bus.vllm_core import attach, commit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from services.memory_tunables import STREAMED_BYTES
+from services.host.process import STREAMED_BYTES
 from weight_bus.copying import PAGE, copy_bytes, streams_well
 from weight_bus.layout import place, plan_layout
 

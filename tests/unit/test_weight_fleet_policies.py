@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.policies.commit import Ask, CommitMachine
+from services.policies.fleet_commit import Ask, CommitMachine
 from services.policies.fleet_policy import FleetPolicy
 
 

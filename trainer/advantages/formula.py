@@ -5,8 +5,8 @@ A = estimator(R)          R = (reward [+ fine for length] [− λ·cost])[/(1 + 
 
 from __future__ import annotations
 
-from services.advantage_settings import AdvantageSettings
-from services.section import changed_fields
+from services.config.algorithm import AdvantageSettings
+from services.config.base import changed_fields
 from services.wire.errors import UsageError
 from trainer.advantages.registry import AdvantageEntry, find_estimator
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.advantage_settings import AdvantageSettings
+from services.config.algorithm import AdvantageSettings
 from trainer.advantages.scored import Float64Array, Scored, TokenAdvantages
 
 EPSILON = 1e-4

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from services.advantage_settings import CostSettings
+from services.config.algorithm import CostSettings
 from services.wire.errors import UsageError
 from services.wire.trajectory import Trajectory
 

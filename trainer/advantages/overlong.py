@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from services.advantage_settings import AdvantageSettings
+from services.config.algorithm import AdvantageSettings
 
 
 def overlong_fine(tokens: int, settings: AdvantageSettings) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.advantage_settings import GREEDY_BASELINE, AdvantageSettings
+from services.config.algorithm import GREEDY_BASELINE, AdvantageSettings
 from trainer.named_functions import find_entry, load_function
 
 if TYPE_CHECKING:

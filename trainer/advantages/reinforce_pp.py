@@ -7,7 +7,7 @@ then  (A_t − mean(A)) / (std(A) + 1e-8)             over all tokens of the bat
 
 from __future__ import annotations
 
-from services.advantage_settings import AdvantageSettings
+from services.config.algorithm import AdvantageSettings
 from trainer.advantages.grpo import group_relative
 from trainer.advantages.scored import Scored, TokenAdvantages
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.advantage_settings import AdvantageSettings
+from services.config.algorithm import AdvantageSettings
 from trainer.advantages.scored import Scored, TokenAdvantages
 
 

@@ -7,7 +7,7 @@ The paper runs without a lower bound: `clip_low = 1`.
 
 from __future__ import annotations
 
-from services.loss_settings import LossSettings
+from services.config.algorithm import LossSettings
 from trainer.losses.tokens import LossTokens, TokenLoss
 
 

@@ -7,7 +7,7 @@ Right for tokens of the current policy only; with stale ones it collapses unless
 
 from __future__ import annotations
 
-from services.loss_settings import LossSettings
+from services.config.algorithm import LossSettings
 from trainer.losses.tokens import LossTokens, TokenLoss
 
 

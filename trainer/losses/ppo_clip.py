@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from services.loss_settings import LossSettings
+from services.config.algorithm import LossSettings
 from trainer.losses.tokens import LossTokens, TokenLoss
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from services.loss_settings import LossSettings
+from services.config.algorithm import LossSettings
 from trainer.named_functions import find_entry, load_function
 
 if TYPE_CHECKING:

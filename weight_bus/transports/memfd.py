@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from services.shared_memory import shm_prefix
+from services.host.files import shm_prefix
 from services.wire.errors import UsageError
 from weight_bus.arena import Arena
 from weight_bus.copying import copy_bytes

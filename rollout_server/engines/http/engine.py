@@ -34,7 +34,7 @@ from rollout_server.engines.http.wire import Flow, OtherWeightsError, generate_b
 from rollout_server.engines.request_check import check_request, eos_token_ids, vocabulary_size
 from rollout_server.engines.step_timing import Cadence
 from rollout_server.engines.streams import DeltaStream, DeltaStreams
-from services.tls import PUBLIC, Trust
+from services.security.tls import PUBLIC, Trust
 from services.wire.errors import NotReadyError, RollmeshError, UsageError
 
 _log = structlog.get_logger()

@@ -36,9 +36,9 @@ from rollout_server.engines.torch.forward import PolicyForward
 from rollout_server.engines.torch.kv_cache import KvSlots
 from rollout_server.engines.torch.sampler import Sampler
 from rollout_server.engines.torch.scheduler import RunningBatch
-from services.imports import take_over_logs
+from services.host.process import take_over_logs
 from services.wire.errors import NotReadyError, UsageError
-from services.wire.kv_policy import KvPolicy
+from services.wire.sampling import KvPolicy
 from weight_bus.background import background_threads
 from weight_bus.manifest import decode_manifest
 from weight_bus.receiver import Receiver

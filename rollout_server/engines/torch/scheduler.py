@@ -31,7 +31,7 @@ from rollout_server.engines.torch.sampler import (
     seeded_source,
 )
 from services.wire.errors import RollmeshError
-from services.wire.kv_policy import KvPolicy
+from services.wire.sampling import KvPolicy
 from services.wire.trajectory import VersionSpan
 
 

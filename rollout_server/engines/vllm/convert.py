@@ -10,7 +10,7 @@ from typing import Any, cast
 from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest
 from rollout_server.engines.request_check import check_request, drawable_stops
 from services.wire.errors import RollmeshError, UsageError
-from services.wire.kv_policy import KvPolicy
+from services.wire.sampling import KvPolicy
 from services.wire.trajectory import VersionSpan
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}

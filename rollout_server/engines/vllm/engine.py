@@ -32,8 +32,7 @@ from rollout_server.engines.vllm import launch as vllm_launch
 from rollout_server.engines.vllm.convert import to_delta, vllm_parameters
 from rollout_server.engines.vllm.stats import StepMeter
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
-from services.wire.kv_policy import KvPolicy
-from services.wire.sampling import SamplingParams
+from services.wire.sampling import KvPolicy, SamplingParams
 from weight_bus.vllm_asking import ask
 from weight_bus.vllm_protocol import Attached, Committed, Digest, Staged
 

@@ -23,7 +23,7 @@ import torch
 
 from rollout_server.engines.request_check import read_json
 from services.wire.errors import RollmeshError, UsageError
-from services.wire.kv_policy import KvPolicy
+from services.wire.sampling import KvPolicy
 from weight_bus.vllm_protocol import LIVE_WEIGHTS, SCRATCH, WORKER_EXTENSION
 
 # Imported before the fork, so that the engine core does not import them after it.

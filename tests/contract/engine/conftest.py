@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from rollout_server.engines.factory import make_engine
-from services.settings import RolloutSettings, RunSettings
+from services.config.settings import RolloutSettings, RunSettings
 from tests.contract import engine_harness as harness
 from tests.contract.engine_harness import EngineCase
 from tests.support.rollout_host import hosting

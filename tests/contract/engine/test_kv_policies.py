@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from rollout_server.engines.base import join
-from services.wire.kv_policy import KvPolicy
+from services.wire.sampling import KvPolicy
 from tests.contract.engine_harness import InFlight, request
 from tests.contract.kv_harness import BLOCK, Case, prompts, serving
 

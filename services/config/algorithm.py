@@ -1,0 +1,115 @@
+"""The loss, part by part. `trainer.formula` says what a choice of these computes, and refuses choices without effect."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from services.config.base import Section
+
+
+class CorrectionSettings(Section):
+    """Weights of tokens that another policy drew; `trainer.corrections` has the formulas and their sources.
+
+    ρ = π_prox/π_beh at a token; of a segment, `sequence` takes the product, `geometric` the geometric mean.
+    """
+
+    weight: Literal["none", "token", "sequence", "geometric"] = Field(
+        default="none", description="The ratio that a token's loss is multiplied by"
+    )
+    cap: float = Field(default=2.0, gt=0.0, description="Largest weight; inf: unbounded")
+    mask: Literal["none", "token", "sequence", "geometric"] = Field(
+        default="none", description="The ratio outside whose bounds tokens are left out of the loss"
+    )
+    mask_low: float = Field(default=0.5, ge=0.0)
+    mask_high: float = Field(default=5.0, gt=0.0)
+    veto: float | None = Field(
+        default=None, gt=0.0, description="Segments with a token of a smaller ratio are left out whole"
+    )
+
+
+class LossSettings(Section):
+    """Each part explicit; the formula in force is printed when the trainer starts."""
+
+    policy: str = Field(
+        default="ppo_clip",
+        description="ppo_clip, policy_gradient, cispo, gspo, or a function of your own as module:function",
+    )
+    anchor: Literal["behaviour", "proximal", "interpolated"] = Field(
+        default="behaviour", description="The policy that the ratio is taken against"
+    )
+    clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
+    clip_high: float = Field(default=0.2, gt=0.0)
+    dual_clip: float | None = Field(default=None, gt=1.0, description="ppo_clip: bound for bad tokens (none: no bound)")
+    mean: Literal["tokens", "segments", "fixed"] = Field(
+        default="tokens", description="Over the batch's tokens, over segments of tokens, or a sum over a fixed length"
+    )
+    fixed_length: int = Field(default=1024, ge=1, description="mean = fixed: the tokens that a segment counts for")
+    entropy: float = Field(default=0.0, ge=0.0, description="Coefficient of the policy's entropy, which is rewarded")
+    kl: float = Field(default=0.0, ge=0.0, description="Coefficient of the divergence from the run's first policy")
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    correction: CorrectionSettings = CorrectionSettings()
+
+
+# Who gets how much of the reward, part by part. `trainer.advantages.formula` says what a choice of these computes,
+# and refuses choices without effect.
+
+GREEDY_BASELINE = "remax"
+"""The estimator that compares with an answer drawn greedily: the first sibling of each group is that one."""
+
+
+class CriticSettings(Section):
+    """The value function of `estimator = gae`: the run's first policy with a head of one number."""
+
+    learning_rate: float = Field(default=1e-3, gt=0.0, description="AdamW, constant")
+    clip: float = Field(
+        default=0.2, gt=0.0, description="How far a value may move from that before the batch; inf: unbounded"
+    )
+
+
+class CostSettings(Section):
+    """A cost that is to stay below a limit: its price in the reward rises while it does not (Safe RLHF)."""
+
+    component: str | None = Field(
+        default=None, min_length=1, description="Reward component that is the cost; none: there is no cost"
+    )
+    limit: float = Field(default=0.0, description="The mean cost of a trajectory that is allowed")
+    price: float = Field(default=1.0, gt=0.0, description="The multiplier that the run begins with")
+    learning_rate: float = Field(default=0.1, gt=0.0, description="Of the multiplier's logarithm")
+    largest: float = Field(default=5.0, gt=0.0, description="Largest multiplier")
+
+
+class AdvantageSettings(Section):
+    """Each part explicit; the formula in force is printed when the trainer starts."""
+
+    estimator: str = Field(
+        default="grpo",
+        description="grpo, rloo, remax, reinforce_pp, reinforce_pp_baseline, gae, or your own as module:function",
+    )
+    std: bool = Field(default=True, description="grpo: divide by the group's standard deviation (Dr. GRPO does not)")
+    discount: float = Field(default=1.0, gt=0.0, le=1.0, description="γ a token, for reinforce_pp and gae")
+    trace: float = Field(default=0.95, ge=0.0, le=1.0, description="gae: λ")
+    whiten: bool = Field(default=True, description="gae: mean 0 and standard deviation 1 over the batch's tokens")
+    kl: float = Field(default=0.0, ge=0.0, description="Coefficient of the divergence from the first policy, in reward")
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    overlong_length: int | None = Field(
+        default=None, ge=1, description="Sampled tokens from which on an answer is fined in full (none: no fine)"
+    )
+    overlong_buffer: int = Field(default=1, ge=1, description="Tokens before overlong_length over which the fine grows")
+    keep: Literal["all", "best", "best_random", "best_worst"] = Field(
+        default="all", description="Which siblings of a group are trained on, by reward (PF-PPO)"
+    )
+    dynamic_sampling: bool = Field(
+        default=False, description="Drop groups whose rewards are all equal, and make up for them (DAPO)"
+    )
+    dynamic_sampling_most: int = Field(
+        default=64, ge=1, description="Groups dropped so for one batch; after that they are trained as they are"
+    )
+    critic: CriticSettings = CriticSettings()
+    cost: CostSettings = CostSettings()
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether the first sibling of each group is drawn greedily, to compare the others with."""
+        return self.estimator == GREEDY_BASELINE

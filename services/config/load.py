@@ -1,0 +1,138 @@
+"""Loading the configuration tree: TOML file, then dotted overrides; every mistake is one line that names the mend."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from services.config.settings import RunSettings
+from services.policies.admission import most_updates
+from services.wire.errors import UsageError
+
+_GONE = {
+    "trainer.micro_batch": "write trainer.micro_batch_tokens: tokens of a pass instead of rows (64 rows of 40: 2560)",
+}
+
+
+def load_settings(path: Path | None, overrides: Sequence[str]) -> RunSettings:
+    """The tree from `path` (defaults without one) with `section.key=value` overrides on top.
+
+    Raises UsageError for a file that cannot be read, an unknown key (with the nearest known one) or a bad value.
+    """
+    tree: dict[str, Any] = {} if path is None else _read(path)
+    for override in overrides:
+        _apply(tree, override)
+    _refuse_unknown(tree, RunSettings, "")
+    try:
+        settings = RunSettings.model_validate(tree)
+    except ValidationError as error:
+        raise UsageError(*_explain(error)) from error
+    _refuse_starvation(settings)
+    return settings
+
+
+def dump_settings(settings: RunSettings) -> str:
+    """TOML text that `load_settings` reads back to the same tree."""
+    return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
+
+
+def _refuse_starvation(settings: RunSettings) -> None:
+    updates, most = settings.trainer.updates_per_batch, most_updates(settings.k)
+    if updates > most:
+        raise UsageError(
+            f"trainer.updates_per_batch={updates} cannot be under k={settings.k}: a batch is drawn before its first step, "
+            f"so tokens of its last would be {updates - 1} steps old",
+            f"set k={updates - 1} or more ({2 * updates - 1} lets engines draw while the trainer trains), or "
+            f"trainer.updates_per_batch={most} or less",
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration {path} ({error.strerror})", "check the path") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML ({error})", "mend the file") from error
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.lstrip("-").partition("=")
+    if not separator or not key:
+        raise UsageError(f"{override!r} is no override", "write section.key=value, such as trainer.learning_rate=1e-4")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, leaf = key.replace("-", "_").split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UsageError(f"{key!r}: {section!r} is a value, not a section", "check the key")
+    tree[leaf] = value
+
+
+def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str) -> None:
+    for key, value in tree.items():
+        field = model.model_fields.get(key)
+        if field is None:
+            known = known_keys()
+            if f"{prefix}{key}" in _GONE:
+                raise UsageError(f"{prefix + key!r} is gone", _GONE[f"{prefix}{key}"])
+            near = get_close_matches(f"{prefix}{key}", known, n=1, cutoff=0.4) or get_close_matches(
+                key, [name.rpartition(".")[2] for name in known], n=1, cutoff=0.4
+            )
+            hint = f"the nearest known key is {near[0]!r}" if near else f"known keys: {', '.join(model.model_fields)}"
+            raise UsageError(f"unknown key {prefix + key!r}", hint)
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            if not isinstance(value, Mapping):
+                raise UsageError(f"{prefix + key!r} is a section, not a value", f"set one of its keys: {prefix}{key}.…")
+            _refuse_unknown(value, section, f"{prefix}{key}.")
+
+
+def known_keys() -> list[str]:
+    """Every setting by its dotted name."""
+    return _known_keys(RunSettings, "")
+
+
+def _known_keys(model: type[BaseModel], prefix: str) -> list[str]:
+    names = []
+    for key, field in model.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            names += _known_keys(section, f"{prefix}{key}.")
+        else:
+            names.append(f"{prefix}{key}")
+    return names
+
+
+def _explain(error: ValidationError) -> tuple[str, str]:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    what = f"{key} = {first['input']!r} cannot be"
+    allowed = _allowed(key)
+    if allowed:
+        near = get_close_matches(str(first["input"]), allowed, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return what, f"{hint}known: {', '.join(allowed)}"
+    # A check of our own speaks for itself; pydantic would put "Value error" before it.
+    return what, str(first.get("ctx", {}).get("error", first["msg"]))
+
+
+def _allowed(key: str) -> list[str]:
+    model: type[BaseModel] = RunSettings
+    *sections, leaf = key.split(".")
+    for section in sections:
+        annotation = model.model_fields[section].annotation if section in model.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    annotation = model.model_fields[leaf].annotation if leaf in model.model_fields else None
+    return [str(value) for value in get_args(annotation)] if str(get_origin(annotation)) == "typing.Literal" else []

@@ -1,0 +1,177 @@
+"""The configuration tree: one typed place for every setting of a run.
+
+A run's configuration is a TOML file of these names plus dotted overrides (`trainer.learning_rate=1e-4`); the resolved
+tree is written to the run folder as `config.toml` and handed to every process of the mesh.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from services.config.algorithm import AdvantageSettings, LossSettings
+from services.config.base import Section
+from services.config.rewards import RewardSettings
+from services.config.traces import TraceSettings
+from services.policies.admission import LOOKAHEAD
+from services.wire.errors import UsageError
+from services.wire.sampling import KvPolicy
+from services.wire.task_name import parse_task
+from services.wire.weights_api import FleetPolicyName
+
+EngineName = Literal["auto", "torch", "vllm"]
+TransportName = Literal["auto", "nixl", "shm", "nccl", "file"]
+
+
+def _known_task(name: str) -> str:
+    try:
+        parse_task(name)
+    except UsageError as error:
+        raise ValueError(error.remedy) from error
+    return name
+
+
+TaskText = Annotated[str, AfterValidator(_known_task)]
+
+
+class ModelSettings(Section):
+    path: Path | None = Field(default=None, description="Hugging Face folder; empty: a tiny model is warm-started")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Serving dtype")
+
+
+class WarmStartSettings(Section):
+    """The short supervised run that gives the tiny model its first, clumsy skill (`rollmesh sft`)."""
+
+    cache_dir: Path | None = Field(
+        default=None, description="Where warm starts are kept; empty: the user's cache folder"
+    )
+    threads: int = Field(default=1, ge=1, description="Torch threads; more do not help a model this small")
+
+
+class RolloutSettings(Section):
+    groups_per_step: int = Field(default=16, ge=1, description="`batch`: groups that one optimizer step consumes")
+    group_size: int = Field(default=8, ge=2, description="Answers to each prompt")
+    min_group_size: int = Field(
+        default=2, ge=2, description="A group that lost siblings is trained with those that finished, if so many did"
+    )
+    temperature: float = Field(default=1.0, gt=0.0)
+    max_tokens: int = Field(default=24, ge=1, description="Longest answer, in tokens, a turn")
+    lookahead: int = Field(
+        default=LOOKAHEAD, ge=1, description="How far the run may pass its oldest open group, in (k + 1) · batch groups"
+    )
+    group_timeout_s: float = Field(default=120.0, gt=0.0, description="A group idle for longer is dropped")
+    episode_timeout_s: float = Field(default=600.0, gt=0.0, description="Longest time an episode may take")
+    threads: int = Field(default=1, ge=1, description="Torch threads of an engine on CPU")
+    tensor_parallel: int = Field(
+        default=1, ge=1, description="Ranks that engine vllm splits the model over, a GPU (or a process on CPU) each"
+    )
+    max_running: int = Field(default=256, ge=1, description="Requests an engine decodes at once")
+    kv_policy: KvPolicy = Field(
+        default="salt", description="What a weight update does to an engine's keys and values (docs/the-loop.md)"
+    )
+    renderer: str = Field(default="auto", description="Chat renderer, by its name in the `renderers` library")
+    retry_patience_s: float = Field(
+        default=5.0, ge=0.0, description="How long an answer goes on after its client hung up, for a retry to join it"
+    )
+    draft_every_tokens: int = Field(
+        default=128, ge=1, description="A long answer is written down after so many tokens, for another server to go on"
+    )
+    max_body_mib: int = Field(default=32, ge=1, description="Largest request body")
+
+
+class GatewaySettings(Section):
+    """The one address in front of the rollout servers (`rollmesh gateway`)."""
+
+    enabled: Literal["auto", "always", "never"] = Field(
+        default="auto", description="Whether `rollmesh up` starts one; auto: in front of more than one server"
+    )
+    poll_s: float = Field(default=0.25, gt=0.0, le=5.0, description="How often it looks which servers are alive")
+    failover_timeout_s: float = Field(
+        default=60.0, gt=0.0, description="How long a call that no server takes is sent again before it fails"
+    )
+    prefix_slack: int = Field(
+        default=8, ge=0, description="Calls above its share that a server may hold and still get those of its prefixes"
+    )
+    remembered: int = Field(
+        default=200_000, ge=1, description="Sessions, groups and prefixes of which it remembers the server"
+    )
+    shutdown_s: int = Field(default=30, ge=0, description="How long it answers what is in flight once told to end")
+
+
+class TrainerSettings(Section):
+    learning_rate: float = Field(default=5e-4, gt=0.0)
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    warmup_steps: int = Field(default=5, ge=0)
+    clip_grad_norm: float = Field(default=1.0, gt=0.0)
+    micro_batch_tokens: int = Field(
+        default=4096, ge=1, description="Tokens of a forward/backward pass; a longer row has one for itself"
+    )
+    loss: LossSettings = LossSettings()
+    advantage: AdvantageSettings = AdvantageSettings()
+    threads: int = Field(default=1, ge=1)
+    checkpoint_every: int = Field(default=20, ge=1, description="Optimizer steps between checkpoints")
+    updates_per_batch: int = Field(
+        default=1, ge=1, description="Optimizer steps that a batch is split into; only the last is published"
+    )
+    batch_timeout_s: float = Field(default=120.0, gt=0.0, description="Longest wait for a batch before the run fails")
+
+
+class WeightSettings(Section):
+    policy: FleetPolicyName = Field(
+        default="barrier",
+        description="When engines flip to a new version: all together, a share of them first, or one after the other",
+    )
+    quorum: float = Field(default=0.5, gt=0.0, le=1.0, description="Share of the live engines, for policy quorum")
+    rolling_at_once: int = Field(default=1, ge=1, description="Engines that flip at the same time, for policy rolling")
+    transport: TransportName = Field(
+        default="auto",
+        description="auto: nixl where it is installed, else shm; nccl: broadcast (gloo without a GPU); file: snapshots",
+    )
+    file_root: Path | None = Field(
+        default=None, description="Folder of snapshots; the only one that engines read weight files from"
+    )
+    file_keep: int = Field(default=2, ge=1, description="Snapshots kept, for transport file")
+    bucket_mib: int = Field(default=16, ge=1, le=1024)
+    delta: Literal["auto", "off"] = Field(
+        default="auto", description="auto: sparse changes are offered as a delta beside the dense bytes (nixl, shm)"
+    )
+    delta_max_ratio: float = Field(
+        default=0.25, gt=0.0, le=1.0, description="Largest share of the dense bytes that a delta may take"
+    )
+    stage_timeout_s: float = Field(default=30.0, gt=0.0)
+
+
+class TelemetrySettings(TraceSettings):
+    """Where traces go, and where the trainer, which serves nothing else, has its probes and `/metrics`."""
+
+    trainer_host: str = Field(default="127.0.0.1", description="Address that the trainer's probes listen on (loopback)")
+    trainer_port: int = Field(
+        default=0, ge=0, le=65535, description="Their port; 0: a free one, `rollmesh status` says it"
+    )
+
+
+class EvaluationSettings(Section):
+    problems: int = Field(default=256, ge=1, description="Held-out problems, answered greedily before and after")
+
+
+class RunSettings(Section):
+    seed: int = Field(default=1, ge=0)
+    task: TaskText = Field(default="running-sums", description="A name as `services.wire.task_name` describes it")
+    engine: EngineName = "auto"
+    servers: int = Field(default=1, ge=1, le=64)
+    steps: int = Field(default=60, ge=1)
+    k: int = Field(default=2, ge=0, description="Largest staleness, in optimizer steps, of a token in the loss")
+    run_dir: Path | None = Field(default=None, description="Run folder; empty: runs/<task>-<time>")
+    redis_url: str | None = Field(default=None, description="Empty: an embedded Valkey")
+    model: ModelSettings = ModelSettings()
+    warm_start: WarmStartSettings = WarmStartSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    rewards: RewardSettings = RewardSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    weights: WeightSettings = WeightSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()

@@ -1,0 +1,153 @@
+"""What the gateway reads off a call: which session or group it names, and whether it opens one or draws tokens. Pure.
+
+| named by                          | example                                      |
+|-----------------------------------|----------------------------------------------|
+| the URL                           | `/sessions/{id}/v1/…`, `/groups/{id}/turns`  |
+| a session's key as bearer         | `Authorization: Bearer rs-{id}-{mac}`        |
+| the header `X-Session-ID`         |                                              |
+
+Nothing is verified here: servers do that. Whoever lies about a session only sends the call to a server that refuses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from starlette.types import Scope
+
+from services.http.auth import bearer
+from services.run_store.keys import RunKeys
+from services.security.keys import PREFIX
+from services.wire.gateway_api import BASE_URL_HEADER, CALL_HEADER
+
+GENERATE = "/inference/v1/generate"
+_ROOTS = frozenset(("sessions", "groups", "v1", "trajectories"))
+# Of the connection, not of the call (RFC 9110, 7.6.1); and what each side of us writes anew.
+_OF_THE_REQUEST = frozenset(
+    (
+        *(b"connection", b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"trailer"),
+        *(b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect"),
+        BASE_URL_HEADER.encode(),
+    )
+)
+_DRAWING = ("/completions", "/generate", "/turns")
+
+Headers = list[tuple[str, str]]
+
+
+def is_proxied(path: str) -> bool:
+    """Whether a path belongs to the rollout servers' agents; operating an engine is done at the server itself."""
+    return path == GENERATE or path[1:].partition("/")[0] in _ROOTS
+
+
+@dataclass(slots=True)
+class ProxiedCall:
+    """One call of an agent. It is sent as it stands, to one server after another if need be.
+
+    `target`: path and query, as the agent encoded them. `call_id` stands in `headers` too.
+    """
+
+    method: str
+    path: str
+    target: str
+    headers: Headers
+    body: bytes
+    call_id: str
+    session_id: str | None
+    group_id: str | None
+
+    @property
+    def opens(self) -> bool:
+        """Whether it opens a session or a group."""
+        return self.method == "POST" and self.path in ("/sessions", "/groups")
+
+    @property
+    def draws(self) -> bool:
+        """Whether it lets an engine draw tokens."""
+        return self.method == "POST" and self.path.endswith(_DRAWING)
+
+    @property
+    def is_uncaptured(self) -> bool:
+        """Whether it draws tokens outside any session."""
+        return self.path == GENERATE and self.method == "POST" and self.session_id is None
+
+    @property
+    def may_name_nothing(self) -> bool:
+        """Whether only a header of the token route names its session: the id may be of the client's own making."""
+        return self.path == GENERATE and self.session_id is not None and not _shown_key(self.headers).startswith(PREFIX)
+
+
+def read_call(scope: Scope, body: bytes) -> ProxiedCall:
+    """The call as it will be sent on."""
+    headers: Headers = []
+    call_id = host = named = ""
+    for name, value in scope["headers"]:
+        if name == b"host":
+            host = value.decode("latin-1")
+        if name in _OF_THE_REQUEST:
+            continue
+        key, text = name.decode("latin-1"), value.decode("latin-1")
+        if key == CALL_HEADER:
+            call_id = text
+        elif key == "x-session-id":
+            named = text
+        headers.append((key, text))
+    if not call_id:
+        call_id = secrets.token_hex(16)
+        headers.append((CALL_HEADER, call_id))
+    headers.append((BASE_URL_HEADER, f"{scope['scheme']}://{host}"))
+    path = scope["path"]
+    session_id, group_id = _in_path(path)
+    target, query = scope["raw_path"].decode("latin-1"), scope["query_string"]
+    return ProxiedCall(
+        method=scope["method"],
+        path=path,
+        target=f"{target}?{query.decode('latin-1')}" if query else target,
+        headers=headers,
+        body=body,
+        call_id=call_id,
+        session_id=session_id or _of_key(_shown_key(headers)) or named or None,
+        group_id=group_id,
+    )
+
+
+def _in_path(path: str) -> tuple[str | None, str | None]:
+    """Session and group that a path names."""
+    parts = path.split("/", 3)
+    if len(parts) < 3 or not parts[2]:
+        return None, None
+    return (parts[2] if parts[1] == "sessions" else None), (parts[2] if parts[1] == "groups" else None)
+
+
+def _shown_key(headers: Headers) -> str:
+    return bearer(next((value for name, value in headers if name == "authorization"), None))
+
+
+def _of_key(key: str) -> str | None:
+    """The session of a session's key, which may hold dashes; its last part may not."""
+    return key.removeprefix(PREFIX).rpartition("-")[0] or None if key.startswith(PREFIX) else None
+
+
+# Whether a session id is one of ours: trainers' clients send ids of their own making with the token route.
+
+_LOOK_WITHIN_S = 2.0
+
+
+class SessionIndex:
+    """The sessions that the servers of a run have opened, as they stand in Redis."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis = redis
+        self._keys = RunKeys(run_id)
+
+    async def holds(self, session_id: str) -> bool:
+        """Whether a server has opened this session. While Redis fails every id counts as one: servers know better."""
+        try:
+            async with asyncio.timeout(_LOOK_WITHIN_S):
+                return bool(await self._redis.exists(self._keys.group_of(session_id)))
+        except (RedisError, OSError, TimeoutError):
+            return True

@@ -1,0 +1,384 @@
+"""`POST /inference/v1/generate` outside any session: a draw that breaks off is continued from its own tokens.
+
+No server keeps such a draw, so sending the call again would draw something else. What has come is put behind the prompt
+instead, and the rest is asked for; the agent sees one answer, never `finish_reason: "abort"`.
+
+    whole answer:   choices that ended by `abort` ──► each one's rest, on its own ──► joined
+    stream, n = 1:  chunks pass on; after an `abort` or a broken connection those of the rest follow
+    stream, n > 1:  passed through; where it breaks off it ends with an error
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+from aiohttp import ClientResponse
+
+from services.gateway.request import ProxiedCall
+from services.gateway.response import AgentSide
+from services.gateway.retry import Failover
+from services.gateway.servers import Server
+from services.gateway.upstream import TryFailedError, error_detail, rest_refused
+from services.host.aio import first_failure
+from services.http.app import DONE
+from services.wire.errors import ContextLengthError
+from services.wire.gateway_api import CALL_HEADER
+from services.wire.vllm_api import (
+    Choice,
+    ChunkChoice,
+    GenerateAnswer,
+    GenerateChunk,
+    Logprobs,
+    Usage,
+    WeightVersionSpan,
+)
+
+_answer = msgspec.json.Decoder(GenerateAnswer)
+
+
+@dataclass
+class _Got:
+    """A whole answer of one server."""
+
+    server: Server
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+
+
+class Uncaptured:
+    """Answers calls of the token route that name no session."""
+
+    def __init__(self, failover: Failover) -> None:
+        self._failover = failover
+
+    async def answer(self, call: ProxiedCall, agent: AgentSide) -> None:
+        """Raises what `Failover.deliver` raises, and RollmeshError where the rest of an answer is refused."""
+        # Most calls are not streamed and not broken off: of those nothing is decoded, neither prompt nor answer.
+        asked = _decode(call.body) if b'"stream"' in call.body else {}
+        if not asked.get("stream"):
+            await self._whole(call, agent)
+        elif asks_for_one(asked):
+            await self._stream(call, asked, agent)
+        else:
+            await self._pass_through(call, agent)
+
+    async def _whole(self, call: ProxiedCall, agent: AgentSide) -> None:
+        got = await self._ask(call)
+        if got.status == 200 and b'"abort"' in got.body:
+            asked, whole = _decode(call.body), _answer.decode(got.body)
+            with first_failure():
+                async with asyncio.TaskGroup() as tasks:
+                    rests = [
+                        tasks.create_task(self._finished(call, asked, choice, got.server.name))
+                        for choice in whole.choices
+                    ]
+            whole.choices = [rest.result() for rest in rests]
+            whole.usage = usage(len(asked["token_ids"]), whole.choices)
+            got.body = msgspec.json.encode(whole)
+            got.headers = tuple(each for each in got.headers if each[0].lower() != b"content-length")
+        await agent.begin(got.status, got.headers)
+        await agent.end(got.body)
+
+    async def _finished(self, call: ProxiedCall, asked: Call, drawn: Choice, server_id: str) -> Choice:
+        """The sample, carried on until it ends by itself; `server_id`: who broke it off."""
+        while drawn.finish_reason == "abort":
+            left = what_is_left(asked, drawn)
+            if left is None:
+                return ended(drawn, "length")
+            got = await self._ask(_again(call, left), rest_of=drawn, apart_from=(server_id,))
+            if got.status != 200:
+                if error_detail(got.body).code == ContextLengthError.code:
+                    return ended(drawn, "length")
+                raise rest_refused(got.status, got.body)
+            drawn = join(drawn, _answer.decode(got.body).choices[0])
+            server_id = got.server.name
+        return drawn
+
+    async def _ask(self, call: ProxiedCall, rest_of: Choice | None = None, apart_from: Collection[str] = ()) -> _Got:
+        got: list[_Got] = []
+
+        async def keep(server: Server, response: ClientResponse) -> None:
+            body = await response.read()
+            if rest_of is not None and b'"abort"' in body and not _answer.decode(body).choices[0].token_ids:
+                raise TryFailedError("it broke the draw off before the first token")
+            got.append(_Got(server, response.status, response.raw_headers, body))
+
+        await self._failover.deliver(call, keep, lambda: 0, apart_from=apart_from)
+        return got[-1]
+
+    async def _stream(self, call: ProxiedCall, asked: Call, agent: AgentSide) -> None:
+        stream = UncapturedStream(asked, agent)
+        left: Call | None = stream.first()
+        broken_by: tuple[str, ...] = ()
+        while left is not None:
+            try:
+                await self._failover.deliver(
+                    _again(call, left), stream.take, stream.progress, apart_from=broken_by, resend=False
+                )
+                return
+            except TryFailedError as failure:
+                if agent.ended:
+                    return
+                broken_by = () if failure.server_id is None else (failure.server_id,)
+                left = stream.left()
+        await stream.close("length")
+
+    async def _pass_through(self, call: ProxiedCall, agent: AgentSide) -> None:
+        async def take(_: Server, response: ClientResponse) -> None:
+            await agent.begin(response.status, response.raw_headers)
+            async for chunk in response.content.iter_any():
+                await agent.pass_on(chunk)
+            await agent.end()
+
+        await self._failover.deliver(call, take, lambda: agent.begun + agent.passed_on, resend=False)
+
+
+def _again(call: ProxiedCall, left: Call) -> ProxiedCall:
+    """A call of its own, for what is left: a server that knows the first one must not replay that."""
+    call_id = secrets.token_hex(16)
+    headers = [(name, call_id if name == CALL_HEADER else value) for name, value in call.headers]
+    return replace(call, headers=headers, body=msgspec.json.encode(left), call_id=call_id)
+
+
+def _decode(body: bytes) -> Call:
+    """An empty call for what is no JSON object: the server says what is wrong with it."""
+    try:
+        decoded: Any = msgspec.json.decode(body)
+    except msgspec.MsgspecError:
+        return {}
+    return decoded if isinstance(decoded, dict) else {}
+
+
+# One streamed sample outside any session, from as many servers as it takes.
+#
+# The first server's events pass as they are. Those of a later one are written anew: as if they went on where the
+# first broke off, with its `request_id`, versions over the whole sample, and usage of the whole answer.
+
+_chunk = msgspec.json.Decoder(GenerateChunk)
+_encoder = msgspec.json.Encoder()
+_END = b"data: [DONE]"
+_DATA = b"data: "
+
+
+class UncapturedStream:
+    """What the agent has of one sample; `take` handles one server's part of it."""
+
+    def __init__(self, asked: Call, agent: AgentSide) -> None:
+        options = asked.get("stream_options") or {}
+        # So that it is known of every token which version drew it, wherever the stream breaks off.
+        self._asked = asked | {"stream_options": {**options, "version_spans": True}}
+        self._prompt_tokens = len(asked["token_ids"])
+        self._wants_usage = bool(options.get("include_usage"))
+        self._agent = agent
+        self._request_id = ""
+        self._drawn = ChunkChoice(index=0, token_ids=[], policy_versions=[])
+        self._earlier = 0
+        """Tokens that other servers drew before the one that draws now."""
+
+    def first(self) -> Call:
+        """What is asked of the first server."""
+        return self._asked
+
+    def left(self) -> Call | None:
+        """What is asked of the next; None where all tokens have come."""
+        return what_is_left(self._asked, self._drawn)
+
+    def progress(self) -> int:
+        return len(self._drawn.token_ids)
+
+    async def take(self, _: Server, response: ClientResponse) -> None:
+        """Pass a server's events on. Raises TryFailedError where the rest is to come from another one."""
+        self._earlier = len(self._drawn.token_ids)
+        if response.status != 200:
+            await self._take_refusal(response)
+            return
+        rest = b""
+        async for data in response.content.iter_any():
+            *events, rest = (rest + data).split(b"\n\n")
+            passed: list[bytes] = []
+            aborted = False
+            for event in events:
+                if event == _END:
+                    await self._agent.begin(response.status, response.raw_headers)
+                    await self._agent.end(b"".join(passed) + DONE)
+                    # To the end of the answer, or its connection could not be used again.
+                    with suppress(aiohttp.ClientError, OSError):
+                        await response.content.read()
+                    return
+                written, aborted = self._read(event)
+                passed.append(written)
+                if aborted:
+                    break
+            if any(passed):
+                await self._agent.begin(response.status, response.raw_headers)
+                await self._agent.pass_on(b"".join(passed))
+            if aborted:
+                raise TryFailedError("it broke the draw off")
+        raise TryFailedError("the stream ended before its end")
+
+    async def close(self, reason: Literal["stop", "length"]) -> None:
+        """End the stream, since all tokens have come."""
+        versions = self._drawn.policy_versions
+        last = ChunkChoice(index=0, token_ids=[], finish_reason=reason, policy_versions=versions)
+        if self._asked["sampling_params"].get("logprobs") is not None:
+            last.logprobs = Logprobs([])
+        last.weight_versions = weight_spans(versions, len(self._drawn.token_ids))
+        chunks = [GenerateChunk(request_id=self._request_id, choices=[last])]
+        if self._wants_usage:
+            spent = usage(self._prompt_tokens, [self._drawn])
+            chunks.append(GenerateChunk(request_id=self._request_id, choices=[], usage=spent))
+        await self._agent.end(b"".join(_event(chunk) for chunk in chunks) + DONE)
+
+    async def _take_refusal(self, response: ClientResponse) -> None:
+        body = await response.read()
+        if not self._agent.begun:
+            await self._agent.begin(response.status, response.raw_headers)
+            await self._agent.end(body)
+        elif error_detail(body).code == ContextLengthError.code:
+            await self.close("length")
+        else:
+            raise rest_refused(response.status, body)
+
+    def _read(self, event: bytes) -> tuple[bytes, bool]:
+        """The event as the agent gets it, nothing for one that says nothing, and whether the server broke off with it."""
+        try:
+            chunk = _chunk.decode(event.removeprefix(_DATA))
+        except msgspec.MsgspecError as error:
+            raise TryFailedError(f"it failed in mid-stream ({event[:500].decode(errors='replace')})") from error
+        self._request_id = self._request_id or chunk.request_id
+        aborted = False
+        for piece in chunk.choices:
+            self._extend(piece)
+            aborted = piece.finish_reason == "abort"
+        if not aborted and not self._earlier:
+            return event + b"\n\n", False
+        for piece in chunk.choices:
+            if aborted:
+                piece.finish_reason = piece.policy_versions = piece.weight_versions = None
+            elif piece.finish_reason is not None:
+                piece.policy_versions = self._drawn.policy_versions
+                piece.weight_versions = weight_spans(piece.policy_versions, len(self._drawn.token_ids))
+        chunk.request_id = self._request_id
+        if chunk.usage is not None:
+            chunk.usage = usage(self._prompt_tokens, [self._drawn])
+        says_nothing = aborted and not any(piece.token_ids for piece in chunk.choices)
+        return b"" if says_nothing else _event(chunk), aborted
+
+    def _extend(self, piece: ChunkChoice) -> None:
+        drawn, count = self._drawn, len(self._drawn.token_ids)
+        drawn.token_ids += piece.token_ids
+        if piece.token_ids:
+            spans = piece.version_spans
+            starts = None if spans is msgspec.UNSET else [(span.version, span.start) for span in spans]
+            drawn.policy_versions = joined_versions(drawn.policy_versions, count, starts)
+
+
+def _event(chunk: GenerateChunk) -> bytes:
+    return _DATA + _encoder.encode(chunk) + b"\n\n"
+
+
+# Continuing a draw that was broken off: what is left to ask for, and how the parts become one sample. Pure.
+#
+#     asked: token_ids, max_tokens     ──► drawn k tokens, then `abort` (or the server died)
+#     left : token_ids + drawn, max_tokens − k, resumed + k      ──► joined: drawn + the rest, versions moved on by k
+#
+# `resumed` tells the engine that the last k tokens of the prompt are output, so penalties, `min_tokens` and a seed go
+# on as in an unbroken draw; so does `first_index` for one of several samples.
+
+Call = dict[str, Any]
+"""A decoded `GenerateCall`, with all that its sender wrote."""
+Versions = Sequence[tuple[int, int]]
+"""(policy version, the first output token that it drew), in order."""
+
+
+def asks_for_one(call: Call) -> bool:
+    """Whether it wants a single sample. One that is not even well formed does not: the server refuses it."""
+    sampling = call.get("sampling_params")
+    return isinstance(sampling, dict) and sampling.get("n", 1) == 1 and isinstance(call.get("token_ids"), list)
+
+
+def what_is_left(call: Call, drawn: Choice) -> Call | None:
+    """The call for the rest of one sample; None where `drawn` has all the tokens that were asked for."""
+    sampling = {**call["sampling_params"], "n": 1}
+    count = len(drawn.token_ids)
+    if sampling.get("max_tokens") is not None:
+        sampling["max_tokens"] -= count
+        if sampling["max_tokens"] <= 0:
+            return None
+    left = {
+        **call,
+        "token_ids": [*call["token_ids"], *drawn.token_ids],
+        "sampling_params": sampling,
+        "resumed": call.get("resumed", 0) + count,
+        "first_index": call.get("first_index", 0) + drawn.index,
+        # The agent has its prompt already.
+        "return_token_ids": False,
+    }
+    # The engine may still know a request of this name.
+    left.pop("request_id", None)
+    return left
+
+
+def join(drawn: Choice, more: Choice) -> Choice:
+    """One sample of two parts that follow each other; `more` says how it ends."""
+    versions = joined_versions(drawn.policy_versions, len(drawn.token_ids), more.policy_versions)
+    token_ids = [*drawn.token_ids, *more.token_ids]
+    return Choice(
+        index=drawn.index,
+        token_ids=token_ids,
+        logprobs=_joined_logprobs(drawn, more),
+        finish_reason=more.finish_reason,
+        stop_reason=more.stop_reason,
+        weight_versions=weight_spans(versions, len(token_ids)),
+        policy_versions=versions,
+    )
+
+
+def ended(drawn: Choice, reason: Literal["stop", "length"]) -> Choice:
+    """The sample as it is, whole."""
+    return join(drawn, Choice(index=drawn.index, token_ids=[], finish_reason=reason, policy_versions=[]))
+
+
+def joined_versions(earlier: Versions | None, count: int, starts: Versions | None) -> list[tuple[int, int]] | None:
+    """Versions over the whole of a sample: `earlier` of its first `count` tokens, `starts` of the part behind them.
+
+    None where those of a part are not known.
+    """
+    if not count:
+        earlier = []
+    if earlier is None or starts is None:
+        return None
+    joined = list(earlier)
+    for version, start in starts:
+        if not joined or joined[-1][0] != version:
+            joined.append((version, start + count))
+    return joined
+
+
+def weight_spans(versions: Versions | None, length: int) -> list[WeightVersionSpan] | None:
+    """The same in vLLM's words, for a sample of `length` tokens."""
+    if versions is None:
+        return None
+    ends = [*(start for _, start in versions), length][1:]
+    return [WeightVersionSpan(str(version), start, end) for (version, start), end in zip(versions, ends, strict=True)]
+
+
+def usage(prompt_tokens: int, samples: Sequence[Choice]) -> Usage:
+    """Of the whole answer, as if it had been drawn in one go."""
+    drawn = sum(len(sample.token_ids) for sample in samples)
+    return Usage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens + drawn, completion_tokens=drawn)
+
+
+def _joined_logprobs(drawn: Choice, more: Choice) -> Logprobs | None:
+    if drawn.logprobs is None and more.logprobs is None:
+        return None
+    parts = [part.logprobs.content for part in (drawn, more) if part.logprobs is not None]
+    return Logprobs([entry for part in parts for entry in part])

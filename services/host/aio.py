@@ -1,0 +1,54 @@
+"""What a group of tasks that ran at once failed of: the first of their errors, not a group of errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from services.wire.errors import RollmeshError
+
+
+@contextmanager
+def first_failure() -> Iterator[None]:
+    """Around a task group: where its tasks raised RollmeshErrors and nothing else, raises the first, however nested.
+
+    Not by `except*`: before Python 3.11.4 what that raises comes out as a group again.
+    """
+    try:
+        yield
+    except BaseExceptionGroup as failures:
+        known, others = failures.split(RollmeshError)
+        if known is None or others is not None:
+            raise
+        raise _first(known) from None
+
+
+def _first(failures: BaseExceptionGroup[RollmeshError]) -> RollmeshError:
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+# Locks by name, each for as long as somebody uses it.
+
+
+class NamedLocks:
+    """Used on one event loop only."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+
+    @asynccontextmanager
+    async def hold(self, name: str) -> AsyncIterator[None]:
+        """Nobody else is in a block of this name."""
+        lock, users = self._locks.get(name, (asyncio.Lock(), 0))
+        self._locks[name] = lock, users + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            users = self._locks[name][1] - 1
+            if users:
+                self._locks[name] = lock, users
+            else:
+                del self._locks[name]

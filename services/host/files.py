@@ -1,0 +1,135 @@
+"""Folders that appear whole or not at all: written beside their place, then renamed into it.
+
+    .making-<host>-<pid>-<random>/ ──write──► fsync ──rename──► name/
+
+A process that dies half-way leaves only a `.making-…` folder, which the next one sweeps away.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.wire.errors import UsageError
+
+_MAKING = ".making-"
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """Yield an empty folder; on leaving the block it becomes `target`, which must not exist or be empty.
+
+    Raises FileExistsError (or its cousin ENOTEMPTY, an OSError) when somebody else was first. Whatever goes wrong, nothing
+    half-written stays.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    sweep(target.parent)
+    making = target.parent / f"{_MAKING}{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    making.mkdir()
+    try:
+        yield making
+        for path in [*making.rglob("*"), making]:
+            _sync(path)
+        making.rename(target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what an operating system says of a full disk or a closed folder into one line that names `path`: UsageError."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path} ({error.strerror or error})", "make room, or mend its permissions"
+        ) from error
+
+
+def sweep(parent: Path) -> None:
+    """Remove what processes of this host that are dead now left half-made in `parent`."""
+    for leftover in parent.glob(f"{_MAKING}{_host()}-*"):
+        pid = leftover.name.removeprefix(f"{_MAKING}{_host()}-").partition("-")[0]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _host() -> str:
+    return platform.node().replace("-", "_") or "host"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Reading a file of lines while another process writes it, from where reading stopped last time.
+
+
+class LineTail:
+    """A line whose end is not written yet is read next time, or never, where its writer cuts it off."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def new_lines(self) -> list[bytes]:
+        """The whole lines that were added, without their ends; none where there is no file."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        whole = added[: added.rfind(b"\n") + 1]
+        self._read += len(whole)
+        return whole.splitlines()
+
+
+# Names of the shared-memory files of a run, so that whoever starts a run can clean up after a kill -9.
+
+_DEV_SHM = Path("/dev/shm")
+_SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def shm_directory() -> Path:
+    """Where arenas live: `/dev/shm`, or the temporary folder where there is none (macOS)."""
+    return _DEV_SHM if _DEV_SHM.is_dir() else Path(tempfile.gettempdir())
+
+
+def shm_prefix(run_id: str) -> str:
+    """What the name of every shared-memory file of the run starts with. Raises UsageError for an unsafe run id."""
+    if not _SAFE.fullmatch(run_id):
+        raise UsageError(f"the run id {run_id!r} cannot be part of a file name", "use letters, digits, dots and dashes")
+    return f"rollmesh-{run_id}-"
+
+
+def remove_shm_files(run_id: str) -> list[Path]:
+    """Unlink what a killed process of the run left behind; returns the paths. Call when no process of it lives."""
+    removed = []
+    for path in shm_directory().glob(f"{shm_prefix(run_id)}*"):
+        path.unlink(missing_ok=True)
+        removed.append(path)
+    return removed

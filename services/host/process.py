@@ -1,0 +1,100 @@
+"""How glibc gives a process its memory, and how it copies. It reads GLIBC_TUNABLES once, when a process begins: so a
+process that wants it otherwise begins again.
+
+**Huge pages**, where the system gives them only to who asks. Weights, keys and values, and what a step allocates and frees
+again, are read and written faster from pages of 2 MB than from those of 4 KB (an engine on a CPU draws about a tenth more
+tokens a second).
+
+**Streamed copies**: those of 1 MiB and more go past the caches, straight to memory. A copy of weights is read by nobody
+soon, and takes a third less time or better; a training step on a CPU takes a twentieth less with both (measured on Zen 3,
+docs/benchmarks.md). glibc does so from a size on that it guesses from the caches, and in virtual machines far too high (192
+MB beside a cache of 32 MB).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+VARIABLE = "GLIBC_TUNABLES"
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+STREAMED_BYTES = 1 << 20
+STREAMED_COPIES = f"glibc.cpu.x86_non_temporal_threshold={STREAMED_BYTES:#x}"
+_SINCE = (2, 35)
+_OFFER = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def tunables_to_ask(environment: Mapping[str, str], c_library: str, machine: str, offer: str) -> str | None:
+    """What GLIBC_TUNABLES must be; None where it asks already, or asking would change nothing.
+
+    `c_library`: as `glibc 2.36`. `machine`: as `x86_64`. `offer`: what the kernel says of huge pages, its choice in
+    brackets: `always [madvise] never`. A user's own choice of a tunable stands.
+    """
+    name, _, version = c_library.partition(" ")
+    if name != "glibc" or tuple(int(part) for part in version.split(".")[:2]) < _SINCE:
+        return None
+    wanted = [HUGE_PAGES] if "[madvise]" in offer else []
+    wanted += [STREAMED_COPIES] if machine == "x86_64" else []
+    said = environment.get(VARIABLE, "")
+    missing = [ask for ask in wanted if ask.partition("=")[0] not in said]
+    return ":".join([*([said] if said else []), *missing]) if missing else None
+
+
+def begin_again_with_tunables() -> None:
+    """Replace this process by itself with glibc told, unless it was or cannot be: same id, same command line.
+
+    Call it before anything is open or running. Does nothing on systems without glibc.
+    """
+    try:
+        c_library = os.confstr("CS_GNU_LIBC_VERSION") or ""
+        offer = _OFFER.read_text() if _OFFER.exists() else ""
+    except (AttributeError, ValueError, OSError):
+        return
+    asking = tunables_to_ask(os.environ, c_library, platform.machine(), offer)
+    if asking is not None:
+        os.execve(sys.executable, sys.orig_argv, os.environ | {VARIABLE: asking})
+
+
+# Importing torch and its like: a fifth faster, and out of the way of every later garbage collection.
+#
+# The collector walks all objects again and again while modules make hundreds of thousands of them, and finds nothing.
+# After the block they are frozen: a later full collection, which would stop a decode loop for tenths of a second,
+# skips them.
+
+_LOUD = ("transformers",)
+"""Libraries whose loggers come with a handler of their own, which writes lines as nobody else does."""
+
+
+@contextmanager
+def heavy_imports() -> Iterator[None]:
+    """No garbage collection inside the block; what is alive at its end is never looked at again.
+
+    What the libraries log goes where all logs go (`services.observability.logging`).
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+        take_over_logs()
+
+
+def take_over_logs() -> None:
+    """Once the libraries are imported; for whoever uses them before the block above has ended."""
+    for name in _LOUD:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+
+
+def leave_quickly() -> None:
+    """Call it last: the interpreter's end would search all modules' objects for cycles, a second with torch loaded."""
+    gc.freeze()
+    gc.disable()

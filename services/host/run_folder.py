@@ -1,0 +1,172 @@
+"""The run folder: where everything of a run lies, under which name, and how one is made without breaking another.
+
+runs/running-sums-…/
+  config.toml      resolved configuration            metrics.jsonl        a line an optimizer step
+  samples.jsonl    decoded rollouts with versions    checkpoints/         and the trainer's step log
+  curves.png       success, length, staleness        logs/                a file a service
+  summary.json     the run in one object             evaluation.json, trainer_report.json   what it was made from
+  model/           the policy the run started from   demonstrations/, redis/
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from services.wire.errors import DeadlineError, UsageError
+
+MIN_FREE_BYTES = 256 << 20
+"""A run of the tiny policy writes about 20 MB; with less than this left a run is not begun."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def curves(self) -> Path:
+        return self.root / "curves.png"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.root / "evaluation.json"
+
+    @property
+    def trainer_report(self) -> Path:
+        return self.root / "trainer_report.json"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def demonstrations(self) -> Path:
+        return self.root / "demonstrations"
+
+    @property
+    def redis(self) -> Path:
+        return self.root / "redis"
+
+
+def make_run_folder(root: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> RunFolder:
+    """Make `root` (and what lies above it) ready for a new run.
+
+    Raises UsageError, having left nothing behind, when it cannot be written, its disk is nearly full, or it holds a run.
+    """
+    folder = RunFolder(root)
+    if folder.config.exists():
+        raise UsageError(f"{root} holds a run already", "choose another --run-dir, or remove that folder")
+    made = _missing(root)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _require_space(root, min_free_bytes)
+        folder.logs.mkdir(exist_ok=True)
+        probe = folder.logs / ".probe"
+        probe.write_bytes(b"\0" * 4096)
+        probe.unlink()
+    except (OSError, UsageError) as error:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"cannot write the run folder {root} ({error.strerror})", "choose another --run-dir"
+        ) from error
+    return folder
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that may still be written to the disk of `path`."""
+    return shutil.disk_usage(path).free
+
+
+def _require_space(root: Path, min_free_bytes: int) -> None:
+    free = free_bytes(root)
+    if free < min_free_bytes:
+        raise UsageError(
+            f"the disk of {root} has {free >> 20} MiB left, a run wants {min_free_bytes >> 20} MiB",
+            "make room, or choose a --run-dir on another disk",
+        )
+
+
+def _missing(path: Path) -> Path | None:
+    """The topmost folder that making `path` will make."""
+    topmost = None
+    for folder in (path, *path.parents):
+        if folder.exists():
+            break
+        topmost = folder
+    return topmost
+
+
+# Waiting for a model folder that another process is still making.
+#
+# A model folder appears by an atomic rename, so `config.json` in place means that all of it is.
+
+_log = structlog.get_logger()
+_POLL_S = 0.02
+
+
+async def wait_for_model(path: Path, deadline_s: float) -> None:
+    """Return when the folder is complete. Raises DeadlineError after `deadline_s` seconds."""
+    if is_complete(path):
+        return
+    _log.info("waiting", waiting_for=f"the model folder {path}")
+    ends = time.monotonic() + deadline_s
+    while not is_complete(path):
+        if time.monotonic() > ends:
+            raise _late(path, deadline_s)
+        await asyncio.sleep(_POLL_S)
+
+
+def wait_for_model_blocking(path: Path, deadline_s: float) -> None:
+    """As `wait_for_model`, for code that has no event loop."""
+    if is_complete(path):
+        return
+    _log.info("waiting", waiting_for=f"the model folder {path}")
+    ends = time.monotonic() + deadline_s
+    while not is_complete(path):
+        if time.monotonic() > ends:
+            raise _late(path, deadline_s)
+        time.sleep(_POLL_S)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether the model folder is there, whole."""
+    return (path / "config.json").exists()
+
+
+def _late(path: Path, deadline_s: float) -> DeadlineError:
+    return DeadlineError(
+        f"no model appeared in {path} within {deadline_s:g} s",
+        "give --model a Hugging Face folder, or see what became of the warm start",
+    )

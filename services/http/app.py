@@ -1,0 +1,291 @@
+"""The application factory of every HTTP service: probes, typed errors, loopback unless told otherwise, clean shutdown."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from http import HTTPStatus
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.observability.catalog import SERVICE_BUILD, SERVICE_NOT_READY
+from services.observability.metrics import CONTENT_TYPE, Metrics, Reading
+from services.security.permissions import require_loopback
+from services.security.tls import Identity
+from services.wire.errors import (
+    BodyTooLargeError,
+    CapacityError,
+    HeldElsewhereError,
+    RollmeshError,
+    SessionConcludedError,
+    UsageError,
+)
+from services.wire.gateway_api import OWNER_URL_HEADER
+from services.wire.rollout_api import ErrorBody, ErrorDetail
+
+SHUTDOWN_S = 5
+"""How long calls in flight may go on once a service was told to end."""
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+ReadyCheck = Callable[[], list[str]]
+"""Answers the reasons why the service is not ready; none means ready."""
+
+
+def make_app(
+    title: str,
+    version: str,
+    lifespan: Lifespan,
+    not_ready: ReadyCheck,
+    metrics: Metrics | None = None,
+    *,
+    metrics_access: Sequence[Any] = (),
+) -> FastAPI:
+    """A FastAPI application with `/livez`, `/readyz`, `/version`, `/metrics` and one shape for every error.
+
+    `metrics`: the service's own figures. `metrics_access`: dependencies of `/metrics` that judge who may read it.
+    """
+
+    figures = metrics or Metrics()
+    app = FastAPI(title=title, version=version, lifespan=lifespan)
+
+    def of_the_service() -> Iterator[Reading]:
+        yield Reading(SERVICE_BUILD, 1, (title, version))
+        yield Reading(SERVICE_NOT_READY, len(not_ready()))
+
+    figures.read(of_the_service)
+
+    @app.get("/livez")
+    async def livez() -> dict[str, str]:
+        return {"status": "alive"}
+
+    @app.get("/readyz", responses={503: {"model": dict[str, list[str]], "description": "Not ready: the body says why"}})
+    async def readyz(response: Response) -> dict[str, list[str]]:
+        reasons = not_ready()
+        response.status_code = 503 if reasons else 200
+        return {"not_ready": reasons}
+
+    @app.get("/version")
+    async def read_version() -> dict[str, str]:
+        return {"service": title, "version": version}
+
+    @app.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        dependencies=metrics_access,
+    )
+    async def read_metrics() -> Response:
+        """For Prometheus (`services.observability.catalog`)."""
+        return Response(figures.render(), media_type=CONTENT_TYPE)
+
+    @app.exception_handler(RollmeshError)
+    async def on_typed_error(_: Request, error: RollmeshError) -> JSONResponse:
+        return error_answer(error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(_: Request, error: HTTPException) -> JSONResponse:
+        """What the framework refuses by itself: unknown paths, methods, bodies that are no JSON text."""
+        if isinstance(error.__cause__, RollmeshError):
+            # Raised while the body was read, such as for its size: the framework takes it for one that is no JSON.
+            return error_answer(error.__cause__)
+        kind = "not_found_error" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_request_error"
+        code = HTTPStatus(error.status_code).name.lower()
+        detail = ErrorDetail(message=str(error.detail), type=kind, code=code)
+        return _error(error.status_code, detail, dict(error.headers or {}))
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return _error(422, ErrorDetail(message=f"{where}: {first['msg']}", param=where, code="schema"), None)
+
+    return app
+
+
+def declared_errors(meanings: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of routes: status → meaning, each with the one body of errors.
+
+    FastAPI builds a validator for each model of each route, though nothing is ever validated against these: that took two
+    thirds of the time in which a rollout server makes its routes. So the first status names the model, and the others
+    refer to its schema.
+    """
+    schema = {"$ref": f"#/components/schemas/{ErrorBody.__name__}"}
+    declared: dict[int | str, dict[str, Any]] = {
+        status: {"description": meaning, "content": {"application/json": {"schema": schema}}}
+        for status, meaning in meanings.items()
+    }
+    first = next(iter(meanings))
+    return declared | {first: {"description": meanings[first], "model": ErrorBody}}
+
+
+def error_answer(error: RollmeshError) -> JSONResponse:
+    """The answer that says `error`; `Retry-After` (whole seconds) where trying again makes sense."""
+    headers = None
+    if isinstance(error, CapacityError):
+        headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+    elif isinstance(error, SessionConcludedError):
+        # OpenAI's clients send a conflict again, with pauses, unless they are told that it is for good.
+        headers = {"x-should-retry": "false"}
+    elif isinstance(error, HeldElsewhereError):
+        headers = {OWNER_URL_HEADER: error.owner_url}
+    detail = ErrorDetail(message=str(error), type=error.kind, code=error.code)
+    return _error(error.status, detail, headers)
+
+
+def _error(status: int, detail: ErrorDetail, headers: dict[str, str] | None) -> JSONResponse:
+    body = ErrorBody(error=detail)
+    return JSONResponse(body.model_dump(), status_code=status, headers=headers)
+
+
+def open_port(host: str, port: int, *, lacking: Sequence[str] = ("any",)) -> socket.socket:
+    """Bind `host:port` now, before anything slow, so that a port in use is known at once; `serve` listens on it.
+
+    `lacking`: the keys for want of which it must be loopback (`services.security.permissions.lacking`). Raises UsageError
+    for that, and for an address that is taken.
+    """
+    require_loopback(host, lacking)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Named, because asyncio sets TCP_NODELAY only where it is: without it a kept connection loses 40 ms a call.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"cannot listen on {host}:{port} ({error.strerror})", "choose another port, or stop who holds it"
+        ) from error
+    return listener
+
+
+class Stop:
+    """How a service ends itself, and learns that it is ending.
+
+    `on_stop` is called once, on the event loop, when the end begins: long polls should be answered then, since the server
+    waits for requests in flight before it closes the application.
+    """
+
+    def __init__(self) -> None:
+        self.on_stop: Callable[[], None] = lambda: None
+        self._request: Callable[[], None] = lambda: None
+        self.failure: RollmeshError | None = None
+
+    def attach(self, request: Callable[[], None]) -> None:
+        self._request = request
+
+    def fail(self, failure: RollmeshError) -> None:
+        """End the service; `serve` raises `failure` once everything is closed."""
+        self.failure = self.failure or failure
+        self._request()
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, stop: Stop) -> None:
+        super().__init__(config)
+        self._stop = stop
+        stop.attach(self._request_exit)
+
+    def _request_exit(self) -> None:
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stop.on_stop()
+        await super().shutdown(sockets)
+
+
+def make_server(
+    app: FastAPI, stop: Stop, *, shutdown_s: int = SHUTDOWN_S, identity: Identity | None = None
+) -> uvicorn.Server:
+    """The server of `app`, to be run on a socket from `open_port`; at its end, calls in flight have `shutdown_s` left.
+
+    `identity`: what it shows to its callers, over HTTPS; None: it speaks plain HTTP.
+    """
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        # What it logs goes where all else does (`services.observability.logging`).
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=shutdown_s,
+        # Longer than clients keep idle connections: whoever closes first must be the one who would reuse it.
+        timeout_keep_alive=75,
+        ws="none",
+        # Nobody stands between: an address in a forwarded header would be believed for nothing.
+        proxy_headers=False,
+        ssl_certfile=None if identity is None else identity.certificate,
+        ssl_keyfile=None if identity is None else identity.key,
+    )
+    return _Server(config, stop)
+
+
+def serve(
+    app: FastAPI,
+    host: str,
+    port: int,
+    *,
+    listener: socket.socket | None = None,
+    stop: Stop | None = None,
+    shutdown_s: int = SHUTDOWN_S,
+    identity: Identity | None = None,
+) -> None:
+    """Run `app` until SIGTERM, Ctrl-C or `stop.fail`, whose failure is raised then.
+
+    `listener`: a socket from `open_port`, bound already; `shutdown_s`, `identity`: see `make_server`.
+    Raises UsageError for an address that is not loopback or that is taken.
+    """
+    listener = listener or open_port(host, port)
+    stop = stop or Stop()
+    make_server(app, stop, shutdown_s=shutdown_s, identity=identity).run(sockets=[listener])
+    if stop.failure is not None:
+        raise stop.failure
+
+
+# How server-sent event streams end, from whichever service they come.
+
+DONE = b"data: [DONE]\n\n"
+"""The event that ends a stream, OpenAI's and vLLM's alike."""
+
+
+def error_event(error: RollmeshError) -> bytes:
+    """The event that tells of a failure after the stream had begun."""
+    return b"data: " + bytes(error_answer(error).body) + b"\n\n"
+
+
+# A bound on request bodies, so that one call cannot take a service's memory.
+
+
+class BodyLimit:
+    """ASGI middleware: reading more than `limit_bytes` of a body raises BodyTooLargeError, which is answered as any other.
+
+    A body whose length is declared is refused at its first read, before anything of it is held.
+    """
+
+    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
+        self._app = app
+        self._limit_bytes = limit_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        read = 0
+
+        async def receive_some() -> Message:
+            nonlocal read
+            if declared.isdigit() and int(declared) > self._limit_bytes:
+                raise BodyTooLargeError(self._limit_bytes)
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._limit_bytes:
+                raise BodyTooLargeError(self._limit_bytes)
+            return message
+
+        await self._app(scope, receive_some, send)

@@ -1,0 +1,140 @@
+"""The service's side of one worker: started, asked one call at a time, killed when it is of no more use.
+
+start ──Ready──► idle ◄──outcome in time── calling ──cancelled | no outcome──► lost ──close──► killed
+  └──Refused | silence──► UsageError | RollmeshError
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from services.policies.rewards import RewardFailure
+from services.rewards.sandbox.protocol import (
+    MAX_REPLY_BYTES,
+    Call,
+    Failed,
+    Limits,
+    Order,
+    Outcome,
+    Refused,
+    Sample,
+    Started,
+)
+from services.wire.errors import RollmeshError, UsageError
+
+START_DEADLINE_S = 120.0
+"""For the import of the function's module."""
+_GRACE_S = 2.0
+"""A worker that is silent for so long after its call's time limit is lost itself."""
+_TOLD_BYTES = 2000
+_COMMAND = (sys.executable, "-P", "-m", "services.rewards.sandbox.worker")
+_PASSED_ON = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+_PASSED_ON_PREFIXES = ("LC_", "PYTHON")
+
+AnswerT = TypeVar("AnswerT")
+_started: msgspec.json.Decoder[Started] = msgspec.json.Decoder(Started)
+_outcome: msgspec.json.Decoder[Outcome] = msgspec.json.Decoder(Outcome)
+
+
+class WorkerLostError(RollmeshError):
+    """The worker itself has ended, or cannot be understood."""
+
+
+class WorkerProcess:
+    """One worker. Made by `start`; `close` it in any case."""
+
+    def __init__(self, process: asyncio.subprocess.Process, limits: Limits) -> None:
+        self._process = process
+        self._limits = limits
+        self._said = b""
+        self._listening = asyncio.create_task(self._listen(), name="worker-output")
+        self.not_confined: list[str] = []
+
+    @classmethod
+    async def start(cls, function: str, limits: Limits) -> WorkerProcess:
+        """Raises UsageError for a function that cannot be called, RollmeshError for a worker that does not start."""
+        process = await asyncio.create_subprocess_exec(
+            *_COMMAND,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MAX_REPLY_BYTES,
+            env=_surroundings(),
+            start_new_session=True,
+        )
+        worker = cls(process, limits)
+        try:
+            order = Order(function=function, folder=str(Path.cwd()), limits=limits)
+            started = await worker._ask(msgspec.json.encode(order), _started, START_DEADLINE_S)
+            if isinstance(started, Refused):
+                raise UsageError(started.why, started.remedy)
+            worker.not_confined = started.not_confined
+        except BaseException:
+            await worker.close()
+            raise
+        return worker
+
+    async def call(self, sample: Sample) -> Outcome:
+        """The outcome of one call. Raises WorkerLostError; that, or cancelling it, leaves a worker to be closed."""
+        return await self._ask(msgspec.json.encode(Call(sample)), _outcome, self._limits.time_s + _GRACE_S)
+
+    async def close(self) -> None:
+        """End the worker, with what it runs."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        self._listening.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._listening
+
+    async def _ask(self, question: bytes, answer: msgspec.json.Decoder[AnswerT], deadline_s: float) -> AnswerT:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            async with asyncio.timeout(deadline_s):
+                stdin.write(question + b"\n")
+                await stdin.drain()
+                line = await stdout.readline()
+            if not line:
+                raise WorkerLostError(f"the worker has ended{await self._last_words()}")
+            return answer.decode(line)
+        except TimeoutError as error:
+            raise WorkerLostError(f"the worker was silent for {deadline_s:g} s{self._told()}") from error
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            raise WorkerLostError(f"the worker cannot be understood ({error!r}){self._told()}") from error
+
+    async def _last_words(self) -> str:
+        await asyncio.wait([self._listening], timeout=1.0)
+        return self._told()
+
+    def _told(self) -> str:
+        said = self._said.decode(errors="replace").strip()
+        return f"; it said:\n{said}" if said else ""
+
+    async def _listen(self) -> None:
+        """Read what the module's import, or the worker itself, writes; its end is kept for an error."""
+        stderr = self._process.stderr
+        assert stderr is not None
+        while piece := await stderr.read(1 << 16):
+            self._said = (self._said + piece)[-_TOLD_BYTES:]
+
+
+def lost(error: WorkerLostError) -> Failed:
+    """What becomes of a call whose worker is lost."""
+    return Failed(RewardFailure.CRASH, str(error))
+
+
+def _surroundings() -> dict[str, str]:
+    """No keys: what the service knows from its environment is not the functions' to see."""
+    kept = {
+        name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
+    }
+    return kept | {"OMP_NUM_THREADS": "1"}

@@ -1,0 +1,91 @@
+"""The wait board: every blocked component says what it waits for, since when (promise 5: no silent wait)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import structlog
+from redis.asyncio import Redis
+
+from services.run_store.client import as_text
+from services.run_store.keys import RunKeys
+
+_log = structlog.get_logger()
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    waiting_for: str
+    since: float
+    """Unix seconds."""
+
+
+class WaitBoard:
+    """Posts a component's waits in Redis, where the live view and the dashboard read them."""
+
+    def __init__(self, redis: Redis, run_id: str, component: str) -> None:
+        self._redis = redis
+        self._key = RunKeys(run_id).waits
+        self._component = component
+
+    async def post(self, waiting_for: str) -> None:
+        wait = Wait(waiting_for=waiting_for, since=time.time())
+        await self._redis.hset(self._key, self._component, msgspec.json.encode(wait))
+        _log.info("waiting", waiting_for=waiting_for)
+
+    async def clear(self) -> None:
+        await self._redis.hdel(self._key, self._component)
+
+    @asynccontextmanager
+    async def waiting(self, waiting_for: str) -> AsyncIterator[None]:
+        """Post for the time of the block."""
+        await self.post(waiting_for)
+        try:
+            yield
+        finally:
+            await self.clear()
+
+
+async def read_waits(redis: Redis, run_id: str) -> dict[str, Wait]:
+    """Component → what it waits for now."""
+    posted = await redis.hgetall(RunKeys(run_id).waits)
+    return {as_text(component): msgspec.json.decode(wait, type=Wait) for component, wait in posted.items()}
+
+
+# What the trainer tells of itself in Redis, a line a step at most, for whoever looks at the run from outside.
+
+
+class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer's last steps. Staleness in optimizer steps, of the last step's tokens."""
+
+    step: int
+    steps: int
+    """How many the run makes."""
+    k: int
+    at: float
+    """Unix seconds, at the end of `step`."""
+    busy_share: float
+    """Of the last steps' wall time, what the training thread did not spend waiting for a batch."""
+    over_steps: int
+    """How many steps that is of."""
+    tokens_per_s: float
+    staleness_mean: float
+    staleness_max: int
+    staleness_histogram: dict[str, int]
+    masked_fraction: float
+    effective_samples: float | None
+    dropped: dict[str, int]
+    """Trajectories of the whole run that will never be trained, by cause."""
+
+
+async def post_report(redis: Redis, run_id: str, report: TrainerReport) -> None:
+    """Raises RedisError."""
+    await redis.set(RunKeys(run_id).trainer_report, msgspec.json.encode(report))
+
+
+async def read_report(redis: Redis, run_id: str) -> TrainerReport | None:
+    """None before the first step. Raises RedisError."""
+    found = await redis.get(RunKeys(run_id).trainer_report)
+    return None if found is None else msgspec.json.decode(found, type=TrainerReport)

@@ -1,0 +1,290 @@
+"""The trajectory stream: durable, exactly once in, at least once out, acknowledged when the gradient is durable.
+
+    rollout server ── publish ──► XADD (once a trajectory id) ──► pending ──► trained | dropped ──► XACK
+                                                                    │          │
+                                                                    │          └──► dead letter, with the reason
+                              a trainer that died left entries pending: its successor reads them first
+
+Acknowledging does not delete: entries stay until `trim`, so that a trainer can replay its step log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from services.policies.length_stats import bucket_of
+from services.run_store.client import as_text
+from services.run_store.keys import RunKeys
+from services.wire.errors import ConcludedError, DrainingError
+from services.wire.trajectory import Trajectory, encode_trajectory
+
+GROUP = "trainer"
+
+# ARGV: owner ('' for anybody); then trajectory id, group id, bucket of its length, length and payload, again and again.
+# Append, index and account in one step; answer the first id on a repeat.
+_PUBLISH = """
+local concluded = redis.call('HGET', KEYS[3], 'concluded') == '1'
+local ids = {}
+for i = 2, #ARGV, 5 do
+  local id = redis.call('HGET', KEYS[2], ARGV[i])
+  if not id then
+    if ARGV[1] ~= '' and redis.call('HGET', KEYS[5], ARGV[i + 1]) ~= ARGV[1] then
+      return redis.error_reply('MOVED ' .. ARGV[i + 1])
+    end
+    if concluded then return redis.error_reply('CONCLUDED') end
+    id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 4])
+    redis.call('HSET', KEYS[2], ARGV[i], id)
+    redis.call('HINCRBY', KEYS[3], 'published', 1)
+    redis.call('HINCRBY', KEYS[4], ARGV[i + 1], 1)
+    redis.call('HINCRBY', KEYS[6], ARGV[i + 2], 1)
+    redis.call('HINCRBY', KEYS[6], 'total', ARGV[i + 3])
+  end
+  ids[#ids + 1] = id
+end
+return ids
+"""
+
+# ARGV: '' when trained, else the cause of the drop; dead letters to keep, bytes of the largest; then each stream id with
+# the reason ('' for no dead letter). Only what was really pending is counted.
+_SETTLE = """
+local done = 0
+for i = 4, #ARGV, 2 do
+  local pending = redis.call('XACK', KEYS[1], 'trainer', ARGV[i])
+  done = done + pending
+  if pending == 1 and ARGV[i + 1] ~= '' then
+    local entry = redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i])[1]
+    local payload = entry and entry[2][2] or ''
+    redis.call('XADD', KEYS[4], 'MAXLEN', ARGV[2], '*', 'entry', ARGV[i], 'cause', ARGV[1], 'why', ARGV[i + 1],
+      'size', #payload, 't', #payload <= tonumber(ARGV[3]) and payload or '')
+  end
+end
+if done > 0 then
+  if ARGV[1] == '' then redis.call('HINCRBY', KEYS[2], 'trained', done)
+  else redis.call('HINCRBY', KEYS[3], ARGV[1], done) end
+end
+return done
+"""
+
+
+@dataclass(frozen=True)
+class StreamEntry:
+    """One undecoded entry: decoding may fail, and then the entry must still be settled by its id."""
+
+    stream_id: str
+    payload: bytes
+
+
+class TrajectoryWriter:
+    """A rollout server's end of the stream. `owner`: its incarnation; it may only write of groups that it holds."""
+
+    def __init__(self, redis: Redis, run_id: str, owner: str = "") -> None:
+        keys = RunKeys(run_id)
+        self._keys = [keys.stream, keys.stream_ids, keys.accounts, keys.published_groups, keys.owners, keys.lengths]
+        self._owner = owner
+        self._publish = redis.register_script(_PUBLISH)
+
+    async def publish(self, trajectories: Sequence[Trajectory]) -> list[str]:
+        """Append all or none; returns their stream ids. A trajectory published before keeps its first id.
+
+        Raises ConcludedError when the run has concluded, DrainingError when a group is another server's now; of several
+        groups, some may then be in the stream.
+        """
+        arguments: list[str | bytes | int] = [self._owner]
+        for trajectory in trajectories:
+            drawn = trajectory.sampled_tokens()
+            arguments += [trajectory.trajectory_id, trajectory.group_id, bucket_of(drawn), drawn]
+            arguments.append(encode_trajectory(trajectory))
+        try:
+            ids = await self._publish(keys=self._keys, args=arguments)
+        except ResponseError as error:
+            if "CONCLUDED" in str(error):
+                raise ConcludedError("the run has concluded", "no more trajectories are taken") from error
+            if "MOVED" in str(error):
+                what = f"group {str(error).rpartition(' ')[2]} was taken over by another server"
+                raise DrainingError(what, "send the call again") from error
+            raise
+        return [as_text(stream_id) for stream_id in ids]
+
+
+class TrajectoryLog:
+    """The stream as anybody may read it, without taking part in its consumption."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis = redis
+        self._key = RunKeys(run_id).stream
+
+    async def after(self, stream_id: str, count: int) -> list[StreamEntry]:
+        """Up to `count` entries that came after `stream_id`, oldest first. Those before the last trim are gone."""
+        return _entries(await self._redis.xrange(self._key, min=f"({stream_id}", count=count))
+
+    async def one(self, stream_id: str) -> StreamEntry | None:
+        """The entry of this id; None where it was trimmed."""
+        return next(iter(_entries(await self._redis.xrange(self._key, stream_id, stream_id))), None)
+
+
+class TrajectoryReader:
+    """The trainer's end: a consumer group of one name, read in order, settled by id."""
+
+    def __init__(self, redis: Redis, run_id: str, consumer: str = "trainer-0") -> None:
+        self._redis = redis
+        self._keys = RunKeys(run_id)
+        self._consumer = consumer
+        self._backlog_from: str | None = "0"
+        self.caught_up = False
+        """Whether the last read took all that was in the stream then."""
+        self._settle = redis.register_script(_SETTLE)
+
+    async def open(self) -> None:
+        """Create the consumer group at the stream's beginning unless it is there."""
+        try:
+            await self._redis.xgroup_create(self._keys.stream, GROUP, id="0", mkstream=True)
+        except ResponseError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    async def read(self, count: int, block_ms: int) -> list[StreamEntry]:
+        """Up to `count` entries: first those that an earlier life of this consumer left pending, then new ones.
+
+        Waits at most `block_ms` for a new one. The client's socket timeout must be None or above that.
+        """
+        if self._backlog_from is not None:
+            entries = await self._read_from(self._backlog_from, count, None)
+            if entries:
+                self._backlog_from = entries[-1].stream_id
+                return entries
+            self._backlog_from = None
+        entries = await self._read_from(">", count, block_ms)
+        self.caught_up = len(entries) < count
+        return entries
+
+    async def _read_from(self, position: str, count: int, block_ms: int | None) -> list[StreamEntry]:
+        reply = await self._redis.xreadgroup(
+            GROUP, self._consumer, {self._keys.stream: position}, count=count, block=block_ms
+        )
+        return [
+            StreamEntry(stream_id=as_text(stream_id), payload=fields[b"t"])
+            for _, entries in _pairs(reply)
+            for stream_id, fields in entries
+            if fields
+        ]
+
+    async def fetch(self, stream_ids: Sequence[str]) -> list[StreamEntry]:
+        """Entries by id, acknowledged or not, in the order asked for; those that were trimmed are missing."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for stream_id in stream_ids:
+                pipe.xrange(self._keys.stream, stream_id, stream_id)
+            replies = await pipe.execute()
+        return [StreamEntry(as_text(found[0][0]), found[0][1][b"t"]) for found in replies if found]
+
+    async def acknowledge_trained(self, stream_ids: Sequence[str]) -> int:
+        """Settle entries whose gradient is durable; returns how many were still pending."""
+        return await self._settle_as("", dict.fromkeys(stream_ids, ""))
+
+    async def acknowledge_dropped(self, cause: str, stream_ids: Sequence[str] | Mapping[str, str]) -> int:
+        """Settle entries that will never be trained, counted under `cause`.
+
+        Where they are given with the reason of each, they become dead letters.
+        """
+        if not cause:
+            raise ValueError("a drop needs a cause")
+        reasons = stream_ids if isinstance(stream_ids, Mapping) else dict.fromkeys(stream_ids, "")
+        return await self._settle_as(cause, reasons)
+
+    async def _settle_as(self, cause: str, reasons: Mapping[str, str]) -> int:
+        if not reasons:
+            return 0
+        keys = [self._keys.stream, self._keys.accounts, self._keys.dropped, self._keys.dead]
+        arguments: list[str | int] = [cause, KEPT, LARGEST]
+        for stream_id, why in reasons.items():
+            arguments += [stream_id, why]
+        return int(await self._settle(keys=keys, args=arguments))
+
+    async def pending(self) -> int:
+        """Entries delivered and not yet settled."""
+        summary = await self._redis.xpending(self._keys.stream, GROUP)
+        return int(summary["pending"] if isinstance(summary, Mapping) else summary[0])
+
+    async def oldest_pending(self) -> str | None:
+        """The oldest entry that is delivered and not yet settled."""
+        summary = await self._redis.xpending(self._keys.stream, GROUP)
+        oldest = summary["min"] if isinstance(summary, Mapping) else summary[1]
+        return None if oldest is None else as_text(oldest)
+
+    async def trim_before(self, stream_id: str) -> int:
+        """Delete entries older than `stream_id`; call it when a checkpoint holds all of them."""
+        return int(await self._redis.xtrim(self._keys.stream, minid=stream_id, approximate=False))
+
+
+def _entries(reply: object) -> list[StreamEntry]:
+    """XRANGE's reply."""
+    found = cast("list[tuple[bytes, dict[bytes, bytes]]]", reply or [])
+    return [StreamEntry(as_text(stream_id), fields[b"t"]) for stream_id, fields in found]
+
+
+def _pairs(reply: object) -> list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:
+    """XREADGROUP's reply in one shape: redis-py answers lists under RESP2 and mappings under RESP3."""
+    if not reply:
+        return []
+    if isinstance(reply, Mapping):
+        return [(key, [tuple(e) for batch in value for e in batch]) for key, value in reply.items()]
+    assert isinstance(reply, list)
+    return [(key, [tuple(entry) for entry in entries]) for key, entries in reply]
+
+
+# Dead letters: trajectories that were taken from the stream and never trained, each with the reason, the newest of a
+# run.
+#
+#     stream entry ──settled as dropped, with a reason──► counted by cause (all)  +  dead letter (the newest KEPT)
+#
+# They are written by the script that settles the entry (`services.run_store.stream`), so a drop that is counted has
+# its letter. What is left over when a run concludes is no dead letter: nothing was wrong with it.
+
+KEPT = 512
+"""Letters a run keeps: with LARGEST, at most 32 MiB."""
+LARGEST = 64 << 10
+"""Bytes of an entry that its letter carries whole; of a larger one it tells the size alone."""
+
+
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
+    """`entry`: its id in the trajectory stream. `cause`: what it is counted under; `why`: in words, with the values."""
+
+    entry: str
+    cause: str
+    why: str
+    settled_at: float
+    """Unix seconds."""
+    size: int
+    """Bytes of the entry."""
+    payload: bytes
+    """The entry as it was read; empty where it was larger than LARGEST."""
+
+
+class DeadLetters:
+    """A run's dead letters, for people. Each method is one round trip."""
+
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        self._redis = redis
+        self._key = RunKeys(run_id).dead
+
+    async def newest(self, count: int) -> list[DeadLetter]:
+        """Up to `count` of them, the newest first."""
+        reply = await self._redis.xrevrange(self._key, count=count)
+        found = cast("list[tuple[bytes, dict[bytes, bytes]]]", reply or [])
+        return [_letter(as_text(letter_id), fields) for letter_id, fields in found]
+
+
+def _letter(letter_id: str, fields: Mapping[bytes, bytes]) -> DeadLetter:
+    return DeadLetter(
+        entry=as_text(fields[b"entry"]),
+        cause=as_text(fields[b"cause"]),
+        why=as_text(fields[b"why"]),
+        settled_at=int(letter_id.partition("-")[0]) / 1000,
+        size=int(fields[b"size"]),
+        payload=fields[b"t"],
+    )

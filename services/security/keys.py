@@ -1,0 +1,163 @@
+"""Keys are given by file, never on a command line, where every process of the machine could read them.
+
+A folder of keys (`rollmesh keys init`) holds one file a key, `agent.key` and so on; a process reads those that are its own.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import get_args
+
+from services.security.permissions import GIVEN, HolderName, KeyName, Keys
+from services.security.tls import TLS_DIR
+from services.wire.errors import UsageError
+
+KEYS_DIR = "ROLLMESH_KEYS_DIR"
+REDIS_PASSWORD_FILE = "ROLLMESH_REDIS_PASSWORD_FILE"
+"""Variables that name the folder, and the file, where a command line does not."""
+_SHORTEST = 16
+_BYTES = 32
+_OPTIONAL = ("redis",)
+"""A Redis may have no password."""
+_NO_FILES: Mapping[KeyName, Path | None] = MappingProxyType({})
+
+
+def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a process that is to have no keys, and no TLS."""
+    ours = (KEYS_DIR, REDIS_PASSWORD_FILE, TLS_DIR)
+    return {name: value for name, value in environment.items() if name not in ours}
+
+
+@dataclass(frozen=True)
+class KeyPlaces:
+    """Where the processes of one machine find their keys; None where they have none. `tls`: the folder of certificates."""
+
+    folder: Path | None = None
+    redis_password: Path | None = None
+    tls: Path | None = None
+
+    def surroundings(self) -> dict[str, str]:
+        """The variables that tell a process."""
+        named = {KEYS_DIR: self.folder, REDIS_PASSWORD_FILE: self.redis_password, TLS_DIR: self.tls}
+        return {name: str(path.absolute()) for name, path in named.items() if path is not None}
+
+    def read(self, holder: HolderName) -> Keys:
+        """As `read_keys`."""
+        return read_keys(holder, self.folder, {"redis": self.redis_password})
+
+
+NO_PLACES = KeyPlaces()
+
+
+def key_file(folder: Path, name: KeyName) -> Path:
+    """Where a folder holds a key."""
+    return folder / f"{name}.key"
+
+
+def read_key(path: Path, *, shortest: int = _SHORTEST) -> str:
+    """The key in a file, without the spaces around it. Raises UsageError for a file that holds no usable key."""
+    try:
+        key = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"no key can be read from {path} ({error})", "give a file with one line of ASCII") from error
+    if len(key) < shortest or any(character.isspace() for character in key):
+        raise UsageError(
+            f"{path} holds a key of {len(key)} characters", f"give one of {shortest} or more, without spaces"
+        )
+    return key
+
+
+def read_keys(holder: HolderName, folder: Path | None, files: Mapping[KeyName, Path | None] = _NO_FILES) -> Keys:
+    """The keys of one process: from `folder`, where there is one, those that are its own; `files` go before it.
+
+    Raises UsageError for a key that is missing in the folder: a service must not stand open where keys were meant.
+    """
+    found: dict[str, str] = {}
+    for name in GIVEN[holder]:
+        path = files.get(name)
+        if path is None and folder is not None:
+            path = key_file(folder, name)
+            if name in _OPTIONAL and not path.exists():
+                continue
+        if path is not None:
+            # Redis's password is whatever its owner chose.
+            found[name] = read_key(path, shortest=1 if name == "redis" else _SHORTEST)
+    return Keys(**found)
+
+
+def make_keys(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Write a random key of 256 bits for each name; returns the files made and those that were there, and stay.
+
+    The folder is made for its owner alone (0700), the files too (0600). Raises UsageError where they cannot be written.
+    """
+    made: list[Path] = []
+    kept: list[Path] = []
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in get_args(KeyName):
+            path = key_file(folder, name)
+            (made if write_new(path, f"{secrets.token_urlsafe(_BYTES)}\n") else kept).append(path)
+    except OSError as error:
+        raise UsageError(
+            f"keys cannot be written to {folder} ({error})", "name a folder that you may write to"
+        ) from error
+    return made, kept
+
+
+def write_new(path: Path, text: str, *, mode: int = 0o600) -> bool:
+    """Write a file that appears whole or not at all; False where one is there. Raises OSError."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="ascii") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # Unlike a rename, a link never takes another file's place.
+        os.link(partial, path)
+    except FileExistsError:
+        return False
+    finally:
+        partial.unlink(missing_ok=True)
+    return True
+
+
+# Session keys: what an agent shows to speak in one session and in no other.
+#
+#     rs-<session id>-<HMAC-SHA256(run's secret, session id), 32 hex digits>
+#
+# Nothing is stored for a key: whoever has the run's secret (every rollout server of it) can make and check it. Pure.
+
+PREFIX = "rs-"
+_MAC_DIGITS = 32
+
+
+def secret_of_run(key: str, run_id: str) -> bytes:
+    """What a run's session keys are made with where several runs share a session key: none opens another's sessions."""
+    return hmac.digest(key.encode(), run_id.encode(), "sha256")
+
+
+class SessionKeys:
+    """Makes and reads the keys of one run."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def issue(self, session_id: str) -> str:
+        return f"{PREFIX}{session_id}-{self._mac(session_id)}"
+
+    def session_of(self, key: str) -> str | None:
+        """The session that `key` opens; None for a key that nobody issued."""
+        session_id, dash, mac = key.removeprefix(PREFIX).rpartition("-")
+        if not key.startswith(PREFIX) or not dash:
+            return None
+        # Compared as bytes: a header may hold any character.
+        return session_id if hmac.compare_digest(mac.encode(), self._mac(session_id).encode()) else None
+
+    def _mac(self, session_id: str) -> str:
+        return hmac.digest(self._secret, session_id.encode(), "sha256").hex()[:_MAC_DIGITS]

@@ -1,0 +1,78 @@
+"""`rollmesh dead-letters`: what a run took from its stream and did not train on, and why."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from services.security.options import TlsDir
+
+if TYPE_CHECKING:
+    from services.run_store.ledger import Accounts
+    from services.run_store.stream import DeadLetter
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(epilog="Example: rollmesh dead-letters --run-id demo --redis-url redis://127.0.0.1:6379/0")
+def dead_letters(
+    run_id: Annotated[str, typer.Option(help="The run")],
+    redis_url: Annotated[str, typer.Option(help="Redis that carries the run, redis://host:port/db")],
+    keys_dir: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
+    ] = None,
+    redis_password_file: Annotated[
+        Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with Redis's password")
+    ] = None,
+    newest: Annotated[int, typer.Option(min=1, help="How many to show, the newest first")] = 20,
+    tls_dir: TlsDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON line a letter, its payload in base64")] = False,
+) -> None:
+    """Show the newest trajectories that were dropped with a reason, and all drops by cause."""
+    import asyncio
+
+    import msgspec
+
+    from services.run_store.client import reached_by
+    from services.security.keys import read_keys
+    from services.security.tls import read_trust
+
+    password = read_keys("reader", keys_dir, {"redis": redis_password_file}).redis
+    redis_url = reached_by(redis_url, password, read_trust(tls_dir))
+    letters, accounts = asyncio.run(_read(run_id, redis_url, newest))
+    if as_json:
+        sys.stdout.writelines(msgspec.json.encode(letter).decode() + "\n" for letter in letters)
+    else:
+        _show(letters, accounts)
+
+
+async def _read(run_id: str, redis_url: str, newest: int) -> tuple[list[DeadLetter], Accounts]:
+    from services.run_store.client import check_reachable, connect
+    from services.run_store.ledger import Ledger
+    from services.run_store.stream import DeadLetters
+
+    await check_reachable(redis_url)
+    redis = connect(redis_url)
+    try:
+        return await DeadLetters(redis, run_id).newest(newest), await Ledger(redis, run_id).accounts()
+    finally:
+        await redis.aclose()
+
+
+def _show(letters: list[DeadLetter], accounts: Accounts) -> None:
+    from datetime import UTC, datetime
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("settled at", "entry", "cause", "why", "bytes", box=None, pad_edge=False)
+    for letter in letters:
+        at = datetime.fromtimestamp(letter.settled_at, UTC).strftime("%F %T")
+        table.add_row(at, letter.entry, letter.cause, letter.why, str(letter.size))
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    causes = ", ".join(f"{count} {cause}" for cause, count in sorted(accounts.dropped.items())) or "none"
+    console.print(f"dropped of {accounts.published} published: {causes}")
