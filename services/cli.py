@@ -103,8 +103,10 @@ def fail(message: str, code: int) -> int:
 
 COMMANDS = {
     "up": Command("services.supervisor.cli:app", "Run the whole mesh on this machine and train a model"),
-    "prepare": Command("services.supervisor.cli:prepare_app", "Make the run folder of a mesh that is started part by part"),
-    "sft": Command("trainer.sft_cli:app", "Warm-start a tiny policy by a short supervised run"),
+    "prepare": Command(
+        "services.supervisor.cli:prepare_app", "Make the run folder of a mesh that is started part by part"
+    ),
+    "sft": Command("trainer.sft.cli:app", "Warm-start a tiny policy by a short supervised run"),
     "train": Command("trainer.cli:app", "Run the trainer"),
     "rollout-server": Command("rollout_server.cli:app", "Run a rollout server"),
     "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers"),

@@ -69,7 +69,7 @@ def run_id() -> str:
 def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face folder with an untrained tiny policy, seed 0."""
     pytest.importorskip("torch")
-    from trainer.tiny_policy import build_model, save_policy
+    from trainer.sft.tiny_model import build_model, save_policy
 
     folder = tmp_path_factory.mktemp("policy") / "model"
     save_policy(build_model(seed=0), folder)

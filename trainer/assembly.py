@@ -26,17 +26,15 @@ from services.security.permissions import Keys
 from services.security.tls import PLAIN, Tls
 from services.wire.errors import UsageError
 from services.wire.tokenizer_digest import vocabulary_digest
-from trainer.background import Background
-from trainer.intake import Intake
-from trainer.interrupt import Interrupt
-from trainer.learner import Learner
+from trainer.checkpoint.step_log import StepLog
+from trainer.data.stream_reader import Intake
+from trainer.data.validation import Screen
+from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.loop import Identity, TrainingLoop
-from trainer.roles import Roles, make_roles
-from trainer.run_records import RunRecords, read_metrics
-from trainer.screening import Screen
-from trainer.step_log import StepLog
-from trainer.telemetry import open_telemetry
-from trainer.wait_sign import WaitSign
+from trainer.metrics.exporter import open_telemetry
+from trainer.metrics.files import RunRecords, read_metrics
+from trainer.model.learner import Learner
+from trainer.model.roles import Roles, make_roles
 from trainer.weights import WeightUpdates, settle_deadline
 from weight_bus.bus_client import BusClient
 from weight_bus.one_piece import lay_in_one_piece

@@ -52,7 +52,7 @@ def train(
     from services.run_store.client import reached_by
     from services.security.keys import read_key, read_keys
     from services.security.tls import read_tls
-    from trainer.formula import describe
+    from trainer.algorithms.describe import describe
 
     settings = load_settings(config, [])
     tracing = open_tracing(with_surroundings(settings.telemetry, os.environ), "trainer", run_id, "trainer")

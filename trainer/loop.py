@@ -5,8 +5,8 @@ take ──► record the batch (disk) ──► U steps from v ──► publis
                 └── durable ──► announce v + U ◄────────────┘      in the background
                        └──────► acknowledge the entries
 
-U is `trainer.updates_per_batch` (`trainer.batch_training`). Versions between are published to nobody, and a restart begins
-where a batch does.
+U is `trainer.updates_per_batch` (`trainer.model.train_batch`). Versions between are published to nobody, and a restart
+begins where a batch does.
 """
 
 from __future__ import annotations
@@ -26,19 +26,15 @@ from services.observability.tracing import Tracing
 from services.policies.batching import Group
 from services.run_store.stream import TrajectoryReader
 from services.wire.trajectory import Trajectory
-from trainer.arrivals import Arrivals
-from trainer.background import Background
-from trainer.batch_training import Trained, train_batch
-from trainer.checkpoint import Snapshot, save, snapshot, versions
-from trainer.intake import Intake
-from trainer.interrupt import Interrupt
-from trainer.learner import Learner
-from trainer.metrics import StepTimes, outcome, step_metrics
-from trainer.roles import Roles
-from trainer.run_records import RunRecords
-from trainer.step_log import StepLog, StepRecord
-from trainer.step_spans import record_steps
-from trainer.wait_sign import WaitSign
+from trainer.checkpoint.checkpoint import Snapshot, save, snapshot, versions
+from trainer.checkpoint.step_log import StepLog, StepRecord
+from trainer.data.stream_reader import Arrivals, Intake
+from trainer.io_loop import Background, Interrupt, WaitSign
+from trainer.metrics.files import RunRecords
+from trainer.metrics.step import StepTimes, outcome, step_metrics
+from trainer.model.learner import Learner
+from trainer.model.roles import Roles
+from trainer.model.train_batch import Trained, train_batch
 from trainer.weights import WeightUpdates
 
 ACKNOWLEDGE_DEADLINE_S = 30.0
@@ -219,3 +215,35 @@ class TrainingLoop:
 def _stream_order(stream_id: str) -> tuple[int, int]:
     milliseconds, _, sequence = stream_id.partition("-")
     return int(milliseconds), int(sequence or 0)
+
+
+# Optimizer steps as spans, with links to what they learned from: written down after the batch, off its clock.
+#
+# trainer.batch ──┬── trainer.step v + 1 ──links──► the traces of the groups that it consumed
+#                 ├── trainer.step v + 2 ──links──► …
+#                 └── trainer.update v + 2 ──► the bus ──► each engine's commit
+
+NAME = "trainer.step"
+
+
+def record_steps(tracing: Tracing, trained: Sequence[Trained], began_ns: int, *, wait_s: float) -> None:
+    """Below the current span. `began_ns`: when training began; `wait_s`: how long the batch had been waited for."""
+    if not tracing.on:
+        return
+    for step in trained:
+        ended_ns = began_ns + round((step.pack_s + step.train_s) * 1e9)
+        # Siblings that were opened together have one context; each is linked once.
+        links = {member.payload.trace for group in step.groups for member in group.members}
+        tracing.record(
+            NAME,
+            began_ns,
+            ended_ns,
+            links=sorted(links),
+            version=step.version,
+            groups=len(step.groups),
+            trajectories=sum(len(group.members) for group in step.groups),
+            rows=step.rows,
+            learning_rate=step.learning_rate,
+            wait_ms=wait_s * 1e3,
+        )
+        began_ns, wait_s = ended_ns, 0.0

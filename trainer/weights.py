@@ -19,7 +19,7 @@ from torch import Tensor
 from services.observability.tracing import NO_TRACING, Tracing
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
 from services.wire.weights_api import SETTLED, UpdateView, VerifyView
-from trainer.background import Background
+from trainer.io_loop import Background
 from weight_bus.bus_client import BusClient
 from weight_bus.manifest import Manifest
 from weight_bus.publication import Publication

@@ -15,7 +15,7 @@ from services.config.algorithm import CorrectionSettings, LossSettings
 from services.config.settings import TrainerSettings
 from services.policies.admission import most_updates
 from services.wire.errors import RollmeshError, UsageError
-from trainer.formula import describe
+from trainer.algorithms.describe import describe
 
 
 class StaleRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     mean_staleness: float
     largest_staleness: int
     effective_samples: float | None
-    """Mean over the last fifth of the steps (`trainer.step_sums`)."""
+    """Mean over the last fifth of the steps (`trainer.model.token_stats`)."""
     seconds: float
     formula: str
     versions: dict[str, str]

@@ -29,11 +29,10 @@ from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Segment, Trajectory, VersionSpan
 from trainer.assembly import load_policy
-from trainer.batch_training import train_batch
-from trainer.drawing import Drawn, draw
-from trainer.recipe import read_checks
-from trainer.roles import make_roles
-from trainer.sampling_check import is_right, sampled_accuracy
+from trainer.model.roles import make_roles
+from trainer.model.train_batch import train_batch
+from trainer.sft.accuracy import Drawn, draw, is_right, sampled_accuracy
+from trainer.sft.data import read_checks
 
 ROLLOUT = RolloutSettings()
 

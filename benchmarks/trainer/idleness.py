@@ -31,8 +31,8 @@ from services.config.settings import RolloutSettings, RunSettings, TrainerSettin
 from services.host.files import remove_shm_files
 from services.host.run_folder import RunFolder
 from services.wire.errors import RollmeshError
-from trainer.metrics import StepMetrics
-from trainer.run_records import read_metrics
+from trainer.metrics.files import read_metrics
+from trainer.metrics.step import StepMetrics
 
 # One run of a mesh whose engines draw by the clock: every process real, started by command, judged by its metrics.
 #

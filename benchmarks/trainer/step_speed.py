@@ -35,10 +35,10 @@ from services.wire.errors import RollmeshError
 from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Segment, Trajectory, VersionSpan
-from trainer.learner import Learner
-from trainer.packing import pack
-from trainer.rows import rows_of
-from trainer.tiny_policy import build_model, save_policy
+from trainer.data.packing import pack
+from trainer.data.rows import rows_of
+from trainer.model.learner import Learner
+from trainer.sft.tiny_model import build_model, save_policy
 
 # The batch that the trainer's step is measured on: groups of answers whose lengths are log-normal, cut at the
 # longest.

@@ -1,4 +1,4 @@
-"""The loss, part by part. `trainer.formula` says what a choice of these computes, and refuses choices without effect."""
+"""Loss and advantage, part by part. `trainer.algorithms.describe` says what a choice of these computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from services.config.base import Section
 
 
 class CorrectionSettings(Section):
-    """Weights of tokens that another policy drew; `trainer.corrections` has the formulas and their sources.
+    """Weights of tokens that another policy drew; `trainer.algorithms.losses.correction` has the formulas and their
+    sources.
 
     ρ = π_prox/π_beh at a token; of a segment, `sequence` takes the product, `geometric` the geometric mean.
     """
@@ -52,7 +53,7 @@ class LossSettings(Section):
     correction: CorrectionSettings = CorrectionSettings()
 
 
-# Who gets how much of the reward, part by part. `trainer.advantages.formula` says what a choice of these computes,
+# Who gets how much of the reward, part by part. `trainer.algorithms.describe` says what a choice of these computes,
 # and refuses choices without effect.
 
 GREEDY_BASELINE = "remax"

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest, collect
 from services.wire.sampling import SamplingParams
-from trainer.tiny_policy import build_model, save_policy
+from trainer.sft.tiny_model import build_model, save_policy
 
 VOCABULARY = 64
 END = 1

@@ -22,7 +22,7 @@ from services.config.settings import RolloutSettings, RunSettings, WeightSetting
 from services.wire.sampling import KvPolicy
 from tests.contract.engine_harness import VOCABULARY, InFlight, check_spans, request
 from tests.support.until import until
-from trainer.tiny_policy import build_model, save_policy
+from trainer.sft.tiny_model import build_model, save_policy
 from weight_bus.manifest import encode_manifest
 from weight_bus.publisher import Publisher
 from weight_bus.transports.select import make_exporter

@@ -17,8 +17,8 @@ from services.run_store.stream import TrajectoryReader
 from tests.support.committing import commit
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
-from trainer.intake import Intake
-from trainer.screening import Screen
+from trainer.data.stream_reader import Intake
+from trainer.data.validation import Screen
 
 RULES = AdmissionRules(base_version=0, k=1, batch=4, lookahead=2)
 STEPS = 24

@@ -14,7 +14,7 @@ import pytest
 from tests.contract.engine_harness import WeightPublisher
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
-from trainer.tiny_policy import build_model, save_policy
+from trainer.sft.tiny_model import build_model, save_policy
 
 GENERATE = "/inference/v1/generate"
 LONG = {"token_ids": [3, 4], "sampling_params": {"max_tokens": 200}}

@@ -22,7 +22,7 @@ from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody, Take
 from tests.conftest import free_port
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
-from trainer.tiny_policy import build_tokenizer
+from trainer.sft.tiny_model import build_tokenizer
 
 SAMPLING = SamplingBody(max_tokens=8)
 

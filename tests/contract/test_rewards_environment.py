@@ -33,7 +33,7 @@ from tests.conftest import free_port
 from tests.support.rewards_host import judging
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
-from trainer.tiny_policy import build_tokenizer
+from trainer.sft.tiny_model import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = """

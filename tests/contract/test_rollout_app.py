@@ -12,7 +12,7 @@ from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.trajectory import VersionSpan
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import END, ScriptedEngine
-from trainer.tiny_policy import build_tokenizer
+from trainer.sft.tiny_model import build_tokenizer
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from services.wire.trajectory import decode_trajectory
 from tests.conftest import free_port
 from tests.support.rollout_host import hosting, small_batch, until
 from tests.weight_parts import served
-from trainer.tiny_policy import build_model
+from trainer.sft.tiny_model import build_model
 from weight_bus.app import build_app
 from weight_bus.bus_client import BusClient
 from weight_bus.publisher import Publisher

@@ -30,8 +30,8 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.served_app import served
 from tests.support.step_lines import step_line
 from tests.support.until import until
-from trainer.background import Background
-from trainer.telemetry import open_telemetry
+from trainer.io_loop import Background
+from trainer.metrics.exporter import open_telemetry
 from weight_bus.app import build_app
 
 

@@ -18,8 +18,8 @@ from services.wire.tokenizer_digest import vocabulary_digest
 from services.wire.trajectory import Trajectory
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
-from trainer.intake import Intake
-from trainer.screening import Screen
+from trainer.data.stream_reader import Intake
+from trainer.data.validation import Screen
 
 
 @pytest.fixture

@@ -34,8 +34,8 @@ from tests.support.rollout_host import hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.served_app import served
 from tests.support.until import until
-from trainer.background import Background
-from trainer.telemetry import open_telemetry
+from trainer.io_loop import Background
+from trainer.metrics.exporter import open_telemetry
 from weight_bus.app import build_app
 from weight_bus.bus_client import BusClient
 

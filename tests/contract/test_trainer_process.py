@@ -30,13 +30,15 @@ from services.wire.trajectory import Trajectory  # noqa: E402
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, served  # noqa: E402
 from trainer.assembly import load_policy  # noqa: E402
-from trainer.batch_training import train_batch  # noqa: E402
-from trainer.learner import Learner, named_weights  # noqa: E402
-from trainer.packing import pack  # noqa: E402
-from trainer.report import TrainerReport  # noqa: E402
-from trainer.roles import make_roles  # noqa: E402
-from trainer.rows import rows_of  # noqa: E402
-from trainer.run_records import read_metrics  # noqa: E402
+from trainer.data.packing import pack  # noqa: E402
+from trainer.data.rows import rows_of  # noqa: E402
+from trainer.metrics.files import (  # noqa: E402
+    TrainerReport,
+    read_metrics,
+)
+from trainer.model.learner import Learner, named_weights  # noqa: E402
+from trainer.model.roles import make_roles  # noqa: E402
+from trainer.model.train_batch import train_batch  # noqa: E402
 from weight_bus.app import build_app  # noqa: E402
 from weight_bus.bus_client import BusClient  # noqa: E402
 from weight_bus.receiver import Receiver  # noqa: E402

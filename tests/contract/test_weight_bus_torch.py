@@ -15,7 +15,7 @@ from rollout_server.engines.factory import make_engine
 from services.wire.weights_api import VerifyView
 from tests.support.rollout_host import hosting, small_batch
 from tests.support.served_app import served
-from trainer.tiny_policy import build_model
+from trainer.sft.tiny_model import build_model
 from weight_bus.app import build_app
 from weight_bus.bus_client import BusClient
 from weight_bus.publisher import Publisher

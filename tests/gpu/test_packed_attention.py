@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.packed_forward import PackedForward
-from trainer.packed_row import lay_end_to_end
-from trainer.tiny_policy import build_model
+from trainer.data.packing import lay_end_to_end
+from trainer.model.forward import PackedForward
+from trainer.sft.tiny_model import build_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.support.chat_policy import TURN_END, build_chat_model, build_chat_tokenizer
-from trainer.logprobs import token_logprobs
+from trainer.model.logprobs import token_logprobs
 
 Lesson = Sequence[str]
 """What the user and the assistant say in turn, the user first."""

@@ -126,7 +126,7 @@ def _tokenizer_json() -> str:
 
 def build_chat_model(seed: int, *, hidden_size: int = 64, layers: int = 2) -> Qwen3ForCausalLM:
     """A freshly initialised Qwen3-type model in float32 for the tokenizer; the same seed gives the same bytes."""
-    from trainer.tiny_policy import build_model
+    from trainer.sft.tiny_model import build_model
 
     return build_model(seed, hidden_size=hidden_size, layers=layers, tokenizer=build_chat_tokenizer())
 

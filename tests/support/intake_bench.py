@@ -17,8 +17,8 @@ from services.run_store.ledger import Accounts, Ledger
 from services.run_store.stream import TrajectoryReader, TrajectoryWriter
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment
-from trainer.intake import Intake
-from trainer.screening import Screen
+from trainer.data.stream_reader import Intake
+from trainer.data.validation import Screen
 
 
 async def until(holds: Callable[[Accounts], bool], ledger: Ledger) -> None:

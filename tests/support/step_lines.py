@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from trainer.step_totals import StepLine
+from trainer.metrics.exporter import StepLine
 
 
 def step_line(step: int, **changes: object) -> bytes:

@@ -14,7 +14,7 @@ import pytest
 from services.config.algorithm import AdvantageSettings
 from tests.support.trajectories import a_rollout, a_segment, grouped
 from tests.support.trl_environment import NO_TRL, TRL_PYTHON
-from trainer.crediting import Crediting
+from trainer.algorithms.advantages.compute import Crediting
 
 SCRIPT = Path(__file__).with_name("trl_advantages.py")
 

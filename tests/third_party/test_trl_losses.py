@@ -13,8 +13,8 @@ import torch
 
 from services.config.algorithm import CorrectionSettings, LossSettings
 from tests.support.trl_environment import NO_TRL, TRL_PYTHON
-from trainer.losses.tokens import BatchSize
-from trainer.objective import Objective, TokenTerms
+from trainer.algorithms.losses.objective import Objective, TokenTerms
+from trainer.algorithms.losses.tokens import BatchSize
 
 SCRIPT = Path(__file__).with_name("trl_losses.py")
 ROWS, LENGTH = 6, 9

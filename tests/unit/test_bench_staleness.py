@@ -23,8 +23,8 @@ from services.config.settings import TrainerSettings
 from services.wire.demonstrations import Question
 from services.wire.errors import UsageError
 from services.wire.trajectory import check_trajectory
-from trainer.logprobs import token_logprobs
-from trainer.tiny_policy import build_model, build_tokenizer
+from trainer.model.logprobs import token_logprobs
+from trainer.sft.tiny_model import build_model, build_tokenizer
 
 QUESTIONS = [Question(f"{number}=", "3", "[0-9]3") for number in range(10)] * 40
 VERSIONS = {"torch": "1"}

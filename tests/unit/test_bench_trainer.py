@@ -13,10 +13,10 @@ import torch
 from benchmarks.trainer.report import FIGURES, Measured, as_table, put_together
 from benchmarks.trainer.step_speed import PROMPT_TOKENS, HeavyTail, PaddedLoop, SpeedPlan, as_groups, measure_speed
 from services.config.settings import TrainerSettings
-from trainer.learner import Learner
-from trainer.packing import pack
-from trainer.rows import rows_of
-from trainer.tiny_policy import build_model
+from trainer.data.packing import pack
+from trainer.data.rows import rows_of
+from trainer.model.learner import Learner
+from trainer.sft.tiny_model import build_model
 
 SMALL = HeavyTail(groups=2, group_size=4, median=6.0, sigma=0.8, longest=24)
 

@@ -16,7 +16,7 @@ from rollout_server.chat.detokenizer import TokenTable
 from rollout_server.chat.renderer import ChatRenderer, choose_config, model_names
 from services.wire.errors import UsageError
 from tests.support.chat_policy import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, build_chat_tokenizer, save_chat_policy
-from trainer.tiny_policy import build_tokenizer
+from trainer.sft.tiny_model import build_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 TOKENIZER = build_chat_tokenizer()

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from rollout_server.chat.detokenizer import StopStrings, TextDecoder, TextStream, TokenTable
 from tests.support.chat_policy import TURN_END, build_chat_tokenizer
-from trainer.tiny_policy import build_tokenizer
+from trainer.sft.tiny_model import build_tokenizer
 
 
 def with_byte_fallback() -> Tokenizer:

@@ -14,11 +14,11 @@ from services.config.settings import RunSettings, TrainerSettings
 from services.wire.errors import UsageError
 from tests.support.one_token_task import play
 from tests.support.trajectories import grouped
-from trainer.formula import describe
-from trainer.packing import pack
-from trainer.roles import make_roles
-from trainer.rows import rows_of
-from trainer.tiny_policy import build_model
+from trainer.algorithms.describe import describe
+from trainer.data.packing import pack
+from trainer.data.rows import rows_of
+from trainer.model.roles import make_roles
+from trainer.sft.tiny_model import build_model
 
 DOCUMENT = Path(__file__).parents[2] / "docs/algorithms.md"
 

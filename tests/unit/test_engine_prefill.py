@@ -16,7 +16,7 @@ from rollout_server.engines.torch.prefill import Newcomer, Prefill, PrefixCache,
 from rollout_server.engines.torch.sampler import Sampler
 from rollout_server.engines.torch.scheduler import RunningBatch
 from services.wire.sampling import KvPolicy, SamplingParams
-from trainer.tiny_policy import build_model
+from trainer.sft.tiny_model import build_model
 
 CPU = torch.device("cpu")
 

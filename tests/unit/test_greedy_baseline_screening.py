@@ -12,7 +12,7 @@ from services.run_store.stream import StreamEntry
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import encode_trajectory
 from tests.support.trajectories import a_rollout, a_segment
-from trainer.screening import Screen
+from trainer.data.validation import Screen
 
 SCREEN = Screen("r", vocabulary=64, longest=32, greedy_baseline=True)
 

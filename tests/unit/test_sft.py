@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.wire.demonstrations import Question
 from services.wire.errors import UsageError
-from trainer.drawing import Drawn, draw
-from trainer.recipe import folder_digest, read_recipe
-from trainer.sampling_check import is_right, sampled_accuracy
-from trainer.sft import Progress, WarmStartError, _Examples, warm_start
-from trainer.tiny_policy import build_model, build_tokenizer, save_policy
-from trainer.warm_start_cache import deliver, is_delivered, keep, take_cached, warm_start_key
+from trainer.sft.accuracy import Drawn, draw, is_right, sampled_accuracy
+from trainer.sft.cache import deliver, is_delivered, keep, take_cached, warm_start_key
+from trainer.sft.data import folder_digest, read_recipe
+from trainer.sft.tiny_model import build_model, build_tokenizer, save_policy
+from trainer.sft.train import Progress, WarmStartError, _Examples, warm_start
 
 PHASE: dict[str, Any] = {
     "name": "only",

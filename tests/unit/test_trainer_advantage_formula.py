@@ -9,9 +9,8 @@ import pytest
 from services.config.algorithm import AdvantageSettings
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
-from trainer.advantages.formula import describe_advantage
-from trainer.advantages.registry import ADVANTAGES, find_estimator, load_estimator
-from trainer.formula import describe
+from trainer.algorithms.advantages.registry import ADVANTAGES, find_estimator, load_estimator
+from trainer.algorithms.describe import describe, describe_advantage
 
 
 def choose(**choices: Any) -> AdvantageSettings:

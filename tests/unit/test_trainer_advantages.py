@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from services.config.algorithm import AdvantageSettings
 from tests.support.examples import examples
-from trainer.advantages.registry import ADVANTAGES, load_estimator
-from trainer.advantages.scored import Scored, discounted_sums
+from trainer.algorithms.advantages.batch import Scored, discounted_sums
+from trainer.algorithms.advantages.registry import ADVANTAGES, load_estimator
 
 
 @dataclass(frozen=True)

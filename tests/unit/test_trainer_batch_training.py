@@ -16,14 +16,14 @@ from services.policies.token_budget import split_rows
 from services.wire.packed import unpack_tokens
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories
-from trainer.batch_training import parts_of, train_batch
-from trainer.crediting import Crediting
-from trainer.learner import Learner
-from trainer.logprobs import token_logprobs
-from trainer.packing import PackedBatch, micro_batch, pack
-from trainer.roles import Roles
-from trainer.rows import rows_of
-from trainer.tiny_policy import build_model
+from trainer.algorithms.advantages.compute import Crediting
+from trainer.data.packing import PackedBatch, micro_batch, pack
+from trainer.data.rows import rows_of
+from trainer.model.learner import Learner
+from trainer.model.logprobs import token_logprobs
+from trainer.model.roles import Roles
+from trainer.model.train_batch import parts_of, train_batch
+from trainer.sft.tiny_model import build_model
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from services.config.algorithm import CorrectionSettings, LossSettings
 from tests.support.examples import examples
-from trainer.corrections import correction
-from trainer.losses.tokens import BatchSize, LossTokens
-from trainer.objective import Objective, TokenTerms
+from trainer.algorithms.losses.correction import correction
+from trainer.algorithms.losses.objective import Objective, TokenTerms
+from trainer.algorithms.losses.tokens import BatchSize, LossTokens
 
 logprob = st.floats(-8.0, -1e-3)
 rows = st.lists(st.tuples(logprob, logprob, st.integers(0, 2)), min_size=1, max_size=12)

@@ -17,14 +17,10 @@ from services.wire.errors import UsageError
 from services.wire.trajectory import RewardSpan, Trajectory
 from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment, grouped
-from trainer.advantages.kl_reward import divergences
-from trainer.advantages.lagrangian import CostPrice
-from trainer.advantages.overlong import overlong_fine
-from trainer.advantages.policy_filter import Keep, kept
-from trainer.advantages.scored import Float64Array
-from trainer.advantages.scoring import Batch, score
-from trainer.crediting import Credit, Crediting
-from trainer.rows import rows_of
+from trainer.algorithms.advantages.batch import Float64Array
+from trainer.algorithms.advantages.compute import Credit, Crediting, divergences
+from trainer.algorithms.advantages.rewards import Batch, CostPrice, Keep, kept, overlong_fine, score
+from trainer.data.rows import rows_of
 
 logprob = st.floats(-12.0, -1e-3)
 

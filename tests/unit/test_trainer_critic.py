@@ -16,13 +16,12 @@ from services.config.settings import RunSettings, TrainerSettings
 from services.wire.trajectory import Trajectory
 from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories
-from trainer import checkpoint
-from trainer.critic import Critic, ValueModel
-from trainer.packing import PackedBatch, pack
-from trainer.roles import Roles, make_roles
-from trainer.rows import rows_of
-from trainer.tiny_policy import build_model
-from trainer.value_loss import value_loss
+from trainer.checkpoint import checkpoint
+from trainer.data.packing import PackedBatch, pack
+from trainer.data.rows import rows_of
+from trainer.model.critic import Critic, ValueModel, value_loss
+from trainer.model.roles import Roles, make_roles
+from trainer.sft.tiny_model import build_model
 
 number = st.floats(-3.0, 3.0)
 

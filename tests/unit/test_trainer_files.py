@@ -16,15 +16,15 @@ from services.config.settings import RunSettings, TrainerSettings
 from services.host.files import appearing
 from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
-from trainer import checkpoint
-from trainer.crediting import Crediting
-from trainer.learner import Learner
-from trainer.packing import pack
-from trainer.resume import Replay, ReplayError, fingerprint
-from trainer.roles import Roles
-from trainer.rows import rows_of
-from trainer.step_log import StepLog, StepLogError, StepRecord
-from trainer.tiny_policy import build_model, save_policy
+from trainer.algorithms.advantages.compute import Crediting
+from trainer.checkpoint import checkpoint
+from trainer.checkpoint.step_log import StepLog, StepLogError, StepRecord
+from trainer.data.packing import pack
+from trainer.data.rows import rows_of
+from trainer.model.learner import Learner
+from trainer.model.roles import Roles
+from trainer.run import Replay, ReplayError, fingerprint
+from trainer.sft.tiny_model import build_model, save_policy
 
 
 def alone(learner: Learner) -> Roles:

@@ -9,9 +9,9 @@ import pytest
 from services.config.algorithm import LossSettings
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
-from trainer.formula import describe, describe_loss
-from trainer.losses.registry import LOSSES, LossEntry, load_loss
-from trainer.losses.tokens import LossTokens, TokenLoss
+from trainer.algorithms.describe import describe, describe_loss
+from trainer.algorithms.losses.registry import LOSSES, LossEntry, load_loss
+from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 
 def choose(**choices: Any) -> LossSettings:

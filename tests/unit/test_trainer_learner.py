@@ -15,12 +15,12 @@ from services.config.settings import TrainerSettings
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment, group_of, grouped, random_trajectories
-from trainer.advantages.grpo import group_relative
-from trainer.learner import Learner
-from trainer.packing import pack
-from trainer.rows import rows_of
-from trainer.step_sums import TokenStatistics
-from trainer.tiny_policy import build_model
+from trainer.algorithms.advantages.grpo import group_relative
+from trainer.data.packing import pack
+from trainer.data.rows import rows_of
+from trainer.model.learner import Learner
+from trainer.model.token_stats import TokenStatistics
+from trainer.sft.tiny_model import build_model
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from services.config.algorithm import AdvantageSettings, CorrectionSettings, Cri
 from services.config.settings import RunSettings, TrainerSettings
 from tests.support.one_token_task import play
 from tests.support.trajectories import grouped
-from trainer.packing import pack
-from trainer.roles import make_roles
-from trainer.rows import rows_of
-from trainer.tiny_policy import build_model
+from trainer.data.packing import pack
+from trainer.data.rows import rows_of
+from trainer.model.roles import make_roles
+from trainer.sft.tiny_model import build_model
 
 DECOUPLED = LossSettings(anchor="proximal", correction=CorrectionSettings(weight="token"))
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from services.config.algorithm import LossSettings
 from tests.support.examples import examples
-from trainer.interpolation import interpolated
-from trainer.losses.divergence import Estimator, divergence
-from trainer.losses.registry import load_loss
-from trainer.losses.tokens import LossTokens, TokenLoss
+from trainer.algorithms.divergence import Estimator, divergence
+from trainer.algorithms.losses.objective import interpolated
+from trainer.algorithms.losses.registry import load_loss
+from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trainer.packed_forward import PackedForward, Separation
-from trainer.packed_row import PackedRow, lay_end_to_end
-from trainer.tiny_policy import build_model
+from trainer.data.packing import PackedRow, lay_end_to_end
+from trainer.model.forward import PackedForward, Separation
+from trainer.sft.tiny_model import build_model
 
 VOCABULARY = 64
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

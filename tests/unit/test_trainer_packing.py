@@ -11,10 +11,10 @@ from services.policies.staleness import FutureVersionError
 from services.wire.packed import unpack_logprobs, unpack_tokens
 from services.wire.trajectory import VersionSpan
 from tests.support.trajectories import a_rollout, a_segment, group_of, grouped, random_trajectories
-from trainer.losses.tokens import BatchSize
-from trainer.packing import pack
-from trainer.rows import rows_of
-from trainer.window import NOT_SAMPLED, OVER_K, StalenessTally, judge
+from trainer.algorithms.losses.tokens import BatchSize
+from trainer.data.packing import pack
+from trainer.data.rows import rows_of
+from trainer.data.staleness import NOT_SAMPLED, OVER_K, StalenessTally, judge
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 9)), max_size=6), st.integers(0, 4), st.integers(9, 12))

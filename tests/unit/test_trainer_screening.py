@@ -19,7 +19,7 @@ from services.wire.tokenizer_digest import vocabulary_digest
 from services.wire.trajectory import RewardSpan, Segment, Trajectory, VersionSpan, encode_trajectory
 from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment
-from trainer.screening import Rejected, Screen, group_of
+from trainer.data.validation import Rejected, Screen, group_of
 
 VOCABULARY = vocabulary_digest({"a": 0, "b": 1})
 SCREEN = Screen("r", vocabulary=64, longest=32, tokenizer=VOCABULARY)

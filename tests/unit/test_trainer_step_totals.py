@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 from services.host.files import LineTail
 from services.observability.catalog import TRAINER_DROPPED, TRAINER_SECONDS, TRAINER_STEPS, TRAINER_TOKENS
 from tests.support.step_lines import step_line
-from trainer.step_totals import RECENT_STEPS, StepLine, StepTotals
+from trainer.metrics.exporter import RECENT_STEPS, StepLine, StepTotals
 
 
 def test_counters_add_up_over_all_steps_and_the_busy_share_is_of_the_last() -> None:
@@ -35,7 +35,7 @@ def test_counters_add_up_over_all_steps_and_the_busy_share_is_of_the_last() -> N
 def test_what_the_totals_read_is_what_the_trainer_writes() -> None:
     from dataclasses import fields
 
-    from trainer.metrics import StepMetrics
+    from trainer.metrics.step import StepMetrics
 
     assert set(StepLine.__struct_fields__) <= {field.name for field in fields(StepMetrics)}
 

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer.learner import named_weights  # noqa: E402
-from trainer.tiny_policy import build_model  # noqa: E402
+from trainer.model.learner import named_weights  # noqa: E402
+from trainer.sft.tiny_model import build_model  # noqa: E402
 from weight_bus.half_arena import HalfArena  # noqa: E402
 from weight_bus.layout import plan_layout  # noqa: E402
 from weight_bus.one_piece import lay_in_one_piece  # noqa: E402

@@ -13,7 +13,7 @@ from random import Random
 from services.policies.admission import Account, AdmissionRules, places
 from services.policies.batching import Group, GroupAssembler, Member
 from services.wire.trajectory import VersionSpan
-from trainer.window import NOT_SAMPLED, OVER_K, StalenessTally, count_only, judge
+from trainer.data.staleness import NOT_SAMPLED, OVER_K, StalenessTally, count_only, judge
 
 SCHEDULES = 10_000
 EVENTS = 100

@@ -1,0 +1,28 @@
+"""Generalised advantage estimation with a critic (Schulman et al. 2015, arXiv:1506.02438, equations 12 and 16):
+
+    δ_t = r_t + γ V_{t+1} − V_t                    V_t: the value before token t; 0 behind the last token
+    A_t = Σ_{l ≥ 0} (γλ)^l δ_{t+l}                 return_t = A_t + V_t, what the critic learns
+    then  (A_t − mean(A)) / (std(A) + 1e-8)        whiten = true: over all tokens of the batch, std with n − 1
+
+Tokens that the environment wrote are no actions: the value behind a token is that before the next sampled one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.config.algorithm import AdvantageSettings
+from trainer.algorithms.advantages.batch import Scored, TokenAdvantages
+
+
+def gae(scored: Scored, settings: AdvantageSettings) -> TokenAdvantages:
+    """See the module's docstring. Raises ValueError without a critic's values."""
+    values = scored.values
+    if len(values) != len(scored.rewards):
+        raise ValueError(f"{len(values)} values for {len(scored.rewards)} tokens: gae needs a critic")
+    behind = np.append(values[1:], 0.0)[: len(values)]
+    behind[np.append(np.diff(scored.trajectory) != 0, True)[: len(values)]] = 0.0
+    errors = scored.rewards + settings.discount * behind - values
+    advantages = scored.sums_to_the_end(errors, settings.discount * settings.trace)
+    returns = advantages + values
+    return TokenAdvantages(scored.normalised(advantages) if settings.whiten else advantages, returns)

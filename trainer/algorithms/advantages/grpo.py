@@ -1,0 +1,34 @@
+"""GRPO (Shao et al. 2024, arXiv:2402.03300, section 4.1.2), and Dr. GRPO without the division (Liu et al. 2025,
+arXiv:2503.20783, section 3.2):
+
+    A_i = (R_i − mean(R)) / (std(R) + ε)          over the group, std with n − 1, ε = 1e-4
+    A_i =  R_i − mean(R)                          std = false
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.config.algorithm import AdvantageSettings
+from trainer.algorithms.advantages.batch import Float64Array, Scored, TokenAdvantages
+
+EPSILON = 1e-4
+
+
+def grpo(scored: Scored, settings: AdvantageSettings) -> TokenAdvantages:
+    """See the module's docstring: the same at every token of a trajectory."""
+    return TokenAdvantages(scored.spread(scored.by_group(lambda rewards: group_relative(rewards, std=settings.std))))
+
+
+def group_relative(rewards: Float64Array, *, std: bool = True) -> Float64Array:
+    """Advantages `[n]` of one group's trajectories. Exactly 0 for all when all rewards are equal.
+
+    Raises ValueError for a group of one: it has nothing to be compared with.
+    """
+    if len(rewards) < 2:
+        raise ValueError(f"a group of {len(rewards)} has no siblings to compare")
+    if rewards.min() == rewards.max():
+        # Rounding of the mean would leave crumbs, and a group without a signal must be exactly skippable.
+        return np.zeros_like(rewards)
+    gaps: Float64Array = rewards - rewards.mean()
+    return gaps / (rewards.std(ddof=1) + EPSILON) if std else gaps

@@ -1,0 +1,76 @@
+"""All estimators by name: where each is, what it computes as text, and which settings it reads. No torch here.
+
+An estimator of your own needs no line here: set `trainer.advantage.estimator = "your_package.your_module:yours"`, a
+function of `(Scored, AdvantageSettings)` with an attribute `entry`, an `AdvantageEntry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.config.algorithm import GREEDY_BASELINE, AdvantageSettings
+from trainer.algorithms.plugins import find_entry, load_function
+
+if TYPE_CHECKING:
+    from trainer.algorithms.advantages.batch import Scored, TokenAdvantages
+
+Estimator = Callable[["Scored", AdvantageSettings], "TokenAdvantages"]
+_WHAT = "trainer.advantage.estimator"
+
+
+@dataclass(frozen=True)
+class AdvantageEntry:
+    """`term`: what the advantage is, as text with `{setting}` in it. `uses`: the settings it reads of `std`, `discount`,
+    `trace` and `whiten`.
+
+    `compares`: siblings with one another, so that a group of equal rewards has nothing to say, and one alone has no
+    advantage. `critic`: it needs a critic's values, and says what they should have been.
+    """
+
+    target: str
+    term: str
+    uses: tuple[str, ...] = ()
+    compares: bool = False
+    critic: bool = False
+
+
+_BATCH = "(x − mean)/(std + 1e-8) over the batch's tokens"
+
+ADVANTAGES: Mapping[str, AdvantageEntry] = {
+    "grpo": AdvantageEntry(
+        "trainer.algorithms.advantages.grpo:grpo", "(R − mean)/(std + 1e-4) over the group", ("std",), compares=True
+    ),
+    "rloo": AdvantageEntry(
+        "trainer.algorithms.advantages.rloo:rloo", "R − mean over the other siblings", compares=True
+    ),
+    GREEDY_BASELINE: AdvantageEntry("trainer.algorithms.advantages.remax:remax", "R − R of the greedy sibling"),
+    "reinforce_pp": AdvantageEntry(
+        "trainer.algorithms.advantages.reinforce_pp:reinforce_pp",
+        f"{_BATCH} with x = Σ_u≥t {{discount:g}}^(u−t)·r_u",
+        ("discount",),
+    ),
+    "reinforce_pp_baseline": AdvantageEntry(
+        "trainer.algorithms.advantages.reinforce_pp:reinforce_pp_baseline",
+        f"{_BATCH} with x = R − mean over the group",
+        compares=True,
+    ),
+    "gae": AdvantageEntry(
+        "trainer.algorithms.advantages.gae:gae",
+        "Σ_l ({discount:g}·{trace:g})^l·(r + {discount:g}·V_next − V)",
+        ("discount", "trace", "whiten"),
+        critic=True,
+    ),
+}
+
+
+def find_estimator(name: str) -> AdvantageEntry:
+    """The entry of an estimator by name, or of a function `module:function`. Raises UsageError where there is none."""
+    return find_entry(name, ADVANTAGES, AdvantageEntry, _WHAT)
+
+
+def load_estimator(name: str) -> Estimator:
+    """The function itself. Raises UsageError as `find_estimator` does."""
+    function: Estimator = load_function(name if ":" in name else find_estimator(name).target)
+    return function

@@ -1,0 +1,22 @@
+"""ReMax (Li et al. 2023, arXiv:2310.10505, section 4.1): the baseline is the reward of a greedy answer.
+
+A_i = R_i − R_greedy          the greedy sibling itself is never trained
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.config.algorithm import AdvantageSettings
+from trainer.algorithms.advantages.batch import Scored, TokenAdvantages
+
+
+def remax(scored: Scored, settings: AdvantageSettings) -> TokenAdvantages:
+    """See the module's docstring. Raises ValueError for a group that has not exactly one greedy sibling."""
+    del settings
+    baselines = np.zeros(int(scored.group.max(initial=-1)) + 1)
+    found = np.bincount(scored.group[scored.greedy], minlength=len(baselines))
+    if bool((found != 1).any()):
+        raise ValueError(f"group number {int((found != 1).argmax())} has not one greedy sibling to compare with")
+    baselines[scored.group[scored.greedy]] = scored.outcomes[scored.greedy]
+    return TokenAdvantages(scored.spread(scored.outcomes - baselines[scored.group]))

@@ -1,0 +1,199 @@
+"""Groups of trajectories become what an estimator sees: rewards are fined, charged and placed at tokens.
+
+    reward ── + fine for length ── less the price of its cost ── at its tokens ── less β · divergence ──► Scored
+
+A call's reward stands at the call's last token; whatever else there is, at the trajectory's last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from services.config.algorithm import AdvantageSettings, CostSettings
+from services.policies.batching import Group
+from services.wire.errors import UsageError
+from services.wire.trajectory import Segment, Trajectory
+from trainer.algorithms.advantages.batch import BoolArray, Float64Array, Int64Array, Scored
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`T` trajectories in the order of their groups, and where in their segments the `N` sampled tokens stand.
+
+    `places`: for each trajectory and each of its segments the positions of sampled tokens, int64, ascending.
+    """
+
+    groups: Sequence[Group[Trajectory]]
+    trajectories: list[Trajectory]
+    group: Int64Array
+    places: list[list[Int64Array]]
+
+    @staticmethod
+    def of(groups: Sequence[Group[Trajectory]]) -> Batch:
+        trajectories = [member.payload for group in groups for member in group.members]
+        number = np.repeat(np.arange(len(groups)), [len(group.members) for group in groups])
+        places = [[sampled_places(segment) for segment in one.segments] for one in trajectories]
+        return Batch(groups, trajectories, number, places)
+
+    @property
+    def lengths(self) -> Int64Array:
+        """`[T]`: sampled tokens of each trajectory."""
+        return np.array([sum(len(segment) for segment in one) for one in self.places], dtype=np.int64)
+
+    def by_segment(self, flat: Float64Array) -> list[list[Float64Array]]:
+        """`[N]` cut up: for each trajectory and segment what stands at its sampled tokens."""
+        sizes = [len(segment) for one in self.places for segment in one]
+        pieces = iter(np.split(flat, np.cumsum(sizes)[:-1]) if sizes else [])
+        return [[next(pieces) for _ in one] for one in self.places]
+
+
+def sampled_places(segment: Segment) -> Int64Array:
+    """Positions in the segment that the policy drew."""
+    runs = [np.arange(span.start, span.start + span.length) for span in segment.version_spans]
+    return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)
+
+
+def score(
+    batch: Batch,
+    settings: AdvantageSettings,
+    seed: int,
+    price: CostPrice | None,
+    penalty: Float64Array | None,
+    values: Float64Array | None,
+) -> Scored:
+    """`penalty`: `[N]`, what each token's reward is less by (β · divergence); `values`: `[N]`, a critic's."""
+    outcomes = np.array([_outcome(one, settings, price) for one in batch.trajectories])
+    scale = 1.0 if price is None else 1.0 / (1.0 + price.value)
+    lengths = batch.lengths
+    rewards = np.zeros(int(lengths.sum()))
+    begins = np.cumsum(lengths) - lengths
+    for index, trajectory in enumerate(batch.trajectories):
+        if lengths[index]:
+            own = rewards[begins[index] : begins[index] + lengths[index]]
+            _place(trajectory, batch.places[index], scale, own)
+            own[-1] += outcomes[index] - own.sum()
+    owner = np.repeat(np.arange(len(outcomes)), lengths)
+    if penalty is not None:
+        rewards -= penalty
+        outcomes = outcomes - np.bincount(owner, penalty, minlength=len(outcomes))
+    greedy = np.array([settings.greedy_baseline and one.member == 0 for one in batch.trajectories], dtype=np.bool_)
+    return Scored(
+        outcomes=outcomes,
+        rewards=rewards,
+        trajectory=owner,
+        group=batch.group,
+        trained=_trained(batch, settings, seed, outcomes, greedy),
+        greedy=greedy,
+        values=np.zeros(0) if values is None else values,
+    )
+
+
+def _outcome(trajectory: Trajectory, settings: AdvantageSettings, price: CostPrice | None) -> float:
+    reward = trajectory.reward + overlong_fine(trajectory.sampled_tokens(), settings)
+    return reward if price is None else price.charged(reward, price.cost_of(trajectory))
+
+
+def _place(trajectory: Trajectory, places: list[Int64Array], scale: float, own: Float64Array) -> None:
+    """Rewards of calls at their last tokens; one whose token was not drawn in its segment stays in the rest."""
+    first = np.cumsum([0, *(len(segment) for segment in places)])
+    for span in trajectory.reward_spans:
+        drawn, last = places[span.segment], span.start + span.length - 1
+        found = int(np.searchsorted(drawn, last))
+        if found < len(drawn) and drawn[found] == last:
+            own[first[span.segment] + found] += scale * span.reward
+
+
+def _trained(
+    batch: Batch, settings: AdvantageSettings, seed: int, outcomes: Float64Array, greedy: BoolArray
+) -> BoolArray:
+    trained = ~greedy
+    for number, group in enumerate(batch.groups):
+        siblings = np.flatnonzero((batch.group == number) & ~greedy)
+        trained[siblings] = kept(outcomes[siblings], settings.keep, seed, group.ordinal)
+    return trained
+
+
+# A soft fine for answers that are too long (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13):
+#
+# 0                                   |y| ≤ L − C             |y| sampled tokens, L: overlong_length, C: overlong_buffer
+# ((L − C) − |y|) / C                 L − C < |y| ≤ L
+# −1                                  L < |y|
+
+
+def overlong_fine(tokens: int, settings: AdvantageSettings) -> float:
+    """What is added to the reward of a trajectory of so many sampled tokens, −1 … 0; 0 without an `overlong_length`."""
+    if settings.overlong_length is None:
+        return 0.0
+    expected = settings.overlong_length - settings.overlong_buffer
+    return max(-1.0, min(0.0, (expected - tokens) / settings.overlong_buffer))
+
+
+# PF-PPO: only siblings whose rewards are reliable are trained on (Zhang et al. 2024, arXiv:2409.06957, section 4):
+#
+#     best              the one of the highest reward
+#     best_worst        it, and the one of the lowest
+#     best_random       it, and one of the others, drawn at random
+#
+# The draw depends on the run's seed and the group's ordinal alone: a restarted trainer makes it again.
+
+Keep = Literal["all", "best", "best_random", "best_worst"]
+
+
+def kept(rewards: Float64Array, keep: Keep, seed: int, ordinal: int) -> BoolArray:
+    """bool `[n]`: which of one group's trajectories are trained on. Among equals the first is best, and the last worst."""
+    if keep == "all" or len(rewards) < 2:
+        return np.ones(len(rewards), dtype=np.bool_)
+    stays = np.zeros(len(rewards), dtype=np.bool_)
+    best = int(rewards.argmax())
+    stays[best] = True
+    others = np.delete(np.arange(len(rewards)), best)
+    if keep == "best_worst":
+        stays[others[len(others) - 1 - int(rewards[others][::-1].argmin())]] = True
+    elif keep == "best_random":
+        stays[np.random.default_rng([seed, ordinal]).choice(others)] = True
+    return stays
+
+
+# Safe RLHF's price of a cost (Dai et al. 2023, arXiv:2310.12773, section 3.3 and appendix B): reward as much as
+# possible, mean cost at most d.
+#
+#     R'_i = (R_i − λ·C_i) / (1 + λ)
+#     ln λ ← ln λ + α·λ·(mean(C) − d)              after each batch; λ stays at most `largest`
+
+
+class CostPrice:
+    """The multiplier λ: state of a run, changed by each batch. `log_value`: ln λ, what a checkpoint keeps."""
+
+    def __init__(self, settings: CostSettings) -> None:
+        self.log_value = math.log(settings.price)
+        self._settings = settings
+
+    @property
+    def value(self) -> float:
+        return math.exp(self.log_value)
+
+    def cost_of(self, trajectory: Trajectory) -> float:
+        """Raises UsageError where the environment gave no such component: a cost that is not known is not 0."""
+        component = self._settings.component or ""
+        if component not in trajectory.reward_components:
+            raise UsageError(
+                f"trajectory {trajectory.trajectory_id} has no reward component {component!r}",
+                "have the environment give it with every reward, or leave trainer.advantage.cost.component out",
+            )
+        return trajectory.reward_components[component]
+
+    def charged(self, reward: float, cost: float) -> float:
+        """The reward less the price of the cost."""
+        return (reward - self.value * cost) / (1.0 + self.value)
+
+    def learn(self, costs: Sequence[float]) -> None:
+        """One batch of trajectories is over; `costs`: what each of them cost."""
+        if costs:
+            excess = math.fsum(costs) / len(costs) - self._settings.limit
+            raised = self.log_value + self._settings.learning_rate * self.value * excess
+            self.log_value = min(math.log(self._settings.largest), raised)

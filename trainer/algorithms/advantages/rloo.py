@@ -1,0 +1,28 @@
+"""RLOO, REINFORCE leave-one-out (Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free"; Ahmadian et al.
+2024, arXiv:2402.14740, section 2.2):
+
+    A_i = R_i − (1/(n − 1)) Σ_{j ≠ i} R_j          over the group
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.config.algorithm import AdvantageSettings
+from trainer.algorithms.advantages.batch import Float64Array, Scored, TokenAdvantages
+
+
+def rloo(scored: Scored, settings: AdvantageSettings) -> TokenAdvantages:
+    """See the module's docstring: the same at every token of a trajectory."""
+    del settings
+    return TokenAdvantages(scored.spread(scored.by_group(leave_one_out)))
+
+
+def leave_one_out(rewards: Float64Array) -> Float64Array:
+    """Advantages `[n]` of one group. Exactly 0 when all rewards are equal. Raises ValueError for a group of one."""
+    if len(rewards) < 2:
+        raise ValueError(f"a group of {len(rewards)} has no siblings to compare")
+    if rewards.min() == rewards.max():
+        return np.zeros_like(rewards)
+    others: Float64Array = (rewards.sum() - rewards) / (len(rewards) - 1)
+    return rewards - others

@@ -1,0 +1,243 @@
+"""The loss in force, as text; choices that would silently have no effect are refused. No torch: asked before its import.
+
+    L = −(1/N) Σ over fresh sampled tokens of [weight ·] term [− kl·D] [+ entropy·H]
+
+The terms are in `trainer.algorithms.losses.registry`, weights and masks in `trainer.algorithms.losses.correction`.
+Decoupled
+PPO (Hilton et al. 2022, arXiv:2110.00641) is ppo_clip with anchor = proximal and a token weight; DAPO (arXiv:2503.14476)
+ppo_clip with a higher clip_high and the mean over tokens; Dr. GRPO (arXiv:2503.20783) mean = fixed.
+
+    A = estimator(R)          R = (reward [+ fine for length] [− λ·cost])[/(1 + λ)] [− β·D]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from services.config.algorithm import AdvantageSettings, CorrectionSettings, LossSettings
+from services.config.base import changed_fields
+from services.config.settings import TrainerSettings
+from services.wire.errors import UsageError
+from trainer.algorithms.advantages.registry import AdvantageEntry, find_estimator
+from trainer.algorithms.losses.registry import LossEntry, find_loss
+
+_ANCHORS = {"behaviour": "π_beh", "proximal": "π_prox", "interpolated": "π_prox"}
+_RATIOS = {"token": "ρ", "sequence": "Πρ", "geometric": "(Πρ)^(1/n)"}
+_BOUNDS = ("clip_low", "clip_high", "dual_clip")
+_MEANS = {
+    "tokens": ("(1/N) Σ", "N = fresh sampled tokens of the step"),
+    "segments": ("(1/S) Σ_segments (1/n) Σ", "S = segments of the step, n = fresh sampled tokens of the segment"),
+    "fixed": ("(1/(S·{length})) Σ", "S = segments of the step"),
+}
+
+
+def describe(trainer: TrainerSettings) -> str:
+    """Loss and advantage. Raises UsageError as `describe_loss` and `describe_advantage` do.
+
+    Also for bounds of a ratio that one optimizer step a batch leaves at 1.
+    """
+    updates, changed = trainer.updates_per_batch, changed_fields(trainer.loss)
+    for name in _BOUNDS:
+        if name in changed and trainer.loss.anchor == "proximal" and updates == 1:
+            under = (
+                "loss.anchor=proximal with one optimizer step a batch: the ratio to the policy before the batch is 1"
+            )
+            raise _idle(f"loss.{name}", changed[name], under, "set trainer.updates_per_batch, or leave it out")
+    if "clip" in changed_fields(trainer.advantage.critic) and trainer.updates_per_batch == 1:
+        raise UsageError(
+            f"trainer.advantage.critic.clip={trainer.advantage.critic.clip} would have no effect with one optimizer step "
+            "a batch: at a batch's first step the values are those before it",
+            "set trainer.updates_per_batch, or leave it out",
+        )
+    steps = f";  {updates} optimizer steps a batch" if updates > 1 else ""
+    return f"{describe_loss(trainer.loss)};  {describe_advantage(trainer.advantage)}{steps}"
+
+
+def describe_loss(loss: LossSettings) -> str:
+    """One line with the exact formula in force. Raises UsageError for choices of which one would have no effect."""
+    entry = find_loss(loss.policy)
+    _refuse_idle_loss(loss, entry)
+    factor, meaning = _MEANS[loss.mean]
+    term = entry.term.format(**loss.model_dump(exclude={"correction"}))
+    gain = f"{_weight(loss.correction)}{term}"
+    if loss.kl or loss.entropy:
+        kl = f" − {loss.kl:g}·{loss.kl_estimator}(π, π_ref)" if loss.kl else ""
+        gain = f"[{gain}{kl}{f' + {loss.entropy:g}·H(π)' if loss.entropy else ''}]"
+    legend = [*_ratio_legend(loss, entry), meaning]
+    legend += [*_correction_legend(loss), "π_beh = the engine's own logprobs"]
+    if loss.kl:
+        legend.append("π_ref = the policy that the run began with")
+    return f"L = −{factor.format(length=loss.fixed_length)} {gain};  {', '.join(legend)}"
+
+
+def _ratio_legend(loss: LossSettings, entry: LossEntry) -> Iterable[str]:
+    anchor = _ANCHORS[loss.anchor]
+    if entry.ratio == "segment":
+        yield f"s = (Π π/{anchor})^(1/n) over a segment's n tokens"
+    elif entry.ratio == "token":
+        yield f"r = π/{anchor}"
+    if loss.dual_clip is not None:
+        yield f"not below {loss.dual_clip:g}·A where A < 0"
+    if loss.anchor == "interpolated":
+        yield "log π_prox = log π_beh + d/(d+1)·(log π − log π_beh), d = the token's staleness"
+    elif loss.anchor == "proximal":
+        yield "π_prox = the policy before the batch"
+    elif _corrects(loss.correction):
+        yield "π_prox = the policy before the step"
+
+
+def _weight(correction: CorrectionSettings) -> str:
+    if correction.weight == "none":
+        return ""
+    ratio = _RATIOS[correction.weight]
+    return f"{ratio}·" if math.isinf(correction.cap) else f"min({ratio}, {correction.cap:g})·"
+
+
+def _correction_legend(loss: LossSettings) -> Iterable[str]:
+    correction = loss.correction
+    if _corrects(correction):
+        yield "ρ = π_prox/π_beh"
+    if correction.mask != "none":
+        yield f"only where {correction.mask_low:g} ≤ {_RATIOS[correction.mask]} ≤ {correction.mask_high:g}"
+    if correction.veto is not None:
+        yield f"no segment with a ρ < {correction.veto:g}"
+
+
+def _corrects(correction: CorrectionSettings) -> bool:
+    return correction.weight != "none" or correction.mask != "none" or correction.veto is not None
+
+
+def _refuse_idle_loss(loss: LossSettings, entry: LossEntry) -> None:
+    changed, correction = changed_fields(loss), changed_fields(loss.correction)
+    for name in _BOUNDS:
+        if name in changed and name not in entry.uses:
+            raise _idle(
+                f"loss.{name}", changed[name], f"loss.policy={loss.policy}, which does not read it", "leave it out"
+            )
+    if "anchor" in changed and entry.ratio is None:
+        under = f"loss.policy={loss.policy}, which has no ratio"
+        raise _idle("loss.anchor", loss.anchor, under, "leave it out, or use ppo_clip")
+    if "fixed_length" in changed and loss.mean != "fixed":
+        raise _idle("loss.fixed_length", loss.fixed_length, f"loss.mean={loss.mean}", "set loss.mean=fixed")
+    if "kl_estimator" in changed and not loss.kl:
+        raise _idle("loss.kl_estimator", loss.kl_estimator, "loss.kl=0", "set loss.kl")
+    for name, needs in (("cap", "weight"), ("mask_low", "mask"), ("mask_high", "mask")):
+        if name in correction and getattr(loss.correction, needs) == "none":
+            raise _idle(
+                f"loss.correction.{name}",
+                correction[name],
+                f"loss.correction.{needs}=none",
+                f"set it, or leave {name} out",
+            )
+    if loss.correction.weight != "none" and entry.ratio is not None and loss.anchor == "behaviour":
+        raise UsageError(
+            f"trainer.loss.correction.weight={loss.correction.weight} with loss.anchor=behaviour would correct twice: the "
+            "ratio is taken against the behaviour policy already",
+            "set loss.anchor=proximal, or loss.correction.weight=none",
+        )
+    if loss.correction.mask != "none" and loss.correction.mask_low > loss.correction.mask_high:
+        raise UsageError(
+            f"trainer.loss.correction.mask_low={loss.correction.mask_low} lies above mask_high={loss.correction.mask_high}",
+            "turn them round: every token would be left out",
+        )
+
+
+def _idle(name: str, value: object, under: str, remedy: str) -> UsageError:
+    return UsageError(f"trainer.{name}={value} would have no effect under {under}", remedy)
+
+
+_KEPT = {
+    "best": "only the best of each group is trained",
+    "best_worst": "only the best and the worst of each group are trained",
+    "best_random": "only the best of each group and one more, drawn at random, are trained",
+}
+
+
+def describe_advantage(advantage: AdvantageSettings) -> str:
+    """One line with the exact formula in force. Raises UsageError for choices of which one would have no effect."""
+    entry = find_estimator(advantage.estimator)
+    _refuse_idle_advantage(advantage, entry)
+    term = entry.term.format(**advantage.model_dump(exclude={"critic", "cost"}))
+    if advantage.estimator == "grpo" and not advantage.std:
+        term = "R − mean over the group"
+    if "whiten" in entry.uses and advantage.whiten:
+        term = f"(x − mean)/(std + 1e-8) over the batch's tokens with x = {term}"
+    legend = [f"A = {term}", *_reward_legend(advantage)]
+    if entry.critic:
+        legend.append(
+            f"V = the critic, loss ½·max((V − A_V)², (clip(V, V_old ± {advantage.critic.clip:g}) − A_V)²), A_V = x + V_old"
+            if advantage.whiten
+            else f"V = the critic, loss ½·max((V − A − V_old)², (clip(V, V_old ± {advantage.critic.clip:g}) − A − V_old)²)"
+        )
+    if advantage.keep != "all":
+        legend.append(_KEPT[advantage.keep])
+    if advantage.dynamic_sampling:
+        legend.append(
+            f"groups of equal rewards are dropped and made up for, at most {advantage.dynamic_sampling_most} a batch"
+        )
+    return ", ".join(legend)
+
+
+def _reward_legend(advantage: AdvantageSettings) -> list[str]:
+    reward = "reward"
+    if advantage.overlong_length is not None:
+        expected = advantage.overlong_length - advantage.overlong_buffer
+        reward += f" + clip(({expected} − |y|)/{advantage.overlong_buffer}, −1, 0)"
+    parts = []
+    if advantage.cost.component is not None:
+        reward = f"({reward} − λ·{advantage.cost.component})/(1 + λ)"
+        cost = advantage.cost
+        parts.append(f"ln λ += {cost.learning_rate:g}·λ·(mean {cost.component} − {cost.limit:g})")
+    if advantage.kl:
+        reward += f" − {advantage.kl:g}·Σ {advantage.kl_estimator}(π_beh, π_ref)"
+    return [f"R = {reward}", *parts] if reward != "reward" else []
+
+
+def _refuse_idle_advantage(advantage: AdvantageSettings, entry: AdvantageEntry) -> None:
+    changed = changed_fields(advantage)
+    for name in ("std", "discount", "trace", "whiten"):
+        if name in changed and name not in entry.uses:
+            under = f"advantage.estimator={advantage.estimator}, which does not read it"
+            raise _idle(f"advantage.{name}", changed[name], under, "leave it out")
+    for name, value in changed_fields(advantage.critic).items():
+        if not entry.critic:
+            under = f"advantage.estimator={advantage.estimator}, which has no critic"
+            raise _idle(f"advantage.critic.{name}", value, under, "leave it out, or set advantage.estimator=gae")
+    if "kl_estimator" in changed and not advantage.kl:
+        raise _idle("advantage.kl_estimator", advantage.kl_estimator, "advantage.kl=0", "set advantage.kl")
+    if "overlong_buffer" in changed and advantage.overlong_length is None:
+        raise _idle(
+            "advantage.overlong_buffer",
+            advantage.overlong_buffer,
+            "no overlong_length",
+            "set advantage.overlong_length",
+        )
+    if advantage.overlong_length is not None and advantage.overlong_buffer > advantage.overlong_length:
+        raise UsageError(
+            f"trainer.advantage.overlong_buffer={advantage.overlong_buffer} is more than "
+            f"overlong_length={advantage.overlong_length}",
+            "every answer would be fined: make it smaller",
+        )
+    _refuse_idle_groups(advantage, entry)
+    for name, value in changed_fields(advantage.cost).items():
+        if advantage.cost.component is None:
+            raise _idle(
+                f"advantage.cost.{name}", value, "no cost.component", "name the reward component that is the cost"
+            )
+    if advantage.cost.price > advantage.cost.largest:
+        raise UsageError(
+            f"trainer.advantage.cost.price={advantage.cost.price} lies above largest={advantage.cost.largest}",
+            "begin with less, or allow more",
+        )
+
+
+def _refuse_idle_groups(advantage: AdvantageSettings, entry: AdvantageEntry) -> None:
+    if advantage.dynamic_sampling and not entry.compares:
+        under = f"advantage.estimator={advantage.estimator}: a group of equal rewards has something to say there"
+        raise _idle("advantage.dynamic_sampling", True, under, "leave it out, or compare siblings (grpo, rloo …)")
+    if "dynamic_sampling_most" in changed_fields(advantage) and not advantage.dynamic_sampling:
+        value = advantage.dynamic_sampling_most
+        raise _idle(
+            "advantage.dynamic_sampling_most", value, "dynamic_sampling=false", "set advantage.dynamic_sampling"
+        )

@@ -1,0 +1,127 @@
+"""The objective: `LossSettings` resolved into one callable, and the formula it computes as text.
+
+logprobs ──► term (registry) ──× weight, mask (correction)──► + kl, − entropy ──► per-token loss [N]
+                                                             per-token loss ──× 1 over what it is a mean of──► loss
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.config.algorithm import LossSettings
+from trainer.algorithms.describe import describe_loss
+from trainer.algorithms.divergence import divergence
+from trainer.algorithms.losses.correction import correction
+from trainer.algorithms.losses.registry import find_loss, load_loss
+from trainer.algorithms.losses.tokens import BatchSize, LossTokens, mean_by_segment
+
+
+@dataclass(frozen=True)
+class TokenTerms:
+    """The `N` fresh tokens of a micro-batch, flat, all `[N]`; `logprobs` and `entropy` with gradient.
+
+    `behaviour`: the engine's logprobs; `proximal`: those before the batch, None where this is its first step (the
+    current ones are meant then); `reference`: of the run's first policy; `entropy`: of the policy there. The last two where
+    the objective needs them. `advantages`; `staleness` in optimizer steps; `segment`: int64, `0 … segments − 1`.
+    """
+
+    logprobs: Tensor
+    behaviour: Tensor
+    proximal: Tensor | None
+    advantages: Tensor
+    staleness: Tensor
+    segment: Tensor
+    segments: int
+    reference: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """`loss`: float `[N]`, with gradient. Bool `[N]`: `clipped`, where a bound of the loss takes the gradient away, and
+    `kept`, what a correction's mask leaves; None without such a part. `weight`: float `[N]`, the correction's."""
+
+    loss: Tensor
+    clipped: Tensor | None = None
+    weight: Tensor | None = None
+    kept: Tensor | None = None
+
+
+class Objective:
+    """`formula` says exactly what is computed. Raises UsageError for settings of which one would have no effect."""
+
+    def __init__(self, settings: LossSettings) -> None:
+        self.formula = describe_loss(settings)
+        self._settings = settings
+        self._entry = find_loss(settings.policy)
+        self._loss = load_loss(settings.policy)
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the ratio is taken against logprobs of the policy before the batch."""
+        return self._entry.ratio is not None and self._settings.anchor == "proximal"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self._settings.kl > 0.0
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self._settings.entropy > 0.0
+
+    @property
+    def idle_at_zero(self) -> bool:
+        """Whether a token's loss is exactly 0 where its advantage is."""
+        return self._entry.idle_at_zero and not self.needs_reference and not self.needs_entropy
+
+    def __call__(self, terms: TokenTerms) -> Judged:
+        """Per-token loss. What a mask leaves out is 0 and stays in whatever the loss is a mean of."""
+        settings = self._settings
+        before = terms.logprobs.detach() if terms.proximal is None else terms.proximal
+        if settings.anchor == "interpolated":
+            before = interpolated(terms.logprobs, terms.behaviour, terms.staleness)
+        tokens = LossTokens(
+            logprobs=terms.logprobs,
+            anchor=terms.behaviour if settings.anchor == "behaviour" else before,
+            behaviour=terms.behaviour,
+            proximal=before,
+            advantages=terms.advantages,
+            segment=terms.segment,
+            segments=terms.segments,
+        )
+        judged = self._loss(tokens, settings)
+        loss = judged.loss
+        weight, kept = correction(tokens, settings.correction)
+        if weight is not None:
+            loss = loss * weight
+        if kept is not None:
+            loss = torch.where(kept, loss, torch.zeros((), dtype=loss.dtype, device=loss.device))
+        if terms.reference is not None:
+            loss = loss + settings.kl * divergence(terms.logprobs, terms.reference, settings.kl_estimator)
+        if terms.entropy is not None:
+            loss = loss - settings.entropy * terms.entropy
+        return Judged(loss, judged.clipped, weight, kept)
+
+    def mean(self, loss: Tensor, segment: Tensor, segments: int, of: BatchSize) -> Tensor:
+        """This micro-batch's share of the batch's loss: the shares of all micro-batches add up to it."""
+        if self._settings.mean == "tokens":
+            return loss.sum() / of.tokens
+        if self._settings.mean == "fixed":
+            return loss.sum() / (of.segments * self._settings.fixed_length)
+        return mean_by_segment(loss, segment, segments).sum() / of.segments
+
+
+# The proximal policy without a forward pass (Li et al. 2025, A-3PO, arXiv:2512.06547, section 3): between the policy
+# that drew a token, d steps ago, and the one that the step makes, on a straight line of logprobs:
+#
+#     log π_prox ≈ log π_beh + α·(log π − log π_beh)         α = d / (d + 1), without gradient
+
+
+@torch.no_grad()
+def interpolated(logprobs: Tensor, behaviour: Tensor, staleness: Tensor) -> Tensor:
+    """Logprobs of the approximated policy. `staleness`: optimizer steps between the token's policy and the step's start."""
+    share = staleness / (staleness + 1)
+    return behaviour + share * (logprobs - behaviour)

@@ -1,0 +1,17 @@
+"""The plain policy gradient (Williams 1992, REINFORCE):
+
+    ℓ_t = −A_t · log π(x_t)
+
+Right for tokens of the current policy only; with stale ones it collapses unless a correction weighs it.
+"""
+
+from __future__ import annotations
+
+from services.config.algorithm import LossSettings
+from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
+
+
+def policy_gradient(tokens: LossTokens, settings: LossSettings) -> TokenLoss:
+    """See the module's docstring."""
+    del settings
+    return TokenLoss(-tokens.advantages * tokens.logprobs)

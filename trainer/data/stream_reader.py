@@ -1,0 +1,279 @@
+"""Intake: the trajectory stream becomes complete groups, in the background, before the training thread asks for them.
+
+    Redis ──read──► screen ──► GroupAssembler ──take──► training thread
+                      │              │
+                      └── rejected ──┴── spoiled ──► settled as drops, counted by cause, kept as dead letters;
+                                                     admission makes up for the group
+
+What was read is kept here until it is settled, so an entry that comes twice (a lost reply, a sweep) is taken once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from services.policies.batching import Drop, DropCause, Group, GroupAssembler, GroupFilter, Member, Objection, Verdict
+from services.run_store.ledger import Ledger
+from services.run_store.stream import StreamEntry, TrajectoryReader
+from services.wire.errors import DeadlineError
+from services.wire.trajectory import Trajectory
+from trainer.data.validation import Rejected, Screen, group_of
+
+_READ = 512
+_BLOCK_MS = 500
+# While the training thread is busy, entries are let gather: a read of forty costs little more than a read of four.
+_GATHER_S = 0.005
+_RECONNECT_S = 0.5
+_SLICE_S = 0.1
+_POST_AFTER_S = 0.2
+_REPOST_S = 1.0
+_SWEEP_AFTER_S = 5.0
+_ASK_EVERY_S = 0.25
+
+_log = structlog.get_logger()
+
+
+class Intake:
+    """`version`: the newest policy version that exists. `expire_after_s`: how long siblings may lag before their server is
+    asked for. `smallest`: siblings that a group is trained with at the least, where others of it are lost. `group_filter`:
+    which of the complete groups are trained.
+
+    `run` lives on the background loop; `take` is for the training thread.
+    """
+
+    def __init__(
+        self,
+        open_reader: Callable[[], TrajectoryReader],
+        ledger: Ledger,
+        screen: Screen,
+        version: Callable[[], int],
+        expire_after_s: float,
+        smallest: int = 2,
+        group_filter: GroupFilter | None = None,
+    ) -> None:
+        self._open_reader = open_reader
+        self._reader = open_reader()
+        self._ledger, self._screen, self._version = ledger, screen, version
+        self._expire_after_s = expire_after_s
+        self._filter = group_filter or GroupFilter()
+        self._assembler: GroupAssembler[Trajectory] = GroupAssembler(smallest, judge=self._judge)
+        self._known: set[str] = set()
+        self._changed = threading.Condition()
+        self._lost: set[str] = set()
+        """Incomplete groups that no server holds open: what was on its way is in the stream by now."""
+        self._asked_at = 0.0
+        self._waiting_since: float | None = None
+        self._trouble: str | None = None
+        self._rejections = 0
+        self._owed = Verdict()
+        """Drops that are not settled yet."""
+        self._arrivals = Arrivals()
+
+    async def run(self, trained_before: Collection[str] = ()) -> None:
+        """Read until cancelled. `trained_before`: entries that the step log holds; they are settled as trained on sight."""
+        trained = frozenset(trained_before)
+        await self._reader.open()
+        swept = time.monotonic()
+        while True:
+            try:
+                entries = await self._reader.read(_READ, _BLOCK_MS)
+                await self._ingest(entries, trained, caught_up=self._reader.caught_up)
+                waiting_since = self._waiting_since
+                if waiting_since is not None and time.monotonic() - max(waiting_since, swept) > _SWEEP_AFTER_S:
+                    swept = time.monotonic()
+                    await self._sweep(trained)
+            except (RedisConnectionError, RedisTimeoutError) as error:
+                self._trouble = f"Redis ({error})"
+                _log.warning("stream out of reach", why=str(error))
+                await asyncio.sleep(_RECONNECT_S)
+                continue
+            self._trouble = None
+            if entries and self._waiting_since is None:
+                await asyncio.sleep(_GATHER_S)
+
+    def take(
+        self,
+        groups: int,
+        deadline_s: float,
+        *,
+        post: Callable[[str], None],
+        stopped: Callable[[], bool],
+    ) -> list[Group[Trajectory]] | None:
+        """The next batch, or None once `stopped` says so. `post` is told what is waited for, again when that changes.
+
+        Raises DeadlineError, saying what was missing, after `deadline_s` seconds.
+        """
+        started, posted, posted_at = time.monotonic(), "", -_REPOST_S
+        with self._changed:
+            self._waiting_since = started
+            try:
+                while (batch := self._assembler.take(groups)) is None:
+                    if stopped():
+                        return None
+                    waited = time.monotonic() - started
+                    if waited > deadline_s:
+                        raise DeadlineError(
+                            f"no batch within {deadline_s:g} s: still waiting for {self._missing(groups)}",
+                            "see the logs of the environment and the rollout servers",
+                        )
+                    missing = self._missing(groups)
+                    if waited > _POST_AFTER_S and waited - posted_at > _REPOST_S and posted != missing:
+                        posted, posted_at = missing, waited
+                        post(missing)
+                    self._changed.wait(_SLICE_S)
+                self._filter.batch_taken()
+                return batch
+            finally:
+                self._waiting_since = None
+
+    def take_arrivals(self) -> Arrivals:
+        """What came since this was last asked."""
+        with self._changed:
+            arrivals, self._arrivals = self._arrivals, Arrivals()
+        return arrivals
+
+    def forget(self, entries: Collection[str]) -> None:
+        """Entries that are settled now and cannot come again."""
+        with self._changed:
+            self._known.difference_update(entries)
+
+    async def settle_trained(self, entries: Sequence[str]) -> None:
+        """Acknowledge entries whose gradient is durable."""
+        started = time.perf_counter()
+        await self._reader.acknowledge_trained(entries)
+        self.forget(entries)
+        self._count_work(started)
+
+    async def drain(self) -> int:
+        """After the run has concluded (and `run` has been cancelled): drop all that is left; returns how many."""
+        reader = self._open_reader()
+        await reader.open()
+        dropped = 0
+        while entries := await reader.read(_READ, 1):
+            ids = [entry.stream_id for entry in entries]
+            dropped += await reader.acknowledge_dropped(DropCause.RUN_CONCLUDED, ids)
+        return dropped
+
+    async def _ingest(self, entries: Sequence[StreamEntry], trained: Collection[str], *, caught_up: bool) -> None:
+        """`caught_up`: nothing that was written before these were read is yet to come."""
+        started = time.perf_counter()
+        verdict, settled_before = Verdict(), list[StreamEntry]()
+        newest, now = self._version(), time.monotonic()
+        judged: list[Member[Trajectory] | Rejected] = []
+        for entry in entries:
+            if entry.stream_id in trained:
+                settled_before.append(entry)
+            elif entry.stream_id not in self._known:
+                judged.append(self._screen.judge(entry, newest))
+        with self._changed:
+            # A sibling that an earlier life's batch went without is not the first of a new group.
+            self._assembler.settle(group for group in map(group_of, settled_before) if group is not None)
+            for item in judged:
+                self._known.add(item.entry)
+                _extend(verdict, self._take_up(item, now) if isinstance(item, Member) else self._reject(item))
+            if caught_up:
+                _extend(verdict, self._assembler.expire(self._lost))
+            overdue = self._assembler.overdue(now - self._expire_after_s)
+            self._arrivals.dropped.update(str(drop.cause) for drop in verdict.drops)
+            self._changed.notify_all()
+        for group in verdict.spoiled:
+            _log.warning("group will never be trained", group=group)
+        _extend(self._owed, verdict)
+        # Siblings end when their agents do. Only a group that its server has closed is waited for in vain; whether it
+        # has is asked before the next read, so that siblings written last are not overlooked.
+        if now - self._asked_at >= _ASK_EVERY_S or not overdue:
+            self._asked_at = now
+            self._lost = set(overdue) - await self._ledger.still_open(overdue)
+        if settled_before:
+            await self._reader.acknowledge_trained([entry.stream_id for entry in settled_before])
+        await self._settle_drops()
+        self._count_work(started)
+
+    def _count_work(self, started: float) -> None:
+        with self._changed:
+            self._arrivals.busy_s += time.perf_counter() - started
+
+    def _judge(self, group: Group[Trajectory]) -> Objection | None:
+        return self._filter.judge({member.index: member.payload.reward for member in group.members})
+
+    def _take_up(self, member: Member[Trajectory], now: float) -> Verdict:
+        self._arrivals.trajectories += 1
+        self._arrivals.tokens += member.payload.sampled_tokens()
+        return self._assembler.add(member, now)
+
+    def _reject(self, rejected: Rejected) -> Verdict:
+        self._rejections += 1
+        if self._rejections <= 10 or self._rejections % 100 == 0:
+            _log.warning("trajectory dropped", cause=str(rejected.cause), why=rejected.why, entry=rejected.entry)
+        verdict = Verdict()
+        if rejected.group is not None:
+            verdict = self._assembler.spoil(rejected.group, why=rejected.why)
+        verdict.drops.append(Drop(rejected.entry, rejected.cause, rejected.why))
+        return verdict
+
+    async def _settle_drops(self) -> None:
+        """Where Redis fails in the middle, all of it is done once more: neither call counts anything twice."""
+        # The group first: once its entries are settled, the successor of a trainer that dies here would not hear of it.
+        for group in self._owed.spoiled:
+            await self._ledger.drop_group(group)
+        by_cause: dict[DropCause, dict[str, str]] = defaultdict(dict)
+        for drop in self._owed.drops:
+            by_cause[drop.cause][drop.entry] = drop.why
+        for cause, reasons in by_cause.items():
+            # What is dropped in a run's ordinary course would drive out the dead letters that are worth looking at.
+            await self._reader.acknowledge_dropped(cause, reasons if cause.fault else [*reasons])
+            self.forget(reasons)
+        self._owed = Verdict()
+
+    async def _sweep(self, trained: Collection[str]) -> None:
+        """Read again what was delivered and never settled: the reply to a read may have been lost with its connection."""
+        if await self._reader.pending() <= len(self._known):
+            return
+        reader = self._open_reader()
+        entries = await reader.read(_READ, 1)
+        await self._ingest(entries, trained, caught_up=False)
+
+    def _missing(self, groups: int) -> str:
+        if self._trouble is not None:
+            return self._trouble
+        text = f"{groups - self._assembler.complete} of {groups} groups"
+        partial = self._assembler.oldest_partial()
+        if partial is None:
+            return text
+        sibling = self._assembler.partial_payload(partial.group)
+        server = f" of server {sibling.server_id}" if sibling is not None else ""
+        lacking = ", ".join(map(str, partial.lacking))
+        return (
+            f"{text}; group {partial.ordinal}{server}: {partial.have} of {partial.size} siblings (missing: {lacking})"
+        )
+
+
+def _extend(verdict: Verdict, more: Verdict) -> None:
+    verdict.drops += more.drops
+    verdict.spoiled += more.spoiled
+
+
+# What came of the trajectory stream since somebody last asked: for the line of a step.
+
+
+@dataclass
+class Arrivals:
+    """What came of the stream in some time. `tokens`: sampled ones of the `trajectories` that were fit to be trained.
+
+    `dropped`: trajectories by cause, unfit ones and their siblings.
+    """
+
+    trajectories: int = 0
+    tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    busy_s: float = 0.0
+    """Spent on entries, not on waiting for them."""

@@ -1,0 +1,267 @@
+"""The trainer told to the outside: probes and /metrics on a small port of its own, and its last steps in Redis.
+
+    training thread ──► metrics.jsonl ──a second later──► totals ──► /metrics, the report in Redis (`rollmesh status`)
+
+The training thread does nothing for it: what it writes down anyway is read, on the background loop. A trainer that was
+restarted goes on with the totals of the whole run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import structlog
+from fastapi import FastAPI
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from services.config.settings import RunSettings
+from services.host.files import LineTail
+from services.http.app import Stop, make_app, make_server, open_port
+from services.http.auth import Doorkeeper, Threshold
+from services.observability import catalog
+from services.observability.metrics import Metrics, Reading
+from services.run_store.discovery import ServiceRecord, announced
+from services.run_store.status import TrainerReport, Wait, post_report, read_waits
+from services.security.permissions import NO_KEYS, Keys, lacking
+from services.security.tls import PLAIN, Identity, Tls
+from services.wire.errors import UsageError
+from trainer.io_loop import Background
+
+LOOK_EVERY_S = 1.0
+CLOSE_WITHIN_S = 10.0
+NAME = "trainer"
+
+_log = structlog.get_logger()
+
+
+def open_telemetry(
+    redis: Redis,
+    run_id: str,
+    bus_url: str,
+    metrics: Path,
+    settings: RunSettings,
+    background: Background,
+    stack: ExitStack,
+    keys: Keys = NO_KEYS,
+    tls: Tls = PLAIN,
+) -> None:
+    """Tell of the trainer until `stack` is closed. `keys`: what opens /metrics; `tls`: what its port shows.
+
+    Raises UsageError for a port that is taken, for an address other than loopback without a key, and for a certificate that
+    is not for that address.
+    """
+    host = settings.telemetry.trainer_host
+    listener = open_port(host, settings.telemetry.trainer_port, lacking=lacking(keys, "trainer"))
+    try:
+        url = tls.own_url(host, listener.getsockname()[1])
+    except UsageError:
+        listener.close()
+        raise
+    records = (
+        ServiceRecord(name=NAME, kind="trainer", url=url),
+        # The bus speaks to no Redis.
+        ServiceRecord(name="weight-bus", kind="weight-bus", url=bus_url, told_by=NAME),
+    )
+    telemetry = Telemetry(
+        redis, run_id, metrics, StepTotals(settings.steps, settings.k), Doorkeeper(keys), tls.identity
+    )
+    background.spawn(telemetry.run(listener, records), "telemetry")
+    stack.callback(lambda: background.call(telemetry.close(), "closing telemetry", CLOSE_WITHIN_S))
+
+
+class Telemetry:
+    """Lives on the background loop."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        metrics: Path,
+        totals: StepTotals,
+        doors: Doorkeeper,
+        identity: Identity | None = None,
+    ) -> None:
+        self._redis, self._run_id, self._identity = redis, run_id, identity
+        self._tail, self._totals = LineTail(metrics), totals
+        self._doors = doors
+        self._wait: Wait | None = None
+        self._ending, self._ended = asyncio.Event(), asyncio.Event()
+        self._failing = False
+        self._untold = False
+        """Steps were made that the report in Redis does not know of."""
+
+    async def run(self, listener: socket.socket, records: tuple[ServiceRecord, ...]) -> None:
+        """Serve and tell until `close`."""
+        metrics = Metrics()
+        metrics.read(self._readings)
+        scraping = self._doors.of("service")
+        app = make_app("trainer", version("rollmesh"), _nothing, self._not_ready, metrics, metrics_access=scraping)
+        app.add_middleware(Threshold, doors=self._doors)
+        server = make_server(app, Stop(), shutdown_s=1, identity=self._identity)
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="telemetry")
+        try:
+            async with announced(self._redis, self._run_id, *records):
+                while not self._ending.is_set():
+                    await self._look()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_EVERY_S):
+                            await self._ending.wait()
+                await self._look()
+        finally:
+            server.should_exit = True
+            await serving
+            self._ended.set()
+
+    async def close(self) -> None:
+        """Tell the last steps, then end."""
+        self._ending.set()
+        await self._ended.wait()
+
+    async def _look(self) -> None:
+        lines = self._tail.new_lines()
+        self._totals.add(lines)
+        self._untold = self._untold or bool(lines)
+        try:
+            self._wait = (await read_waits(self._redis, self._run_id)).get(NAME)
+            report = self._totals.report()
+            if self._untold and report is not None:
+                await post_report(self._redis, self._run_id, report)
+                self._untold = False
+            self._failing = False
+        except (RedisError, OSError) as error:
+            if not self._failing:
+                _log.warning("the trainer's report is not told", why=repr(error))
+            self._failing = True
+
+    def _readings(self) -> Iterator[Reading]:
+        yield from self._totals.readings()
+        yield Reading(catalog.TRAINER_WAITING, 0.0 if self._wait is None else max(0.0, time.time() - self._wait.since))
+
+    def _not_ready(self) -> list[str]:
+        """Ready from the first step on: waiting for a batch is a trainer's life."""
+        if self._totals.any:
+            return []
+        return ["no optimizer step yet", *([] if self._wait is None else [f"waits for {self._wait.waiting_for}"])]
+
+
+@asynccontextmanager
+async def _nothing(_: FastAPI) -> AsyncIterator[None]:
+    yield
+
+
+# The lines of metrics.jsonl added up: what Prometheus scrapes of the trainer, and what it tells in Redis.
+
+RECENT_STEPS = 20
+"""How many steps the busy share is of."""
+
+
+class StepLine(msgspec.Struct, frozen=True):
+    """The part of a line (`trainer.metrics.step.StepMetrics`) that is told."""
+
+    step: int
+    version: int
+    time: float
+    wait_ms: float
+    pack_ms: float
+    train_ms: float
+    publish_ms: float
+    step_ms: float
+    tokens_per_s: float
+    staleness_mean: float
+    staleness_max: int
+    staleness_histogram: dict[str, int]
+    masked_tokens: int
+    masked_fraction: float
+    dropped: dict[str, int]
+    commits: int
+    reward: float
+    success: float
+    effective_samples: float | None
+
+
+_line = msgspec.json.Decoder(StepLine)
+
+
+class StepTotals:
+    """`steps`, `k`: the run's. Pure but for what it remembers of the lines."""
+
+    def __init__(self, steps: int, k: int) -> None:
+        self._steps, self._k = steps, k
+        self._last: StepLine | None = None
+        self._recent: deque[StepLine] = deque(maxlen=RECENT_STEPS)
+        self._count = 0
+        self._masked = 0
+        self._seconds: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+
+    @property
+    def any(self) -> bool:
+        return self._last is not None
+
+    def add(self, lines: Sequence[bytes]) -> None:
+        """Lines as they stand in the file, in order."""
+        for packed in lines:
+            line = self._last = _line.decode(packed)
+            self._recent.append(line)
+            self._count += 1
+            self._masked += line.masked_tokens
+            self._tokens.update(line.staleness_histogram)
+            self._dropped.update(line.dropped)
+            for activity in ("wait", "pack", "train", "publish"):
+                self._seconds[activity] += getattr(line, f"{activity}_ms") / 1e3
+
+    def report(self) -> TrainerReport | None:
+        """None before the first step."""
+        line = self._last
+        if line is None:
+            return None
+        whole = sum(each.step_ms for each in self._recent)
+        waited = sum(each.wait_ms for each in self._recent)
+        return TrainerReport(
+            step=line.step,
+            steps=self._steps,
+            k=self._k,
+            at=line.time,
+            busy_share=1.0 - waited / whole if whole > 0 else 0.0,
+            over_steps=len(self._recent),
+            tokens_per_s=line.tokens_per_s,
+            staleness_mean=line.staleness_mean,
+            staleness_max=line.staleness_max,
+            staleness_histogram=line.staleness_histogram,
+            masked_fraction=line.masked_fraction,
+            effective_samples=line.effective_samples,
+            dropped=dict(sorted(self._dropped.items())),
+        )
+
+    def readings(self) -> Iterator[Reading]:
+        """None before the first step."""
+        line = self._last
+        if line is None:
+            return
+        yield Reading(catalog.TRAINER_VERSION, line.version)
+        yield Reading(catalog.TRAINER_STEPS, self._count)
+        for activity, seconds in self._seconds.items():
+            yield Reading(catalog.TRAINER_SECONDS, seconds, (activity,))
+        for staleness, tokens in sorted(self._tokens.items()):
+            yield Reading(catalog.TRAINER_TOKENS, tokens, (staleness,))
+        yield Reading(catalog.TRAINER_MASKED, self._masked)
+        for cause, count in sorted(self._dropped.items()):
+            yield Reading(catalog.TRAINER_DROPPED, count, (cause,))
+        yield Reading(catalog.TRAINER_COMMITS, line.commits)
+        yield Reading(catalog.TRAINER_RATE, line.tokens_per_s)
+        yield Reading(catalog.TRAINER_STALENESS, line.staleness_mean)
+        yield Reading(catalog.TRAINER_STALEST, line.staleness_max)
+        if line.effective_samples is not None:
+            yield Reading(catalog.TRAINER_ESS, line.effective_samples)
+        yield Reading(catalog.TRAINER_REWARD, line.reward)
+        yield Reading(catalog.TRAINER_SUCCESS, line.success)

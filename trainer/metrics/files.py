@@ -1,0 +1,310 @@
+"""What people read of a run while it goes: metrics.jsonl and samples.jsonl. A torn tail is cut off, no step is repeated."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from io import BufferedRandom
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+
+from services.host.files import writing
+from services.policies.batching import Group
+from services.policies.length_stats import Lengths, distance
+from services.wire.packed import unpack_tokens
+from services.wire.trajectory import Segment, Trajectory
+from trainer.metrics.step import StepMetrics
+
+SAMPLES_A_STEP = 2
+
+
+class SampledSpan(msgspec.Struct, frozen=True):
+    """Text that one policy version drew."""
+
+    version: int
+    text: str
+
+
+class SampledSegment(msgspec.Struct, frozen=True):
+    """`text`: all of it, special tokens included. `spans`: the parts the policy drew."""
+
+    text: str
+    spans: list[SampledSpan]
+    break_reason: str | None
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoded rollout: one line of samples.jsonl."""
+
+    step: int
+    group: str
+    ordinal: int
+    member: int
+    task: str
+    server: str
+    reward: float
+    versions: list[int]
+    segments: list[SampledSegment]
+
+
+_metrics = msgspec.json.Decoder(StepMetrics)
+_encoder = msgspec.json.Encoder()
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """The lines of metrics.jsonl in order; a torn last one is left out."""
+    content = path.read_bytes() if path.exists() else b""
+    return [_metrics.decode(line) for line in content[: content.rfind(b"\n") + 1].splitlines() if line]
+
+
+class RunRecords:
+    """Appends to both files. `steps`: those that metrics.jsonl holds; they are not written again by a restarted trainer."""
+
+    def __init__(self, metrics: Path, samples: Path, tokenizer: Tokenizer) -> None:
+        self.steps = {line.step for line in read_metrics(metrics)}
+        self._path = metrics
+        self._tokenizer = tokenizer
+        self._metrics = _open_at_last_line(metrics)
+        self._samples = _open_at_last_line(samples)
+
+    def write(self, metrics: StepMetrics, groups: Sequence[Group[Trajectory]]) -> None:
+        """One step's line and samples. A step that is there already is left alone. Raises UsageError on a full disk."""
+        if metrics.step in self.steps:
+            return
+        self.steps.add(metrics.step)
+        with writing(self._path):
+            for sample in self._choose(metrics.step, groups):
+                self._samples.write(_encoder.encode(sample) + b"\n")
+            self._samples.flush()
+            self._metrics.write(_encoder.encode(metrics) + b"\n")
+            self._metrics.flush()
+
+    def flush(self) -> None:
+        """Everything written so far is in the files when this returns."""
+        self._samples.flush()
+        self._metrics.flush()
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+
+    def _choose(self, step: int, groups: Sequence[Group[Trajectory]]) -> list[Sample]:
+        """The first trajectory, and the first that a weight commit met half-way (else the last one)."""
+        trajectories = [member.payload for group in groups for member in group.members]
+        crossed = next((one for one in trajectories[1:] if len(_versions(one)) > 1), trajectories[-1])
+        return [self._decode(step, one) for one in [trajectories[0], crossed][:SAMPLES_A_STEP]]
+
+    def _decode(self, step: int, trajectory: Trajectory) -> Sample:
+        return Sample(
+            step=step,
+            group=trajectory.group_id,
+            ordinal=trajectory.group_ordinal,
+            member=trajectory.member,
+            task=trajectory.task,
+            server=trajectory.server_id,
+            reward=trajectory.reward,
+            versions=sorted(_versions(trajectory)),
+            segments=[self._segment(segment) for segment in trajectory.segments],
+        )
+
+    def _segment(self, segment: Segment) -> SampledSegment:
+        tokens = unpack_tokens(segment.token_ids).tolist()
+        spans = [
+            SampledSpan(span.version, self._text(tokens[span.start : span.start + span.length]))
+            for span in segment.version_spans
+        ]
+        return SampledSegment(self._text(tokens), spans, segment.break_reason)
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def _versions(trajectory: Trajectory) -> set[int]:
+    return {span.version for segment in trajectory.segments for span in segment.version_spans}
+
+
+def _open_at_last_line(path: Path) -> BufferedRandom:
+    path.touch()
+    file = path.open("r+b")
+    content = file.read()
+    file.truncate(content.rfind(b"\n") + 1)
+    file.seek(0, 2)
+    return file
+
+
+# trainer_report.json: what the trainer says of a whole run, read off metrics.jsonl so that restarts lose nothing.
+
+
+class LengthReport(msgspec.Struct, frozen=True):
+    """A distribution of sampled tokens an episode; `buckets` are named by their least length."""
+
+    episodes: int
+    mean: float | None
+    buckets: dict[str, int]
+
+
+class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Times are Unix seconds, at the end of a step. Staleness is over tokens that entered a loss."""
+
+    run_id: str
+    formula: str
+    steps: int
+    final_version: int
+    first_group_opened_at: float | None
+    first_step_at: float | None
+    last_step_at: float | None
+    tokens_trained: int
+    trajectories_trained: int
+    max_staleness: int
+    mean_staleness: float
+    masked_fraction: float
+    logprob_gap_mean: float | None
+    """Mean |engine − trainer| over tokens of the current version, weighed by tokens (`trainer.model.token_stats`)."""
+    logprob_gap_max: float | None
+    weights_digest_match: bool
+    root_digest: str | None
+    mixed_segments: int
+    """Segments whose sampled tokens were drawn by more than one policy version."""
+    commits: int
+    """Weight updates that engines committed, the first version not counted."""
+    reward_first: float | None
+    reward_last: float | None
+    success_first: float | None
+    success_last: float | None
+    length_first: float | None
+    length_last: float | None
+    lengths_generated: LengthReport
+    """Of all sessions that were published or given up: what a session that expired had drawn by then counts."""
+    lengths_trained: LengthReport
+    length_distance: float | None
+    """Between the two (`services.policies.length_stats.distance`): 0 where what is trained is what was drawn."""
+    lost_siblings: int
+    """Trajectories that groups were trained without."""
+    dropped: dict[str, int]
+    """Published trajectories that were never trained, by cause."""
+
+
+def make_report(
+    lines: Sequence[StepMetrics],
+    *,
+    run_id: str,
+    formula: str,
+    final_version: int,
+    digest_match: bool,
+    root_digest: str | None,
+    commits: int,
+    generated: Lengths,
+    dropped: Mapping[str, int],
+) -> TrainerReport:
+    tokens = sum(line.tokens for line in lines)
+    masked = sum(line.masked_tokens for line in lines)
+    gaps = [(line.logprob_gap_mean, line.gap_tokens) for line in lines]
+    measured = [(gap, count) for gap, count in gaps if gap is not None]
+    largest = [line.logprob_gap_max for line in lines if line.logprob_gap_max is not None]
+    trained = trained_lengths(lines)
+    first, last = (lines[0] if lines else None), (lines[-1] if lines else None)
+    return TrainerReport(
+        run_id=run_id,
+        formula=formula,
+        steps=len(lines),
+        final_version=final_version,
+        first_group_opened_at=min((line.first_opened_at for line in lines), default=None),
+        first_step_at=None if first is None else first.time,
+        last_step_at=None if last is None else last.time,
+        tokens_trained=tokens,
+        trajectories_trained=sum(line.trajectories for line in lines),
+        max_staleness=max((line.staleness_max for line in lines), default=0),
+        mean_staleness=sum(line.staleness_mean * line.tokens for line in lines) / max(1, tokens),
+        masked_fraction=masked / max(1, masked + tokens),
+        logprob_gap_mean=sum(gap * n for gap, n in measured) / sum(n for _, n in measured) if measured else None,
+        logprob_gap_max=max(largest, default=None),
+        weights_digest_match=digest_match,
+        root_digest=root_digest,
+        mixed_segments=sum(line.mixed_segments for line in lines),
+        commits=commits,
+        reward_first=None if first is None else first.reward,
+        reward_last=None if last is None else last.reward,
+        success_first=None if first is None else first.success,
+        success_last=None if last is None else last.success,
+        length_first=None if first is None else first.response_length,
+        length_last=None if last is None else last.response_length,
+        lengths_generated=_report(generated),
+        lengths_trained=_report(trained),
+        length_distance=distance(generated, trained),
+        lost_siblings=sum(line.lost_siblings for line in lines),
+        dropped=dict(dropped),
+    )
+
+
+def trained_lengths(lines: Sequence[StepMetrics]) -> Lengths:
+    """Of all that was trained."""
+    buckets: Counter[int] = Counter()
+    for line in lines:
+        buckets.update({int(bucket): count for bucket, count in line.response_lengths.items()})
+    return Lengths(buckets, sum(round(line.response_length * line.trajectories) for line in lines))
+
+
+def _report(lengths: Lengths) -> LengthReport:
+    buckets = {str(bucket): count for bucket, count in sorted(lengths.buckets.items())}
+    return LengthReport(lengths.count, lengths.mean, buckets)
+
+
+def write_report(path: Path, report: TrainerReport) -> None:
+    """Write it whole or not at all. Raises UsageError on a full disk."""
+    making = path.with_name(f".{path.name}.{os.getpid()}")
+    with writing(path):
+        making.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        making.replace(path)
+
+
+# curves.png: a run's steps in six pictures.
+
+
+def plot_curves(lines: Sequence[StepMetrics], generated: Lengths, path: Path) -> None:
+    """Draw them. `generated`: lengths of all that was drawn, beside which those that were trained are shown.
+
+    matplotlib is imported here: it takes a second, and nobody should wait for it before a run.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [line.step for line in lines]
+    figure, axes = pyplot.subplots(2, 3, figsize=(14, 6), layout="constrained")
+    success, length, shares, staleness, times, left_out = axes.flat
+    success.plot(steps, [line.success for line in lines])
+    success.set(title="success of the batch", ylim=(0, 1.02))
+    length.plot(steps, [line.response_length for line in lines], label="trained")
+    came = [line for line in lines if line.arrived]
+    length.plot([line.step for line in came], [line.arrived_length for line in came], label="arrived", linestyle=":")
+    length.set(title="response length, tokens", ylim=(0, None))
+    length.legend()
+    trained = trained_lengths(lines)
+    buckets = sorted(generated.buckets.keys() | trained.buckets.keys())
+    for name, lengths, style in (("generated", generated, ":"), ("trained", trained, "-")):
+        shares.step(buckets, [lengths.up_to(bucket) for bucket in buckets], style, where="post", label=name)
+    shares.set(title="share of episodes up to so many tokens", ylim=(0, 1.02))
+    shares.legend()
+    staleness.plot(steps, [line.staleness_mean for line in lines], label="mean")
+    staleness.plot(steps, [line.staleness_max for line in lines], label="max", linestyle=":")
+    staleness.set(title="staleness of trained tokens, steps", xlabel="optimizer step")
+    staleness.legend()
+    bottom = [0.0] * len(lines)
+    for part in ("train", "publish", "wait"):
+        values = [getattr(line, f"{part}_ms") for line in lines]
+        times.bar(steps, values, bottom=bottom, width=1.0, label=part)
+        bottom = [below + value for below, value in zip(bottom, values, strict=True)]
+    times.set(title="time of a step, ms", xlabel="optimizer step")
+    times.legend()
+    left_out.plot(steps, [line.masked_fraction for line in lines], label="tokens over K, share")
+    fates = [(line.arrived + sum(line.dropped.values()), sum(line.dropped.values())) for line in lines]
+    left_out.plot(steps, [dropped / max(1, came) for came, dropped in fates], label="dropped, share", linestyle=":")
+    left_out.set(title="what is not trained", xlabel="optimizer step", ylim=(0, None))
+    left_out.legend()
+    with writing(path):
+        figure.savefig(path, dpi=110)
+    pyplot.close(figure)

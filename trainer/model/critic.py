@@ -1,0 +1,115 @@
+"""The critic: what a policy may still expect to earn, before each token that it draws.
+
+    run's first policy ──its layers──► hidden state before token t ──head──► V_t          the head begins at 0
+
+One optimizer step of its own for each of the policy's, on the same tokens: none over K reaches its loss either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from services.config.settings import TrainerSettings
+from services.wire.trajectory import Trajectory
+from trainer.algorithms.advantages.batch import Float64Array
+from trainer.data.packing import MicroBatch, PackedBatch
+from trainer.model.forward import PackedForward
+from trainer.model.logprobs import measure
+
+# The critic's loss (PPO, Schulman et al. 2017, arXiv:1707.06347, equation 9, with the bound of its authors' code):
+#
+#     ℓ_t = ½ · max( (V_t − R_t)², (clip(V_t, V_old,t − ε, V_old,t + ε) − R_t)² )
+#
+# V_old: the value before the batch, so that the bound binds from the second optimizer step on a batch on.
+
+
+def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """Per token; all `[N]`, `values` with gradient."""
+    bounded = before + (values - before).clamp(-clip, clip)
+    return 0.5 * torch.maximum((values - returns).square(), (bounded - returns).square())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueStatistics:
+    """Of one step of the critic; None without a critic, or without a token."""
+
+    value_loss: float | None = None
+    value_explained: float | None = None
+    """1 − var(return − value) / var(return), of values before the batch: 0 for a critic that knows nothing, 1 at best."""
+
+
+class ValueModel(nn.Module):
+    """A language model's layers with a head of one number."""
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        """`policy`: whose layers become this model's own; its language head is not used."""
+        super().__init__()
+        self.policy = policy.eval()
+        self._packed = PackedForward(self.policy)
+        self.head = nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        """float32 `[N]`: the value before each fresh token."""
+        before = self._packed.hidden(micro.row, micro.places[micro.chosen] - 1)
+        values: Tensor = self.head(before).squeeze(-1).float()
+        return values
+
+
+class Critic:
+    """The value function under training and its optimizer. Deterministic, as the learner is."""
+
+    def __init__(self, model: ValueModel, settings: TrainerSettings) -> None:
+        self.model = model
+        self._settings = settings
+        self._parameters = [*model.policy.base_model.parameters(), *model.head.parameters()]
+        self.optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=settings.advantage.critic.learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def values(self, trajectories: Sequence[Trajectory]) -> Float64Array:
+        """`[N]`: the value before each sampled token of each segment of each trajectory, in their order."""
+        return measure(trajectories, self.model, self._settings.micro_batch_tokens, self.model.head.weight.device)
+
+    def step(self, batch: PackedBatch) -> ValueStatistics:
+        """One optimizer step towards the batch's returns. A batch without a fresh token moves nothing."""
+        if not batch.micro_batches:
+            return ValueStatistics()
+        tokens = sum(len(micro.chosen) for micro in batch.micro_batches)
+        total = torch.zeros((), device=self.model.head.weight.device)
+        for micro in batch.micro_batches:
+            before, returns = _targets(micro)
+            losses = value_loss(self.model(micro), before, returns, self._settings.advantage.critic.clip)
+            loss = losses.sum() / tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return ValueStatistics(value_loss=float(total), value_explained=_explained(batch.micro_batches))
+
+
+def _targets(micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    if micro.values is None or micro.returns is None:
+        raise ValueError("the batch was not credited with a critic's values")
+    return micro.values, micro.returns
+
+
+def _explained(micro_batches: Sequence[MicroBatch]) -> float | None:
+    before, returns = (
+        torch.cat(column).double().cpu().numpy()
+        for column in zip(*(_targets(micro) for micro in micro_batches), strict=True)
+    )
+    spread = float(np.var(returns))
+    return 1.0 - float(np.var(returns - before)) / spread if spread > 0.0 else None

@@ -1,0 +1,105 @@
+"""One forward pass over a packed row, for any Hugging Face causal language model.
+
+    PackedForward(model) ──► logits(row, places) · hidden(row, places)      what each row gives alone
+
+How rows are kept apart is chosen once, by trying: three short rows are run packed, and each alone.
+
+    within    attention is done row by row (`trainer.model.forward`)
+    masked    the model's own attention under the block mask that `transformers` makes of restarting positions
+    apart     a pass a run of rows of one length: for what mixes tokens by more than attention, or makes no such mask
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trainer.data.packing import PackedRow, lay_end_to_end
+from trainer.model import packed_attention
+
+Separation = Literal["within", "masked", "apart"]
+
+_PROBE_LENGTHS = (3, 3, 5)
+# Of the largest hidden state; for 16-bit floats, whose kernels round differently, coarser.
+_TOLERANCE, _COARSE_TOLERANCE = 1e-4, 0.02
+
+
+class PackedForward:
+    """`model`, a causal language model or the layers of one, on packed rows.
+
+    Its attention may be replaced; ordinary calls of it give what they gave before.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.separation: Separation = self._choose()
+
+    def logits(self, row: PackedRow, places: Tensor) -> Tensor:
+        """The logits behind the tokens at `places`, int64 `[N]` in `0 … T − 1`: `[N, V]`; others are not computed."""
+        if self.separation == "apart":
+            return self._apart(row, lambda inputs: self._model(**inputs).logits)[places]
+        inputs = self._inputs(row)
+        if self._keeps:
+            logits: Tensor = self._model(**inputs, logits_to_keep=places).logits[0]
+            return logits
+        every: Tensor = self._model(**inputs).logits[0]
+        return every[places]
+
+    def hidden(self, row: PackedRow, places: Tensor) -> Tensor:
+        """What the last layer makes of the tokens at `places`, int64 `[N]`, the final norm included: `[N, width]`."""
+        base = self._model.base_model
+        if self.separation == "apart":
+            return self._apart(row, lambda inputs: base(**inputs).last_hidden_state)[places]
+        hidden: Tensor = base(**self._inputs(row)).last_hidden_state[0]
+        return hidden[places]
+
+    def _inputs(self, row: PackedRow) -> dict[str, Any]:
+        inputs = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
+        return inputs | (packed_attention.keywords(row) if self.separation == "within" else {})
+
+    def _apart(self, row: PackedRow, run: Callable[[dict[str, Any]], Tensor]) -> Tensor:
+        """`run` on rows of one length at a time: `[T, …]`."""
+        parts = torch.split(row.input_ids[0], [length * count for length, count in row.runs])
+        batches = (part.view(count, length) for (length, count), part in zip(row.runs, parts, strict=True))
+        return torch.cat([run({"input_ids": batch, "use_cache": False}).flatten(0, 1) for batch in batches])
+
+    def _choose(self) -> Separation:
+        model, own = self._model, self._model.config._attn_implementation
+        if own == packed_attention.NAME:
+            return "within"
+        probe = _probe(model)
+        self.separation = "apart"
+        alone = self._every(probe)
+        packed_attention.register()
+        trials: tuple[tuple[str, Separation], ...] = ((packed_attention.NAME, "within"), (own, "masked"))
+        for attention, self.separation in trials:
+            model.set_attn_implementation(attention)
+            if model.config._attn_implementation == attention and self._agrees(probe, alone):
+                return self.separation
+        return "apart"
+
+    @torch.no_grad()
+    def _every(self, row: PackedRow) -> Tensor:
+        return self.hidden(row, torch.arange(row.input_ids.shape[1], device=row.input_ids.device))
+
+    def _agrees(self, probe: PackedRow, alone: Tensor) -> bool:
+        try:
+            together = self._every(probe)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError):
+            # The model does not take what packed attention needs, or the machine lacks the kernel.
+            return False
+        off = (together - alone).abs().max() / alone.abs().max()
+        return bool(off <= (_TOLERANCE if alone.dtype.itemsize >= 4 else _COARSE_TOLERANCE))
+
+
+def _probe(model: PreTrainedModel) -> PackedRow:
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    tokens = np.arange(1, 1 + sum(_PROBE_LENGTHS), dtype=np.int32) % vocabulary
+    return lay_end_to_end(np.split(tokens, np.cumsum(_PROBE_LENGTHS)[:-1]), model.device)

@@ -1,0 +1,143 @@
+"""Optimizer steps on a packed batch: one, or one for each part of it.
+
+    micro-batch ─► logprobs ─► per-token loss ─► its share / N ─► backward         N: fresh tokens of the whole part, so
+    micro-batch ─► …                                              ─► backward         the split changes nothing
+                                                    clip ─► AdamW ─► policy version + 1 ─► next part
+
+Deterministic: the same weights, optimizer state and batch give the same bytes (a restarted trainer relies on it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.config.settings import TrainerSettings
+from services.wire.errors import UsageError
+from trainer.algorithms.losses.objective import Objective, TokenTerms
+from trainer.algorithms.losses.tokens import BatchSize
+from trainer.data.packing import MicroBatch, PackedBatch
+from trainer.model.forward import PackedForward, Separation
+from trainer.model.logprobs import sampled_terms
+from trainer.model.token_stats import StepSums, TokenStatistics
+
+
+class Learner:
+    """The policy under training, its optimizer, and the version it has reached."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: TrainerSettings,
+        version: int = 0,
+        reference: PackedForward | None = None,
+    ) -> None:
+        """`reference`: the policy that the run began with. Raises UsageError where the loss needs it and there is none."""
+        # No dropout: the ratio to the engine's policy must come from the weights alone.
+        self.model = model.eval()
+        self.version = version
+        self.objective = Objective(settings.loss)
+        self._settings = settings
+        if self.objective.needs_reference and reference is None:
+            raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
+        self._reference = reference if self.objective.needs_reference else None
+        self._policy = PackedForward(self.model)
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    @property
+    def separation(self) -> Separation:
+        """How rows that stand in one are kept apart."""
+        return self._policy.separation
+
+    def weights(self) -> dict[str, Tensor]:
+        """The live weights by their Hugging Face names, a tied one under its first name only."""
+        return named_weights(self.model)
+
+    def step(self, batch: PackedBatch) -> TokenStatistics:
+        """The one optimizer step of a batch that is not split."""
+        (statistics,) = self.steps([batch])
+        return statistics
+
+    def steps(self, batch: Sequence[PackedBatch]) -> Iterator[TokenStatistics]:
+        """The optimizer steps of one batch, one for each part of it; `version` is one more after each.
+
+        All parts are held against the policy before the batch, where the loss asks for it: before the first step that is
+        the current one. A part that gives no gradient (all advantages 0, or every token over K) is a step all the same: the
+        gradient is zero, and only momentum moves the weights.
+        """
+        nothing: list[Tensor | None] = [None] * len(batch[0].micro_batches)
+        before = [nothing, *([self._proximal(micro) for micro in part.micro_batches] for part in batch[1:])]
+        for part, proximal in zip(batch, before, strict=True):
+            yield self._step(part, proximal)
+
+    def _step(self, batch: PackedBatch, proximal: Sequence[Tensor | None]) -> TokenStatistics:
+        sums = StepSums(self.model.device)
+        for micro, before in zip(batch.micro_batches, proximal, strict=True):
+            self._accumulate(micro, before, batch.size, sums)
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_grad_norm)
+        rate = self.learning_rate(self.version)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        return sums.read(grad_norm)
+
+    def learning_rate(self, version: int) -> float:
+        """That of the step from `version`: a linear ramp over the first `warmup_steps` steps."""
+        return self._settings.learning_rate * min(1.0, (version + 1) / max(1, self._settings.warmup_steps))
+
+    @torch.no_grad()
+    def _proximal(self, micro: MicroBatch) -> Tensor | None:
+        if not self.objective.needs_proximal:
+            return None
+        return sampled_terms(self._policy, micro)[0][micro.chosen]
+
+    @torch.no_grad()
+    def _of_reference(self, micro: MicroBatch) -> Tensor | None:
+        if self._reference is None:
+            return None
+        return sampled_terms(self._reference, micro)[0][micro.chosen]
+
+    def _accumulate(self, micro: MicroBatch, proximal: Tensor | None, size: BatchSize, sums: StepSums) -> None:
+        logprobs, entropy = sampled_terms(self._policy, micro, entropy=self.objective.needs_entropy)
+        terms = TokenTerms(
+            logprobs=logprobs[micro.chosen],
+            behaviour=micro.behaviour[micro.chosen],
+            proximal=proximal,
+            advantages=micro.advantages,
+            staleness=micro.staleness,
+            segment=micro.segment,
+            segments=micro.segments,
+            reference=self._of_reference(micro),
+            entropy=None if entropy is None else entropy[micro.chosen],
+        )
+        judged = self.objective(terms)
+        loss = self.objective.mean(judged.loss, terms.segment, terms.segments, size)
+        loss.backward()  # type: ignore[no-untyped-call]
+        sums.add(micro, logprobs.detach(), loss.detach(), judged)
+
+
+def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """What a Hugging Face folder of `model` holds: its state without second names of tied weights."""
+    state: Mapping[str, Tensor] = model.state_dict()
+    seen: set[int] = set()
+    weights = {}
+    for name, tensor in state.items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            weights[name] = tensor
+    return weights

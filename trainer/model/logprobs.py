@@ -1,0 +1,96 @@
+"""Log-probabilities of tokens under a causal language model: the one place where logits become logprobs.
+
+log π(x_t | x_<t) = z[x_t] / T − logsumexp(z / T)          z: the model's logits before position t
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from services.policies.token_budget import split_rows
+from services.wire.trajectory import Segment, Trajectory
+from trainer.algorithms.advantages.batch import Float64Array
+from trainer.data.packing import MicroBatch, micro_batch
+from trainer.data.rows import Row, as_row
+from trainer.data.staleness import StalenessTally, judge
+from trainer.model.forward import PackedForward
+
+
+def sampled_terms(policy: PackedForward, micro: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Logprobs, float32 `[M]`, of the sampled tokens of a micro-batch at the temperatures that they were drawn with.
+
+    With `entropy` also that of the distribution that each was drawn from, in nats.
+    """
+    logits = policy.logits(micro.row, micro.places - 1)
+    return _terms(logits, micro.row.input_ids[0, micro.places], micro.temperature, entropy=entropy)
+
+
+def token_logprobs(model: PreTrainedModel, input_ids: Tensor, first: int = 1) -> Tensor:
+    """Logprobs of `input_ids[:, first:]`, each given what stands before it.
+
+    `input_ids`: int64 `[B, T]`, padded on the right, where a causal model's earlier positions cannot see it; `first`: ≥ 1,
+    so that columns nobody asks for cost no logits. Returns float32 `[B, T − first]`; what stands at padding means nothing.
+    """
+    wanted = torch.arange(first - 1, input_ids.shape[1] - 1, device=input_ids.device)
+    logits = model(input_ids=input_ids, use_cache=False, logits_to_keep=wanted).logits
+    return _terms(logits, input_ids[:, first:], None, entropy=False)[0]
+
+
+def _terms(
+    logits: Tensor, tokens: Tensor, temperature: Tensor | None, *, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`logits` `[…, V]`, `tokens` int64 `[…]`, `temperature` float32 `[…]`, None for 1 everywhere."""
+    logits = logits.float()
+    if temperature is not None:
+        logits = logits / temperature.unsqueeze(-1)
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    normaliser = logits.logsumexp(-1)
+    logprobs: Tensor = chosen - normaliser
+    if not entropy:
+        return logprobs, None
+    # H = log Z − Σ p·z
+    expected = ((logits - normaliser.unsqueeze(-1)).exp() * logits).sum(-1)
+    return logprobs, normaliser - expected
+
+
+# Measuring: what a model says of every sampled token of some trajectories, before they are trained on.
+#
+# trajectories ──► rows ──► micro-batches ──model──► [N] in the order of the trajectories' segments
+
+
+@torch.no_grad()
+def measure(
+    trajectories: Sequence[Trajectory],
+    model: Callable[[MicroBatch], Tensor],
+    budget: int,
+    device: torch.device,
+) -> Float64Array:
+    """`[N]`: what `model` says, one number a fresh token of a micro-batch, of every sampled token, whatever its age.
+
+    `budget`: tokens of a micro-batch.
+    """
+    rows = [
+        _row(segment, trajectory)
+        for trajectory in trajectories
+        for segment in trajectory.segments
+        if segment.version_spans
+    ]
+    found: list[Float64Array] = [np.zeros(0) for _ in rows]
+    for together in split_rows([len(row.token_ids) for row in rows], budget)[0]:
+        said = model(micro_batch([rows[index] for index in together], device)).double().cpu().numpy()
+        ends = np.cumsum([int((rows[index].ages.values >= 0).sum()) for index in together])
+        for index, piece in zip(together, np.split(said, ends[:-1]), strict=True):
+            found[index] = piece
+    return np.concatenate(found) if found else np.zeros(0)
+
+
+def _row(segment: Segment, trajectory: Trajectory) -> Row:
+    newest = max(span.version for span in segment.version_spans)
+    length = len(segment.loss_mask)
+    everything = judge(segment.version_spans, length, newest, newest, StalenessTally())
+    return as_row(segment, trajectory.samplings, everything, np.zeros(length, dtype=np.float32))

@@ -1,0 +1,119 @@
+"""Attention within each row of a packed one: no token sees another row.
+
+    on a GPU, 16-bit floats      one kernel over all rows (`torch.nn.attention.varlen`)
+    else                         one causal `scaled_dot_product_attention` a run of rows of one length: what each row gives
+                                 alone, and no work is done for pairs of rows
+
+It stands in the place that `transformers` keeps for attention functions. What is not packed gets that library's own
+attention and masks, so the model answers ordinary calls as before. Models whose attention cannot be replaced see the block
+mask that `transformers` makes from restarting positions: exact too, at T² pairs (measured: docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from trainer.data.packing import PackedRow
+
+NAME = "rollmesh_packed"
+_UNKNOWN = ("softcap", "s_aux", "position_bias")
+"""What some models add to attention, and this function does not do."""
+_LARGEST_VARLEN_HEAD = 256
+
+
+def register() -> None:
+    """Make the name known to `transformers`; again is harmless."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def keywords(row: PackedRow) -> dict[str, Any]:
+    """What a model whose attention is this one is called with beside tokens and positions.
+
+    The mask is a blank: with one of four axes `transformers` does not make the T² one.
+    """
+    blank = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=row.input_ids.device)
+    return {"attention_mask": blank, "packed_row": row}
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed_row: PackedRow | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`query` `[1, H, T, D]`, `key`, `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`.
+
+    Raises NotImplementedError for attention that this function does not compute.
+    """
+    if packed_row is None:
+        if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
+            raise NotImplementedError("the model does not pass on what packed rows need")
+        attended: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+        return attended
+    unknown = [name for name in _UNKNOWN if others.get(name) is not None]
+    if unknown or not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise NotImplementedError(
+            f"attention with {', '.join(unknown) or 'both directions'} is not done in packed rows"
+        )
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and _fits_varlen(query, value):
+        return _in_one_kernel(query, key, value, packed_row, scaling, sliding_window), None
+    sizes = [length * count for length, count in packed_row.runs]
+    pieces = []
+    # Splits, not slices: the gradient of a slice is as large as the whole, for each run anew.
+    parts = zip(packed_row.runs, *(torch.split(tensor, sizes, dim=2) for tensor in (query, key, value)), strict=True)
+    for (length, count), *part in parts:
+        rows = [tensor[0].unflatten(1, (count, length)).transpose(0, 1) for tensor in part]
+        mask = _window(length, sliding_window, query.device)
+        output, _ = sdpa_attention_forward(module, *rows, mask, dropout=dropout, scaling=scaling)
+        pieces.append(output.flatten(0, 1))
+    return torch.cat(pieces)[None], None
+
+
+def _window(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
+    """Bool `[1, 1, length, length]` where a sliding window cuts a row of that length, None where it does not."""
+    if sliding_window is None or length <= sliding_window:
+        return None
+    places = torch.arange(length, device=device)
+    behind = places[:, None] - places[None]
+    return ((behind >= 0) & (behind < sliding_window))[None, None]
+
+
+def _fits_varlen(query: Tensor, value: Tensor) -> bool:
+    return query.shape[-1] == value.shape[-1] <= _LARGEST_VARLEN_HEAD
+
+
+def _in_one_kernel(
+    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    output = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        row.starts,
+        row.starts,
+        row.longest,
+        row.longest,
+        scale=scaling,
+        # The kernel counts the tokens before this one.
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output[None]

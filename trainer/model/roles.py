@@ -1,0 +1,73 @@
+"""The roles of one trainer: who learns, who judges, and who is only compared with.
+
+learner      the policy under training, and its optimizer
+crediting    what a token's reward is worth; holds the price of a cost
+critic       estimates what is still to be earned (`estimator = gae`)
+reference    the run's first policy, frozen, where a divergence from it is asked for; part of learner and crediting
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from services.config.settings import RunSettings
+from services.wire.trajectory import Trajectory
+from trainer.algorithms.advantages.batch import Float64Array
+from trainer.algorithms.advantages.compute import Crediting
+from trainer.algorithms.advantages.registry import find_estimator
+from trainer.data.packing import MicroBatch
+from trainer.model.critic import Critic, ValueModel
+from trainer.model.forward import PackedForward
+from trainer.model.learner import Learner
+from trainer.model.logprobs import measure, sampled_terms
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Everything that a run's steps change."""
+
+    learner: Learner
+    crediting: Crediting
+    critic: Critic | None = None
+
+    def models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
+        """What is trained, by name: `model` is the policy."""
+        critic = {} if self.critic is None else {"critic": (self.critic.model, self.critic.optimizer)}
+        return {"model": (self.learner.model, self.learner.optimizer), **critic}
+
+    @property
+    def skips_idle(self) -> bool:
+        """Whether nobody learns from a token whose advantage is 0."""
+        return self.critic is None and self.learner.objective.idle_at_zero
+
+
+def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, version: int) -> Roles:
+    """The roles that `settings` ask for. `load`: a fresh copy of the run's first policy, which has made `version` steps.
+
+    Raises UsageError for settings of which one would have no effect.
+    """
+    trainer, advantage = settings.trainer, settings.trainer.advantage
+    reference = load().eval().requires_grad_(False) if trainer.loss.kl or advantage.kl else None
+    packed = None if reference is None else PackedForward(reference)
+    critic = Critic(ValueModel(load()), trainer) if find_estimator(advantage.estimator).critic else None
+
+    def of_reference(trajectories: Sequence[Trajectory]) -> Float64Array:
+        assert reference is not None and packed is not None
+
+        def logprobs(micro: MicroBatch) -> torch.Tensor:
+            return sampled_terms(packed, micro)[0][micro.chosen]
+
+        return measure(trajectories, logprobs, trainer.micro_batch_tokens, reference.device)
+
+    crediting = Crediting(
+        advantage,
+        settings.seed,
+        reference=None if reference is None else of_reference,
+        critic=None if critic is None else critic.values,
+    )
+    return Roles(Learner(load(), trainer, version, packed), crediting, critic)
