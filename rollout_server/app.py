@@ -23,8 +23,8 @@ from services.observability import catalog
 from services.observability.metrics import Metrics, Reading
 from services.observability.middleware import trace_calls
 from services.wire.errors import NotReadyError
-from weight_bus.membership import Bus
-from weight_bus.weight_routes import weight_routes
+from weight_bus.client.engine_routes import weight_routes
+from weight_bus.client.membership import Bus
 
 
 def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: Stop) -> FastAPI:

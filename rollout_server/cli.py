@@ -109,7 +109,7 @@ def rollout_server(
         from rollout_server.app import make_rollout_app
         from rollout_server.engines.factory import make_engine
         from rollout_server.server import ServerPlan
-        from weight_bus.bus_client import BusClient
+        from weight_bus.client.bus_client import BusClient
 
         policy = make_engine(
             *(name, model, run_id, settings),

@@ -49,7 +49,7 @@ from services.security.keys import SessionKeys, secret_of_run
 from services.security.permissions import NO_KEYS, Keys
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import ConflictError, DrainingError, NotReadyError, RollmeshError
-from weight_bus.membership import Bus, Membership
+from weight_bus.client.membership import Bus, Membership
 
 MODEL_DEADLINE_S = 600.0
 CLOSE_WITHIN_S = 5.0

@@ -13,9 +13,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 
 from services.http.app import make_app
-from weight_bus.bus_api import CommitAnswer, CommitCall, DigestAnswer, StageAnswer
-from weight_bus.manifest import Manifest, decode_manifest
-from weight_bus.receiver import Receiver, Staged
+from weight_bus.client.engine_routes import CommitAnswer, CommitCall, DigestAnswer, StageAnswer
+from weight_bus.manifest.manifest import Manifest, decode_manifest
+from weight_bus.receiver.receiver import Receiver, Staged
 
 
 def make_weights(seed: int, *, scale: int = 1) -> dict[str, torch.Tensor]:

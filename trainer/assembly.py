@@ -36,9 +36,9 @@ from trainer.metrics.files import RunRecords, read_metrics
 from trainer.model.learner import Learner
 from trainer.model.roles import Roles, make_roles
 from trainer.weights import WeightUpdates, settle_deadline
-from weight_bus.bus_client import BusClient
-from weight_bus.one_piece import lay_in_one_piece
-from weight_bus.publisher import Publisher
+from weight_bus.client.bus_client import BusClient
+from weight_bus.publisher.contiguous import lay_in_one_piece
+from weight_bus.publisher.publisher import Publisher
 from weight_bus.transports.select import make_exporter
 
 BASE_VERSION = 0

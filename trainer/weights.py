@@ -20,10 +20,9 @@ from services.observability.tracing import NO_TRACING, Tracing
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
 from services.wire.weights_api import SETTLED, UpdateView, VerifyView
 from trainer.io_loop import Background
-from weight_bus.bus_client import BusClient
-from weight_bus.manifest import Manifest
-from weight_bus.publication import Publication
-from weight_bus.publisher import Publisher
+from weight_bus.client.bus_client import BusClient
+from weight_bus.manifest.manifest import Manifest
+from weight_bus.publisher.publisher import Publication, Publisher
 
 _POLL_S = 5.0
 _RETRY_S = 0.25

@@ -59,7 +59,7 @@ def weight_bus(
     # Bound before anything slow: a port in use is known at once.
     listener = open_port(host, port, lacking=lacking(keys, "weight-bus"))
 
-    from weight_bus.app import build_app
+    from weight_bus.coordinator.app import build_app
 
     stop = Stop()
     bus = build_app(

@@ -221,7 +221,7 @@ def paced_server(
     from services.config.load import load_settings
     from services.http.app import Stop, open_port, serve
     from services.observability.logging import configure_logging
-    from weight_bus.bus_client import BusClient
+    from weight_bus.client.bus_client import BusClient
 
     configure_logging(server_id, run_id=run_id)
     settings = load_settings(config, [])

@@ -22,9 +22,9 @@ from benchmarks.harness.processes import LOOPBACK, PYTHON, free_port, running
 from benchmarks.weights.arms import Drawn
 from benchmarks.weights.report import Exactness
 from services.wire.errors import RollmeshError
-from weight_bus.engine_client import EngineClient
-from weight_bus.manifest import encode_manifest
-from weight_bus.publisher import Publisher
+from weight_bus.coordinator.engine_client import EngineClient
+from weight_bus.manifest.manifest import encode_manifest
+from weight_bus.publisher.publisher import Publisher
 from weight_bus.transports.shm import ShmExporter
 
 _RUN = "exact"

@@ -27,9 +27,9 @@ import msgspec
 
 from benchmarks.harness.processes import PYTHON, answer_lines, replies_only, running_piped
 from services.wire.errors import RollmeshError, UsageError
-from weight_bus.arena import Arena, private_arena
-from weight_bus.layout import hash_bytes
-from weight_bus.manifest import Source
+from weight_bus.manifest.layout import hash_bytes
+from weight_bus.manifest.manifest import Source
+from weight_bus.memory.arena import Arena, private_arena
 from weight_bus.transports.base import Reader
 from weight_bus.transports.nixl import NixlReader
 from weight_bus.transports.select import nixl_installed
@@ -178,10 +178,9 @@ def main() -> None:
     replies = replies_only()
     import numpy as np
 
-    from weight_bus.layout import hash_bytes
-    from weight_bus.transports.memfd import SealedArena
+    from weight_bus.manifest.layout import hash_bytes
     from weight_bus.transports.nixl import NixlExporter
-    from weight_bus.transports.shm import ShmExporter
+    from weight_bus.transports.shm import SealedArena, ShmExporter
 
     nixl, shm = NixlExporter(), ShmExporter(f"wire-{os.getpid()}")
 

@@ -7,13 +7,13 @@ import structlog
 from rollout_server.engines.base import CommitReport
 from rollout_server.server import RolloutServer
 from services.observability.tracing import Span
-from weight_bus.bus_api import CommitAnswer, DigestAnswer, StageAnswer
+from weight_bus.client.engine_routes import CommitAnswer, DigestAnswer, StageAnswer
 
 _log = structlog.get_logger()
 
 
 class ServedWeights:
-    """`weight_bus.weight_routes.UpdatedEngine` for the engine that `server` runs."""
+    """`weight_bus.client.engine_routes.UpdatedEngine` for the engine that `server` runs."""
 
     def __init__(self, server: RolloutServer) -> None:
         self._server = server

@@ -154,7 +154,8 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def stage(self, manifest: bytes) -> StageReport:
-        """Pull the manifest's buckets into shadow memory while decoding goes on (encoded `weight_bus.manifest.Manifest`).
+        """Pull the manifest's buckets into shadow memory while decoding goes on (encoded
+        `weight_bus.manifest.manifest.Manifest`).
 
         Raises weight_bus.errors.StageError (bad hash, wrong layout, …); the old version goes on being served.
         """

@@ -228,7 +228,7 @@ class InitWeightTransfer(Call):
 
 class ManifestInfo(Call):
     manifest: str = Field(min_length=1)
-    """Base64 of an encoded `weight_bus.manifest.Manifest`."""
+    """Base64 of an encoded `weight_bus.manifest.manifest.Manifest`."""
 
 
 class UpdateWeights(Call):

@@ -23,8 +23,8 @@ from services.wire.sampling import KvPolicy
 from tests.contract.engine_harness import VOCABULARY, InFlight, check_spans, request
 from tests.support.until import until
 from trainer.sft.tiny_model import build_model, save_policy
-from weight_bus.manifest import encode_manifest
-from weight_bus.publisher import Publisher
+from weight_bus.manifest.manifest import encode_manifest
+from weight_bus.publisher.publisher import Publisher
 from weight_bus.transports.select import make_exporter
 
 BLOCK = 32

@@ -30,7 +30,7 @@ from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.served_app import served
 from tests.support.until import until
-from weight_bus.app import build_app
+from weight_bus.coordinator.app import build_app
 
 NAMES = ("agent", "admin", "peer", "weights", "session", "redis")
 KEYS = Keys(**{name: f"the-{name}-key-of-this-test" for name in NAMES})

@@ -23,8 +23,8 @@ from tests.support.chat_policy import save_chat_policy
 from tests.support.engine_process import vllm_process
 from tests.support.rollout_host import hosting, small_batch
 from weight_bus.errors import StageError
-from weight_bus.layout import root_digest
-from weight_bus.manifest import decode_manifest, encode_manifest
+from weight_bus.manifest.layout import root_digest
+from weight_bus.manifest.manifest import decode_manifest, encode_manifest
 
 pytestmark = [
     pytest.mark.vllm,

@@ -16,9 +16,9 @@ from services.wire.weights_api import EngineRegistered
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
 from tests.weight_parts import served
-from weight_bus.app import build_app
-from weight_bus.bus_client import BusClient
-from weight_bus.membership import Membership
+from weight_bus.client.bus_client import BusClient
+from weight_bus.client.membership import Membership
+from weight_bus.coordinator.app import build_app
 
 
 @pytest.fixture

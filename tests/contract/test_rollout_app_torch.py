@@ -23,9 +23,9 @@ from tests.conftest import free_port
 from tests.support.rollout_host import hosting, small_batch, until
 from tests.weight_parts import served
 from trainer.sft.tiny_model import build_model
-from weight_bus.app import build_app
-from weight_bus.bus_client import BusClient
-from weight_bus.publisher import Publisher
+from weight_bus.client.bus_client import BusClient
+from weight_bus.coordinator.app import build_app
+from weight_bus.publisher.publisher import Publisher
 from weight_bus.transports.shm import ShmExporter
 
 LONG = {"max_tokens": 200, "ignore_eos": True}

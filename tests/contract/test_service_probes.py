@@ -32,7 +32,7 @@ from tests.support.step_lines import step_line
 from tests.support.until import until
 from trainer.io_loop import Background
 from trainer.metrics.exporter import open_telemetry
-from weight_bus.app import build_app
+from weight_bus.coordinator.app import build_app
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from services.security.tls import PUBLIC, Trust, read_trust
 from services.wire.errors import RollmeshError, UntrustedError, UsageError
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.served_app import served
-from weight_bus.bus_client import BusClient
-from weight_bus.engine_client import EngineClient
+from weight_bus.client.bus_client import BusClient
+from weight_bus.coordinator.engine_client import EngineClient
 
 AT_ONCE_S = 12.0
 """Below the patience of each of them (15 s and more)."""

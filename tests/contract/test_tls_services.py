@@ -36,8 +36,8 @@ from tests.support.served_app import served
 from tests.support.until import until
 from trainer.io_loop import Background
 from trainer.metrics.exporter import open_telemetry
-from weight_bus.app import build_app
-from weight_bus.bus_client import BusClient
+from weight_bus.client.bus_client import BusClient
+from weight_bus.coordinator.app import build_app
 
 
 @pytest.fixture(scope="module")

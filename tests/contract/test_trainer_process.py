@@ -39,9 +39,9 @@ from trainer.metrics.files import (  # noqa: E402
 from trainer.model.learner import Learner, named_weights  # noqa: E402
 from trainer.model.roles import make_roles  # noqa: E402
 from trainer.model.train_batch import train_batch  # noqa: E402
-from weight_bus.app import build_app  # noqa: E402
-from weight_bus.bus_client import BusClient  # noqa: E402
-from weight_bus.receiver import Receiver  # noqa: E402
+from weight_bus.client.bus_client import BusClient  # noqa: E402
+from weight_bus.coordinator.app import build_app  # noqa: E402
+from weight_bus.receiver.receiver import Receiver  # noqa: E402
 from weight_bus.transports.shm import ShmReader  # noqa: E402
 
 GROUPS, SIZE, STEPS = 2, 3, 6

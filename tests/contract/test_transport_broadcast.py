@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.contract.transport_peers import CHUNK, NBYTES, Peer, Receiving, pattern
-from weight_bus.layout import hash_bytes
+from weight_bus.manifest.layout import hash_bytes
 
 CHUNKS = -(-NBYTES // CHUNK)
 

@@ -13,9 +13,9 @@ import pytest
 from services.host.files import remove_shm_files, shm_directory, shm_prefix
 from services.wire.errors import UsageError
 from tests.contract.transport_peers import NBYTES, Peer, draft_of, exporter_of, pattern, reader_of
-from weight_bus.arena import private_arena
 from weight_bus.errors import TransportError
-from weight_bus.manifest import CollectiveSource, FileSource, NixlSource, ShmSource, Source
+from weight_bus.manifest.manifest import CollectiveSource, FileSource, NixlSource, ShmSource, Source
+from weight_bus.memory.arena import private_arena
 from weight_bus.transports import select
 from weight_bus.transports.base import Reader
 from weight_bus.transports.select import nixl_installed

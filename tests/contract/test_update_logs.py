@@ -13,7 +13,7 @@ from services.observability.setup import open_tracing
 from tests.support.bus_fleet import BusFleet, manifest_of
 from tests.support.trace_receiver import receiving_traces
 from tests.support.until import until
-from weight_bus.manifest import encode_manifest
+from weight_bus.manifest.manifest import encode_manifest
 
 TRACES = {version: f"{version:032x}" for version in (1, 2)}
 

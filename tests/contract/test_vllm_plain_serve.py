@@ -23,9 +23,9 @@ from tests.support.chat_policy import save_chat_policy
 from tests.support.engine_process import EngineProcess, vllm_process
 from tests.support.until import until
 from tests.weight_parts import served
-from weight_bus.app import build_app
-from weight_bus.bus_client import BusClient
-from weight_bus.manifest import Manifest, decode_manifest
+from weight_bus.client.bus_client import BusClient
+from weight_bus.coordinator.app import build_app
+from weight_bus.manifest.manifest import Manifest, decode_manifest
 
 pytestmark = [
     pytest.mark.vllm,

@@ -13,8 +13,7 @@ from services.security.permissions import Keys
 from services.wire.errors import RollmeshError, UnauthenticatedError
 from tests.support.bus_fleet import BusFleet, manifest_of
 from tests.support.until import until
-from weight_bus.manifest import encode_manifest
-from weight_bus.signing import sign
+from weight_bus.manifest.manifest import encode_manifest, sign
 
 KEY, WEIGHTS_KEY = "an-admin-key-of-many-letters", "a-weights-key-of-many-letters"
 

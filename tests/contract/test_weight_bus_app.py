@@ -18,10 +18,10 @@ from services.http.app import open_port  # noqa: E402
 from services.wire.errors import ConflictError, DeadlineError, NotFoundError, WireError  # noqa: E402
 from tests.conftest import free_port, wait_for_port  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, make_weights, served  # noqa: E402
-from weight_bus.app import build_app  # noqa: E402
-from weight_bus.bus_client import BusClient  # noqa: E402
-from weight_bus.publisher import Publisher  # noqa: E402
-from weight_bus.receiver import Receiver  # noqa: E402
+from weight_bus.client.bus_client import BusClient  # noqa: E402
+from weight_bus.coordinator.app import build_app  # noqa: E402
+from weight_bus.publisher.publisher import Publisher  # noqa: E402
+from weight_bus.receiver.receiver import Receiver  # noqa: E402
 from weight_bus.transports.shm import ShmExporter, ShmReader  # noqa: E402
 
 LEASE_S = 0.5

@@ -15,9 +15,9 @@ from safetensors.torch import save_file  # noqa: E402
 from services.security.permissions import Keys  # noqa: E402
 from tests.support.served_app import served  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, make_weights  # noqa: E402
-from weight_bus.app import build_app  # noqa: E402
-from weight_bus.bus_client import BusClient  # noqa: E402
-from weight_bus.receiver import Receiver  # noqa: E402
+from weight_bus.client.bus_client import BusClient  # noqa: E402
+from weight_bus.coordinator.app import build_app  # noqa: E402
+from weight_bus.receiver.receiver import Receiver  # noqa: E402
 from weight_bus.transports.select import make_readers  # noqa: E402
 
 KEY = "a-weights-key-of-many-letters"

@@ -16,9 +16,9 @@ from services.wire.weights_api import VerifyView
 from tests.support.rollout_host import hosting, small_batch
 from tests.support.served_app import served
 from trainer.sft.tiny_model import build_model
-from weight_bus.app import build_app
-from weight_bus.bus_client import BusClient
-from weight_bus.publisher import Publisher
+from weight_bus.client.bus_client import BusClient
+from weight_bus.coordinator.app import build_app
+from weight_bus.publisher.publisher import Publisher
 from weight_bus.transports.shm import ShmExporter
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from services.wire.weights_api import WeightEvent
 from tests.support.bus_fleet import BusFleet
-from weight_bus.events import EventLog, encode_event
+from weight_bus.coordinator.events import EventLog, encode_event
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from services.security.permissions import Keys
 from services.wire.errors import DeadlineError, NotFoundError
 from tests.conftest import free_port
 from tests.support.bus_fleet import BusFleet, manifest_of
-from weight_bus import snapshots
-from weight_bus.manifest import Manifest, encode_manifest
+from weight_bus.coordinator import operations as snapshots
+from weight_bus.manifest.manifest import Manifest, encode_manifest
 
 KEY = "an-admin-key-of-many-letters"
 

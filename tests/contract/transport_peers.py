@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from weight_bus.arena import private_arena
 from weight_bus.errors import TransportError
-from weight_bus.layout import hash_bytes, plan_layout, root_digest
-from weight_bus.manifest import Bucket, Manifest, Owner, Source
+from weight_bus.manifest.layout import hash_bytes, plan_layout, root_digest
+from weight_bus.manifest.manifest import Bucket, Manifest, Owner, Source
+from weight_bus.memory.arena import private_arena
 from weight_bus.transports.base import Exporter, Reader
 from weight_bus.transports.file import FileExporter, FileReader
 from weight_bus.transports.select import make_exporter, make_readers
@@ -22,7 +22,7 @@ CHUNK = 64 << 10
 _PROCESSES = multiprocessing.get_context("forkserver")
 """Torch takes seconds to import: one clean process does it, and those of the tests are its children."""
 _PROCESSES.set_forkserver_preload(
-    ["weight_bus.transports.collective", "weight_bus.transports.collective_exporter", "tests.contract.transport_peers"]
+    ["weight_bus.transports.nccl.reader", "weight_bus.transports.nccl.exporter", "tests.contract.transport_peers"]
 )
 STALL_S = 1.5
 WINDOW_S = 0.05
@@ -34,7 +34,7 @@ def pattern(seed: int) -> bytes:
 
 def exporter_of(name: str, run_id: str, folder: str) -> Exporter:
     if name == "nccl":
-        from weight_bus.transports.collective_exporter import CollectiveExporter
+        from weight_bus.transports.nccl.exporter import CollectiveExporter
 
         return CollectiveExporter(window_s=WINDOW_S, stall_s=STALL_S, chunk_bytes=CHUNK)
     return FileExporter(Path(folder)) if name == "file" else make_exporter(name, run_id)
@@ -95,7 +95,7 @@ class Peer:
 
 def _receive(source: bytes, deadline_s: float, pipe: Connection) -> None:
     """Reads a broadcast chunk by chunk, one at each word from the test; says the offset reached or what went wrong."""
-    from weight_bus.transports.collective import CollectiveReader
+    from weight_bus.transports.nccl.reader import CollectiveReader
 
     reader, buffer = CollectiveReader(deadline_s), private_arena(NBYTES)
     wanted = msgspec.msgpack.decode(source, type=Source)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from services.observability.alerts import ALERTS
 from services.observability.metrics import Metrics
 from tests.deploy.alert_cases import CASES, AlertCase, Series
 from tests.support.fetch_tools import find_tool
-from weight_bus.bus_metrics import BusMetrics, BusState
+from weight_bus.coordinator.events import BusMetrics, BusState
 
 RULES = Path(__file__).parents[2] / "deploy/prometheus/alerts.yaml"
 BY_NAME = {alert.name: alert for alert in ALERTS}

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 from clients.weights.client import WeightsClient
 from tests.support.until import until
 from tests.support.weight_mesh import CATCHES_UP_WITHIN_S, WeightMesh
-from weight_bus.manifest import Manifest, encode_manifest
+from weight_bus.manifest.manifest import Manifest, encode_manifest
 from weight_bus.transports.select import nixl_installed
 
 CASES = int(os.environ.get("ROLLMESH_TEST_WEIGHT_FAULTS", "6"))

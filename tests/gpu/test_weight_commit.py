@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 import torch
 
-from weight_bus.vllm_weights import VllmWeights
+from weight_bus.vllm.weights import VllmWeights
 
 pytestmark = [
     pytest.mark.gpu,

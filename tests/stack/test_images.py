@@ -91,7 +91,8 @@ def test_its_commands_are_there(image: str, commands: tuple[str, ...]) -> None:
     [
         (
             "service",
-            "weight_bus.app, weight_bus.snapshot, services.gateway.app, services.rewards.app, opentelemetry.sdk",
+            "weight_bus.coordinator.app, weight_bus.manifest.snapshot, services.gateway.app, services.rewards.app, "
+            "opentelemetry.sdk",
         ),
         ("trainer", "torch, transformers, trainer.run, nixl_cu12._api"),
         ("rollout-cpu", "torch, vllm, rollout_server.engines.torch.engine, nixl_cu12._api"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.rollout_host import Host
-from weight_bus.manifest import Bucket, Layout, Manifest, Owner, ShmSource, encode_manifest
+from weight_bus.manifest.manifest import Bucket, Layout, Manifest, Owner, ShmSource, encode_manifest
 
 
 async def commit(host: Host, version: int) -> None:

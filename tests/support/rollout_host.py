@@ -27,7 +27,7 @@ from services.security.permissions import NO_KEYS, Keys
 from services.security.tls import PLAIN, Tls, Trust
 from services.wire.trajectory import Trajectory, decode_trajectory
 from tests.support.until import until as until
-from weight_bus.membership import Bus
+from weight_bus.client.membership import Bus
 
 SAMPLING = {"max_tokens": 24}
 

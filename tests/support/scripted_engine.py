@@ -22,7 +22,7 @@ from rollout_server.engines.base import (
 )
 from services.wire.errors import ConflictError, NotReadyError, RollmeshError
 from services.wire.trajectory import VersionSpan
-from weight_bus.manifest import decode_manifest
+from weight_bus.manifest.manifest import decode_manifest
 
 END = 1
 

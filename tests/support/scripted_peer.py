@@ -11,8 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
-from weight_bus.layout import root_digest
-from weight_bus.manifest import Bucket, Layout, Manifest, Owner, encode_manifest
+from weight_bus.manifest.layout import root_digest
+from weight_bus.manifest.manifest import Bucket, Layout, Manifest, Owner, encode_manifest
 
 MAX_MODEL_LEN = 256
 FIRST_TOKEN = 5

@@ -27,8 +27,8 @@ from tests.support.weight_processes import (
     run_engine,
     run_publisher,
 )
-from weight_bus.bus_client import BusClient
-from weight_bus.manifest import Manifest, decode_manifest
+from weight_bus.client.bus_client import BusClient
+from weight_bus.manifest.manifest import Manifest, decode_manifest
 
 STARTS_WITHIN_S = 30.0
 SETTLES_WITHIN_S = 2 * STAGE_TIMEOUT_S + 2 * LEASE_S + 3.0

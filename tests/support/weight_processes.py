@@ -18,14 +18,14 @@ import torch
 from services.http.app import Stop, make_server, open_port
 from services.policies.fleet_policy import FleetPolicy
 from tests.weight_parts import PlainTarget, SmallEngine, make_weights
-from weight_bus.app import build_app
-from weight_bus.arena import Arena
-from weight_bus.bus_api import CommitAnswer, RollbackCall
-from weight_bus.bus_client import BusClient
-from weight_bus.manifest import Manifest, Source, encode_manifest
-from weight_bus.membership import Membership
-from weight_bus.publisher import Publisher
-from weight_bus.receiver import Receiver
+from weight_bus.client.bus_client import BusClient
+from weight_bus.client.engine_routes import CommitAnswer, RollbackCall
+from weight_bus.client.membership import Membership
+from weight_bus.coordinator.app import build_app
+from weight_bus.manifest.manifest import Manifest, Source, encode_manifest
+from weight_bus.memory.arena import Arena
+from weight_bus.publisher.publisher import Publisher
+from weight_bus.receiver.receiver import Receiver
 from weight_bus.transports.base import Exporter, Reader
 from weight_bus.transports.select import make_exporter, make_readers
 

@@ -12,8 +12,8 @@ import sys
 import torch
 from safetensors.torch import load_file
 
-from weight_bus.manifest import encode_manifest
-from weight_bus.publisher import Publisher
+from weight_bus.manifest.manifest import encode_manifest
+from weight_bus.publisher.publisher import Publisher
 from weight_bus.transports.select import make_exporter
 
 BUCKET_BYTES = 64 << 10

@@ -13,7 +13,7 @@ from rollout_server.engines.base import GenerationRequest, collect
 from services.wire.sampling import SamplingParams
 from tests.support.bus_fleet import manifest_of
 from tests.support.scripted_engine import ScriptedEngine
-from weight_bus.manifest import encode_manifest
+from weight_bus.manifest.manifest import encode_manifest
 
 PACE = Pace(median=24, sigma=1.0, longest=200, token_s=0.002, places=3)
 

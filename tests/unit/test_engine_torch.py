@@ -20,8 +20,8 @@ from rollout_server.engines.torch.forward import PolicyForward, RecordingError, 
 from services.config.settings import RunSettings
 from services.wire.errors import NotReadyError, UsageError
 from services.wire.sampling import SamplingParams
-from weight_bus.manifest import encode_manifest
-from weight_bus.publisher import Publisher
+from weight_bus.manifest.manifest import encode_manifest
+from weight_bus.publisher.publisher import Publisher
 from weight_bus.transports.select import make_exporter
 
 SMALL: dict[str, Any] = {

@@ -27,7 +27,7 @@ from services.security.permissions import (
 )
 from services.wire.errors import ForbiddenError, UnauthenticatedError, UsageError
 from tests.support.mesh_command import run_command
-from weight_bus.vllm_settings import read_settings
+from weight_bus.vllm.endpoints import read_settings
 
 NAMES = get_args(KeyName)
 BEARERS = get_args(BearerName)

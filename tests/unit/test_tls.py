@@ -18,8 +18,7 @@ from services.security.tls import PLAIN, PUBLIC, Trust, read_tls, read_trust
 from services.wire.errors import UsageError
 from tests.support.certificates import Certificates, make_certificates
 from tests.support.mesh_command import run_command
-from weight_bus.vllm_plain import check_served_by_tls
-from weight_bus.vllm_settings import read_settings
+from weight_bus.vllm.endpoints import check_served_by_tls, read_settings
 
 
 @pytest.fixture(scope="module")

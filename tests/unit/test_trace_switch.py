@@ -48,7 +48,10 @@ def run(code: str, **surroundings: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("imports", "prefixes"),
     [
-        ("import clients.runner.runner, clients.runner.cli, weight_bus.app, services.rewards.app", ("opentelemetry",)),
+        (
+            "import clients.runner.runner, clients.runner.cli, weight_bus.coordinator.app, services.rewards.app",
+            ("opentelemetry",),
+        ),
         # redis-py imports OpenTelemetry by itself, wherever it is installed, but never what exports traces.
         (
             "import services.gateway.app, services.supervisor.mesh",

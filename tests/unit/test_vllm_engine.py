@@ -23,8 +23,8 @@ from rollout_server.engines.base import GenerationDelta, GenerationRequest, coll
 from rollout_server.engines.vllm.engine import VllmEngine
 from services.wire.errors import NotReadyError
 from services.wire.sampling import SamplingParams
-from weight_bus.manifest import encode_manifest
-from weight_bus.publisher import Publisher
+from weight_bus.manifest.manifest import encode_manifest
+from weight_bus.publisher.publisher import Publisher
 from weight_bus.transports.shm import ShmExporter
 
 pytestmark = [

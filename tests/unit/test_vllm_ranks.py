@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from services.wire.errors import ConflictError
-from weight_bus import vllm_core
 from weight_bus.errors import StageError
-from weight_bus.layout import root_digest
-from weight_bus.vllm_protocol import (
+from weight_bus.manifest.layout import root_digest
+from weight_bus.vllm import core as vllm_core
+from weight_bus.vllm.core import agreed
+from weight_bus.vllm.protocol import (
     Attached,
     Committed,
     Digest,
@@ -23,7 +24,6 @@ from weight_bus.vllm_protocol import (
     encode_reply,
     failure,
 )
-from weight_bus.vllm_ranks import agreed
 
 
 def staged(version: int = 7, digest: str = "a" * 64, nbytes: int = 10) -> Reply:

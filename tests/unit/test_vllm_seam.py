@@ -18,8 +18,8 @@ from services.wire.errors import ConflictError, RollmeshError, UsageError, WireE
 from services.wire.sampling import KvPolicy
 from services.wire.trajectory import VersionSpan
 from weight_bus.errors import StageError
-from weight_bus.vllm_core import attach, commit
-from weight_bus.vllm_protocol import Attached, Committed, Digest, decode_reply, encode_reply, failure
+from weight_bus.vllm.core import attach, commit
+from weight_bus.vllm.protocol import Attached, Committed, Digest, decode_reply, encode_reply, failure
 
 
 @dataclass
@@ -179,9 +179,9 @@ def test_replies_come_back_as_they_were() -> None:
 
 def test_the_plug_in_does_nothing_in_a_vllm_that_did_not_ask_for_it() -> None:
     code = (
-        "import sys, weight_bus.vllm_plugin as plugin\n"
+        "import sys, weight_bus.vllm.plugin as plugin\n"
         "plugin.register()\n"
-        "heavy = {'torch', 'vllm', 'transformers', 'weight_bus.vllm_core'} & sys.modules.keys()\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'weight_bus.vllm.core'} & sys.modules.keys()\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, env={"PATH": ""})

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weight_bus.errors import StageError
-from weight_bus.vllm_weights import VllmWeights, check_linears_are_live, hugging_face_views
+from weight_bus.vllm.weights import VllmWeights, check_linears_are_live, hugging_face_views
 
 HIDDEN, VOCABULARY, PADDED = 8, 10, 16
 

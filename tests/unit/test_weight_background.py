@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 _PROBE = """
 import torch
 from threadpoolctl import threadpool_info
-from weight_bus.background import background_threads
+from weight_bus.memory.throttle import background_threads
 
 def wide() -> set[int]:
     torch.ones(1 << 20).add_(1.0)  # parallel work, at which torch sets a new thread's teams

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from services.host.process import STREAMED_BYTES
-from weight_bus.copying import PAGE, copy_bytes, streams_well
-from weight_bus.layout import place, plan_layout
+from weight_bus.manifest.layout import place, plan_layout
+from weight_bus.memory.arena import PAGE, copy_bytes, streams_well
 
 ALLOCATED = 64
 """Where in a page torch's large tensors begin."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from services.wire.errors import WireError
 from tests.support.examples import examples
-from weight_bus.delta import apply, decode, encode
+from weight_bus.manifest.delta import apply, decode, encode
 
 WORD_BYTES = st.sampled_from([1, 2, 4])
 

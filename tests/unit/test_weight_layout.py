@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.wire.errors import UsageError
-from weight_bus.layout import bucket_pieces, hash_bytes, plan_buckets, plan_layout, root_digest
+from weight_bus.manifest.layout import bucket_pieces, hash_bytes, plan_buckets, plan_layout, root_digest
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8).map(
     lambda shapes: {f"t{index}": shape for index, shape in enumerate(shapes)}

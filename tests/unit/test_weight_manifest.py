@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from services.wire.errors import WireError
 from tests.support.examples import examples
 from weight_bus.errors import SignatureError
-from weight_bus.layout import plan_buckets, plan_layout
-from weight_bus.manifest import (
+from weight_bus.manifest.layout import plan_buckets, plan_layout
+from weight_bus.manifest.manifest import (
     Bucket,
     CollectiveSource,
     Delta,
@@ -29,10 +29,11 @@ from weight_bus.manifest import (
     ShmSource,
     Source,
     check_manifest,
+    check_signature,
     decode_manifest,
     encode_manifest,
+    sign,
 )
-from weight_bus.signing import check_signature, sign
 
 HASH = "0123456789abcdef" * 4
 SOURCES: list[Source] = [

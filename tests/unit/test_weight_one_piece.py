@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 
 from trainer.model.learner import named_weights  # noqa: E402
 from trainer.sft.tiny_model import build_model  # noqa: E402
-from weight_bus.half_arena import HalfArena  # noqa: E402
-from weight_bus.layout import plan_layout  # noqa: E402
-from weight_bus.one_piece import lay_in_one_piece  # noqa: E402
-from weight_bus.owner_plan import plan_owner  # noqa: E402
+from weight_bus.manifest.layout import plan_layout  # noqa: E402
+from weight_bus.publisher.arena_buffer import HalfArena  # noqa: E402
+from weight_bus.publisher.contiguous import lay_in_one_piece  # noqa: E402
+from weight_bus.publisher.sharding import plan_owner  # noqa: E402
 from weight_bus.transports.select import make_exporter  # noqa: E402
 
 LARGE = {"a": (3,), "b": (600, 600), "c": (5, 7), "d": (700, 600), "e": (1,)}

@@ -12,14 +12,20 @@ torch = pytest.importorskip("torch")
 
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, UsageError  # noqa: E402
 from tests.weight_parts import make_weights  # noqa: E402
-from weight_bus.arena import Arena, private_arena  # noqa: E402
-from weight_bus.delta import apply, decode  # noqa: E402
 from weight_bus.errors import TransportError  # noqa: E402
-from weight_bus.layout import hash_bytes, root_digest  # noqa: E402
-from weight_bus.manifest import Delta, Manifest, ShmSource, Source, check_manifest  # noqa: E402
-from weight_bus.publisher import Publisher  # noqa: E402
-from weight_bus.signing import check_signature  # noqa: E402
-from weight_bus.views import dtype_of, flat_bytes, tensor_at  # noqa: E402
+from weight_bus.manifest.delta import apply, decode  # noqa: E402
+from weight_bus.manifest.layout import hash_bytes, root_digest  # noqa: E402
+from weight_bus.manifest.manifest import (  # noqa: E402
+    Delta,
+    Manifest,
+    ShmSource,
+    Source,
+    check_manifest,
+    check_signature,
+)
+from weight_bus.manifest.tensors import dtype_of, flat_bytes, tensor_at  # noqa: E402
+from weight_bus.memory.arena import Arena, private_arena  # noqa: E402
+from weight_bus.publisher.publisher import Publisher  # noqa: E402
 
 BUCKET = 4096
 WEIGHTS = {"embed": (64, 700), "norm": (700,), "head": (700, 64)}
@@ -251,7 +257,7 @@ def applied(exporter: OpenExporter, delta: Delta, base: bytes) -> bytes:
 def test_a_sparse_change_is_offered_as_a_delta_too_and_ends_with_the_same_bytes(
     exporter: OpenExporter, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_bus.delta_maker.TARGET_BYTES", 64 << 10)
+    monkeypatch.setattr("weight_bus.publisher.publisher.TARGET_BYTES", 64 << 10)
     publisher = Publisher("r", weights(0), dtype, exporter, BUCKET, delta_max_ratio=0.25)
     served = weights(0)
     base = publisher.publish(1, served).manifest()

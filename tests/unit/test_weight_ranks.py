@@ -15,10 +15,13 @@ from torch import nn  # noqa: E402
 
 from services.wire.errors import UsageError  # noqa: E402
 from tests.weight_parts import PlainTarget  # noqa: E402
-from weight_bus.manifest import decode_manifest, encode_manifest  # noqa: E402
-from weight_bus.owner_plan import plan_owner  # noqa: E402
-from weight_bus.receiver import Receiver  # noqa: E402
-from weight_bus.signing import check_signature  # noqa: E402
+from weight_bus.manifest.manifest import (  # noqa: E402
+    check_signature,
+    decode_manifest,
+    encode_manifest,
+)
+from weight_bus.publisher.sharding import plan_owner  # noqa: E402
+from weight_bus.receiver.receiver import Receiver  # noqa: E402
 from weight_bus.transports.shm import ShmReader  # noqa: E402
 
 RANKS = 2
@@ -49,8 +52,8 @@ def publish_as(rank: int, port: int, run_id: str, mailbox: Any, command: Any) ->
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     from services.wire.errors import ConflictError, RollmeshError
-    from weight_bus.publisher import Publisher
-    from weight_bus.ranks import Ranks
+    from weight_bus.publisher.publisher import Publisher
+    from weight_bus.publisher.sharding import Ranks
     from weight_bus.transports.shm import ShmExporter
 
     torch.set_num_threads(1)
@@ -158,7 +161,7 @@ def test_a_placement_that_is_no_range_of_rows_is_refused(tmp_path: Path) -> None
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from weight_bus.ranks import Ranks
+    from weight_bus.publisher.sharding import Ranks
 
     with pytest.raises(UsageError, match="no process group is initialised"):
         Ranks()

@@ -13,10 +13,10 @@ torch = pytest.importorskip("torch")
 from services.wire.errors import ConflictError, UsageError, WireError  # noqa: E402
 from tests.weight_parts import PlainTarget, make_weights  # noqa: E402
 from weight_bus.errors import StageError, TransportError  # noqa: E402
-from weight_bus.layout import hash_bytes, root_digest  # noqa: E402
-from weight_bus.manifest import Manifest, Owner, Source  # noqa: E402
-from weight_bus.publisher import Publisher  # noqa: E402
-from weight_bus.receiver import Receiver  # noqa: E402
+from weight_bus.manifest.layout import hash_bytes, root_digest  # noqa: E402
+from weight_bus.manifest.manifest import Manifest, Owner, Source  # noqa: E402
+from weight_bus.publisher.publisher import Publisher  # noqa: E402
+from weight_bus.receiver.receiver import Receiver  # noqa: E402
 from weight_bus.transports.shm import ShmExporter, ShmReader  # noqa: E402
 
 BUCKET = 200

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from weight_bus.transports.memfd import SealedMapping, _make_huge, memfd_available, sealed_arena
+from weight_bus.transports.shm import SealedMapping, _make_huge, memfd_available, sealed_arena
 
 HUGE_PAGE = 2 << 20
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st  # noqa: E402
 
 from tests.weight_parts import PlainTarget, make_weights  # noqa: E402
 from weight_bus.errors import StageError  # noqa: E402
-from weight_bus.publisher import Publisher  # noqa: E402
-from weight_bus.receiver import Receiver  # noqa: E402
-from weight_bus.slices import Slice, write_slice  # noqa: E402
+from weight_bus.manifest.tensors import bytes_under  # noqa: E402
+from weight_bus.publisher.publisher import Publisher  # noqa: E402
+from weight_bus.receiver.buckets import Slice, write_slice  # noqa: E402
+from weight_bus.receiver.receiver import Receiver  # noqa: E402
 from weight_bus.transports.shm import ShmExporter, ShmReader  # noqa: E402
-from weight_bus.views import bytes_under  # noqa: E402
 
 SPLIT = {"embed": 0, "layer.0.q": 1, "head": 1}
 """Along which dimension; the other tensors every rank has whole."""

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from services.wire.errors import UsageError  # noqa: E402
 from tests.contract.transport_peers import draft_of  # noqa: E402
 from tests.weight_parts import PlainTarget, make_weights  # noqa: E402
-from weight_bus.manifest import decode_manifest, encode_manifest  # noqa: E402
-from weight_bus.receiver import Receiver  # noqa: E402
-from weight_bus.snapshot import INDEX_FILE, manifest_of_folder, newest_snapshot, snapshot_folders  # noqa: E402
+from weight_bus.manifest.manifest import decode_manifest, encode_manifest  # noqa: E402
+from weight_bus.manifest.snapshot import INDEX_FILE, manifest_of_folder, newest_snapshot, snapshot_folders  # noqa: E402
+from weight_bus.receiver.receiver import Receiver  # noqa: E402
 from weight_bus.transports.file import FileExporter, FileReader  # noqa: E402
 
 

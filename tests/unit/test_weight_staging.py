@@ -11,16 +11,27 @@ torch = pytest.importorskip("torch")
 
 from services.wire.errors import ConflictError  # noqa: E402
 from tests.weight_parts import PlainTarget, make_weights  # noqa: E402
-from weight_bus.arena import Arena  # noqa: E402
-from weight_bus.delta import encode  # noqa: E402
 from weight_bus.errors import SignatureError, StageError, TransportError  # noqa: E402
-from weight_bus.fitting import digest_of  # noqa: E402
-from weight_bus.layout import hash_bytes, plan_layout, root_digest  # noqa: E402
-from weight_bus.manifest import Bucket, Delta, DeltaBucket, Manifest, Owner, Shard, Source  # noqa: E402
-from weight_bus.publisher import Publisher  # noqa: E402
-from weight_bus.receiver import Receiver  # noqa: E402
-from weight_bus.scatter import BucketPlan, Memory  # noqa: E402
-from weight_bus.signing import sign  # noqa: E402
+from weight_bus.manifest.delta import encode  # noqa: E402
+from weight_bus.manifest.layout import hash_bytes, plan_layout, root_digest  # noqa: E402
+from weight_bus.manifest.manifest import (  # noqa: E402
+    Bucket,
+    Delta,
+    DeltaBucket,
+    Manifest,
+    Owner,
+    Shard,
+    Source,
+    sign,
+)
+from weight_bus.memory.arena import Arena  # noqa: E402
+from weight_bus.publisher.publisher import Publisher  # noqa: E402
+from weight_bus.receiver.buckets import (  # noqa: E402
+    BucketPlan,
+    Memory,
+    digest_of,
+)
+from weight_bus.receiver.receiver import Receiver  # noqa: E402
 from weight_bus.transports.shm import ShmExporter, ShmReader  # noqa: E402
 
 BUCKET = 40_000

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from weight_bus.arena import Arena
 from weight_bus.errors import TransportError
-from weight_bus.manifest import Manifest, Source
+from weight_bus.manifest.manifest import Manifest, Source
+from weight_bus.memory.arena import Arena
 
 
 class Exporter(Protocol):

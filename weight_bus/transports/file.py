@@ -19,12 +19,10 @@ from pathlib import Path
 import msgspec
 
 from services.wire.errors import UsageError
-from weight_bus.arena import Arena, private_arena
 from weight_bus.errors import TransportError
-from weight_bus.manifest import FileSource, Manifest, Source, encode_manifest
-from weight_bus.safetensors_file import make_head
-from weight_bus.signing import sign
-from weight_bus.snapshot import MANIFEST_FILE, MODEL_FILE, snapshot_folders, snapshot_name
+from weight_bus.manifest.manifest import FileSource, Manifest, Source, encode_manifest, sign
+from weight_bus.manifest.snapshot import MANIFEST_FILE, MODEL_FILE, make_head, snapshot_folders, snapshot_name
+from weight_bus.memory.arena import Arena, private_arena
 from weight_bus.transports.base import check_range, read_in_order
 from weight_bus.transports.shm import read_file
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from weight_bus.arena import Arena, address_of, private_arena
 from weight_bus.errors import TransportError
-from weight_bus.manifest import Manifest, NixlSource, Source
+from weight_bus.manifest.manifest import Manifest, NixlSource, Source
+from weight_bus.memory.arena import Arena, address_of, private_arena
 from weight_bus.transports.base import check_range
 
 # Chosen by measurement on one host: 5x the default list's speed, and a list without tcp fails to connect.

@@ -57,7 +57,7 @@ def make_exporter(
         case "file":
             return FileExporter(_needed(file_root), keep=file_keep, key=key, model_folder=model_folder)
         case "nccl":
-            from weight_bus.transports.collective_exporter import CollectiveExporter
+            from weight_bus.transports.nccl.exporter import CollectiveExporter
 
             return CollectiveExporter(host)
         case _:
@@ -78,7 +78,7 @@ def make_readers(name: str, deadline_s: float = 30.0, *, file_root: Path | None 
 
         readers.append(NixlReader(deadline_s))
     elif found == "nccl":
-        from weight_bus.transports.collective import CollectiveReader
+        from weight_bus.transports.nccl.reader import CollectiveReader
 
         readers.append(CollectiveReader(deadline_s))
     elif found == "file":

@@ -32,7 +32,7 @@ from services.wire.errors import (
     typed_error,
 )
 from weight_bus.errors import StageError, TransportError
-from weight_bus.vllm_protocol import BACKEND
+from weight_bus.vllm.protocol import BACKEND
 
 GENERATE = "/inference/v1/generate"
 _CONNECT_S = 5.0

@@ -19,8 +19,8 @@ from rollout_server.engines.http.client import Peer
 from rollout_server.engines.http.health import Standing, Traits
 from services.wire.errors import ConflictError, NotFoundError, NotReadyError, RollmeshError
 from weight_bus.errors import StageError
-from weight_bus.manifest import decode_manifest
-from weight_bus.vllm_protocol import BACKEND, LIVE_WEIGHTS
+from weight_bus.manifest.manifest import decode_manifest
+from weight_bus.vllm.protocol import BACKEND, LIVE_WEIGHTS
 
 _REMEDY = (
     f"start it where rollmesh is installed, with VLLM_SERVER_DEV_MODE=1 {LIVE_WEIGHTS}=1 and "

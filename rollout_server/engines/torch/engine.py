@@ -39,9 +39,9 @@ from rollout_server.engines.torch.scheduler import RunningBatch
 from services.host.process import take_over_logs
 from services.wire.errors import NotReadyError, UsageError
 from services.wire.sampling import KvPolicy
-from weight_bus.background import background_threads
-from weight_bus.manifest import decode_manifest
-from weight_bus.receiver import Receiver
+from weight_bus.manifest.manifest import decode_manifest
+from weight_bus.memory.throttle import background_threads
+from weight_bus.receiver.receiver import Receiver
 from weight_bus.transports.base import Reader
 from weight_bus.transports.select import make_readers
 
@@ -305,7 +305,7 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 class ModelWeights:
-    """A `weight_bus.receiver.WeightTarget` over a model's parameters, by Hugging Face name."""
+    """A `weight_bus.receiver.receiver.WeightTarget` over a model's parameters, by Hugging Face name."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = dict(model.named_parameters())

@@ -33,8 +33,7 @@ from rollout_server.engines.vllm.convert import to_delta, vllm_parameters
 from rollout_server.engines.vllm.stats import StepMeter
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import KvPolicy, SamplingParams
-from weight_bus.vllm_asking import ask
-from weight_bus.vllm_protocol import Attached, Committed, Digest, Staged
+from weight_bus.vllm.protocol import Attached, Committed, Digest, Staged, ask
 
 _log = structlog.get_logger()
 _STAGE_DEADLINE_S = 600.0

@@ -24,7 +24,7 @@ import torch
 from rollout_server.engines.request_check import read_json
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.sampling import KvPolicy
-from weight_bus.vllm_protocol import LIVE_WEIGHTS, SCRATCH, WORKER_EXTENSION
+from weight_bus.vllm.protocol import LIVE_WEIGHTS, SCRATCH, WORKER_EXTENSION
 
 # Imported before the fork, so that the engine core does not import them after it.
 _MODULES = (
@@ -32,8 +32,8 @@ _MODULES = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.core.sched.scheduler",
-    "weight_bus.vllm_core",
-    "weight_bus.vllm_worker",
+    "weight_bus.vllm.core",
+    "weight_bus.vllm.worker",
 )
 _CPU_MODULES = (
     "vllm.v1.worker.cpu_worker",
@@ -105,7 +105,7 @@ def launch(plan: Plan) -> tuple[Any, Path]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from weight_bus.vllm_core import started_by_rollmesh
+    from weight_bus.vllm.core import started_by_rollmesh
 
     scratch = Path(tempfile.mkdtemp(prefix="rollmesh-vllm-"))
     os.environ[_RPC_FOLDER] = os.environ[SCRATCH] = str(scratch)
@@ -164,7 +164,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         # The distribution really sampled from: after temperature, top-k and top-p.
         "logprobs_mode": "processed_logprobs",
         # Cached prefixes keep the keys and values of the version that computed them: a request of version v + 1 that
-        # hit one was off by up to 3.2 in logprob. `weight_bus.vllm_kv` keeps versions apart where they are cached.
+        # hit one was off by up to 3.2 in logprob. `weight_bus.vllm.kv_cache` keeps versions apart where they are cached.
         "enable_prefix_caching": plan.kv_policy != "keep",
         # A commit between two overlapping steps would mis-tag one of them.
         "async_scheduling": False,

@@ -21,8 +21,8 @@ from tests.contract.engine_harness import (
     sample_of,
 )
 from weight_bus.errors import StageError
-from weight_bus.layout import root_digest
-from weight_bus.manifest import decode_manifest, encode_manifest
+from weight_bus.manifest.layout import root_digest
+from weight_bus.manifest.manifest import decode_manifest, encode_manifest
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

@@ -1,0 +1,100 @@
+"""The routes by which the bus reaches an engine, of a rollout server and of a plain `vllm serve` alike (`bus_api`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from fastapi import APIRouter, Request
+
+from services.wire.rollout_api import Body
+
+_MANIFEST_BODY = {"requestBody": {"required": True, "content": {"application/msgpack": {"schema": {"type": "string"}}}}}
+
+
+class UpdatedEngine(Protocol):
+    """What can be staged, flipped and asked for its digest. Errors keep the old version serving."""
+
+    async def stage(self, manifest: bytes) -> StageAnswer: ...
+
+    async def commit(self, version: int) -> CommitAnswer: ...
+
+    async def rollback(self, version: int) -> CommitAnswer: ...
+
+    async def digest(self) -> DigestAnswer:
+        """Digest and version of the same moment."""
+        ...
+
+
+def weight_routes(
+    engine: UpdatedEngine, responses: dict[int | str, dict[str, Any]] | None = None, dependencies: Sequence[Any] = ()
+) -> APIRouter:
+    """400 for bytes that are no manifest, 409 for a version that cannot be staged; `responses`: how that is documented."""
+    router = APIRouter(prefix="/weights", tags=["weights"], responses=responses, dependencies=list(dependencies))
+
+    @router.post("/stage", openapi_extra=_MANIFEST_BODY)
+    async def stage(request: Request) -> StageAnswer:
+        """Pull a manifest's buckets into shadow memory (body: encoded `weight_bus.manifest.manifest.Manifest`)."""
+        return await engine.stage(await request.body())
+
+    @router.post("/commit")
+    async def commit(call: CommitCall) -> CommitAnswer:
+        """Serve the staged version from the next decode step on."""
+        return await engine.commit(call.version)
+
+    @router.post("/rollback")
+    async def rollback(call: RollbackCall) -> CommitAnswer:
+        """Serve the version before the last commit again; it is kept until the next stage begins to write."""
+        return await engine.rollback(call.version)
+
+    @router.get("/digest")
+    async def digest() -> DigestAnswer:
+        """Digest of the bytes that are really served."""
+        return await engine.digest()
+
+    return router
+
+
+# HTTP bodies of the weight routes that every engine offers to the bus; the bus's own stand in
+# `services.wire.weights_api`.
+#
+# Weight routes of an engine (called by the bus only):
+#
+# | route                    | body                     | answer        |
+# |--------------------------|--------------------------|---------------|
+# | `POST /weights/stage`    | encoded Manifest (bytes) | StageAnswer   |
+# | `POST /weights/commit`   | CommitCall               | CommitAnswer  |
+# | `POST /weights/rollback` | RollbackCall             | CommitAnswer  |
+# | `GET /weights/digest`    |                          | DigestAnswer  |
+
+
+class StageAnswer(Body):
+    """PREPARED. An engine of several ranks answers once all of them have staged the version."""
+
+    version: int
+    root_digest: str
+    bytes_read: int
+    seconds: float
+    rank_digests: list[str] | None = None
+    """The digest that each rank staged, where there are several; the bus checks that all are there and the same."""
+
+
+class CommitCall(Body):
+    version: int
+
+
+class CommitAnswer(Body):
+    version: int
+    flip_ms: float
+    requests_in_flight: int
+
+
+class RollbackCall(Body):
+    """`version`: the one to go back to, which must be the one served before."""
+
+    version: int
+
+
+class DigestAnswer(Body):
+    version: int
+    root_digest: str

@@ -1,0 +1,75 @@
+"""The weight bus as an HTTP service: engines register, the trainer announces, everybody flips together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version as package_version
+
+from fastapi import FastAPI
+
+from services.http.app import BodyLimit, Stop, make_app
+from services.http.auth import Doorkeeper, Threshold
+from services.observability.metrics import Metrics
+from services.observability.middleware import trace_calls
+from services.observability.tracing import NO_TRACING, Tracing
+from services.policies.fleet_policy import BARRIER, FleetPolicy
+from services.security.permissions import NO_KEYS, Keys
+from services.security.tls import PUBLIC, Trust
+from weight_bus.coordinator.coordinator import Coordinator
+from weight_bus.coordinator.engine_client import EngineClient
+from weight_bus.coordinator.operations import FleetCalls, Snapshots
+from weight_bus.coordinator.routes import admin_routes
+
+LEASE_S = 5.0
+MANIFEST_LIMIT = 256 << 20
+"""A manifest of a hundred thousand shards has some ten MiB."""
+
+
+def build_app(
+    run_id: str,
+    stage_timeout_s: float,
+    *,
+    lease_s: float = LEASE_S,
+    policy: FleetPolicy = BARRIER,
+    keys: Keys = NO_KEYS,
+    engine_key: str | None = None,
+    stop: Stop | None = None,
+    trust: Trust = PUBLIC,
+    tracing: Tracing = NO_TRACING,
+) -> FastAPI:
+    """The bus of one run. `stage_timeout_s` bounds every call to an engine.
+
+    `keys`: asked for by the routes; with a weights key, manifests must bear its signature. `engine_key`: is shown to
+    engines, else the peer key; `trust`: whose certificates they may show. `GET /docs` and `/openapi.json` describe the
+    routes.
+    """
+    client = EngineClient(stage_timeout_s, engine_key or keys.peer, trust, tracing)
+    metrics = Metrics()
+    coordinator = Coordinator(
+        run_id, client, lease_s=lease_s, policy=policy, weights_key=keys.weights, metrics=metrics, tracing=tracing
+    )
+    if stop is not None:
+        stop.on_stop = coordinator.release_waiters
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        leases = asyncio.create_task(coordinator.watch_leases(), name="leases")
+        try:
+            yield
+        finally:
+            leases.cancel()
+            with suppress(asyncio.CancelledError):
+                await leases
+            await coordinator.close()
+
+    doors = Doorkeeper(keys)
+    scraping = doors.of("service")
+    app = make_app("weight-bus", package_version("rollmesh"), lifespan, list, metrics, metrics_access=scraping)
+    app.add_middleware(BodyLimit, limit_bytes=MANIFEST_LIMIT)
+    trace_calls(app, tracing)
+    app.add_middleware(Threshold, doors=doors)
+    calls, snapshots = FleetCalls(coordinator, client), Snapshots(coordinator, run_id, keys.weights)
+    app.include_router(admin_routes(doors, coordinator, calls, snapshots))
+    return app

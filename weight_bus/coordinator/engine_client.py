@@ -1,0 +1,113 @@
+"""The bus's calls to an engine; whatever goes wrong is an EngineCallError that says what, or an UntrustedError."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TypeVar
+
+import httpx
+import msgspec
+from pydantic import BaseModel, ValidationError
+
+from services.observability.tracing import NO_TRACING, Tracing
+from services.security.tls import PUBLIC, Trust
+from services.wire.errors import RollmeshError
+from services.wire.weights_api import PauseMode
+from weight_bus.client.bus_client import raise_for_error
+from weight_bus.client.engine_routes import CommitAnswer, CommitCall, DigestAnswer, RollbackCall, StageAnswer
+
+_MSGPACK = {"content-type": "application/msgpack"}
+_JSON = {"content-type": "application/json"}
+_Answer = TypeVar("_Answer", bound=BaseModel)
+
+
+class EngineCallError(RollmeshError):
+    """An engine refused, broke off, or did not answer in time."""
+
+    status = 502
+    code = "engine"
+
+
+class _Drawn(msgspec.Struct):
+    token_ids: list[int]
+
+
+class _GenerateAnswer(msgspec.Struct):
+    """As much of vLLM's answer to a token call as a canary needs."""
+
+    choices: list[_Drawn]
+
+
+_generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
+
+
+class EngineClient:
+    """Connections to all engines. `timeout_s` bounds each call as a whole; `key` is shown to every engine.
+
+    `trust`: whose certificates engines may show.
+    """
+
+    def __init__(
+        self, timeout_s: float, key: str | None = None, trust: Trust = PUBLIC, tracing: Tracing = NO_TRACING
+    ) -> None:
+        self._timeout_s, self._trust, self._tracing = timeout_s, trust, tracing
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._http = httpx.AsyncClient(timeout=None, headers=headers, verify=trust.verify)
+
+    async def stage(self, url: str, manifest: bytes) -> StageAnswer:
+        return await self._call(StageAnswer, "POST", f"{url}/weights/stage", manifest, _MSGPACK)
+
+    async def commit(self, url: str, version: int) -> CommitAnswer:
+        body = CommitCall(version=version).model_dump_json().encode()
+        return await self._call(CommitAnswer, "POST", f"{url}/weights/commit", body, _JSON)
+
+    async def rollback(self, url: str, version: int) -> CommitAnswer:
+        body = RollbackCall(version=version).model_dump_json().encode()
+        return await self._call(CommitAnswer, "POST", f"{url}/weights/rollback", body, _JSON)
+
+    async def digest(self, url: str) -> DigestAnswer:
+        return await self._call(DigestAnswer, "GET", f"{url}/weights/digest", None, None)
+
+    async def draw(self, url: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """The tokens that greedy decoding draws after `prompt`."""
+        sampling = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
+        body = msgspec.json.encode({"token_ids": list(prompt), "sampling_params": sampling})
+        content = await self._send("POST", f"{url}/inference/v1/generate", body, _JSON)
+        try:
+            return _generate_decoder.decode(content).choices[0].token_ids
+        except (msgspec.MsgspecError, IndexError) as error:
+            raise EngineCallError(f"{url} answered a token call with something else than tokens ({error})") from error
+
+    async def pause(self, url: str, mode: PauseMode) -> None:
+        # vLLM's route would drop every prefix with the cache; a pause by hand changes no weights.
+        await self._send("POST", f"{url}/pause?mode={mode}&clear_cache=false", None, None)
+
+    async def resume(self, url: str) -> None:
+        await self._send("POST", f"{url}/resume", None, None)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _call(
+        self, answer: type[_Answer], method: str, url: str, body: bytes | None, headers: dict[str, str] | None
+    ) -> _Answer:
+        content = await self._send(method, url, body, headers)
+        try:
+            return answer.model_validate_json(content)
+        except ValidationError as error:
+            raise EngineCallError(f"{url} answered something else than {answer.__name__}") from error
+
+    async def _send(self, method: str, url: str, body: bytes | None, headers: dict[str, str] | None) -> bytes:
+        headers = (headers or {}) | self._tracing.headers()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._http.request(method, self._trust.address(url), content=body, headers=headers)
+        except TimeoutError as error:
+            raise EngineCallError(f"{url} did not answer within {self._timeout_s} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            if (refused := self._trust.refusal(url, error)) is not None:
+                raise refused from error
+            raise EngineCallError(f"{url} could not be reached ({error!r})") from error
+        raise_for_error(response)
+        return response.content

@@ -1,0 +1,118 @@
+"""Calls to all live engines at once: verify what they serve, draw a canary from each, pause and resume them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from services.wire.errors import RollmeshError, UsageError
+from services.wire.weights_api import (
+    CanaryTokens,
+    CanaryView,
+    EngineAnswer,
+    EngineDigest,
+    FleetAnswer,
+    PauseMode,
+    PushSnapshot,
+    VerifyOrder,
+    VerifyView,
+)
+from weight_bus.coordinator.coordinator import Coordinator
+from weight_bus.coordinator.engine_client import EngineClient
+from weight_bus.manifest.manifest import Manifest, encode_manifest, sign
+
+CANARY_PROMPTS: list[list[int]] = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 3, 9, 3, 9, 3], [5]]
+"""Small ids, which every vocabulary has."""
+
+
+class FleetCalls:
+    """An engine that fails is an answer too: nothing here raises for one."""
+
+    def __init__(self, coordinator: Coordinator, client: EngineClient) -> None:
+        self._coordinator = coordinator
+        self._client = client
+
+    async def verify(self, order: VerifyOrder) -> VerifyView:
+        """Ask every live engine for the digest of what it serves, and for the canary's tokens if so ordered."""
+        goal, urls = self._coordinator.goal, self._coordinator.urls
+        digests = list(await asyncio.gather(*(self._digest(*item) for item in urls.items())))
+        canary = await self._canary(order, urls) if order.canary else None
+        found = {(digest.version, digest.root_digest) for digest in digests}
+        if goal is None:
+            return VerifyView(version=None, root_digest=None, engines=digests, match=False, canary=canary)
+        version, root_digest = goal
+        # Of a version from before the bus began it cannot say which bytes are right, only that they are the same.
+        match = found == {goal} if root_digest else len(found) == 1 and digests[0].version == version
+        return VerifyView(version=version, root_digest=root_digest or None, engines=digests, match=match, canary=canary)
+
+    async def pause(self, mode: PauseMode) -> FleetAnswer:
+        return await self._everywhere(lambda url: self._client.pause(url, mode))
+
+    async def resume(self) -> FleetAnswer:
+        return await self._everywhere(self._client.resume)
+
+    async def _everywhere(self, call: Callable[[str], Awaitable[None]]) -> FleetAnswer:
+        async def one(engine_id: str, url: str) -> EngineAnswer:
+            try:
+                await call(url)
+            except RollmeshError as error:
+                return EngineAnswer(engine_id=engine_id, done=False, why=str(error))
+            return EngineAnswer(engine_id=engine_id, done=True)
+
+        urls = self._coordinator.urls
+        return FleetAnswer(engines=list(await asyncio.gather(*(one(*item) for item in urls.items()))))
+
+    async def _digest(self, engine_id: str, url: str) -> EngineDigest:
+        try:
+            found = await self._client.digest(url)
+        except RollmeshError as error:
+            return EngineDigest(engine_id=engine_id, version=-1, root_digest="", why=str(error))
+        return EngineDigest(engine_id=engine_id, version=found.version, root_digest=found.root_digest)
+
+    async def _canary(self, order: VerifyOrder, urls: dict[str, str]) -> CanaryView:
+        prompts = order.prompts or CANARY_PROMPTS
+        drawn = await asyncio.gather(*(self._draw(*item, prompts, order.max_tokens) for item in urls.items()))
+        agree = bool(drawn) and all(each.why is None and each.tokens == drawn[0].tokens for each in drawn)
+        return CanaryView(prompts=prompts, engines=list(drawn), agree=agree)
+
+    async def _draw(self, engine_id: str, url: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> CanaryTokens:
+        try:
+            tokens = [await self._client.draw(url, prompt, max_tokens) for prompt in prompts]
+        except RollmeshError as error:
+            return CanaryTokens(engine_id=engine_id, tokens=[], why=str(error))
+        return CanaryTokens(engine_id=engine_id, tokens=tokens)
+
+
+# Publishing a folder of safetensors: the bus itself makes the manifest, so that it is useful without our trainer.
+
+
+class Snapshots:
+    """`weights_key` signs the manifests."""
+
+    def __init__(self, coordinator: Coordinator, run_id: str, weights_key: str | None) -> None:
+        self._coordinator = coordinator
+        self._run_id = run_id
+        self._weights_key = weights_key
+        self._turn = asyncio.Lock()
+
+    async def push(self, order: PushSnapshot) -> tuple[int, bool]:
+        """Announce a folder; its version, and whether that is new. Raises UsageError for a folder that holds no model.
+
+        The bytes are hashed once, on a thread; the engines read them from the folder, which must stay as it is until
+        the update has settled.
+        """
+        folder = Path(order.folder)
+        if not folder.is_absolute():
+            raise UsageError(f"{order.folder!r} is not an absolute path", "engines read the folder by the same name")
+        async with self._turn:
+            version = self._coordinator.next_version if order.version is None else order.version
+            manifest = sign(await asyncio.to_thread(_manifest, folder, self._run_id, version), self._weights_key)
+            return version, self._coordinator.announce(manifest, encode_manifest(manifest), hold=order.hold)
+
+
+def _manifest(folder: Path, run_id: str, version: int) -> Manifest:
+    # Hashing needs a library that the bus has no other use for.
+    from weight_bus.manifest.snapshot import manifest_of_folder
+
+    return manifest_of_folder(folder, run_id, version)

@@ -1,0 +1,87 @@
+"""What the bus keeps of each update beside the machine's state: its bytes' names, the clock, the figures."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from services.policies.fleet_update import Progress, Update
+from services.wire.weights_api import EngineProgress, EngineState, FleetPolicyName, UpdateView, VersionView
+from weight_bus.manifest.manifest import Manifest
+
+
+@dataclass
+class Figures:
+    """Of one engine in one update."""
+
+    bytes_read: int = 0
+    stage_ms: float = 0.0
+    flip_ms: float = 0.0
+
+
+@dataclass
+class Record:
+    """`payload`: the encoded manifest, passed on to engines as it is; None where the bus never saw it."""
+
+    update: Update
+    announced: float
+    manifest: Manifest | None = None
+    payload: bytes | None = None
+    resting: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while nothing is waited for, but an operator perhaps."""
+    commit_ms: float | None = None
+    figures: dict[str, Figures] = field(default_factory=dict)
+    told: dict[str, EngineState] = field(default_factory=dict)
+    """The state of each engine that watchers were told last."""
+    told_state: str = "staging"
+    trace: str = ""
+    """The context that it was announced in."""
+
+    @property
+    def root_digest(self) -> str:
+        return "" if self.manifest is None else self.manifest.root_digest
+
+    def figures_of(self, engine_id: str) -> Figures:
+        return self.figures.setdefault(engine_id, Figures())
+
+    def begin_again(self, update: Update, now: float) -> None:
+        """The same version, brought to engines once more."""
+        self.update, self.announced, self.commit_ms = update, now, None
+        self.figures, self.told, self.told_state = {}, {}, "staging"
+        self.resting.clear()
+
+    def view(self, policy: FleetPolicyName) -> UpdateView:
+        return UpdateView(
+            version=self.update.version,
+            state=self.update.state,
+            root_digest=self.root_digest,
+            engines=[self._progress(*item) for item in self.update.progress.items()],
+            publish_to_commit_ms=self.commit_ms,
+            policy=policy,
+            why=self.update.why,
+        )
+
+    def summary(self, served_by: list[str], *, withdrawn: bool) -> VersionView:
+        manifest = self.manifest
+        return VersionView(
+            version=self.update.version,
+            state=self.update.state,
+            root_digest=self.root_digest,
+            kind="dense" if manifest is None else manifest.kind,
+            base_version=None if manifest is None else manifest.base_version,
+            nbytes=0 if manifest is None else manifest.total_bytes,
+            served_by=served_by,
+            withdrawn=withdrawn,
+        )
+
+    def _progress(self, engine_id: str, progress: Progress) -> EngineProgress:
+        figures = self.figures.get(engine_id, Figures())
+        return EngineProgress(
+            engine_id=engine_id,
+            state=progress.state,
+            bytes_read=figures.bytes_read,
+            stage_ms=figures.stage_ms,
+            flip_ms=figures.flip_ms,
+            attempts=progress.attempts,
+            why=progress.why,
+        )

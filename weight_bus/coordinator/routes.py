@@ -1,0 +1,179 @@
+"""The routes of the bus, under `/v1`: engines' leases, updates, and what operators do with them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from starlette.responses import StreamingResponse
+
+from services.http.app import declared_errors
+from services.http.auth import Doorkeeper
+from services.wire.weights_api import (
+    EngineRegistered,
+    EnginesView,
+    FleetAnswer,
+    PauseOrder,
+    PushSnapshot,
+    RegisterEngine,
+    RollbackOrder,
+    RollbackView,
+    UpdateView,
+    VerifyOrder,
+    VerifyView,
+    VersionsView,
+)
+from weight_bus.coordinator.coordinator import Coordinator
+from weight_bus.coordinator.events import encode_event
+from weight_bus.coordinator.operations import FleetCalls, Snapshots
+from weight_bus.manifest.manifest import decode_manifest
+
+KEEP_ALIVE_S = 5.0
+_MANIFEST_BODY = {
+    "requestBody": {
+        "required": True,
+        "description": "An encoded `weight_bus.manifest.manifest.Manifest`, signed with the run's weight key",
+        "content": {"application/msgpack": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+_MEANINGS = {
+    400: "Bytes that are no manifest",
+    401: "No key, or a wrong one",
+    403: "A key that does not open this, or a manifest without the right signature",
+    404: "No such update",
+    409: "It contradicts what happened before: another run, other bytes, an older version, too late",
+    413: "A body that is too large",
+    422: "A body or parameter that does not fit",
+}
+_ERRORS = declared_errors(_MEANINGS)
+Wait = Annotated[
+    float, Query(ge=0.0, le=60.0, description="Seconds to hold the answer until nothing but an operator is waited for")
+]
+Hold = Annotated[bool, Query(description="Stage only; `POST /v1/updates/{version}/commit` flips")]
+
+
+def admin_routes(doors: Doorkeeper, coordinator: Coordinator, calls: FleetCalls, snapshots: Snapshots) -> APIRouter:
+    """What trainers and engines call is a service's door, what only a person does an operator's."""
+    services = APIRouter(prefix="/v1", responses=_ERRORS, dependencies=doors.of("service"))
+    _engine_routes(services, coordinator)
+    _update_routes(services, coordinator)
+    _reading_routes(services, coordinator, calls)
+    operators = APIRouter(prefix="/v1", responses=_ERRORS, dependencies=doors.of("operator"))
+    _steering_routes(operators, coordinator, snapshots)
+    _operator_routes(operators, coordinator, calls)
+    both = APIRouter()
+    both.include_router(services)
+    both.include_router(operators)
+    return both
+
+
+def _engine_routes(router: APIRouter, coordinator: Coordinator) -> None:
+    @router.post("/engines", tags=["engines"])
+    async def register(engine: RegisterEngine) -> EngineRegistered:
+        """Join, or keep the lease: the same call, repeated well within `lease_s`, is the heartbeat."""
+        return coordinator.register(engine)
+
+    @router.delete("/engines/{engine_id}", status_code=204, tags=["engines"])
+    async def deregister(engine_id: str) -> None:
+        """Leave: updates stop waiting for the engine. One that is not known is no error."""
+        coordinator.deregister(engine_id)
+
+    @router.get("/engines", tags=["engines"])
+    async def engines() -> EnginesView:
+        """The live engines, and what each serves."""
+        return coordinator.engines()
+
+
+def _update_routes(router: APIRouter, coordinator: Coordinator) -> None:
+    @router.post(
+        "/updates",
+        openapi_extra=_MANIFEST_BODY,
+        tags=["updates"],
+        responses={202: {"model": UpdateView, "description": "A new version; engines are told to stage it"}},
+    )
+    async def announce(request: Request, response: Response, wait_s: Wait = 0.0, hold: Hold = False) -> UpdateView:
+        """Announce a published version: 202 for a new one, 200 for one that is known by the same bytes."""
+        payload = await request.body()
+        manifest = decode_manifest(payload)
+        response.status_code = 202 if coordinator.announce(manifest, payload, hold=hold) else 200
+        if wait_s:
+            await coordinator.wait_resting(manifest.version, wait_s)
+        return coordinator.view(manifest.version)
+
+    @router.get("/updates/{version}", tags=["updates"])
+    async def update(version: int, wait_s: Wait = 0.0) -> UpdateView:
+        """How far an update is, engine by engine: pending, staging, prepared, committed or failed, and why."""
+        if wait_s:
+            await coordinator.wait_resting(version, wait_s)
+        return coordinator.view(version)
+
+    @router.get("/versions", tags=["updates"])
+    async def versions() -> VersionsView:
+        """The versions that the bus remembers, newest first, and who serves each."""
+        return coordinator.versions()
+
+
+def _reading_routes(router: APIRouter, coordinator: Coordinator, calls: FleetCalls) -> None:
+    @router.post("/verify", tags=["operators"])
+    async def verify(order: VerifyOrder | None = None) -> VerifyView:
+        """Have every engine hash what it really serves, and draw a few tokens greedily; all must agree."""
+        return await calls.verify(order or VerifyOrder())
+
+    @router.get("/events", tags=["operators"], response_class=StreamingResponse)
+    async def events(last_event_id: Annotated[str | None, Header()] = None) -> StreamingResponse:
+        """Server-sent events, from the oldest remembered or from `Last-Event-ID` on (data: WeightEvent)."""
+        following = coordinator.events.follow(last_event_id, KEEP_ALIVE_S)
+        return StreamingResponse(
+            (encode_event(event) async for event in following),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache"},
+        )
+
+
+def _steering_routes(router: APIRouter, coordinator: Coordinator, snapshots: Snapshots) -> None:
+    @router.post(
+        "/snapshots",
+        tags=["updates"],
+        responses={202: {"model": UpdateView, "description": "A new version; engines are told to stage it"}},
+    )
+    async def push(order: PushSnapshot, response: Response, wait_s: Wait = 0.0) -> UpdateView:
+        """Announce a folder of safetensors as a version; the answers are those of `POST /v1/updates`."""
+        version, new = await snapshots.push(order)
+        response.status_code = 202 if new else 200
+        if wait_s:
+            await coordinator.wait_resting(version, wait_s)
+        return coordinator.view(version)
+
+    @router.post("/updates/{version}/commit", tags=["updates"])
+    async def commit(version: int, wait_s: Wait = 0.0) -> UpdateView:
+        """Flip a held version, let a stopped roll go on, or offer a withdrawn version again."""
+        coordinator.release(version)
+        if wait_s:
+            await coordinator.wait_resting(version, wait_s)
+        return coordinator.view(version)
+
+    @router.post("/updates/{version}/cancel", tags=["updates"])
+    async def cancel(version: int) -> UpdateView:
+        """Withdraw a version before its flips are decided."""
+        return coordinator.cancel(version)
+
+
+def _operator_routes(router: APIRouter, coordinator: Coordinator, calls: FleetCalls) -> None:
+    @router.post("/rollback", tags=["operators"])
+    async def rollback(order: RollbackOrder | None = None, wait_s: Wait = 0.0) -> RollbackView:
+        """Bring every engine back to the version before, between two decode steps. One step is kept."""
+        begun = coordinator.rollback(None if order is None else order.version)
+        version = begun.update.version
+        if wait_s:
+            await coordinator.wait_resting(version, wait_s)
+        return RollbackView(withdrawn=begun.withdrawn, update=coordinator.view(version))
+
+    @router.post("/pause", tags=["operators"])
+    async def pause(order: PauseOrder | None = None) -> FleetAnswer:
+        """Stop decoding at every engine. Weight updates need no pause: this is for a stop of the world."""
+        return await calls.pause((order or PauseOrder()).mode)
+
+    @router.post("/resume", tags=["operators"])
+    async def resume() -> FleetAnswer:
+        """Let every engine decode again."""
+        return await calls.resume()

@@ -1,0 +1,349 @@
+"""The manifest: what a policy version is, byte for byte, and where its bytes can be had.
+
+`Layout` says which tensor lies where in one long range of bytes: the canonical layout, with full shapes. Each publishing
+rank is an owner with an arena of its own; where there is more than one, shards say which bytes of which tensor lie in it.
+Buckets cut the arenas into pieces that are hashed, read and verified one by one:
+
+    layout     |t0 |t1      |t2  |t3                  | … |      tensors, each aligned to 64 bytes
+    owner 0    |t0 |t1, first half |t3, first half    |          `shards`; None: the arena is the whole layout
+    owner 1    |t1, second half |t2 |t3, second half  |
+    buckets    |b0          |b1          |b2          | … |      `owner, offset, length, hash`; they cover the arenas
+
+A delta is an offer beside the dense bytes: who serves its base may take it, and ends with the same bytes. A manifest is
+published last, when every byte it names is in place; it is never half visible. `weight_bus.manifest.manifest` says which
+manifests are sound, `weight_bus.manifest.manifest` whose they are.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Literal
+
+import msgspec
+
+from services.wire.errors import WireError
+from weight_bus.errors import SignatureError
+
+MANIFEST_SCHEMA = 2
+
+
+class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor by its Hugging Face name. `dtype` is torch's name without the prefix (`float32`, `bfloat16`)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Where each tensor lies. `digest` is the blake3 of the entries' canonical encoding: same digest, same layout."""
+
+    tensors: list[TensorEntry]
+    total_bytes: int
+    digest: str
+
+
+class NixlSource(msgspec.Struct, frozen=True, kw_only=True, tag="nixl"):
+    """An arena as registered memory of a NIXL agent. `address` and `length` are checked before they are used."""
+
+    agent: str
+    metadata: bytes
+    address: int
+    length: int
+    device: int
+
+
+class ShmSource(msgspec.Struct, frozen=True, kw_only=True, tag="shm"):
+    """An arena as a file in shared memory on the publisher's host (`host` tells receivers whether it is theirs)."""
+
+    path: str
+    length: int
+    host: str
+
+
+class FileSource(msgspec.Struct, frozen=True, kw_only=True, tag="file"):
+    """An arena as `length` bytes from `data_offset` of a safetensors file. `host` as for shared memory; empty: any."""
+
+    path: str
+    length: int
+    data_offset: int
+    host: str
+
+
+class CollectiveSource(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):
+    """An arena that is broadcast to whoever joins `epoch` at the store `host:port`. `backend`: `nccl` or `gloo`."""
+
+    host: str
+    port: int
+    epoch: int
+    backend: str
+    length: int
+
+
+Source = NixlSource | ShmSource | FileSource | CollectiveSource
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """`nbytes` bytes of the layout's tensor number `tensor`, from its byte `tensor_offset`, lie at `offset` of an arena."""
+
+    tensor: int
+    tensor_offset: int
+    offset: int
+    nbytes: int
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """One publishing rank and its arena. `shards` None: the arena is the whole layout. `sources`: any of them serves."""
+
+    total_bytes: int
+    sources: list[Source]
+    shards: list[Shard] | None = None
+
+
+class Bucket(msgspec.Struct, frozen=True, kw_only=True):
+    """`length` bytes from `offset` of the arena of owner number `owner`; `hash` is their blake3, hexadecimal."""
+
+    owner: int = 0
+    offset: int
+    length: int
+    hash: str
+
+
+class DeltaBucket(msgspec.Struct, frozen=True, kw_only=True):
+    """How `target_length` bytes from `target_offset` of the canonical layout change: `weight_bus.manifest.delta`
+    decodes it.
+
+    The code is `length` bytes from `offset` of the delta's arena; `hash` is their blake3.
+    """
+
+    offset: int
+    length: int
+    hash: str
+    target_offset: int
+    target_length: int
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What turns the bytes of `base_version`, whose root digest is `base_digest`, into this version's.
+
+    What no bucket targets is unchanged. `total_bytes` is the length of the delta's own arena.
+    """
+
+    base_version: int
+    base_digest: str
+    total_bytes: int
+    sources: list[Source]
+    buckets: list[DeltaBucket]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One published policy version.
+
+    `root_digest` is the blake3 over the dense bucket hashes in order: it names the version's bytes, also where a delta
+    was taken. `kind` is `delta` where a delta is offered, `base_version` then its base.
+    """
+
+    schema: int = MANIFEST_SCHEMA
+    run_id: str
+    version: int
+    kind: Literal["dense", "delta"] = "dense"
+    base_version: int | None = None
+    layout: Layout
+    owners: list[Owner]
+    buckets: list[Bucket]
+    root_digest: str
+    delta: Delta | None = None
+    signature: bytes = b""
+
+    @property
+    def total_bytes(self) -> int:
+        """The dense bytes of all owners' arenas."""
+        return sum(owner.total_bytes for owner in self.owners)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    return _encoder.encode(manifest)
+
+
+def decode_manifest(payload: bytes) -> Manifest:
+    """Decode and check. Raises WireError for bytes that are no manifest, or a manifest that is not sound."""
+    try:
+        manifest = _decoder.decode(payload)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise WireError(f"{len(payload)} bytes are no weight manifest ({error})") from error
+    check_manifest(manifest)
+    return manifest
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Raise WireError unless the manifest is of this schema and sound: see `weight_bus.manifest.manifest`."""
+    if manifest.schema != MANIFEST_SCHEMA:
+        raise WireError(f"manifest has schema {manifest.schema}, this process reads {MANIFEST_SCHEMA}")
+    check(manifest)
+
+
+# Which manifests are sound. Pure: it reads a manifest that may be hostile, and allocates no more than its lists.
+#
+#     layout    every tensor inside it
+#     owners    one whole arena, or shards: inside their arenas, no two over each other, and together every byte of every
+#               tensor exactly once (the coverage proof)
+#     buckets   by owner and offset, covering each arena without gap or overlap; hashes of 32 bytes
+#     delta     its buckets cover its arena; their targets ascend inside the layout and never touch each other
+#
+# Whether the layout's offsets follow from its names and shapes, and whether the root digest follows from the hashes,
+# is for the receiver to compute.
+
+_HASH_DIGITS = 64
+_HEXADECIMAL = frozenset("0123456789abcdef")
+
+
+def check(manifest: Manifest) -> None:
+    """Raise WireError, which says what is wrong where, for a manifest that is not sound."""
+    what = f"manifest v{manifest.version}"
+    if manifest.version < 0:
+        raise WireError(f"{what}: a version is no negative number")
+    _check_layout(manifest, what)
+    _check_coverage(manifest, what)
+    _check_buckets(manifest, what)
+    delta, base = manifest.delta, manifest.base_version
+    if (manifest.kind == "delta") != (delta is not None) or base != (None if delta is None else delta.base_version):
+        raise WireError(f"{what}: kind {manifest.kind} and base version {base} contradict the delta it offers")
+    if delta is not None:
+        _check_delta(manifest, delta, what)
+
+
+def _check_layout(manifest: Manifest, what: str) -> None:
+    total = manifest.layout.total_bytes
+    for tensor in manifest.layout.tensors:
+        if tensor.offset < 0 or tensor.nbytes < 0 or tensor.offset + tensor.nbytes > total:
+            raise WireError(f"{what}: tensor {tensor.name} lies outside the layout's {total} bytes")
+
+
+def _check_coverage(manifest: Manifest, what: str) -> None:
+    """The proof that all owners together hold every byte of every tensor exactly once."""
+    if not manifest.owners:
+        raise WireError(f"{what}: nobody owns its bytes")
+    whole = [number for number, owner in enumerate(manifest.owners) if owner.shards is None]
+    if whole:
+        if len(manifest.owners) > 1:
+            raise WireError(f"{what}: owner {whole[0]} holds the whole layout, and there are {len(manifest.owners)}")
+        found = manifest.owners[0].total_bytes
+        if found != manifest.layout.total_bytes:
+            raise WireError(f"{what}: an arena of {found} bytes for a layout of {manifest.layout.total_bytes}")
+        return
+    for number, owner in enumerate(manifest.owners):
+        _check_shards(manifest, owner, f"{what}, owner {number}")
+    held = sorted(
+        (shard.tensor, shard.tensor_offset, shard.nbytes) for owner in manifest.owners for shard in owner.shards or ()
+    )
+    covered = [0] * len(manifest.layout.tensors)
+    for tensor, offset, nbytes in held:
+        if offset != covered[tensor]:
+            lacks = "lacks" if offset > covered[tensor] else "has twice"
+            name = manifest.layout.tensors[tensor].name
+            raise WireError(f"{what}: {name} {lacks} bytes between {covered[tensor]} and {offset}")
+        covered[tensor] += nbytes
+    for entry, end in zip(manifest.layout.tensors, covered, strict=True):
+        if end != entry.nbytes:
+            raise WireError(f"{what}: the shards of {entry.name} hold {end} of {entry.nbytes} bytes")
+
+
+def _check_shards(manifest: Manifest, owner: Owner, what: str) -> None:
+    end = 0
+    for shard in sorted(owner.shards or (), key=lambda shard: shard.offset):
+        if not 0 <= shard.tensor < len(manifest.layout.tensors):
+            raise WireError(f"{what}: a shard of tensor {shard.tensor}, of {len(manifest.layout.tensors)}")
+        entry = manifest.layout.tensors[shard.tensor]
+        if shard.nbytes <= 0 or shard.tensor_offset < 0 or shard.tensor_offset + shard.nbytes > entry.nbytes:
+            raise WireError(
+                f"{what}: {shard.nbytes} bytes from {shard.tensor_offset} are no shard of {entry.name}, which has "
+                f"{entry.nbytes}"
+            )
+        if shard.offset < end:
+            raise WireError(f"{what}: the shard of {entry.name} at {shard.offset} overlaps what ends at {end}")
+        end = shard.offset + shard.nbytes
+    if end > owner.total_bytes:
+        raise WireError(f"{what}: shards end at {end} in an arena of {owner.total_bytes} bytes")
+
+
+def _check_buckets(manifest: Manifest, what: str) -> None:
+    ends = [owner.total_bytes for owner in manifest.owners]
+    number, position = _next_byte(ends, 0, 0)
+    for bucket in manifest.buckets:
+        if (bucket.owner, bucket.offset) != (number, position):
+            raise WireError(
+                f"{what}: a bucket starts at {bucket.offset} of owner {bucket.owner}, expected {position} of {number}"
+            )
+        if not 0 < bucket.length <= (ends[number] if number < len(ends) else 0) - position:
+            raise WireError(
+                f"{what}: a bucket of {bucket.length} bytes from {position} of owner {number} leaves its arena"
+            )
+        _check_hash(bucket.hash, f"{what}, bucket at {bucket.offset} of owner {number}")
+        number, position = _next_byte(ends, number, position + bucket.length)
+    if number != len(ends):
+        raise WireError(f"{what}: buckets cover owner {number} up to {position} of {ends[number]} bytes")
+
+
+def _next_byte(ends: list[int], number: int, position: int) -> tuple[int, int]:
+    """The owner and offset where the next bucket begins; an owner without bytes has none."""
+    while number < len(ends) and position == ends[number]:
+        number, position = number + 1, 0
+    return number, position
+
+
+def _check_delta(manifest: Manifest, delta: Delta, what: str) -> None:
+    if not 0 <= delta.base_version < manifest.version:
+        raise WireError(f"{what}: a delta from version {delta.base_version}, which is not older")
+    position = target = 0
+    for bucket in delta.buckets:
+        if bucket.offset != position or bucket.length <= 0:
+            raise WireError(f"{what}: a delta bucket starts at {bucket.offset}, expected {position}")
+        position += bucket.length
+        if bucket.target_offset < target or bucket.target_length <= 0:
+            raise WireError(f"{what}: a delta bucket targets {bucket.target_offset}, where {target} is already reached")
+        target = bucket.target_offset + bucket.target_length
+        _check_hash(bucket.hash, f"{what}, delta bucket at {bucket.offset}")
+    if position != delta.total_bytes:
+        raise WireError(f"{what}: delta buckets cover {position} of {delta.total_bytes} bytes")
+    if target > manifest.layout.total_bytes:
+        raise WireError(f"{what}: the delta targets byte {target} of a layout of {manifest.layout.total_bytes}")
+
+
+def _check_hash(found: str, what: str) -> None:
+    if len(found) != _HASH_DIGITS or not _HEXADECIMAL.issuperset(found):
+        raise WireError(f"{what}: {found[:80]!r} is no hash of 32 bytes")
+
+
+# Whose a manifest is: HMAC-SHA256 with the run's weight key over the manifest's encoding without a signature.
+#
+# The bus and every receiver check it. A manifest names memory to read and bytes to serve: without the key nobody who
+# can reach an engine's port can have it serve other weights. A run on loopback may go without.
+
+
+def sign(manifest: Manifest, key: str | None) -> Manifest:
+    """The manifest with the signature of `key`; as it is for None, a run without a key."""
+    if key is None:
+        return manifest
+    return msgspec.structs.replace(manifest, signature=_mac(manifest, key))
+
+
+def check_signature(manifest: Manifest, key: str | None) -> None:
+    """Raise SignatureError unless the manifest bears the signature of `key`. None, a run without a key, takes any."""
+    if key is None:
+        return
+    if not hmac.compare_digest(_mac(manifest, key), manifest.signature):
+        found = "bears a wrong signature" if manifest.signature else "is not signed"
+        raise SignatureError(
+            f"the manifest of version {manifest.version} {found}", "give publisher, bus and engines the same weight key"
+        )
+
+
+def _mac(manifest: Manifest, key: str) -> bytes:
+    bare = encode_manifest(msgspec.structs.replace(manifest, signature=b""))
+    return hmac.digest(key.encode(), bare, "sha256")

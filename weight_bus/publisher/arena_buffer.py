@@ -1,0 +1,88 @@
+"""One of a publisher's two arenas, and how a version gets into it.
+
+    the weights lie in one piece, as the arena does    one memcpy past the caches        `weight_bus.publisher.contiguous`
+    they lie apart, in the serving dtype               a memcpy each, the small ones together
+    apart, of another dtype or device                  torch's copy of all of them, which casts; also with several threads
+
+All give the same bytes: padding stays zero, whatever lies between the weights where they come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+
+from weight_bus.manifest.tensors import flat_bytes
+from weight_bus.memory.arena import Arena, copy_memory, populate, streams_well
+from weight_bus.publisher.sharding import OwnerPlan, local_part
+from weight_bus.transports.base import Exporter
+
+
+class HalfArena:
+    """What this rank owns of a version, as views into the arena. An owner of nothing has no arena."""
+
+    def __init__(self, exporter: Exporter, plan: OwnerPlan, dtype: torch.dtype) -> None:
+        """Raises TransportError when there is no memory for it."""
+        self.arena: Arena | None = exporter.allocate(plan.total_bytes) if plan.total_bytes else None
+        self._dtype = dtype
+        self._pieces = plan.pieces
+        self._views: list[torch.Tensor] = []
+        if self.arena is not None:
+            populate(self.arena)
+            flat = flat_bytes(self.arena.view)
+            for piece in plan.pieces:
+                part = flat[piece.offset : piece.offset + piece.nbytes]
+                self._views.append(part.view(dtype).view(piece.shape))
+        ends = [(piece.offset + piece.nbytes, after.offset) for piece, after in pairwise(plan.pieces)]
+        self._padding = [(end, begin - end) for end, begin in ends if begin > end]
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(b"") if self.arena is None else self.arena.view
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the pieces in. The interpreter lock is released while bytes move."""
+        if self.arena is None:
+            return
+        parts = [local_part(tensors[piece.name]) for piece in self._pieces]
+        if self._lie_alike(parts):
+            self._copy_whole(self.arena, parts)
+            return
+        several = torch.get_num_threads() > 1
+        left = [pair for pair in zip(self._views, parts, strict=True) if several or not self._copied(*pair)]
+        if left:
+            with torch.no_grad():
+                # One call for all: with thousands of small tensors Python would take as long as the copies.
+                torch._foreach_copy_([view for view, _ in left], [part for _, part in left])
+
+    def _lie_alike(self, parts: Sequence[torch.Tensor]) -> bool:
+        """Whether the pieces lie as far from each other as in the arena, all in the same memory."""
+        storage = parts[0].untyped_storage().data_ptr()
+        origin = parts[0].data_ptr() - self._pieces[0].offset
+        return all(
+            part.data_ptr() == origin + piece.offset
+            and self._is_served(part)
+            and part.untyped_storage().data_ptr() == storage
+            for piece, part in zip(self._pieces, parts, strict=True)
+        )
+
+    def _copy_whole(self, arena: Arena, parts: Sequence[torch.Tensor]) -> None:
+        first, last = self._pieces[0], self._pieces[-1]
+        base = arena.address
+        copy_memory(parts[0].data_ptr(), base + first.offset, last.offset + last.nbytes - first.offset)
+        for offset, nbytes in self._padding:
+            ctypes.memset(base + offset, 0, nbytes)
+
+    def _copied(self, view: torch.Tensor, part: torch.Tensor) -> bool:
+        """Copy a large piece by memcpy, if its bytes are what is served and that is faster; whether it was."""
+        source, target = part.data_ptr(), view.data_ptr()
+        if not self._is_served(part) or not streams_well(part.nbytes, source, target):
+            return False
+        copy_memory(source, target, part.nbytes)
+        return True
+
+    def _is_served(self, part: torch.Tensor) -> bool:
+        return part.dtype == self._dtype and part.device.type == "cpu" and part.is_contiguous()

@@ -1,0 +1,314 @@
+"""The receiver: the engine's side of the bus. It fills shadow memory while the engine decodes, then flips.
+
+    idle ──stage(v)──► staging ──every hash good──► staged(v) ──commit(v)──► idle, serving v ──rollback──► idle, serving
+      ▲                   │                            │                                                   the one before
+      └──── StageError ───┴──── stage(newer) starts over
+
+Whatever goes wrong before the flip, the old version goes on being served, untouched. Every stage rewrites all of the
+shadow: nothing of an abandoned one can survive into a version. After a commit the shadow is the version before, whole,
+until the next stage begins to write: so long one step back takes no more than a flip.
+
+A rank of several holds slices of some tensors. It reads every bucket whole, for that is what hashes are of, keeps its
+slices, and remembers the hash of what it has kept: as long as what it serves has that, it serves the manifest's bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+import torch
+
+from services.wire.errors import RollmeshError
+from weight_bus.errors import StageError
+from weight_bus.manifest.layout import root_digest
+from weight_bus.manifest.manifest import Manifest, check_manifest, check_signature
+from weight_bus.receiver.buckets import BucketPlan, Memory, Slice, check_fits, default_plan, digest_of, pace_beside
+from weight_bus.receiver.staging import DeltaStage, DenseStage, Progress, Scratch, StageJob
+from weight_bus.receiver.weight_slots import Held, Whole
+from weight_bus.transports.base import Reader
+
+_log = structlog.get_logger()
+
+
+class WeightTarget(Protocol):
+    """An engine's weights, by Hugging Face names: what is served, and as much memory again that is not.
+
+    Both mappings have the same names, shapes and dtypes. Tensors may be views into fused ones.
+    """
+
+    def live(self) -> Mapping[str, torch.Tensor]: ...
+
+    def shadow(self) -> Mapping[str, torch.Tensor]: ...
+
+    def flip(self) -> None:
+        """Serve the shadow; what was served is then the shadow. Called between two steps, on the thread that decodes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version that lies whole and verified in shadow memory. `bytes_read`: what travelled for it."""
+
+    version: int
+    root_digest: str
+    bytes_read: int
+    seconds: float
+
+
+class Receiver:
+    """Stages, flips and proves an engine's weights.
+
+    `stage` blocks and belongs on a background thread; `commit` and `rollback` belong on the decode thread; `digest` may be
+    called on any other. `version` is what the engine serves to begin with; `key` the run's weight key, with which every
+    manifest must be signed (None: any is taken). `prepare` is told of a version whose bytes lie in the shadow, before it
+    counts as staged, for what the engine makes of them; what it raises, `stage` raises. `slices`: which of the target's
+    tensors are parts of the manifest's, and which part; such an engine takes dense bytes only.
+    """
+
+    def __init__(
+        self,
+        target: WeightTarget,
+        run_id: str,
+        readers: Sequence[Reader],
+        version: int = 0,
+        key: str | None = None,
+        prepare: Callable[[int], None] | None = None,
+        slices: Mapping[str, Slice] | None = None,
+    ) -> None:
+        self.target = target
+        self._slices = slices or {}
+        self._run_id = run_id
+        self._readers = list(readers)
+        self._key = key
+        self._prepare = prepare
+        self._state = threading.Lock()
+        """Held for moments: guards the fields below, and the flip."""
+        self._memory = threading.Lock()
+        """Held while shadow memory is written or live memory is hashed."""
+        self._held = Held(Whole(version, None))
+        self._wanted = version
+        self._staged: Staged | None = None
+        self._plan: BucketPlan | None = None
+        self._plans: dict[int, BucketPlan] = {}
+        """By version, of those that are held."""
+        self._kept_digests: dict[int, str] = {}
+        """By version, of those that are held: of an engine's slices, in their own layout."""
+        self._progress: Progress | None = None
+        self._scratch = Scratch()
+
+    @property
+    def version(self) -> int:
+        """The version that is served."""
+        return self._held.served.version
+
+    @property
+    def staged_version(self) -> int | None:
+        """The version that a commit would flip to."""
+        staged = self._held.staged
+        return None if staged is None else staged.version
+
+    @property
+    def kept_version(self) -> int | None:
+        """The version that a rollback would flip to."""
+        kept = self._held.kept
+        return None if kept is None else kept.version
+
+    @property
+    def progress(self) -> Progress | None:
+        """Of the stage under way, else of the last one."""
+        return self._progress
+
+    def stage(self, manifest: Manifest) -> Staged:
+        """Bring the version into the shadow, by the delta it offers or from its dense bytes, and verify every bucket.
+
+        A newer version supersedes an uncommitted one, also one whose staging is still under way. What lies whole in the
+        shadow (staged already, or withdrawn by a rollback) needs no reading. Raises StageError, with the old version
+        untouched, for another run, a missing signature, a version that is not newer, another layout, a bucket whose hash
+        is wrong, or sources that cannot be read. The version kept for a rollback is given up when the first byte is read.
+        """
+        self._admit(manifest)
+        with self._memory:
+            progress = Progress(manifest.version, manifest.total_bytes)
+            with self._state:
+                known = self._known(manifest)
+                if known is not None:
+                    return known
+                self._check_current(manifest)
+            plan = self._plan_of(manifest)
+            self._progress = progress
+            read = self._write(manifest, plan, progress)
+            if self._prepare is not None:
+                self._prepare(manifest.version)
+            kept = _own_digest(self.target.shadow()) if self._slices else None
+            pace_beside(Memory(plan.layout, self.target.shadow(), self._slices)).settle(progress.seconds)
+            staged = Staged(manifest.version, manifest.root_digest, read, progress.seconds)
+            with self._state:
+                self._check_current(manifest)
+                self._held = self._held.with_staged(Whole(manifest.version, manifest.root_digest))
+                self._staged, self._plan = staged, plan
+                self._remember(manifest.version, plan, kept)
+        return staged
+
+    def commit(self, version: int) -> None:
+        """Flip to the staged `version`; nothing to do where it is served already. Raises ConflictError if neither."""
+        with self._state:
+            if version != self.version:
+                self._serve(self._held.committed(version))
+
+    def rollback(self, version: int) -> None:
+        """Flip back to `version`, which was served before; nothing to do where it is served already.
+
+        Raises ConflictError where it is not kept: only one step back, and only until the next stage has begun to write.
+        """
+        with self._state:
+            if version != self.version:
+                self._serve(self._held.rolled_back(version))
+                self._wanted = version
+
+    def undo(self, version: int) -> None:
+        """Take the flip that served `version` back, where that was the last thing to happen: another rank refused it."""
+        with self._state:
+            if version == self.version:
+                self._serve(self._held.undone())
+
+    def digest(self) -> str:
+        """Root digest of the bytes that are really served, in the layout and buckets of their manifest.
+
+        Without one: in the layout of the live weights as the target names them. Of slices: the manifest's own, as long as
+        they are those that were kept of it; else theirs. Blocks while a stage runs.
+        """
+        with self._memory:
+            while True:
+                with self._state:
+                    served, live = self._held.served, self.target.live()
+                found = self._digest_of(served, live)
+                # A flip meanwhile may have changed what was hashed; no stage can run, so there are few.
+                if served == self._held.served:
+                    return found
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        self._scratch.close()
+
+    def _digest_of(self, served: Whole, live: Mapping[str, torch.Tensor]) -> str:
+        if not self._slices:
+            return digest_of(self._plans.get(served.version) or default_plan(live), live)
+        found = _own_digest(live)
+        as_kept = found == self._kept_digests.get(served.version)
+        return served.root_digest if as_kept and served.root_digest is not None else found
+
+    def _serve(self, held: Held) -> None:
+        if held.served != self._held.served:
+            self.target.flip()
+        self._held, self._staged = held, None
+
+    def _known(self, manifest: Manifest) -> Staged | None:
+        """The answer for a version that lies in the shadow already. Raises StageError where that has other bytes."""
+        staged = self._held.staged
+        if staged is not None and staged.version == manifest.version and staged.root_digest != manifest.root_digest:
+            raise StageError(f"version {manifest.version} is staged with other bytes")
+        if not self._held.has(manifest.version, manifest.root_digest):
+            return None
+        if self._staged is None:
+            self._held = self._held.with_staged(Whole(manifest.version, manifest.root_digest))
+            self._staged = Staged(manifest.version, manifest.root_digest, 0, 0.0)
+        return self._staged
+
+    def _admit(self, manifest: Manifest) -> None:
+        check_manifest(manifest)
+        check_signature(manifest, self._key)
+        if manifest.run_id != self._run_id:
+            raise StageError(f"a manifest of run {manifest.run_id!r} came to an engine of run {self._run_id!r}")
+        if root_digest(bucket.hash for bucket in manifest.buckets) != manifest.root_digest:
+            raise StageError(f"version {manifest.version}: the root digest does not follow from the bucket hashes")
+        with self._state:
+            self._check_current(manifest)
+            self._wanted = manifest.version
+
+    def _check_current(self, manifest: Manifest) -> None:
+        if manifest.version <= self.version:
+            raise StageError(f"version {manifest.version} is not newer than {self.version}, which is served")
+        self._check_wanted(manifest.version)
+
+    def _check_wanted(self, version: int) -> None:
+        if version < self._wanted:
+            raise StageError(f"version {version} is superseded by {self._wanted}")
+
+    def _plan_of(self, manifest: Manifest) -> BucketPlan:
+        if self._plan is not None and self._plan.fits(manifest):
+            return self._plan
+        check_fits(manifest.layout, self.target.shadow(), self._slices)
+        return BucketPlan.of_manifest(manifest)
+
+    def _write(self, manifest: Manifest, plan: BucketPlan, progress: Progress) -> int:
+        """Fill the shadow; returns the bytes that travelled."""
+
+        def check() -> None:
+            self._check_wanted(manifest.version)
+
+        job = StageJob(manifest, plan, self._readers, self._scratch, progress, check)
+        delta = self._delta_to_take(job)
+        try:
+            dense = DenseStage(job)
+        except StageError:
+            if delta is None:
+                raise
+            dense = None
+        served, shadow = self._begin_to_write(manifest, plan)
+        if delta is not None and served.version == manifest.base_version:
+            try:
+                delta.run(Memory(plan.layout, self.target.live()), shadow)
+            except RollmeshError as error:
+                check()
+                if dense is None:
+                    raise
+                _log.warning("delta not taken, dense bytes instead", version=manifest.version, why=str(error))
+            else:
+                return progress.bytes_read
+        if dense is None:
+            raise StageError(
+                f"version {manifest.version} can be had as a delta from {manifest.base_version} only, and "
+                f"{served.version} is served"
+            )
+        progress.begin_anew(manifest.total_bytes)
+        dense.run(shadow)
+        return progress.bytes_read
+
+    def _delta_to_take(self, job: StageJob) -> DeltaStage | None:
+        """The delta, where this engine serves its base, byte for byte, and has a source of it within reach."""
+        manifest, delta, served = job.manifest, job.manifest.delta, self._held.served
+        if delta is None or served.version != delta.base_version or self._slices:
+            return None
+        # Loaded from a folder, these bytes were never hashed in the manifest's buckets.
+        digest = served.root_digest or digest_of(job.plan, self.target.live())
+        if digest != delta.base_digest:
+            _log.warning("another base is served", version=manifest.version, base=delta.base_version)
+            return None
+        try:
+            return DeltaStage(job, delta)
+        except StageError as error:
+            _log.warning("delta out of reach", version=manifest.version, why=str(error))
+            return None
+
+    def _begin_to_write(self, manifest: Manifest, plan: BucketPlan) -> tuple[Whole, Memory]:
+        """What is served, and the shadow: nothing can flip any more until a version is staged."""
+        with self._state:
+            self._check_current(manifest)
+            self._held, self._staged = self._held.writing(), None
+            return self._held.served, Memory(plan.layout, self.target.shadow(), self._slices)
+
+    def _remember(self, version: int, plan: BucketPlan, kept: str | None) -> None:
+        held = {self.version, version}
+        self._plans = {known: own for known, own in self._plans.items() if known in held} | {version: plan}
+        digests = {known: own for known, own in self._kept_digests.items() if known in held}
+        self._kept_digests = digests if kept is None else digests | {version: kept}
+
+
+def _own_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of tensors in their own layout, whatever manifest they came from."""
+    return digest_of(default_plan(tensors), tensors)

@@ -1,0 +1,122 @@
+"""What travels between a rollout server and its vLLM engine core, and the names both sides agree on.
+
+vLLM's utility calls carry plain msgpack values and turn every exception into a bare string. So a reply is one of the
+structs below as bytes, and a failure keeps its kind: it is raised again, typed, in the rollout server.
+
+Importing this module imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from services.wire.errors import ConflictError, NotReadyError, RollmeshError, UsageError, WireError
+from weight_bus.errors import SignatureError, StageError, TransportError
+
+LIVE_WEIGHTS = "ROLLMESH_VLLM_LIVE_WEIGHTS"
+"""Environment variable: `1` asks the plug-in to make this vLLM's weights replaceable while it serves."""
+SCRATCH = "ROLLMESH_VLLM_SCRATCH"
+"""Environment variable: the folder for the sockets and rendezvous files of one engine; it goes when the engine goes."""
+BACKEND = "rollmesh"
+"""What our weight backend is called in vLLM's configuration and in the init_info of its routes."""
+WORKER_EXTENSION = "weight_bus.vllm.worker.RollmeshWorker"
+
+
+class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
+    """A version lies whole and verified in shadow memory. `rank_digests`: of each rank, where there are several."""
+
+    version: int
+    root_digest: str
+    bytes_read: int
+    seconds: float
+    rank_digests: list[str] | None = None
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
+    """A version is served. `at` is when the flip ended, on the host's monotonic clock (seconds)."""
+
+    version: int
+    flip_ms: float
+    running: int
+    at: float
+
+
+class Digest(msgspec.Struct, frozen=True, kw_only=True, tag="digest"):
+    """Of the bytes that are really served, as `version`."""
+
+    version: int = 0
+    root_digest: str
+
+
+class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
+    """Views into the live weights were built: `tensors` by their Hugging Face names, `total_bytes` in all `ranks`."""
+
+    tensors: int
+    total_bytes: int
+    ranks: int = 1
+
+
+class Pending(msgspec.Struct, frozen=True, kw_only=True, tag="pending"):
+    """The workers are processes of their own and at work: ask `rollmesh_poll` for `ticket` again, until it is done."""
+
+    ticket: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    code: str
+    what: str
+    remedy: str = ""
+
+
+Reply = Staged | Committed | Digest | Attached | Pending | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_KINDS: dict[str, type[RollmeshError]] = {
+    kind.code: kind
+    for kind in (StageError, SignatureError, TransportError, ConflictError, UsageError, WireError, NotReadyError)
+}
+
+
+def encode_reply(reply: Reply) -> bytes:
+    return _encoder.encode(reply)
+
+
+def failure(error: Exception) -> Failed:
+    """An exception as a reply. What is not ours keeps its type's name."""
+    if isinstance(error, RollmeshError):
+        return Failed(code=error.code, what=error.what, remedy=error.remedy)
+    return Failed(code=RollmeshError.code, what=f"{type(error).__name__}: {error}")
+
+
+def read_reply(payload: bytes) -> Reply:
+    """The reply, also where it is a failure."""
+    return _decoder.decode(payload)
+
+
+def decode_reply(payload: bytes) -> Reply:
+    """The reply, or the failure it carries, raised as the kind it had in the engine core."""
+    reply = read_reply(payload)
+    if isinstance(reply, Failed):
+        raise _KINDS.get(reply.code, RollmeshError)(reply.what, reply.remedy)
+    return reply
+
+
+# Asking the engine core for something of ours: one utility call, or as many as it takes where workers are at it.
+
+_POLL_S = 0.02
+
+
+async def ask(core: Any, method: str, *arguments: Any) -> Reply:
+    """The reply to a utility call between two steps of `core`, vLLM's client of the engine core; never Pending.
+
+    Raises the failure that it carries. It has no deadline of its own.
+    """
+    reply = decode_reply(await core.call_utility_async(method, *arguments))
+    while isinstance(reply, Pending):
+        await asyncio.sleep(_POLL_S)
+        reply = decode_reply(await core.call_utility_async("rollmesh_poll", reply.ticket))
+    return reply

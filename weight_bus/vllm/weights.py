@@ -1,0 +1,211 @@
+"""vLLM's parameters seen by their Hugging Face names, twice: what is served, and a shadow of the same size.
+
+vLLM fuses: `qkv_proj` holds the rows of `q_proj`, `k_proj` and `v_proj` one below the other, `gate_up_proj` those of
+`gate_proj` and `up_proj`; embeddings have rows of padding at the end.
+
+    vLLM parameter          [ q rows | k rows | v rows ]        one storage
+    Hugging Face names        q_proj   k_proj   v_proj          row views into it
+
+The model class's `packed_modules_mapping` says which names a fused module holds; of a tensor parallel engine, every rank
+has its slices (`weight_bus.vllm.weights`). Only unquantised weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from weight_bus.errors import StageError
+from weight_bus.receiver.buckets import Slice
+
+
+class VllmWeights:
+    """A model's weights as the receiver wants them (`weight_bus.receiver.receiver.WeightTarget`).
+
+    On a CPU `flip` points every parameter at its other storage (microseconds, no bytes are moved). On a GPU it copies the
+    shadow over the live storage, because CUDA graphs have captured the addresses; a third set of the same size holds what
+    is served, so that it can be the shadow afterwards and the version before can be served again:
+
+        live    v    ◄─ copy ─┐     v + 1
+        shadow  v + 1 ────────┘     v         (was the twin)
+        twin    v                   v + 1     (was the shadow)
+
+    Raises StageError, naming the tensor, for a weight that cannot be replaced in place.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._in_place = any(parameter.is_cuda for parameter in self._parameters.values())
+        with torch.no_grad():
+            # A copy, not merely memory: rows of padding are in no manifest and must be the same in both.
+            self._spare = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+            self._twin = {name: tensor.clone() for name, tensor in self._spare.items()} if self._in_place else {}
+        self._storage = {name: parameter.data for name, parameter in self._parameters.items()}
+        views = list(hugging_face_views(model, self._storage))
+        self._live = {name: tensor for name, tensor, _ in views}
+        self.slices = {name: part for name, _, part in views if part is not None}
+        """Which part of them is here, of those that other ranks have more of."""
+        self._shadow = {name: tensor for name, tensor, _ in hugging_face_views(model, self._spare)}
+        self._twin_views = {name: tensor for name, tensor, _ in hugging_face_views(model, self._twin)}
+
+    @property
+    def storage(self) -> Mapping[str, torch.Tensor]:
+        """What is served, by the model's own parameter names."""
+        return self._storage
+
+    @property
+    def spare(self) -> Mapping[str, torch.Tensor]:
+        """The shadow, by the model's own parameter names."""
+        return self._spare
+
+    def live(self) -> Mapping[str, torch.Tensor]:
+        return self._live
+
+    def shadow(self) -> Mapping[str, torch.Tensor]:
+        return self._shadow
+
+    def flip(self) -> None:
+        if self._in_place:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self._storage.values()), list(self._spare.values()))
+            torch.cuda.current_stream().synchronize()
+            self._spare, self._twin = self._twin, self._spare
+            self._shadow, self._twin_views = self._twin_views, self._shadow
+            return
+        # Decoding stands meanwhile, and whatever is touched here has long left the caches: as little as will do.
+        for parameter, spare in zip(self._parameters.values(), self._spare.values(), strict=True):
+            parameter.data = spare
+        self._storage, self._spare = self._spare, self._storage
+        self._live, self._shadow = self._shadow, self._live
+
+
+def hugging_face_views(
+    model: torch.nn.Module, storage: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor, Slice | None]]:
+    """Name and view of every weight in `storage`, a mapping of the model's own parameter names to memory of their shapes,
+    and of which slice of the whole weight it is (None: all of it).
+
+    A tied output head is one parameter and appears once, under the embedding's name, as in Hugging Face.
+    """
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for name, tensor in storage.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        _check_replaceable(name, tensor)
+        parent, _, last = owner.rpartition(".")
+        if last in packed:
+            prefix = f"{parent}." if parent else ""
+            for number, (part, rows) in enumerate(_parts(name, module, packed[last], tensor)):
+                yield f"{prefix}{part}.{leaf}", rows, slice_of_part(module, number, rows)
+        elif getattr(module, "org_vocab_size", None) is not None:
+            yield name, *rows_of_vocabulary(module, tensor)
+        else:
+            yield name, tensor, slice_of(name, module, tensor)
+
+
+def _parts(
+    name: str, module: torch.nn.Module, parts: list[str], tensor: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    sizes = part_rows(module)
+    if sizes is None or len(sizes) != len(parts) or sum(sizes) != tensor.shape[0]:
+        raise StageError(
+            f"{name} of shape {tuple(tensor.shape)} does not split into {', '.join(parts)} (rows {sizes})",
+            "this model type needs a rule in weight_bus/vllm/weights.py, or use --engine torch",
+        )
+    start = 0
+    for part, size in zip(parts, sizes, strict=True):
+        yield part, tensor[start : start + size]
+        start += size
+
+
+def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
+    if tensor.numel() == 0:
+        raise StageError(f"vLLM packed {name} away", f"start the engine through rollmesh, which keeps {name} live")
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise StageError(f"{name} is quantised ({tensor.dtype})", "serve the model in float32, bfloat16 or float16")
+
+
+def check_linears_are_live(model: torch.nn.Module) -> None:
+    """Raise StageError for a layer that would not notice new weights: vLLM's CPU kernels keep packed copies.
+
+    Each layer is asked for the product with a weight of zeros; whoever answers anything else looked elsewhere.
+    """
+    for name, module in model.named_modules():
+        product = getattr(module, "cpu_linear", None)
+        if product is None:
+            continue
+        weight = module.weight
+        nothing = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        found = product(torch.ones(1, weight.shape[-1], dtype=weight.dtype), nothing, None)
+        if bool(found.count_nonzero()):
+            raise StageError(f"{name} computes with a packed copy of its weight", "set weights.dtype=float32")
+
+
+# Which part of each weight a rank of a tensor parallel vLLM holds.
+#
+# | vLLM's layer              | weight            | along | a rank's                                              |
+# |---------------------------|-------------------|-------|-------------------------------------------------------|
+# | column parallel           | `[out, in]`       | 0     | `out / ranks` rows; of the bias, too                  |
+# | merged (gate and up, qkv) | parts of rows     | 0     | as many rows of each part; heads of keys and values   |
+# |                           |                   |       | that are fewer than ranks are held by several ranks   |
+# | row parallel              | `[out, in]`       | 1     | `in / ranks` columns; all of the bias                 |
+# | embedding, output head    | `[vocabulary, …]` | 0     | `padded vocabulary / ranks` rows; padding is no one's |
+# | replicated                |                   |       | all of it                                             |
+#
+# As vLLM's own weight loaders cut them. Seen by the layers' attributes; vLLM is not imported.
+
+
+def rows_of_vocabulary(module: nn.Module, tensor: torch.Tensor) -> tuple[torch.Tensor, Slice | None]:
+    """What of an embedding's rows is vocabulary, and which; the rest is padding."""
+    whole = int(module.org_vocab_size)  # type: ignore[arg-type]
+    if _ranks(module) == 1:
+        return tensor[:whole], None
+    indices = module.shard_indices
+    start, end = int(indices.org_vocab_start_index), int(indices.org_vocab_end_index)  # type: ignore[union-attr,arg-type]
+    return tensor[: end - start], Slice((whole, *tensor.shape[1:]), 0, start)
+
+
+def part_rows(module: nn.Module) -> list[int] | None:
+    """How many rows of each of its parts a fused layer has here; None for a layer that has no parts."""
+    sizes: list[int] | None = getattr(module, "output_sizes", None)
+    return None if sizes is None else [size // _ranks(module) for size in sizes]
+
+
+def slice_of_part(module: nn.Module, number: int, rows: torch.Tensor) -> Slice | None:
+    """Where part `number` of a fused layer, of which `rows` are here, lies in the whole part."""
+    ranks, held = _ranks(module), rows.shape[0]
+    if ranks == 1:
+        return None
+    # Queries are never repeated; heads of keys and values are, where there are fewer than ranks.
+    repeated = int(getattr(module, "num_kv_head_replicas", 1)) if number else 1
+    start = int(module.tp_rank) // repeated * held  # type: ignore[arg-type]
+    return Slice((held * ranks // repeated, *rows.shape[1:]), 0, start)
+
+
+def slice_of(name: str, module: nn.Module, tensor: torch.Tensor) -> Slice | None:
+    """Where a weight or bias that is not fused lies in the whole; None where it is the whole.
+
+    Raises StageError, naming it, for a layer that is split in another way.
+    """
+    ranks = _ranks(module)
+    if ranks == 1:
+        return None
+    whole_out, whole_in = getattr(module, "output_size", None), getattr(module, "input_size", None)
+    if isinstance(whole_out, int) and isinstance(whole_in, int) and tensor.ndim in (1, 2):
+        whole = (whole_out, whole_in)[: tensor.ndim]
+        split = [dim for dim, size in enumerate(whole) if tensor.shape[dim] != size]
+        if not split:
+            return None
+        found = Slice(whole, split[0], int(module.tp_rank) * tensor.shape[split[0]])  # type: ignore[arg-type]
+        if tensor.shape[split[0]] * ranks == whole[split[0]] and found.fits(tuple(tensor.shape)):
+            return found
+    raise StageError(
+        f"{name} of shape {tuple(tensor.shape)} is split over {ranks} ranks in a way that is not known here",
+        "this layer needs a rule in weight_bus/vllm/weights.py, or serve the model with one GPU an engine",
+    )
+
+
+def _ranks(module: nn.Module) -> int:
+    return int(getattr(module, "tp_size", 1))

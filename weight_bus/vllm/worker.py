@@ -1,0 +1,240 @@
+"""The worker extension: the receiver lives where the weights are, in vLLM's worker.
+
+vLLM mixes this class into its own worker class; methods are reached by name through `collective_rpc`. Replies are bytes
+(`weight_bus.vllm.protocol`). Staging and hashing run on threads of their own, so that decoding goes on; a flip runs on
+the thread that decodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.wire.errors import ConflictError
+from weight_bus.manifest.manifest import decode_manifest
+from weight_bus.memory.throttle import background_threads
+from weight_bus.receiver.receiver import Receiver
+from weight_bus.transports.select import make_readers
+from weight_bus.vllm.packing import PackedLinears
+from weight_bus.vllm.protocol import Attached, Committed, Digest, Reply, Staged, encode_reply, failure
+from weight_bus.vllm.weights import VllmWeights, check_linears_are_live
+
+_ATTRIBUTE = "rollmesh_attachment"
+_REMEMBERED = 8
+
+
+class Attachment:
+    """A receiver on a worker's model, and the threads it stages on: two, so that a newer version can supersede one."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        run_id: str,
+        transport: str,
+        key: str | None = None,
+        file_root: str | None = None,
+    ) -> None:
+        check_linears_are_live(model)
+        self.run_id = run_id
+        self.fixed = False
+        """For the life of the engine; else another run may take its place."""
+        self.weights = VllmWeights(model)
+        self.packed = PackedLinears(model)
+        self.packed.pack(0, self.weights.storage)
+        self.packed.flip(0)
+        self.threads = background_threads("rollmesh-weights")
+        root = None if file_root is None else Path(file_root)
+        # A NIXL agent takes one to two seconds to start: meanwhile the engine already decodes.
+        self.receiver = self.threads.submit(
+            lambda: Receiver(
+                self.weights,
+                run_id,
+                make_readers(transport, file_root=root),
+                key=key,
+                prepare=self._pack,
+                slices=self.weights.slices,
+            )
+        )
+
+    def _pack(self, version: int) -> None:
+        self.packed.pack(version, self.weights.spare)
+
+    def served(self) -> Receiver:
+        """The receiver, once it is there. Raises ConflictError before: nothing can be staged yet."""
+        if not self.receiver.done():
+            raise ConflictError("nothing is staged", "the readers are being started")
+        return self.receiver.result()
+
+    @classmethod
+    def on(
+        cls,
+        model: torch.nn.Module,
+        run_id: str,
+        transport: str,
+        key: str | None = None,
+        file_root: str | None = None,
+        *,
+        fixed: bool = False,
+    ) -> Attachment:
+        """The model's own; made where it has none of this run. Raises ConflictError where another run's is `fixed`.
+
+        One for all: whoever changes the weights, by vLLM's routes or by ours, must know of every flip.
+        """
+        found = model.__dict__.get(_ATTRIBUTE)
+        if isinstance(found, Attachment):
+            if found.run_id == run_id:
+                return found
+            if found.fixed:
+                raise ConflictError(f"this engine takes manifests of run {found.run_id!r}, not of {run_id!r}")
+            found.close()
+        made = cls(model, run_id, transport, key, file_root)
+        made.fixed = fixed
+        model.__dict__[_ATTRIBUTE] = made
+        return made
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+class RollmeshWorker:
+    """Mixed into vLLM's worker. It has no constructor; `model_runner` is the worker's."""
+
+    model_runner: Any
+    rollmesh_attachment: Attachment | None = None
+    rollmesh_work: dict[int, Future[bytes]] | None = None
+
+    def rollmesh_attach(
+        self, run_id: str, transport: str, key: str | None = None, file_root: str | None = None
+    ) -> bytes:
+        """Build the views and start the readers. Called once, before the first request."""
+
+        def attach() -> Reply:
+            keep_seeds_of_unfinished_prompts(self.model_runner)
+            attached = Attachment.on(self.model_runner.get_model(), run_id, transport, key, file_root, fixed=True)
+            self.rollmesh_attachment = attached
+            live = attached.weights.live().values()
+            return Attached(tensors=len(live), total_bytes=sum(tensor.nbytes for tensor in live))
+
+        return _reply(attach)
+
+    def rollmesh_stage(self, manifest: bytes) -> Future[bytes]:
+        """Pull a version into shadow memory on a thread; the future holds the reply."""
+
+        def stage() -> Reply:
+            staged = self._attached().receiver.result().stage(decode_manifest(manifest))
+            return Staged(
+                version=staged.version,
+                root_digest=staged.root_digest,
+                bytes_read=staged.bytes_read,
+                seconds=staged.seconds,
+            )
+
+        return self._attached().threads.submit(_reply, stage)
+
+    def rollmesh_digest(self) -> Future[bytes]:
+        """Hash what is really served, on a thread."""
+
+        def hashed() -> Reply:
+            receiver = self._attached().receiver.result()
+            while True:
+                version = receiver.version
+                root_digest = receiver.digest()
+                if version == receiver.version:  # else a flip came between, and the pair would be a lie
+                    return Digest(version=version, root_digest=root_digest)
+
+        return self._attached().threads.submit(_reply, hashed)
+
+    def rollmesh_start(self, ticket: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Begin `rollmesh_stage` or `rollmesh_digest` where futures cannot be sent; `rollmesh_poll` asks for the answer."""
+        if self.rollmesh_work is None:
+            self.rollmesh_work = {}
+        self.rollmesh_work[ticket] = getattr(self, method)(*arguments)
+        while len(self.rollmesh_work) > _REMEMBERED:
+            del self.rollmesh_work[min(self.rollmesh_work)]
+
+    def rollmesh_poll(self, ticket: int) -> bytes:
+        """The reply; empty while the work goes on."""
+        work = (self.rollmesh_work or {}).get(ticket)
+        if work is None:
+            return encode_reply(failure(ConflictError(f"no work {ticket} is known here", "begin again")))
+        return work.result() if work.done() else b""
+
+    def rollmesh_flip(self, version: int, running: int) -> bytes:
+        """Serve the staged `version` from the next step on."""
+
+        return self._serve(version, running, lambda receiver: receiver.commit(version))
+
+    def rollmesh_flip_back(self, version: int, running: int) -> bytes:
+        """Serve `version` again from the next step on, which was served before the last flip."""
+        return self._serve(version, running, lambda receiver: receiver.rollback(version))
+
+    def rollmesh_unflip(self, version: int) -> None:
+        """Take the flip to `version` back: another rank did not follow."""
+        attached = self._attached()
+        receiver = attached.served()
+        receiver.undo(version)
+        attached.packed.flip(receiver.version)
+
+    def _serve(self, version: int, running: int, change: Callable[[Receiver], None]) -> bytes:
+        def serve() -> Reply:
+            attached = self._attached()
+            started = time.monotonic()
+            change(attached.served())
+            attached.packed.flip(version)
+            ended = time.monotonic()
+            return Committed(version=version, flip_ms=(ended - started) * 1e3, running=running, at=ended)
+
+        return _reply(serve)
+
+    def _attached(self) -> Attachment:
+        if self.rollmesh_attachment is None:
+            raise ConflictError("the engine core has no receiver yet")
+        return self.rollmesh_attachment
+
+
+def extend_worker(wrapper: Any) -> None:
+    """Give a worker the methods of `RollmeshWorker`, where vLLM was started without naming it on its command line."""
+    kind = type(wrapper.worker)
+    if not issubclass(kind, RollmeshWorker):
+        wrapper.worker.__class__ = type(kind.__name__, (kind, RollmeshWorker), {})
+
+
+def _reply(work: Callable[[], Reply]) -> bytes:
+    try:
+        return encode_reply(work())
+    except Exception as error:  # noqa: BLE001 - crosses a process boundary: raised again, typed, on the other side
+        return encode_reply(failure(error))
+
+
+# Seeded requests on a CPU whose prompts vLLM computes in parts.
+#
+#     step 1   [ prompt …        draws a token that is thrown away ─ its seed must not have moved
+#     step 2     … rest of it ]  draws the first token
+#
+# vLLM 0.32 takes the seed back afterwards by an offset, which generators of a CPU do not have: one seeded prompt that
+# did not fit into a step with others ended the engine core ("CPU Generator does not use offset"). Here such a seed is
+# laid aside while that step draws.
+
+
+def keep_seeds_of_unfinished_prompts(runner: Any) -> None:
+    """Change how this model runner draws, where it draws on a CPU; elsewhere vLLM's own way works. Once for each runner."""
+    if torch.device(runner.device).type != "cpu":
+        return
+    sample_tokens = runner.sample_tokens
+
+    def sample(*arguments: Any, **named: Any) -> Any:
+        seeds: dict[int, torch.Generator] = runner.input_batch.generators
+        unfinished = np.flatnonzero(runner.discard_request_mask.np[: runner.input_batch.num_reqs])
+        aside = {int(row): seeds.pop(int(row)) for row in unfinished if int(row) in seeds}
+        try:
+            return sample_tokens(*arguments, **named)
+        finally:
+            seeds.update(aside)
+
+    runner.sample_tokens = sample
