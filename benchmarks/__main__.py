@@ -18,7 +18,7 @@ BENCHES = Dispatcher(
         "telemetry": Command("benchmarks.telemetry.run:app", "What figures and traces cost a rollout server"),
         "staleness": Command("benchmarks.staleness.cli:app", "Corrections on tokens that are K optimizer steps old"),
         "trainer": Command("benchmarks.trainer.run:app", "The trainer's step beside a padded loop and TRL's GRPO step"),
-        "weights": Command("benchmarks.weights.run:app", "Weight updates under load beside paused reloads"),
+        "weights": Command("benchmarks.weights.cli:app", "Weight updates under load beside paused reloads"),
     },
 )
 

@@ -14,7 +14,8 @@ from typing import Any
 import aiohttp
 
 from clients.environments.base import AgentEndpoint, Answer, Ended, Environment, Judging, Problem, Split
-from services.wire.errors import ContextLengthError, RollmeshError, WireError, typed_error
+from services.wire.error_answer import typed_error
+from services.wire.errors import ContextLengthError, RollmeshError, WireError
 
 CALL_TIMEOUT_S = 600.0
 

@@ -20,7 +20,8 @@ from clients.rollout import calls
 from clients.rollout.calls import AnswerT, Call
 from clients.rollout.transport import ServerUnreachableError, first_pause_s, headers, pause, worth_repeating
 from services.security.tls import PUBLIC, Trust
-from services.wire.errors import RollmeshError, typed_error
+from services.wire.error_answer import typed_error
+from services.wire.errors import RollmeshError
 from services.wire.rollout_api import (
     FinishGroup,
     GroupFinished,

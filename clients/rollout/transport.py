@@ -16,7 +16,8 @@ from yarl import URL
 from clients.rollout.calls import AnswerT, Call
 from services.observability.tracing import NO_TRACING, Tracing
 from services.security.tls import PUBLIC, Trust
-from services.wire.errors import CapacityError, NotReadyError, RollmeshError, typed_error
+from services.wire.error_answer import typed_error
+from services.wire.errors import CapacityError, NotReadyError, RollmeshError
 
 # A server closes a connection that was idle for 5 s; ours must be given up before, or a call meets a closing one.
 _KEEP_ALIVE_S = 3.0

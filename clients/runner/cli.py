@@ -58,7 +58,7 @@ def run_environment(
 
     Keys, where they are asked for: the agent key in --keys-dir, or what ROLLMESH_AGENT_KEY and ROLLMESH_REWARDS_KEY hold.
     """
-    from clients.environments import make_task
+    from clients.environments.registry import make_task
     from clients.environments.rewards import RewardsAddress
     from clients.runner.runner import RunnerPlan, run_environment
     from services.config.traces import TraceSettings, with_surroundings

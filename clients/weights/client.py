@@ -17,7 +17,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from services.security.tls import PUBLIC, Trust
-from services.wire.errors import DeadlineError, RollmeshError, WireError, typed_error
+from services.wire.error_answer import typed_error
+from services.wire.errors import DeadlineError, RollmeshError, WireError
 from services.wire.weights_api import (
     SETTLED,
     EnginesView,

@@ -13,14 +13,8 @@ from yarl import URL
 from services.gateway.request import ProxiedCall
 from services.gateway.servers import Server
 from services.security.tls import PUBLIC, Trust
-from services.wire.errors import (
-    DrainingError,
-    HeldElsewhereError,
-    NotReadyError,
-    RollmeshError,
-    UsageError,
-    typed_error,
-)
+from services.wire.error_answer import typed_error
+from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError, UsageError
 from services.wire.gateway_api import OWNER_URL_HEADER
 
 _CONNECT_WITHIN_S = 2.0

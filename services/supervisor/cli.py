@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from services.config.settings import RunSettings
-from services.host.run_folder import RunFolder
 from services.security.keys import KeyPlaces
 from services.security.options import TlsDir
-from services.supervisor.live_view import make_view
-from services.supervisor.mesh import Mesh
-from services.supervisor.preflight import preflight
-from services.supervisor.summary import Summary, closing_lines
 from services.wire.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -68,7 +59,6 @@ def up(
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view")] = False,
 ) -> None:
     from services.config.load import load_settings
-    from services.security.keys import KeyPlaces
 
     flags = {
         "task": task,
@@ -85,6 +75,8 @@ def up(
         f"{key}={json.dumps(value) if key in texts else value}" for key, value in flags.items() if value is not None
     ]
     settings = load_settings(config, [*overrides, *_overrides(context.args)])
+
+    from services.supervisor.foreground import run_in_foreground
 
     raise SystemExit(run_in_foreground(settings, KeyPlaces(keys_dir, redis_password_file, tls_dir), plain=plain))
 
@@ -103,54 +95,6 @@ def _overrides(arguments: Sequence[str]) -> list[str]:
                 f"{argument!r} is no setting", "write section.key=value, such as trainer.learning_rate=1e-4"
             )
     return overrides
-
-
-# A mesh in the foreground of a terminal: signals in, view out, exit code back.
-#
-# Exit codes: 0 trained and summarised; 1 the run failed; 2 misuse; 128 + n after signal n (130 for Ctrl-C, 143 for
-# SIGTERM), everything stopped.
-
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def run_in_foreground(settings: RunSettings, keys: KeyPlaces, *, plain: bool) -> int:
-    """Run a mesh until it has ended; returns the exit code. Raises RollmeshError where the run cannot be begun or fails."""
-    return asyncio.run(_run(settings, keys, plain=plain))
-
-
-async def _run(settings: RunSettings, keys: KeyPlaces, *, plain: bool) -> int:
-    console = Console(soft_wrap=True)
-    settings, folder, run_id = await preflight(settings, keys)
-    received: list[signal.Signals] = []
-    with make_view(console, settings.steps, settings.k, plain=plain) as view:
-        view.say(f"run {run_id}: {settings.task}, seed {settings.seed}, {settings.engine} engine, in {folder.root}")
-        mesh = Mesh(settings, folder, run_id, view, keys)
-        running = asyncio.create_task(mesh.run())
-
-        def on_signal(which: signal.Signals) -> None:
-            received.append(which)
-            if len(received) == 1:
-                view.say(f"{which.name}: stopping every service")
-                running.cancel()
-            else:
-                mesh.kill()
-
-        loop = asyncio.get_running_loop()
-        for which in _STOPPING:
-            loop.add_signal_handler(which, on_signal, which)
-        try:
-            summary = await running
-        except asyncio.CancelledError:
-            if not received:
-                raise
-            view.say("everything has stopped")
-            return 128 + received[0]
-    _close(console, folder, summary)
-    return 0
-
-
-def _close(console: Console, folder: RunFolder, summary: Summary) -> None:
-    console.print("", *closing_lines(folder, summary), sep="\n", markup=False, highlight=False)
 
 
 # `rollmesh prepare`: the run folder of a mesh whose parts are started one by one.

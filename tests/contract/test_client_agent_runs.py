@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from clients.environments import make_environment
 from clients.environments.base import AgentEndpoint, Ended, Problem, Split, agent_environment
 from clients.environments.chat import ChatEnvironment
+from clients.environments.registry import make_environment
 from clients.rollout.server_pool import ServerPool
 from clients.runner.agent_episodes import EpisodeLimits
 from clients.runner.evaluation import evaluate

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from clients.environments import make_environment
 from clients.environments.base import AgentEndpoint, AgentEnvironment, AnyEnvironment, Ended, Problem, agent_environment
 from clients.environments.chat import ChatEnvironment
+from clients.environments.registry import make_environment
 from clients.runner.agent_episodes import EpisodeLimits, Lost, abort
 from clients.runner.agent_episodes import open_group as opening_of
 from clients.runner.failures import GroupLostError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.environments import make_environment
+from clients.environments.registry import make_environment
 from clients.rollout.client import RolloutClient
 from clients.rollout.transport import ServerUnreachableError
 from clients.runner.runner import RunnerPlan, run_environment

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from clients.environments import make_task
 from clients.environments.adapters.prompts import Prompts
 from clients.environments.base import AgentEndpoint, Ended, Problem, Split, split_of
+from clients.environments.registry import make_task
 from clients.environments.rewards import RewardsAddress, RewardsClient, recorded
 from clients.rollout.client import RolloutClient
 from clients.runner.agent_episodes import EpisodeLimits, Lost

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clients.environments import make_task
+from clients.environments.registry import make_task
 from tests.support.chat_lessons import Lesson, teach
 from tests.support.mesh_command import processes_of_runs_in, run_command, summary_of
 

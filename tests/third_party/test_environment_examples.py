@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.environments import make_task
 from clients.environments.base import Answer, Ended, NextTurn
+from clients.environments.registry import make_task
 from clients.rollout.client import RolloutClient
 from clients.runner.agent_episodes import EpisodeLimits
 from clients.runner.groups import play_to_end

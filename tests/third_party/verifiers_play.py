@@ -13,8 +13,8 @@ from pathlib import Path
 # Neither the project nor the taskset is installed there.
 sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).with_name("verifiers_tasks"))]
 
-from clients.environments import make_task
 from clients.environments.adapters.verifiers import VerifiersEnvironment
+from clients.environments.registry import make_task
 from clients.rollout.client import RolloutClient
 from clients.runner.agent_episodes import EpisodeLimits
 from clients.runner.groups import play_to_end

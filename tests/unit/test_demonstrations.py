@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.environments import make_environment
 from clients.environments.base import Answer, Ended, Problem, split_of
+from clients.environments.registry import make_environment
 from clients.environments.tasks.demonstrations import write_demonstrations
 from clients.environments.tasks.guess_number import GuessNumberEpisode
 from clients.environments.tasks.running_sums import RunningSums, running_sums

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.environments import make_task
 from clients.environments.adapters.game import GameEnvironment, Step
 from clients.environments.base import Answer, Ended, NextTurn, Split, split_of
+from clients.environments.registry import make_task
 from clients.runner.failures import LEAST_LOST_IN_A_ROW, Losses, TooManyLostError
 from services.wire.errors import UsageError
 from tests.support.examples import examples

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clients.environments import make_task
 from clients.environments.base import AgentEndpoint, AgentEnvironment, Answer, Ended, Environment, Problem
+from clients.environments.registry import make_task
 from services.config.load import dump_settings, load_settings
 from services.supervisor.preflight import find_task, new_run_id
 from services.wire.errors import UsageError

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clients.environments import TASKS, make_environment
 from clients.environments.base import Answer, Ended, Environment, NextTurn, Problem, split_of
+from clients.environments.registry import TASKS, make_environment
 from clients.environments.tasks.guess_number import HIGHEST, LOWEST, TURNS, GuessNumber, GuessNumberEpisode
 from clients.environments.tasks.running_sums import RunningSums, running_sums
 from services.wire.errors import UsageError

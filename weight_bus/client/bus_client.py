@@ -12,7 +12,8 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 
 from services.observability.tracing import NO_TRACING, Tracing
 from services.security.tls import PUBLIC, Trust
-from services.wire.errors import DeadlineError, typed_error
+from services.wire.error_answer import typed_error
+from services.wire.errors import DeadlineError
 from services.wire.weights_api import SETTLED, EngineRegistered, EnginesView, RegisterEngine, UpdateView, VerifyView
 from weight_bus.errors import StageError, TransportError
 from weight_bus.manifest.manifest import Manifest, encode_manifest

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import structlog
-import typer
 
-from clients.environments import make_environment
 from clients.environments.base import Split, draws
+from clients.environments.registry import make_environment
 from clients.environments.tasks.guess_number import HIGHEST, LOWEST, TURNS, GuessNumber, compare
 from clients.environments.tasks.running_sums import RunningSums, right_answer, running_sums
 from services.wire.demonstrations import RECIPE, Demonstration, Phase, Question, Recipe
@@ -151,22 +148,3 @@ def _problems(split: Split, count: int, seed: int) -> Iterator[Question]:
 
 def _write_lines(path: Path, lines: Iterable[msgspec.Struct]) -> None:
     path.write_bytes(msgspec.json.Encoder().encode_lines(lines))
-
-
-# `rollmesh demonstrations`: write the demonstrations that a warm start learns from.
-
-app = typer.Typer(add_completion=False)
-
-
-@app.command(epilog="Example: rollmesh demonstrations --task running-sums --seed 1 --out demos")
-def demonstrations(
-    task: Annotated[str, typer.Option(help="running-sums or guess-number")],
-    out: Annotated[Path, typer.Option(help="Folder to write; it is made")],
-    seed: Annotated[int, typer.Option(min=0, help="Problems are generated from it")] = 1,
-    problems: Annotated[int, typer.Option(min=0, help="Also write this many train problems with their answers")] = 0,
-    held_out: Annotated[int, typer.Option(min=0, help="Also write this many held-out problems with their answers")] = 0,
-) -> None:
-    """Write demonstrations of a task, with the recipe of its warm start, for `rollmesh sft`."""
-
-    write_demonstrations(task, seed, out, problems=problems, held_out=held_out)
-    structlog.get_logger().info("demonstrations written", task=task, seed=seed, out=str(out))

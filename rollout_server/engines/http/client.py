@@ -18,18 +18,17 @@ import msgspec
 from rollout_server.engines.base import PauseMode
 from rollout_server.engines.http.wire import PeerChunk, read_chunk
 from services.security.tls import PUBLIC, Trust
+from services.wire.error_answer import PromptTooLongError, typed_error
 from services.wire.errors import (
     CapacityError,
     ConflictError,
     DeadlineError,
     NotFoundError,
     NotReadyError,
-    PromptTooLongError,
     RollmeshError,
     UnauthenticatedError,
     UsageError,
     WireError,
-    typed_error,
 )
 from weight_bus.errors import StageError, TransportError
 from weight_bus.vllm.protocol import BACKEND

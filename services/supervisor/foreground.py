@@ -1,0 +1,62 @@
+"""A mesh in the foreground of a terminal: signals in, view out, exit code back.
+
+Exit codes: 0 trained and summarised; 1 the run failed; 2 misuse; 128 + n after signal n (130 for Ctrl-C, 143 for
+SIGTERM), everything stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from rich.console import Console
+
+from services.config.settings import RunSettings
+from services.host.run_folder import RunFolder
+from services.security.keys import KeyPlaces
+from services.supervisor.live_view import make_view
+from services.supervisor.mesh import Mesh
+from services.supervisor.preflight import preflight
+from services.supervisor.summary import Summary, closing_lines
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_in_foreground(settings: RunSettings, keys: KeyPlaces, *, plain: bool) -> int:
+    """Run a mesh until it has ended; returns the exit code. Raises RollmeshError where the run cannot be begun or fails."""
+    return asyncio.run(_run(settings, keys, plain=plain))
+
+
+async def _run(settings: RunSettings, keys: KeyPlaces, *, plain: bool) -> int:
+    console = Console(soft_wrap=True)
+    settings, folder, run_id = await preflight(settings, keys)
+    received: list[signal.Signals] = []
+    with make_view(console, settings.steps, settings.k, plain=plain) as view:
+        view.say(f"run {run_id}: {settings.task}, seed {settings.seed}, {settings.engine} engine, in {folder.root}")
+        mesh = Mesh(settings, folder, run_id, view, keys)
+        running = asyncio.create_task(mesh.run())
+
+        def on_signal(which: signal.Signals) -> None:
+            received.append(which)
+            if len(received) == 1:
+                view.say(f"{which.name}: stopping every service")
+                running.cancel()
+            else:
+                mesh.kill()
+
+        loop = asyncio.get_running_loop()
+        for which in _STOPPING:
+            loop.add_signal_handler(which, on_signal, which)
+        try:
+            summary = await running
+        except asyncio.CancelledError:
+            if not received:
+                raise
+            view.say("everything has stopped")
+            return 128 + received[0]
+    _close(console, folder, summary)
+    return 0
+
+
+def _close(console: Console, folder: RunFolder, summary: Summary) -> None:
+    console.print("", *closing_lines(folder, summary), sep="\n", markup=False, highlight=False)

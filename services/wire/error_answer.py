@@ -1,0 +1,78 @@
+"""From an error answer of a service back to the typed error that it raised: the one place that clients of any room use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import ValidationError
+
+from services.wire.errors import (
+    CapacityError,
+    ConcludedError,
+    ConflictError,
+    ContextLengthError,
+    DeadlineError,
+    ForbiddenError,
+    NotFoundError,
+    NotReadyError,
+    RollmeshError,
+    SessionConcludedError,
+    SessionExpiredError,
+    UnauthenticatedError,
+    UnsupportedParameterError,
+    UntrustedError,
+    UsageError,
+    WireError,
+)
+from services.wire.rollout_api import ErrorBody
+
+
+class PromptTooLongError(ContextLengthError):
+    """A ContextLengthError as it comes back: the two lengths stand in the server's words only."""
+
+    def __init__(self, what: str) -> None:
+        RollmeshError.__init__(self, what)
+
+
+_KINDS: tuple[type[RollmeshError], ...] = (
+    ConcludedError,
+    ConflictError,
+    DeadlineError,
+    ForbiddenError,
+    NotFoundError,
+    NotReadyError,
+    PromptTooLongError,
+    SessionConcludedError,
+    SessionExpiredError,
+    UnauthenticatedError,
+    UnsupportedParameterError,
+    UntrustedError,
+    UsageError,
+    WireError,
+)
+_BY_CODE = {kind.code: kind for kind in _KINDS} | {"schema": UsageError}
+
+
+def typed_error(
+    call: str, status: int, retry_after: str | None, content: bytes, more: Iterable[type[RollmeshError]] = ()
+) -> RollmeshError:
+    """What the service meant by answering `call` with the error `status`; a RollmeshError for an answer not of ours.
+
+    `retry_after`: that header, in seconds. `more`: further kinds that this service raises, told apart by their `code`.
+    """
+    try:
+        detail = ErrorBody.model_validate_json(content).error
+    except ValidationError:
+        return RollmeshError(f"{call} answered {status} with {content[:200]!r}, which is no error of ours")
+    if detail.code == CapacityError.code:
+        return CapacityError(f"{call}: {detail.message}", _seconds(retry_after))
+    kinds = _BY_CODE | {kind.code: kind for kind in more}
+    return kinds.get(detail.code, RollmeshError)(f"{call} answered {status} ({detail.message})")
+
+
+def _seconds(retry_after: str | None) -> float:
+    """The header in seconds; a second for one that is missing, or a date, which only somebody in between would send."""
+    try:
+        return max(0.0, float(retry_after or 1.0))
+    except ValueError:
+        return 1.0
