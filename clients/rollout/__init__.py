@@ -1,0 +1,1 @@
+"""Client of the rollout API: asynchronous and blocking, retries, the pool of servers."""

@@ -1,0 +1,1 @@
+"""Plays environments against the mesh: groups, episodes, evaluation."""

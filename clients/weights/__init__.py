@@ -1,0 +1,1 @@
+"""Client and command of the weight bus."""

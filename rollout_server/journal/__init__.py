@@ -1,0 +1,1 @@
+"""The journal of sessions in Redis: records, appending, replay after a takeover."""

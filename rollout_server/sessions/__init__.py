@@ -1,0 +1,1 @@
+"""Sessions and groups in memory: captured tokens, responses kept for retries, access."""

@@ -1,0 +1,1 @@
+"""Settings: one typed tree (`settings`), its sections, and how a file and overrides are read."""

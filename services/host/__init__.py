@@ -1,0 +1,1 @@
+"""This machine: the process, files and shared memory, the run folder, asyncio helpers."""

@@ -1,0 +1,1 @@
+"""Keys and their permissions, TLS, certificates."""

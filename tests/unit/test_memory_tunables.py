@@ -48,9 +48,9 @@ def test_containers_are_told_the_same() -> None:
 
 def test_a_process_begins_again_once_with_its_own_command_line() -> None:
     script = (
-        "import os, sys; from services import memory_tunables\n"
+        "import os, sys; from services.host import process\n"
         "print(os.getpid(), sys.argv[1:], sys.flags.safe_path, flush=True)\n"
-        "memory_tunables.begin_again_with_tunables(); print(os.environ.get('GLIBC_TUNABLES'))"
+        "process.begin_again_with_tunables(); print(os.environ.get('GLIBC_TUNABLES'))"
     )
     command = [sys.executable, "-P", "-c", script, "a b", "--c"]
     environment = {"PATH": "/usr/bin:/bin"}

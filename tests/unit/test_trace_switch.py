@@ -16,7 +16,8 @@ OFF = """
 import json, sys
 {imports}
 from services.config.traces import TraceSettings
-from services.observability.tracing import NO_TRACING, open_tracing
+from services.observability.setup import open_tracing
+from services.observability.tracing import NO_TRACING
 tracing = open_tracing(TraceSettings(), "gateway", "r", "g")
 assert tracing is NO_TRACING
 with tracing, tracing.begin("a") as span, tracing.span("b", parent="00-1-2-01"):

@@ -1,0 +1,1 @@
+"""Losses and advantages, and what a choice of them computes, as text."""

@@ -1,0 +1,1 @@
+"""Checkpoints and the log of optimizer steps."""

@@ -1,0 +1,1 @@
+"""From the stream to packed rows: reading, validation, batching, staleness, packing."""

@@ -1,0 +1,1 @@
+"""The supervised warm start: demonstrations, the tiny model, training, its cache and accuracy."""

@@ -1,0 +1,1 @@
+"""Clients of the coordinator, and an engine's membership."""

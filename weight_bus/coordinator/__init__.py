@@ -1,0 +1,1 @@
+"""The service that carries a weight update from manifest to commit on every engine."""

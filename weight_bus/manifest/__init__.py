@@ -1,0 +1,1 @@
+"""What a policy version is, byte for byte: manifest, layout of buckets, deltas, snapshots."""

@@ -1,0 +1,1 @@
+"""Arenas of pinned or shared memory, and the throttle of background copies."""

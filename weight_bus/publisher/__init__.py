@@ -1,0 +1,1 @@
+"""The trainer's side: tensors into buckets, exported and announced."""

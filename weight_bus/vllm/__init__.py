@@ -1,0 +1,1 @@
+"""The plug-in for vLLM: worker extension, weights, KV cache, endpoints of a plain `vllm serve`."""

@@ -1,0 +1,1 @@
+"""Environments of foreign libraries, and of a user's own Python."""

@@ -1,0 +1,1 @@
+"""An engine that is a foreign vLLM server, over HTTP."""

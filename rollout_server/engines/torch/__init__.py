@@ -1,0 +1,1 @@
+"""The torch engine: scheduler, KV cache, prefill, decoding, sampling."""

@@ -1,0 +1,1 @@
+"""Policy losses, their registry, corrections for stale tokens, and the objective."""

@@ -1,0 +1,1 @@
+"""Broadcast by NCCL, or gloo where there is no GPU."""

@@ -1,1 +1,0 @@
-"""Alert rules and dashboards, made from the names in `services.observability.catalog`."""
