@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request, Response
 from rollout_server.api.bus_weight_updates import ServedWeights
 from rollout_server.api.engine_admin import admin_routes, engine_routes
 from rollout_server.api.groups import group_routes
-from rollout_server.api.openai import dialect_routes, model_routes
+from rollout_server.api.openai import completion_routes, model_routes
 from rollout_server.api.sessions import session_routes
 from rollout_server.api.trajectories import trajectory_routes
 from rollout_server.api.typed_route import ERRORS
@@ -18,7 +18,7 @@ from rollout_server.api.vllm_weight_updates import weight_update_routes
 from rollout_server.engines.base import Engine, EngineCrashedError
 from rollout_server.server import RolloutServer, ServerPlan
 from services.http.app import BodyLimit, Stop, error_answer, make_app
-from services.http.auth import Threshold
+from services.http.auth import AuthMiddleware
 from services.observability import catalog
 from services.observability.metrics import Metrics, Reading
 from services.observability.middleware import trace_calls
@@ -32,14 +32,14 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     server = RolloutServer(plan, engine, bus, stop)
     metrics = Metrics()
     metrics.read(lambda: server_readings(server))
-    scraping = server.doors.of("service")
+    scraping = server.authorizer.of("service")
     app = make_app(
         *("rollmesh rollout server", version("rollmesh"), server.lifespan, server.not_ready, metrics),
         metrics_access=scraping,
     )
     app.add_middleware(BodyLimit, limit_bytes=plan.settings.rollout.max_body_mib << 20)
     trace_calls(app, plan.tracing)
-    app.add_middleware(Threshold, doors=server.doors, sessions=True)
+    app.add_middleware(AuthMiddleware, authorizer=server.authorizer, sessions=True)
 
     @app.exception_handler(EngineCrashedError)
     async def on_crash(_: Request, error: EngineCrashedError) -> Response:
@@ -49,7 +49,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
 
     routers = [
         # First what is called most: a call looks at each route before its own.
-        dialect_routes(server),
+        completion_routes(server),
         group_routes(server),
         session_routes(server),
         trajectory_routes(server),
@@ -57,7 +57,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         engine_routes(server),
         weight_update_routes(server),
         admin_routes(server),
-        weight_routes(ServedWeights(server), ERRORS, server.doors.of("service")),
+        weight_routes(ServedWeights(server), ERRORS, server.authorizer.of("service")),
     ]
     for router in routers:
         # `include_router` would make each route a second time, which takes as long as the first.
@@ -78,7 +78,7 @@ def server_readings(server: RolloutServer) -> Iterator[Reading]:
     yield Reading(catalog.ROLLOUT_VERSION, status.policy_version)
     if status.staged_version is not None:
         yield Reading(catalog.ROLLOUT_STAGED, status.staged_version)
-    yield Reading(catalog.ROLLOUT_DRAWN, status.tokens_generated)
+    yield Reading(catalog.ROLLOUT_SAMPLED, status.tokens_generated)
     yield Reading(catalog.ROLLOUT_PREFILLED, status.prefill_tokens)
     yield Reading(catalog.ROLLOUT_RUNNING, status.running)
     yield Reading(catalog.ROLLOUT_WAITING, status.waiting)

@@ -76,7 +76,7 @@ def rollout_server(
     import zlib
 
     from services.config.load import load_settings
-    from services.config.traces import with_surroundings
+    from services.config.traces import with_environ
     from services.host.process import heavy_imports
     from services.http.app import Stop, open_port, serve
     from services.observability.setup import open_tracing
@@ -87,7 +87,7 @@ def rollout_server(
 
     name = _chosen(engine, url, engine_key_file)
     settings = load_settings(config, [])
-    tracing = open_tracing(with_surroundings(settings.telemetry, os.environ), "rollout-server", run_id, server_id)
+    tracing = open_tracing(with_environ(settings.telemetry, os.environ), "rollout-server", run_id, server_id)
     keys = read_keys(
         "rollout-server",
         keys_dir,

@@ -20,25 +20,25 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from rollout_server.chat.tokenizer import Renderer
-from rollout_server.completions.base import Caller, Means
-from rollout_server.completions.service import Dialect
+from rollout_server.completions.base import AnswerDeps, AnswerService
+from rollout_server.completions.service import AnswerKinds
 from rollout_server.completions.turns import TurnTaker
 from rollout_server.engines.base import Engine
 from rollout_server.journal.journal import Journal
 from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.drain import Drainer, EngineWatch
-from rollout_server.lifecycle.expire import sweep
+from rollout_server.lifecycle.expire import expire_idle
 from rollout_server.lifecycle.finish import Finisher, Origin, Publisher
-from rollout_server.lifecycle.heartbeat import Announcer
+from rollout_server.lifecycle.heartbeat import Heartbeat
 from rollout_server.lifecycle.open import SessionOpener
-from rollout_server.lifecycle.takeover import Adopter, incarnation_of
+from rollout_server.lifecycle.takeover import Takeover, incarnation_of
 from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
 from services.config.settings import RunSettings
 from services.host.aio import first_failure
 from services.host.run_folder import wait_for_model
 from services.http.app import Stop
-from services.http.auth import Doorkeeper
+from services.http.auth import Authorizer
 from services.observability.tracing import NO_TRACING, Tracing
 from services.run_store.client import connect
 from services.run_store.discovery import Registry, ServerRecord, ServiceRecord, announced
@@ -91,13 +91,13 @@ class Parts:
     access: Access
     opener: SessionOpener
     journal: Journal
-    adopter: Adopter
+    takeover: Takeover
     drainer: Drainer
-    announcer: Announcer
+    heartbeat: Heartbeat
     renderer: Renderer
     turns: TurnTaker
-    caller: Caller
-    dialect: Dialect
+    answer_service: AnswerService
+    completions: AnswerKinds
     publisher: Publisher
     finisher: Finisher
     log: TrajectoryLog
@@ -108,7 +108,7 @@ class RolloutServer:
 
     def __init__(self, plan: ServerPlan, engine: Engine, bus: Bus | None, stop: Stop) -> None:
         self.plan = plan
-        self.doors = Doorkeeper(plan.keys)
+        self.authorizer = Authorizer(plan.keys)
         self._engine = engine
         self._stop = stop
         self._membership = (
@@ -194,14 +194,14 @@ class RolloutServer:
                 with first_failure():
                     async with asyncio.TaskGroup() as tasks:
                         tasks.create_task(parts.journal.run(), name="journal")
-                        tasks.create_task(parts.announcer.run(), name="announcer")
-                        tasks.create_task(parts.adopter.run(), name="adoption")
-                        watch = EngineWatch(self._engine, parts.adopter, parts.drainer, parts.announcer)
+                        tasks.create_task(parts.heartbeat.run(), name="announcer")
+                        tasks.create_task(parts.takeover.run(), name="adoption")
+                        watch = EngineWatch(self._engine, parts.takeover, parts.drainer, parts.heartbeat)
                         tasks.create_task(watch.run(), name="engine watch")
                         tasks.create_task(parts.gate.run(), name="admission")
                         tasks.create_task(parts.publisher.run(), name="publisher")
-                        tasks.create_task(sweep(parts.registry, parts.finisher, timeout_s), name="sweeper")
-                        tasks.create_task(parts.caller.watch(parts.registry, timeout_s), name="call watcher")
+                        tasks.create_task(expire_idle(parts.registry, parts.finisher, timeout_s), name="sweeper")
+                        tasks.create_task(parts.answer_service.watch(parts.registry, timeout_s), name="call watcher")
                         if self._membership is not None:
                             tasks.create_task(self._membership.run(), name="membership")
         except RollmeshError as error:
@@ -222,11 +222,11 @@ class RolloutServer:
         self._phase = "waiting for Redis"
         ledger, registry = Ledger(redis, plan.run_id), GroupRegistry()
         base_version = await ledger.begin(self._engine.policy_version)
-        access = Access(await self._session_keys(ledger), self.doors)
+        access = Access(await self._session_keys(ledger), self.authorizer)
         servers = Registry(redis, plan.run_id)
         journal = Journal(redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.let_go)
-        adopter = Adopter(registry, journal, ledger, servers, plan.server_id, plan.trust)
-        announcer = Announcer(servers, lambda: self._record(registry))
+        takeover = Takeover(registry, journal, ledger, servers, plan.server_id, plan.trust)
+        heartbeat = Heartbeat(servers, lambda: self._record(registry))
         publisher = Publisher(TrajectoryWriter(redis, plan.run_id, journal.owner), ledger)
         gate = AdmissionGate(
             ledger,
@@ -239,7 +239,7 @@ class RolloutServer:
             engine_version=lambda: self._engine.policy_version,
         )
         # Before it holds anything: what an unknown server holds is taken for an orphan.
-        await announcer.announce()
+        await heartbeat.announce()
         _log.info(
             "serving", url=plan.url, version=self._engine.policy_version, after_s=round(time.monotonic() - started, 2)
         )
@@ -250,23 +250,23 @@ class RolloutServer:
             registry=registry,
             access=access,
             opener=SessionOpener(
-                *(registry, gate, ledger, journal, adopter, plan.settings.rollout.group_timeout_s), plan.tracing
+                *(registry, gate, ledger, journal, takeover, plan.settings.rollout.group_timeout_s), plan.tracing
             ),
             journal=journal,
-            adopter=adopter,
+            takeover=takeover,
             drainer=Drainer(
-                self._engine, registry, journal, servers, plan.server_id, lambda: self._begin_draining(announcer)
+                self._engine, registry, journal, servers, plan.server_id, lambda: self._begin_draining(heartbeat)
             ),
-            announcer=announcer,
+            heartbeat=heartbeat,
             renderer=renderer,
             turns=TurnTaker(self._engine, renderer, journal, self.until_clear, plan.tracing),
-            caller=Caller(
-                Means(
+            answer_service=AnswerService(
+                AnswerDeps(
                     *(self._engine, journal, self.until_clear, plan.settings.rollout.draft_every_tokens), plan.tracing
                 ),
                 self.fail,
             ),
-            dialect=Dialect(self._engine, renderer, plan.model, plan.settings.rollout.renderer),
+            completions=AnswerKinds(self._engine, renderer, plan.model, plan.settings.rollout.renderer),
             publisher=publisher,
             finisher=Finisher(
                 registry, publisher, ledger, journal, Origin(plan.run_id, plan.server_id, renderer.vocabulary_digest())
@@ -293,7 +293,7 @@ class RolloutServer:
             waiting=status.waiting,
             max_running=plan.settings.rollout.max_running,
             open_sessions=groups.live_sessions,
-            drawn_tokens=status.tokens_generated,
+            sampled_tokens=status.tokens_generated,
         )
 
     def _drain(self) -> None:
@@ -308,11 +308,11 @@ class RolloutServer:
             self._phase = "draining"
             self._draining = asyncio.create_task(self.parts().drainer.drain(DRAIN_WITHIN_S), name="draining")
 
-    async def _begin_draining(self, announcer: Announcer) -> None:
+    async def _begin_draining(self, heartbeat: Heartbeat) -> None:
         parts = self.parts()
         parts.gate.close()
-        parts.adopter.taking = False
-        await announcer.announce()
+        parts.takeover.taking = False
+        await heartbeat.announce()
 
     async def _close(self, redis: Redis) -> None:
         """Leave the bus, give open groups up, close the engine and Redis: each, whatever becomes of the others."""
@@ -326,14 +326,14 @@ class RolloutServer:
                 if parts is not None:
                     if not handed_over:
                         await parts.finisher.drop_all("shutdown")
-                    await parts.announcer.withdraw()
+                    await parts.heartbeat.withdraw()
         except (RollmeshError, RedisError, TimeoutError) as error:
             _log.warning("closed untidily", server=self.plan.server_id, why=repr(error))
         finally:
             if self._draining is not None:
                 self._draining.cancel()
             if parts is not None:
-                await parts.adopter.aclose()
+                await parts.takeover.aclose()
             await self._engine.close()
             await redis.aclose()
         _log.info("stopped", server=self.plan.server_id)

@@ -28,7 +28,7 @@ from services.wire.errors import UsageError
 from services.wire.tokenizer_digest import vocabulary_digest
 from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
-from trainer.data.validation import Screen
+from trainer.data.validation import Validator
 from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.loop import Identity, TrainingLoop
 from trainer.metrics.exporter import open_telemetry
@@ -37,7 +37,7 @@ from trainer.model.learner import Learner
 from trainer.model.roles import Roles, make_roles
 from trainer.weights import WeightUpdates, settle_deadline
 from weight_bus.client.bus_client import BusClient
-from weight_bus.publisher.contiguous import lay_in_one_piece
+from weight_bus.publisher.contiguous import lay_contiguous
 from weight_bus.publisher.publisher import Publisher
 from weight_bus.transports.select import make_exporter
 
@@ -89,7 +89,7 @@ class Assembly:
         learner = roles.learner
         settings, config = self.arguments.settings, learner.model.config
         tokenizer, advantage = self._tokenizer(), settings.trainer.advantage
-        screen = Screen(
+        validator = Validator(
             self.arguments.run_id,
             int(config.vocab_size),
             int(config.max_position_embeddings),
@@ -103,7 +103,7 @@ class Assembly:
         )
         smallest = settings.rollout.min_group_size
         intake = Intake(
-            self._open_reader, self.ledger, screen, lambda: learner.version, SIBLINGS_LAG_S, smallest, group_filter
+            self._open_reader, self.ledger, validator, lambda: learner.version, SIBLINGS_LAG_S, smallest, group_filter
         )
         return TrainingLoop(
             identity=identity,
@@ -135,7 +135,7 @@ class Assembly:
         )
         settle_s = settle_deadline(weights.stage_timeout_s)
         # Weights that lie as the arenas do are published by one copy.
-        lay_in_one_piece(learner.model.state_dict(keep_vars=True))
+        lay_contiguous(learner.model.state_dict(keep_vars=True))
         publisher = Publisher(
             arguments.run_id,
             learner.weights(),

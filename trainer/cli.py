@@ -46,7 +46,7 @@ def train(
     import os
 
     from services.config.load import load_settings
-    from services.config.traces import with_surroundings
+    from services.config.traces import with_environ
     from services.host.process import heavy_imports
     from services.observability.setup import open_tracing
     from services.run_store.client import reached_by
@@ -55,7 +55,7 @@ def train(
     from trainer.algorithms.describe import describe
 
     settings = load_settings(config, [])
-    tracing = open_tracing(with_surroundings(settings.telemetry, os.environ), "trainer", run_id, "trainer")
+    tracing = open_tracing(with_environ(settings.telemetry, os.environ), "trainer", run_id, "trainer")
     describe(settings.trainer)
 
     keys = read_keys("trainer", keys_dir, {"weights": weights_key_file, "redis": redis_password_file})

@@ -42,7 +42,7 @@ def weight_bus(
     import os
 
     from services.config.load import load_settings
-    from services.config.traces import with_surroundings
+    from services.config.traces import with_environ
     from services.http.app import Stop, open_port, serve
     from services.observability.setup import open_tracing
     from services.policies.fleet_policy import FleetPolicy
@@ -52,7 +52,7 @@ def weight_bus(
 
     settings = load_settings(config, [] if policy is None else [f"weights.policy={policy}"])
     weights = settings.weights
-    tracing = open_tracing(with_surroundings(settings.telemetry, os.environ), "weight-bus", run_id, "weight-bus")
+    tracing = open_tracing(with_environ(settings.telemetry, os.environ), "weight-bus", run_id, "weight-bus")
     keys = read_keys("weight-bus", keys_dir, {"admin": admin_key_file, "weights": weights_key_file})
     tls = read_tls(tls_dir)
     tls.own_url(host, port)

@@ -40,7 +40,7 @@ from services.wire.trajectory import VersionSpan
 
 
 @dataclass(frozen=True)
-class Pace:
+class ClockPace:
     """Lengths are log-normal: the logarithm has the mean `ln(median)` and the deviation `sigma`; longer ones are drawn
     again, so that nothing piles up at `longest`. `places`: answers that are drawn at once.
     """
@@ -58,10 +58,10 @@ class Pace:
         return max(1, length)
 
 
-class PacedEngine:
+class ClockEngine:
     """Implements `rollout_server.engines.base.Engine`, but for pausing, which no benchmark of the trainer does."""
 
-    def __init__(self, weights: Engine, pace: Pace, vocabulary: int, seed: int) -> None:
+    def __init__(self, weights: Engine, pace: ClockPace, vocabulary: int, seed: int) -> None:
         """`weights`: the engine that takes updates. `vocabulary`: tokens are drawn from 0 … vocabulary − 1."""
         self._weights = weights
         self._pace = pace
@@ -69,7 +69,7 @@ class PacedEngine:
         self._chance = Random(seed)
         self._places = asyncio.Semaphore(pace.places)
         self._asked = 0
-        self._drawing: dict[object, float] = {}
+        self._sampling: dict[object, float] = {}
         self._tokens = 0
         self._commits: list[float] = []
         """When versions began to be served, by the event loop's clock."""
@@ -95,7 +95,7 @@ class PacedEngine:
         check_request(
             request, max_model_len=self.max_model_len, vocabulary=self._vocabulary, eos_token_ids=self.eos_token_ids
         )
-        samples = [asyncio.create_task(self._draw(request, index)) for index in range(request.n)]
+        samples = [asyncio.create_task(self._sample(request, index)) for index in range(request.n)]
         self._asked += request.n
         try:
             for sample in asyncio.as_completed(samples):
@@ -106,16 +106,16 @@ class PacedEngine:
                 task.cancel()
             await asyncio.gather(*samples, return_exceptions=True)
 
-    async def _draw(self, request: GenerationRequest, index: int) -> GenerationDelta:
+    async def _sample(self, request: GenerationRequest, index: int) -> GenerationDelta:
         planned = self._pace.length(self._chance)
         length = min(planned, request.sampling.max_tokens)
         async with self._places:
             clock = asyncio.get_running_loop().time
-            began = self._drawing[request.request_id, index] = clock()
+            began = self._sampling[request.request_id, index] = clock()
             try:
                 await asyncio.sleep(length * self._pace.token_s)
             finally:
-                del self._drawing[request.request_id, index]
+                del self._sampling[request.request_id, index]
         self._tokens += length
         ends = self.eos_token_ids
         tokens = self._chance.choices([token for token in range(self._vocabulary) if token not in ends], k=length)
@@ -168,11 +168,11 @@ class PacedEngine:
 
     def status(self) -> EngineStatus:
         status = self._weights.status()
-        running = len(self._drawing)
+        running = len(self._sampling)
         tokens = self._tokens
         if running:
             now = asyncio.get_running_loop().time()
-            tokens += sum(int((now - began) / self._pace.token_s) for began in self._drawing.values())
+            tokens += sum(int((now - began) / self._pace.token_s) for began in self._sampling.values())
         return EngineStatus(
             name="paced",
             policy_version=status.policy_version,
@@ -235,8 +235,8 @@ def paced_server(
         transport=settings.weights.transport,
         seed=0,
     )
-    pace = Pace(median=median, sigma=sigma, longest=longest, token_s=token_s, places=places)
-    engine = PacedEngine(
+    pace = ClockPace(median=median, sigma=sigma, longest=longest, token_s=token_s, places=places)
+    engine = ClockEngine(
         weights, pace, vocabulary_size(model), settings.seed * 1_000_003 + zlib.crc32(server_id.encode())
     )
     weights.preload()

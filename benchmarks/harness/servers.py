@@ -266,7 +266,7 @@ async def running_server(
     plan: MeshPlan,
     server_id: str,
     http: aiohttp.ClientSession,
-    surroundings: Mapping[str, str] = MappingProxyType({}),
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[tuple[HttpArm, Child]]:
     """`rollmesh rollout-server`, ready. Raises RollmeshError when it does not come up."""
     port = free_port()
@@ -274,7 +274,7 @@ async def running_server(
     command += ["--server-id", server_id, "--model", str(plan.model), "--engine", plan.engine]
     url = f"http://{LOOPBACK}:{port}"
     name = f"server {plan.run_id} {server_id}"
-    async with running(name, command, plan.folder, environment=surroundings) as child:
+    async with running(name, command, plan.folder, environment=environ) as child:
         await child.until(lambda: _answers(http, f"{url}/readyz"), _OURS_WITHIN_S)
         yield HttpArm(http, url, child.tail), child
 
@@ -461,19 +461,21 @@ class _Driver:
     async def run(self, command: Load | Single) -> Rate:
         if isinstance(command, Single):
             exchange = msgspec.structs.replace(self._exchanges[command.index], max_tokens=command.max_tokens)
-            return await in_parallel([exchange], 1, self._draw)
+            return await in_parallel([exchange], 1, self._sample)
         chosen = self._exchanges[command.first : command.first + command.count]
-        return await in_parallel(chosen, command.concurrency, self._draw_streaming if command.stream else self._draw)
+        return await in_parallel(
+            chosen, command.concurrency, self._sample_streaming if command.stream else self._sample
+        )
 
-    async def _draw(self, exchange: Exchange, *, stream: bool = False) -> int:
+    async def _sample(self, exchange: Exchange, *, stream: bool = False) -> int:
         request = GenerationRequest(f"bare-{next(self._names)}", exchange.token_ids, exchange.sampling, stream=stream)
-        drawn = 0
+        sampled = 0
         async for delta in self._engine.generate(request):
-            drawn += len(delta.token_ids)
-        return drawn
+            sampled += len(delta.token_ids)
+        return sampled
 
-    async def _draw_streaming(self, exchange: Exchange) -> int:
-        return await self._draw(exchange, stream=True)
+    async def _sample_streaming(self, exchange: Exchange) -> int:
+        return await self._sample(exchange, stream=True)
 
 
 async def _serve(engine: Engine, exchanges: list[Exchange], replies: int) -> None:

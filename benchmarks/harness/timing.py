@@ -41,8 +41,8 @@ async def in_parallel(items: Sequence[Item], concurrency: int, answer: Callable[
     async def work() -> None:
         nonlocal tokens
         for item in waiting:
-            drawn = await answer(item)  # awaited before the sum is read: others add to it meanwhile
-            tokens += drawn
+            sampled = await answer(item)  # awaited before the sum is read: others add to it meanwhile
+            tokens += sampled
 
     started = time.perf_counter()
     with first_failure():

@@ -31,7 +31,7 @@ from services.wire.trajectory import Segment, Trajectory, VersionSpan
 from trainer.assembly import load_policy
 from trainer.model.roles import make_roles
 from trainer.model.train_batch import train_batch
-from trainer.sft.accuracy import Drawn, draw, is_right, sampled_accuracy
+from trainer.sft.accuracy import Sampled, is_right, sample_answers, sampled_accuracy
 from trainer.sft.data import read_checks
 
 ROLLOUT = RolloutSettings()
@@ -106,8 +106,8 @@ class StaleTraining:
 
     def _part(self, version: int) -> list[Group[Trajectory]]:
         first = version * ROLLOUT.groups_per_step
-        drawn_by, policy = self._behaviour.before(version)
-        groups = self._rollouts.play(policy, drawn_by, self._problems[first : first + ROLLOUT.groups_per_step], first)
+        sampled_by, policy = self._behaviour.before(version)
+        groups = self._rollouts.play(policy, sampled_by, self._problems[first : first + ROLLOUT.groups_per_step], first)
         self.success.append(fmean(member.payload.reward for group in groups for member in group.members))
         return groups
 
@@ -142,7 +142,7 @@ class Rollouts:
         prompts = [self._tokenizer.encode(question.prompt, add_special_tokens=False) for question in questions]
         repeated = torch.tensor(prompts).repeat_interleave(self._group_size, dim=0)
         end = int(self._tokenizer.eos_token_id)
-        answers = draw(model, repeated, end, self._sampling.max_tokens, self._generator)
+        answers = sample_answers(model, repeated, end, self._sampling.max_tokens, self._generator)
         groups = []
         for number, (question, prompt) in enumerate(zip(questions, prompts, strict=True)):
             ordinal = first_ordinal + number
@@ -175,7 +175,7 @@ class Rollouts:
         return Member(trajectory.trajectory_id, str(ordinal), ordinal, self._group_size, index, trajectory)
 
 
-def _segment(prompt: Sequence[int], answer: Drawn, version: int) -> Segment:
+def _segment(prompt: Sequence[int], answer: Sampled, version: int) -> Segment:
     length = len(answer.tokens)
     return Segment(
         token_ids=pack_tokens([*prompt, *answer.tokens]),

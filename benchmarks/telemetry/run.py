@@ -185,7 +185,7 @@ async def _serving(
     plan = await plan_mesh(
         name, redis_url=redis_url, model=model, engine="torch", max_running=shape.concurrency, folder=folder
     )
-    surroundings = {
+    environ = {
         "ROLLMESH_LOG_JSON": "1",
         "ROLLMESH_TRACES": "otlp",
         "ROLLMESH_TRACES_ENDPOINT": sink,
@@ -194,7 +194,7 @@ async def _serving(
     async with client() as recorded, client() as unrecorded:
         ids = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}"
         recorded.headers[TRACEPARENT], unrecorded.headers[TRACEPARENT] = f"{ids}-01", f"{ids}-00"
-        async with running_server(plan, "s0", unrecorded, surroundings) as (calls, child):
+        async with running_server(plan, "s0", unrecorded, environ) as (calls, child):
             yield _Server(calls, child, recorded, unrecorded)
 
 

@@ -86,8 +86,8 @@ class HeavyTail:
         return answers
 
     def _tokens(self, numbers: np.random.Generator, count: int) -> list[int]:
-        drawn: list[int] = numbers.integers(_FIRST_TOKEN, self.vocabulary, count).tolist()
-        return drawn
+        sampled: list[int] = numbers.integers(_FIRST_TOKEN, self.vocabulary, count).tolist()
+        return sampled
 
 
 def as_groups(answers: Sequence[Answer], group_size: int) -> list[Group[Trajectory]]:
@@ -106,12 +106,12 @@ def as_groups(answers: Sequence[Answer], group_size: int) -> list[Group[Trajecto
 
 
 def _member(answer: Answer, ordinal: int, index: int, size: int) -> Member[Trajectory]:
-    group, asked, drawn = f"g{ordinal}", len(answer.prompt), len(answer.completion)
+    group, asked, sampled = f"g{ordinal}", len(answer.prompt), len(answer.completion)
     segment = Segment(
         token_ids=pack_tokens([*answer.prompt, *answer.completion]),
-        loss_mask=pack_mask([0] * asked + [1] * drawn),
+        loss_mask=pack_mask([0] * asked + [1] * sampled),
         logprobs=pack_logprobs([0.0] * asked + answer.logprobs),
-        version_spans=[VersionSpan(asked, drawn, 0)],
+        version_spans=[VersionSpan(asked, sampled, 0)],
     )
     trajectory = Trajectory(
         run_id="bench",
@@ -124,7 +124,7 @@ def _member(answer: Answer, ordinal: int, index: int, size: int) -> Member[Traje
         segments=[segment],
         reward=float(answer.advantage > 0),
         reward_components={},
-        samplings=[SamplingParams(max_tokens=drawn)],
+        samplings=[SamplingParams(max_tokens=sampled)],
         server_id="bench",
         opened_at=0.0,
         finished_at=0.0,
@@ -236,9 +236,9 @@ async def _trl_arm(
         "--learning-rate": TrainerSettings().learning_rate,
     }
     command = [str(python), "-P", str(_ARM), *(str(part) for flag in flags.items() for part in flag)]
-    surroundings = {"OMP_NUM_THREADS": str(plan.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environ = {"OMP_NUM_THREADS": str(plan.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     arm: Piped = await stack.enter_async_context(
-        running_piped("trl", command, folder, start_within_s=_START_WITHIN_S, environment=surroundings)
+        running_piped("trl", command, folder, start_within_s=_START_WITHIN_S, environment=environ)
     )
 
     return _TrlArm(arm)
@@ -307,27 +307,27 @@ class PaddedLoop:
         ids = _padded([torch.tensor([*answer.prompt, *answer.completion]) for answer in answers])
         there = _padded([torch.ones(len(answer.prompt) + len(answer.completion)) for answer in answers])
         behaviour = _padded([torch.tensor([0.0] * len(answer.prompt) + answer.logprobs) for answer in answers])
-        drawn = there.clone()
-        for row, answer in zip(drawn, answers, strict=True):
+        sampled = there.clone()
+        for row, answer in zip(sampled, answers, strict=True):
             row[: len(answer.prompt)] = 0.0
         advantages = torch.tensor([answer.advantage for answer in answers])[:, None]
-        tokens = drawn.sum()
+        tokens = sampled.sum()
         for start in range(0, len(answers), self._rows):
             chunk = slice(start, start + self._rows)
             width = int(there[chunk].sum(1).max()) if self._cut else ids.shape[1]
-            columns = (ids[chunk, :width], there[chunk, :width], behaviour[chunk, 1:width], drawn[chunk, 1:width])
+            columns = (ids[chunk, :width], there[chunk, :width], behaviour[chunk, 1:width], sampled[chunk, 1:width])
             (self._loss(*columns, advantages[chunk]) / tokens).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _loss(self, ids: Tensor, there: Tensor, behaviour: Tensor, drawn: Tensor, advantages: Tensor) -> Tensor:
+    def _loss(self, ids: Tensor, there: Tensor, behaviour: Tensor, sampled: Tensor, advantages: Tensor) -> Tensor:
         logits = self.model(input_ids=ids, attention_mask=there.long(), use_cache=False).logits[:, :-1].float()
         logprobs = logits.gather(-1, ids[:, 1:, None]).squeeze(-1) - logits.logsumexp(-1)
-        ratio = ((logprobs - behaviour) * drawn).exp()
+        ratio = ((logprobs - behaviour) * sampled).exp()
         loss = self._settings.loss
         bounded = ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high)
-        return -(torch.minimum(ratio * advantages, bounded * advantages) * drawn).sum()
+        return -(torch.minimum(ratio * advantages, bounded * advantages) * sampled).sum()
 
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:

@@ -240,7 +240,7 @@ class Greedy(msgspec.Struct, frozen=True, tag="greedy"):
     max_tokens: int
 
 
-class Drawn(msgspec.Struct, frozen=True):
+class Sampled(msgspec.Struct, frozen=True):
     """Tokens of each prompt, and their logprobs."""
 
     token_ids: list[list[int]]
@@ -341,19 +341,19 @@ class Episode:
     def tokens_lost(self, update: Update) -> float:
         """Of all streams together; below 0 where more were drawn than usual."""
         span = Span(update.whole.begin, self._after(update))
-        return (span.seconds / fmean(self.quiet_s(update)) - self._drawn_in(span)) * len(self.streams)
+        return (span.seconds / fmean(self.quiet_s(update)) - self._sampled_in(span)) * len(self.streams)
 
     def pace(self, update: Update) -> float:
         """While an update is staged; 1.0 is undisturbed. Raises ValueError for one that is not staged."""
         if update.staging is None:
             raise ValueError(f"{self.arm}: an update without staging has no pace")
-        return self._drawn_in(update.staging) * fmean(self.quiet_s(update)) / update.staging.seconds
+        return self._sampled_in(update.staging) * fmean(self.quiet_s(update)) / update.staging.seconds
 
-    def _drawn_in(self, span: Span) -> float:
+    def _sampled_in(self, span: Span) -> float:
         """Tokens of the first stream; of one that comes within the span, the part of its gap counts that lies in it."""
-        return self._drawn(span.end) - self._drawn(span.begin)
+        return self._sampled(span.end) - self._sampled(span.begin)
 
-    def _drawn(self, at: float) -> float:
+    def _sampled(self, at: float) -> float:
         """Tokens of the first stream until `at`; one under way counts by the part of its gap."""
         times = self.times
         after = bisect_right(times, at)

@@ -28,13 +28,13 @@ from benchmarks.weights.arms import (
     Begin,
     Commit,
     Done,
-    Drawn,
     End,
     Greedy,
     Join,
     PausedWay,
     Prefetch,
     Reload,
+    Sampled,
     Span,
     Stage,
     ToEngine,
@@ -56,7 +56,7 @@ class _Streams:
         self._command = command
         self._names = names
         self.arrivals: list[list[float]] = [[] for _ in command.prompts]
-        self._tasks = [asyncio.create_task(self._draw(number)) for number in range(len(command.prompts))]
+        self._tasks = [asyncio.create_task(self._sample(number)) for number in range(len(command.prompts))]
 
     async def settle(self) -> None:
         async with asyncio.timeout(_SETTLED_WITHIN_S):
@@ -82,7 +82,7 @@ class _Streams:
                     "take a larger model, fewer updates or a shorter --quiet-s",
                 )
 
-    async def _draw(self, number: int) -> None:
+    async def _sample(self, number: int) -> None:
         arrived = self.arrivals[number]
         sampling = SamplingParams(max_tokens=self._command.max_tokens, ignore_eos=True, seed=number)
         while True:
@@ -148,17 +148,17 @@ class _Driver:
         if self._streams is not None:
             await self._streams.close()
 
-    async def _greedy(self, prompts: list[list[int]], max_tokens: int) -> Drawn:
+    async def _greedy(self, prompts: list[list[int]], max_tokens: int) -> Sampled:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         token_ids, logprobs = [], []
         # One at a time: the order of additions must not differ between the engines that are compared.
         for prompt in prompts:
-            [drawn] = await collect(
+            [sampled] = await collect(
                 self._engine.generate(GenerationRequest(f"greedy-{next(self._names)}", prompt, sampling))
             )
-            token_ids.append(drawn.token_ids)
-            logprobs.append(drawn.logprobs)
-        return Drawn(token_ids, logprobs)
+            token_ids.append(sampled.token_ids)
+            logprobs.append(sampled.logprobs)
+        return Sampled(token_ids, logprobs)
 
 
 async def _serve(replies: int, engine: Engine, paused: PausedUpdates) -> None:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.harness.processes import LOOPBACK, PYTHON, free_port, running
-from benchmarks.weights.arms import Drawn
+from benchmarks.weights.arms import Sampled
 from benchmarks.weights.report import Exactness
 from services.wire.errors import RollmeshError
 from weight_bus.coordinator.engine_client import EngineClient
@@ -58,12 +58,12 @@ async def plain_serve(folder: Path, updates: int, say: Callable[[str], None]) ->
         say("plain vllm serve: starting it with the plug-in")
         async with _serving(folder, work / "updated", _PLUGGED_IN) as url:
             await _update(url, weights, updates, say)
-            found = await _draw(url, _vocabulary(weights))
+            found = await _sample(url, _vocabulary(weights))
         await asyncio.to_thread(shutil.copytree, folder, work / "snapshot")
         save_file(weights, work / "snapshot" / "model.safetensors", metadata={"format": "pt"})
         say("plain vllm serve: loading a fresh one")
         async with _serving(work / "snapshot", work / "fresh", {}) as url:
-            expected = await _draw(url, _vocabulary(weights))
+            expected = await _sample(url, _vocabulary(weights))
         return compare(updates, found, expected)
 
 
@@ -114,14 +114,14 @@ async def _load(url: str, vocabulary: int) -> AsyncIterator[None]:
             await asyncio.wait(tasks)
 
 
-async def _draw(url: str, vocabulary: int) -> Drawn:
-    drawn = Drawn([], [])
+async def _sample(url: str, vocabulary: int) -> Sampled:
+    sampled = Sampled([], [])
     async with httpx.AsyncClient(base_url=url, timeout=_CALL_S) as http:
         for number in range(_PROMPTS):
             choice = await _generate(http, _prompt(number, vocabulary), _TOKENS, temperature=0.0)
-            drawn.token_ids.append(choice["token_ids"])
-            drawn.logprobs.append([entry["logprob"] for entry in choice["logprobs"]["content"]])
-    return drawn
+            sampled.token_ids.append(choice["token_ids"])
+            sampled.logprobs.append([entry["logprob"] for entry in choice["logprobs"]["content"]])
+    return sampled
 
 
 async def _generate(http: httpx.AsyncClient, prompt: list[int], tokens: int, *, temperature: float) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _prompt(number: int, vocabulary: int) -> list[int]:
 # What an updated engine draws, beside what a freshly loaded one draws. Pure.
 
 
-def compare(updates: int, found: Drawn, expected: Drawn) -> Exactness:
+def compare(updates: int, found: Sampled, expected: Sampled) -> Exactness:
     """Token by token. Logprobs count as far as the tokens agree; of streams of other lengths, nothing agrees."""
     errors = [0.0]
     for tokens, logprobs, others, their_logprobs in zip(

@@ -37,7 +37,7 @@ from services.host.aio import first_failure
 from services.wire.errors import RollmeshError
 from weight_bus.manifest.manifest import encode_manifest
 from weight_bus.memory.arena import populate, private_arena
-from weight_bus.publisher.contiguous import lay_in_one_piece
+from weight_bus.publisher.contiguous import lay_contiguous
 from weight_bus.publisher.publisher import Publisher
 from weight_bus.receiver.buckets import DEFAULT_BUCKET_BYTES
 from weight_bus.transports.base import Exporter
@@ -128,7 +128,7 @@ def load_weights(model: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     weights: dict[str, torch.Tensor] = load_file(model / "model.safetensors")
-    if not lay_in_one_piece(weights):
+    if not lay_contiguous(weights):
         raise RollmeshError(f"the weights of {model} could not be laid in one piece", "give it weights in host memory")
     return weights
 

@@ -16,11 +16,11 @@ from benchmarks.weights.arms import (
     Arrivals,
     Begin,
     Done,
-    Drawn,
     End,
     Episode,
     Greedy,
     PublishRounds,
+    Sampled,
     Save,
     Span,
     TimePublishing,
@@ -198,9 +198,9 @@ class _EngineBench:
         shutil.copytree(self._model, fresh)
         await publisher.ask(Save(str(fresh / "model.safetensors")), Span)
         greedy = Greedy(prompts(_GREEDY_PROMPTS, _SEED + 1), _GREEDY_TOKENS)
-        found = await engine.ask(greedy, Drawn)
+        found = await engine.ask(greedy, Sampled)
         async with running_engine(self._name, fresh, self._folder, shape.streams, "fresh engine") as other:
-            expected = await other.ask(greedy, Drawn)
+            expected = await other.ask(greedy, Sampled)
         shutil.rmtree(fresh)
         return compare(shape.exact_updates, found, expected)
 

@@ -115,7 +115,7 @@ class Environment(Protocol):
     def start(self, problem: Problem) -> Episode: ...
 
 
-def draws(name: str, split: Split, index: int, seed: int) -> random.Random:
+def problem_rng(name: str, split: Split, index: int, seed: int) -> random.Random:
     """The random numbers of one problem: equal on every machine, independent between any two problems."""
     return random.Random(f"{name}/{split}/{index}/{seed}")
 

@@ -61,13 +61,13 @@ def run_environment(
     from clients.environments.registry import make_task
     from clients.environments.rewards import RewardsAddress
     from clients.runner.runner import RunnerPlan, run_environment
-    from services.config.traces import TraceSettings, with_surroundings
+    from services.config.traces import TraceSettings, with_environ
     from services.observability.setup import open_tracing
     from services.security.keys import read_keys
     from services.security.tls import read_trust
 
     # It reads no configuration: its surroundings alone say whether it is traced.
-    tracing = open_tracing(with_surroundings(TraceSettings(), os.environ), "environment", run_id, "environment")
+    tracing = open_tracing(with_environ(TraceSettings(), os.environ), "environment", run_id, "environment")
     trust = read_trust(tls_dir)
     key = read_keys("environment", keys_dir).agent
     rewards = None

@@ -249,10 +249,10 @@ def show_update(view: UpdateView) -> None:
 def show_verified(view: VerifyView) -> None:
     expected = "no version" if view.version is None else f"version {view.version}"
     _say(f"{expected}: {'every engine serves its bytes' if view.match else 'NOT every engine serves its bytes'}")
-    drawn = {} if view.canary is None else {each.engine_id: each for each in view.canary.engines}
+    sampled = {} if view.canary is None else {each.engine_id: each for each in view.canary.engines}
     rows: list[Sequence[object]] = []
     for each in view.engines:
-        canary = drawn.get(each.engine_id)
+        canary = sampled.get(each.engine_id)
         tokens = "" if canary is None else canary.why or " | ".join(" ".join(map(str, row)) for row in canary.tokens)
         rows.append([each.engine_id, each.version, each.why or each.root_digest[:16], tokens])
     _table(["engine", "version", "digest", "greedy tokens"], rows, "no engine is registered")

@@ -15,7 +15,7 @@ from services.wire.vllm_api import AbortAnswer, AbortRequests, IsPaused, PauseAn
 
 def engine_routes(server: RolloutServer) -> APIRouter:
     """Routes that whoever operates the engine calls; names and answers are vLLM's."""
-    router = APIRouter(tags=["engine"], responses=ERRORS, dependencies=server.doors.of("service"))
+    router = APIRouter(tags=["engine"], responses=ERRORS, dependencies=server.authorizer.of("service"))
 
     @router.post("/pause")
     async def pause(

@@ -53,7 +53,7 @@ def group_routes(server: RolloutServer) -> APIRouter:
         """Let the policy speak in one or more sessions of the group. The call takes effect whole or not at all."""
         parts = server.parts()
         parts.access.require_agent(request)
-        await parts.adopter.hold_group(group_id)
+        await parts.takeover.hold_group(group_id)
         server.check_taking_calls()
         name_version(parts.engine.policy_version)
         group = parts.registry.find_open(group_id)
@@ -75,7 +75,7 @@ def group_routes(server: RolloutServer) -> APIRouter:
         parts = server.parts()
         parts.access.require_agent(request)
         name_version(parts.engine.policy_version)
-        await parts.adopter.hold_group(group_id)
+        await parts.takeover.hold_group(group_id)
         stream_ids = await parts.finisher.finish(group_id, call.rewards)
         return answer(GroupFinished(stream_ids=stream_ids))
 

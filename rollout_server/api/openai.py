@@ -10,12 +10,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from rollout_server.api.request_names import call_name, name_session
-from rollout_server.api.stateless_generate import GENERATE_ANSWERS, generate_uncaptured
+from rollout_server.api.stateless_generate import GENERATE_ANSWERS, generate_stateless
 from rollout_server.api.streaming import BrokenOffError, EventStream, while_connected
 from rollout_server.api.typed_route import ERRORS, TypedRoute, answer
-from rollout_server.completions.base import Making, new_call_id
+from rollout_server.completions.base import AnswerContext, new_call_id
 from rollout_server.server import RolloutServer
-from rollout_server.sessions.responses import Answer, Answers, Marks
+from rollout_server.sessions.responses import Answer, Answers, RequestKey
 from rollout_server.sessions.session import Session
 from services.http.app import error_event
 from services.wire.errors import NotReadyError, RollmeshError, UnauthenticatedError, UsageError
@@ -30,7 +30,7 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-def dialect_routes(server: RolloutServer) -> APIRouter:
+def completion_routes(server: RolloutServer) -> APIRouter:
     """Chat and text completions, and the token route in a session."""
     router = APIRouter(route_class=TypedRoute, tags=["openai"])
     started = int(time.time())
@@ -44,7 +44,7 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
                 "this call names no session",
                 "use the base_url or the api_key that POST /sessions answered, or the header X-Session-ID",
             )
-        await parts.adopter.hold_session(name)
+        await parts.takeover.hold_session(name)
         server.check_taking_calls()
         name_session(name, parts.engine.policy_version)
         return parts.registry.find_session(name)
@@ -55,9 +55,9 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
         kind: str,
         stream: bool,
         call_id: str,
-        produce: Callable[[Making], Awaitable[None]],
+        produce: Callable[[AnswerContext], Awaitable[None]],
     ) -> Response:
-        found = await server.parts().caller.ask(session, await _marks(request, kind), call_id, produce)
+        found = await server.parts().answer_service.ask(session, await _marks(request, kind), call_id, produce)
         answers = session.memory.answers
         if not stream:
             with answers.listening(found, patience_s):
@@ -70,13 +70,13 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
 
     async def chat(request: Request, named: str | None, call: ChatCall) -> Response:
         session = await find(request, named)
-        calls = await server.parts().dialect.chat()
+        calls = await server.parts().completions.chat()
         produce = lambda making: calls.produce(call, making)  # noqa: E731
         return await respond(request, session, "chat", bool(call.stream), new_call_id("chatcmpl"), produce)
 
     async def complete(request: Request, named: str | None, call: CompletionCall) -> Response:
         session = await find(request, named)
-        calls = await server.parts().dialect.completions()
+        calls = await server.parts().completions.completions()
         produce = lambda making: calls.produce(call, making)  # noqa: E731
         return await respond(request, session, "text", bool(call.stream), new_call_id("cmpl"), produce)
 
@@ -101,7 +101,7 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
         return await complete(request, session_id, call)
 
     async def generate(request: Request, session: Session, call: GenerateCall) -> Response:
-        calls = server.parts().dialect.tokens
+        calls = server.parts().completions.tokens
         call_id = call.request_id or new_call_id("gen")
         produce = lambda making: calls.produce(call, making)  # noqa: E731
         return await respond(request, session, "tokens", bool(call.stream), call_id, produce)
@@ -112,12 +112,12 @@ def dialect_routes(server: RolloutServer) -> APIRouter:
         parts = server.parts()
         name = parts.access.find_session(request, None, "reading")
         if name is not None:
-            await parts.adopter.hold_session(name)
+            await parts.takeover.hold_session(name)
         # Trainers' clients send session ids of their own making: they name nothing here.
         if name is None or parts.registry.get_session(name) is None:
             # A session's key opens that session and nothing else, also when it is forgotten.
             parts.access.require_agent(request, "reading")
-            return await generate_uncaptured(server, call, request)
+            return await generate_stateless(server, call, request)
         parts.access.require_session(request, name)
         server.check_taking_calls()
         return await generate(request, parts.registry.find_session(name), call)
@@ -148,7 +148,7 @@ async def _events(answers: Answers, found: Answer, patience_s: float, *, named: 
             yield error_event(error)
 
 
-async def _marks(request: Request, kind: str) -> Marks:
+async def _marks(request: Request, kind: str) -> RequestKey:
     """How the call is marked as one that may be, or is, a repetition."""
     body = blake2b(kind.encode() + b"\0" + await request.body(), digest_size=16).digest()
     key = request.headers.get("idempotency-key")
@@ -156,7 +156,7 @@ async def _marks(request: Request, kind: str) -> Marks:
         raise UsageError(f"an Idempotency-Key of {len(key)} characters", f"give 1 to {_LONGEST_KEY}")
     name = call_name(request)
     counted = request.headers.get("x-stainless-retry-count", "0")
-    return Marks(body, key, int(counted) if counted.isdecimal() and len(counted) < 4 else 0, name)
+    return RequestKey(body, key, int(counted) if counted.isdecimal() and len(counted) < 4 else 0, name)
 
 
 # `GET /v1/models`: the one model that this server serves, as OpenAI lists models, with vLLM's `max_model_len`.

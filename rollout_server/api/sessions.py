@@ -72,7 +72,7 @@ def session_routes(server: RolloutServer) -> APIRouter:
         """Keep an open session from expiring for another idle time."""
         parts = server.parts()
         parts.access.require_session(request, session_id)
-        await parts.adopter.hold_session(session_id)
+        await parts.takeover.hold_session(session_id)
         session = parts.registry.find_session(session_id)
         session.check_open()
         session.touch()
@@ -83,7 +83,7 @@ def session_routes(server: RolloutServer) -> APIRouter:
         """Reward the session, or one call of it. Giving a reward again replaces it."""
         parts = server.parts()
         parts.access.require_agent(request)
-        await parts.adopter.hold_session(session_id)
+        await parts.takeover.hold_session(session_id)
         session = parts.registry.find_session(session_id)
         session.check_open()
         if call.call_id is not None and call.call_id not in session.memory.calls:
@@ -98,7 +98,7 @@ def session_routes(server: RolloutServer) -> APIRouter:
         parts = server.parts()
         parts.access.require_agent(request)
         name_version(parts.engine.policy_version)
-        await parts.adopter.hold_session(session_id)
+        await parts.takeover.hold_session(session_id)
         found = parts.registry.get_session(session_id)
         if isinstance(found, Session):
             await found.memory.answers.give_up_unheard()
@@ -161,7 +161,7 @@ async def _reward(parts: Parts, session: Session, given: GiveReward) -> None:
 
 
 async def _find(parts: Parts, session_id: str) -> Session | SessionEnd:
-    await parts.adopter.hold_session(session_id)
+    await parts.takeover.hold_session(session_id)
     found = parts.registry.get_session(session_id)
     if found is None:
         raise NotFoundError(f"no session {session_id!r} on this server", "it never was here, or ended long ago")

@@ -49,7 +49,7 @@ def trajectory_routes(server: RolloutServer) -> APIRouter:
         """What was captured so far, or what was finished, as token lists; as messages only while the session is open."""
         parts = server.parts()
         parts.access.require_session(request, session_id)
-        await parts.adopter.hold_session(session_id)
+        await parts.takeover.hold_session(session_id)
         found = parts.registry.get_session(session_id)
         if isinstance(found, Session):
             return (
@@ -70,7 +70,7 @@ def trajectory_routes(server: RolloutServer) -> APIRouter:
         """Which siblings of a group there are, and which trajectories are missing."""
         parts = server.parts()
         parts.access.require_agent(request)
-        await parts.adopter.hold_group(group_id)
+        await parts.takeover.hold_group(group_id)
         group = parts.registry.get_open(group_id)
         if group is not None:
             return _open_state(group)
@@ -168,7 +168,7 @@ def _said(session: Session, node: Node, renderer: Renderer) -> list[dict[str, ob
         return msgspec.json.decode(kept.new, type=list[dict[str, object]])
     return [
         {"role": "user", "content": renderer.decode(node.prompt)},
-        {"role": "assistant", "content": renderer.decode(node.drawn)},
+        {"role": "assistant", "content": renderer.decode(node.sampled)},
     ]
 
 

@@ -38,7 +38,7 @@ _TELLTALES = {"master_address": "nccl", "master_port": "nccl", "rank_offset": "n
 
 def weight_update_routes(server: RolloutServer) -> APIRouter:
     """Routes for a trainer that updates one server. Wrong order: 409; a failed step leaves the old version serving."""
-    router = APIRouter(tags=["weights"], responses=ERRORS, dependencies=server.doors.of("service"))
+    router = APIRouter(tags=["weights"], responses=ERRORS, dependencies=server.authorizer.of("service"))
     update = WeightUpdate()
 
     @router.post("/init_weight_transfer_engine")

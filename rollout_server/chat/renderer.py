@@ -171,15 +171,15 @@ class ChatRenderer:
         for messages that the template refuses: rendering the conversation says what is wrong. Costs about 0.5 ms and what
         encoding the new messages costs.
         """
-        drawn = [*prompt_ids, *completion_ids]
+        sampled = [*prompt_ids, *completion_ids]
         if any(role_of(message) == "assistant" for message in new_messages):
             return None
         try:
             bridged = None if self.name == "default" else self._bridge(prompt_ids, completion_ids, new_messages, tools)
-            if bridged is not None and bridged[: len(drawn)] == drawn:
+            if bridged is not None and bridged[: len(sampled)] == sampled:
                 return bridged
             tail = self._template.tail(new_messages, tools)
-            return None if tail is None else drawn + self._after(completion_ids, tail)
+            return None if tail is None else sampled + self._after(completion_ids, tail)
         except (TemplateError, NoChatTemplateError):
             return None
 

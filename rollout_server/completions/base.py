@@ -19,16 +19,16 @@ from hashlib import blake2b
 import msgspec
 from redis.exceptions import RedisError
 
-from rollout_server.completions.resumable import Draft, Progress, UntilClear, carry_on
+from rollout_server.completions.resumable import PartialAnswer, Progress, UntilClear, resume
 from rollout_server.completions.samples import Piece, Sample
 from rollout_server.completions.sampling import BudgetSpentError, within
 from rollout_server.engines.base import Engine, EngineCrashedError, FinishReason, GenerationDelta, GenerationRequest
 from rollout_server.journal.journal import Journal
-from rollout_server.journal.records import Answered, DraftHead, DraftPart, NodeRecord
+from rollout_server.journal.records import Answered, NodeRecord, PartialHead, PartialPart
 from rollout_server.journal.replay import apply_answer, node_record
 from rollout_server.sessions.capture import Node
 from rollout_server.sessions.group import GroupRegistry
-from rollout_server.sessions.responses import Answer, Marks
+from rollout_server.sessions.responses import Answer, RequestKey
 from rollout_server.sessions.session import Session
 from services.observability.tracing import NO_TRACING, Span, Tracing
 from services.wire.errors import ContextLengthError, DeadlineError, NotReadyError, RollmeshError, UsageError
@@ -46,44 +46,44 @@ _DIGITS = 24
 
 
 @dataclass(frozen=True)
-class Means:
-    """What answers are made with. `draft_every`: tokens after which one that is not streamed is written down."""
+class AnswerDeps:
+    """What answers are made with. `partial_every`: tokens after which one that is not streamed is written down."""
 
     engine: Engine
     journal: Journal
     until_clear: UntilClear
-    draft_every: int
+    partial_every: int
     tracing: Tracing = NO_TRACING
 
 
 @dataclass(frozen=True)
-class Making:
-    """`created`: Unix seconds. `draft`: None where nobody could ask another server for this answer. `span`: of the try."""
+class AnswerContext:
+    """`created`: Unix seconds. `partial`: None where nobody could ask another server for it. `span`: of the try."""
 
-    means: Means
+    deps: AnswerDeps
     session: Session
     answer: Answer
-    marks: Marks
+    request_key: RequestKey
     call_id: str
     created: int
-    draft: Draft | None
+    partial: PartialAnswer | None
     span: Span
 
-    def draw(self, request: GenerationRequest, prompt: int = 0) -> AsyncGenerator[GenerationDelta, None]:
+    def generate(self, request: GenerationRequest, prompt: int = 0) -> AsyncGenerator[GenerationDelta, None]:
         """Deltas of prompt number `prompt`. None is given out before it is written down, if it is to be."""
-        means, draft = self.means, self.draft
-        if draft is None:
-            return carry_on(means.engine, request, means.until_clear)
+        deps, partial = self.deps, self.partial
+        if partial is None:
+            return resume(deps.engine, request, deps.until_clear)
         streamed = request.stream
-        if not streamed and request.sampling.max_tokens > means.draft_every:
-            request = replace(request, stream=True, delta_every=means.draft_every)
+        if not streamed and request.sampling.max_tokens > deps.partial_every:
+            request = replace(request, stream=True, delta_every=deps.partial_every)
 
         async def keep(delta: GenerationDelta) -> None:
             # What ends a call that is not streamed is written down with the whole answer, a moment later.
             if streamed or delta.finish_reason is None:
-                await draft.add(prompt, delta)
+                await partial.add(prompt, delta)
 
-        return carry_on(means.engine, request, means.until_clear, draft.replay(prompt, request), keep)
+        return resume(deps.engine, request, deps.until_clear, partial.replay(prompt, request), keep)
 
     def tool_call_ids(self) -> Callable[[], Callable[[], str]]:
         """For each sample's reader, a maker of ids: the same in every try."""
@@ -110,28 +110,28 @@ class Making:
         tools: bytes = b"",
     ) -> list[Node]:
         """Write the answer down, capture it, and let its end be heard. Raises as `Journal.append` does."""
-        marks, session = self.marks, self.session
+        request_key, session = self.request_key, self.session
         if self.span.context:
-            note_drawn(self.span, [node.spans for node in nodes], session=session.session_id, answer=self.call_id)
+            note_sampled(self.span, [node.spans for node in nodes], session=session.session_id, answer=self.call_id)
         record = Answered(
             session_id=session.session_id,
             call_id=self.call_id,
             nodes=nodes,
             sampling=sampling,
             finish_reason=finish_reason or "stop",
-            marks=marks,
+            request_key=request_key,
             digests=digests,
             tools=tools,
         )
         kept = None
-        if marks.call is not None or marks.key is not None:
+        if request_key.call is not None or request_key.key is not None:
             whole = self.answer.bytes_to_come
             kept = (self.call_id, whole) if len(whole) <= _KEPT_BYTES else None
-        captured = await self.means.journal.append(
+        captured = await self.deps.journal.append(
             session.group_id,
             record,
             lambda: apply_answer(session, record),
-            draft=None if self.draft is None else self.draft.key,
+            partial=None if self.partial is None else self.partial.key,
             answer=kept,
         )
         self.answer.release()
@@ -151,50 +151,54 @@ class Context:
         return self.token_ids if self.parent is None else self.token_ids[self.parent.end :]
 
 
-Produce = Callable[[Making], Awaitable[None]]
+Produce = Callable[[AnswerContext], Awaitable[None]]
 
 
-class Caller:
+class AnswerService:
     """Starts answers in sessions and watches over them. `on_crash` is told when the engine is gone for good."""
 
-    def __init__(self, means: Means, on_crash: Callable[[RollmeshError], None]) -> None:
-        self._means = means
-        self._engine = means.engine
+    def __init__(self, deps: AnswerDeps, on_crash: Callable[[RollmeshError], None]) -> None:
+        self._deps = deps
+        self._engine = deps.engine
         self._on_crash = on_crash
 
-    async def ask(self, session: Session, marks: Marks, call_id: str, produce: Produce) -> Answer:
+    async def ask(self, session: Session, request_key: RequestKey, call_id: str, produce: Produce) -> Answer:
         """The answer to a call: one that is there already, if the call is a retry, else a new one named `call_id`.
 
         Raises SessionConcludedError or SessionExpiredError for a session that takes no calls, KeyReusedError, and
         NotReadyError where the draft of another server cannot be read.
         """
-        known = await self._read_draft(session, marks)
+        known = await self._read_partial(session, request_key)
         session.check_open()
-        repeated = session.memory.answers.repeated(marks)
+        repeated = session.memory.answers.repeated(request_key)
         if repeated is not None:
             return repeated
-        head, draft = DraftHead(call_id, int(time.time())), None
-        if marks.call is not None:
-            journal = self._means.journal
+        head, partial = PartialHead(call_id, int(time.time())), None
+        if request_key.call is not None:
+            journal = self._deps.journal
             if known:
-                head = known[0] if isinstance(known[0], DraftHead) else head
-            parts = [part for part in known if isinstance(part, DraftPart)]
-            draft = Draft(journal, session.group_id, journal.draft_key(session.session_id, marks.call), head, parts)
+                head = known[0] if isinstance(known[0], PartialHead) else head
+            parts = [part for part in known if isinstance(part, PartialPart)]
+            partial = PartialAnswer(
+                journal, session.group_id, journal.partial_key(session.session_id, request_key.call), head, parts
+            )
 
         async def make(answer: Answer) -> None:
-            with generating(self._means.tracing, session.terms.trace) as span:
-                made = Making(self._means, session, answer, marks, head.call_id, head.created, draft, span)
+            with generating(self._deps.tracing, session.terms.trace) as span:
+                made = AnswerContext(
+                    self._deps, session, answer, request_key, head.call_id, head.created, partial, span
+                )
                 await self._make(session, lambda: produce(made))
 
-        return session.memory.answers.start(marks, make)
+        return session.memory.answers.start(request_key, make)
 
-    async def _read_draft(self, session: Session, marks: Marks) -> list[DraftHead | DraftPart]:
+    async def _read_partial(self, session: Session, request_key: RequestKey) -> list[PartialHead | PartialPart]:
         """What another server has drawn of this call. A session that was always here needs no look."""
-        if marks.call is None or not session.adopted or session.memory.answers.knows(marks):
+        if request_key.call is None or not session.taken_over or session.memory.answers.knows(request_key):
             return []
-        journal = self._means.journal
+        journal = self._deps.journal
         try:
-            return await journal.read_draft(journal.draft_key(session.session_id, marks.call))
+            return await journal.read_partial(journal.partial_key(session.session_id, request_key.call))
         except RedisError as error:
             raise NotReadyError(f"a draft cannot be read: Redis failed ({error})", "send the call again") from error
 
@@ -292,7 +296,7 @@ def generating(tracing: Tracing, trace: str) -> AbstractContextManager[Span]:
     return tracing.span(NAME, parent=tracing.current() or trace)
 
 
-def note_drawn(span: Span, samples: Sequence[Sequence[VersionSpan]], **names: str) -> None:
+def note_sampled(span: Span, samples: Sequence[Sequence[VersionSpan]], **names: str) -> None:
     """`samples`: by which versions the tokens of each were drawn. `names`: of what they were drawn for, by kind."""
     spans = [each for sample in samples for each in sample]
     span.note(**names, samples=len(samples), tokens=sum(each.length for each in spans))

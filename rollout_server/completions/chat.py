@@ -17,7 +17,7 @@ from rollout_server.chat.answers import ParsedAnswer
 from rollout_server.chat.messages import message_digest, reasoning_digest, tools_digest
 from rollout_server.chat.renderer import ChatRenderer
 from rollout_server.chat.tokenizer import LONG_TEXT
-from rollout_server.completions.base import Context, Making, fit, written
+from rollout_server.completions.base import AnswerContext, Context, fit, written
 from rollout_server.completions.chunks import (
     AnswerHead,
     ChatChunk,
@@ -30,7 +30,7 @@ from rollout_server.completions.chunks import (
     UsagePart,
     event,
 )
-from rollout_server.completions.samples import Sample, draw
+from rollout_server.completions.samples import Sample, collect_samples
 from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationRequest
 from rollout_server.journal.records import SaidRecord
@@ -55,14 +55,14 @@ class ChatCalls:
         self._texts = texts
         self._model = model
 
-    async def produce(self, call: ChatCall, making: Making) -> None:
+    async def produce(self, call: ChatCall, answer_context: AnswerContext) -> None:
         """Draw and capture the answer to `call`.
 
         Raises UnsupportedParameterError, TemplateError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
         if refused := call.unsupported():
             raise UnsupportedParameterError(f"{', '.join(refused)} cannot be had here", "leave it out")
-        session, call_id, answer = making.session, making.call_id, making.answer
+        session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
         messages = [message.model_dump(exclude_none=True) for message in call.messages]
         offered = call.tools if call.tool_choice != "none" else None
         tools = [tool.model_dump(exclude_none=True) for tool in offered] if offered else None
@@ -78,12 +78,12 @@ class ChatCalls:
             stream=bool(call.stream or call.stop),
             top_logprobs=(call.top_logprobs or 0) if call.logprobs else 0,
         )
-        head = AnswerHead(call_id, making.created, self._model)
+        head = AnswerHead(call_id, answer_context.created, self._model)
         chunks = ChatChunks(call, head, self._texts, answer) if call.stream else None
-        ids = making.tool_call_ids()
+        ids = answer_context.tool_call_ids()
         with session.reserving(n * request.sampling.max_tokens):
-            samples = await draw(
-                making.draw(request),
+            samples = await collect_samples(
+                answer_context.generate(request),
                 n,
                 lambda: self._chat.answer_stream(context.token_ids, tools, call.stops, ids()),
                 chunks.piece if chunks is not None else None,
@@ -100,7 +100,7 @@ class ChatCalls:
         nodes = [
             msgspec.structs.replace(node, said=each) for node, each in zip(written(context, samples), said, strict=True)
         ]
-        await making.settle(
+        await answer_context.settle(
             nodes, sampling, samples[0].finish_reason, digests=b"".join(digests), tools=tools_digest(tools)
         )
 
@@ -111,9 +111,9 @@ class ChatCalls:
         reason = match.reason
         if match.node is not None:
             node = match.node
-            before = path(node)[: node.end - len(node.drawn)]
+            before = path(node)[: node.end - len(node.sampled)]
             new = messages[match.new_from :]
-            extended = await _aside(new, lambda: self._chat.extend(before, list(node.drawn), new, tools))
+            extended = await _aside(new, lambda: self._chat.extend(before, list(node.sampled), new, tools))
             if extended is not None:
                 return Context(extended, node, None), digests
             reason = "template"
@@ -176,13 +176,13 @@ def whole_chat(
         if call.return_token_ids:
             choice.token_ids, choice.policy_versions = sample.token_ids, sample.policy_versions
         choices.append(choice)
-    drawn = sum(len(sample.token_ids) for sample in samples)
+    sampled = sum(len(sample.token_ids) for sample in samples)
     completion = ChatCompletion(
         id=head.call_id,
         created=head.created,
         model=head.model,
         choices=choices,
-        usage=Usage(prompt_tokens=len(prompt), completion_tokens=drawn, total_tokens=len(prompt) + drawn),
+        usage=Usage(prompt_tokens=len(prompt), completion_tokens=sampled, total_tokens=len(prompt) + sampled),
         prompt_token_ids=prompt if call.return_token_ids else None,
     )
     unasked = None if call.return_token_ids else _TOKEN_FIELDS
@@ -216,9 +216,9 @@ class ChatChunks:
             self._answer.stage(self._chunk(sample, rest, 0, finish_reason(sample, parsed), prompt))
         options = self._call.stream_options
         if options is not None and options.include_usage:
-            drawn = sum(len(sample.token_ids) for sample in samples)
+            sampled = sum(len(sample.token_ids) for sample in samples)
             usage = self._new([])
-            usage.usage = UsagePart(len(prompt), drawn, len(prompt) + drawn)
+            usage.usage = UsagePart(len(prompt), sampled, len(prompt) + sampled)
             self._answer.stage(event(usage))
         self._answer.stage(DONE)
 

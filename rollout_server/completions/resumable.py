@@ -19,7 +19,7 @@ import msgspec
 
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
 from rollout_server.journal.journal import Journal
-from rollout_server.journal.records import DraftHead, DraftPart
+from rollout_server.journal.records import PartialHead, PartialPart
 from services.wire.errors import DeadlineError
 
 
@@ -44,15 +44,15 @@ UntilClear = Callable[[], Awaitable[None]]
 
 @dataclass(slots=True)
 class _Sample:
-    drawn: list[int] = field(default_factory=list)
+    sampled: list[int] = field(default_factory=list)
     ended: bool = False
 
     def take(self, delta: GenerationDelta) -> None:
-        self.drawn += delta.token_ids
+        self.sampled += delta.token_ids
         self.ended = delta.finish_reason is not None
 
 
-async def carry_on(
+async def resume(
     engine: Engine,
     request: GenerationRequest,
     until_clear: UntilClear,
@@ -72,8 +72,10 @@ async def carry_on(
     while not all(sample.ended for sample in samples):
         if tries:
             await until_clear()
-        whole = tries == 0 and not any(sample.drawn or sample.ended for sample in samples)
-        async with aclosing(_draw(engine, request, samples, tries) if not whole else _plain(engine, request)) as deltas:
+        whole = tries == 0 and not any(sample.sampled or sample.ended for sample in samples)
+        async with aclosing(
+            _generate(engine, request, samples, tries) if not whole else _plain(engine, request)
+        ) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "abort":
                     delta = replace(delta, finish_reason=None)
@@ -90,7 +92,7 @@ def _plain(engine: Engine, request: GenerationRequest) -> AsyncGenerator[Generat
     return cast("AsyncGenerator[GenerationDelta, None]", engine.generate(request))
 
 
-async def _draw(
+async def _generate(
     engine: Engine, request: GenerationRequest, samples: Sequence[_Sample], tries: int
 ) -> AsyncGenerator[GenerationDelta, None]:
     """What is left of the samples that have not ended, each as a request of its own."""
@@ -99,8 +101,8 @@ async def _draw(
 
     async def run(index: int, rest: GenerationRequest) -> None:
         try:
-            async with aclosing(_plain(engine, rest)) as drawn:
-                async for delta in drawn:
+            async with aclosing(_plain(engine, rest)) as sampled:
+                async for delta in sampled:
                     deltas.put_nowait(replace(delta, request_id=request.request_id, index=index))
             deltas.put_nowait(None)
         except Exception as error:  # noqa: BLE001 - raised again by the reader of the queue
@@ -125,14 +127,14 @@ async def _draw(
 
 def _rest(request: GenerationRequest, index: int, sample: _Sample, tries: int) -> GenerationRequest:
     """The request for what is left of a sample."""
-    drawn = len(sample.drawn)
+    sampled = len(sample.sampled)
     return replace(
         request,
         request_id=f"{request.request_id}~{tries}.{index}",
-        prompt_token_ids=[*request.prompt_token_ids, *sample.drawn],
-        sampling=msgspec.structs.replace(request.sampling, max_tokens=request.sampling.max_tokens - drawn),
+        prompt_token_ids=[*request.prompt_token_ids, *sample.sampled],
+        sampling=msgspec.structs.replace(request.sampling, max_tokens=request.sampling.max_tokens - sampled),
         n=1,
-        resumed=request.resumed + drawn,
+        resumed=request.resumed + sampled,
         first_index=request.first_index + index,
     )
 
@@ -146,10 +148,12 @@ def _rest(request: GenerationRequest, index: int, sample: _Sample, tries: int) -
 # the prompts are drawn at once, for the chunks of all are one stream.
 
 
-class Draft:
+class PartialAnswer:
     """The draft of one call in a session of group `group_id`, under `key`. `known`: what an earlier try wrote."""
 
-    def __init__(self, journal: Journal, group_id: str, key: str, head: DraftHead, known: Sequence[DraftPart]) -> None:
+    def __init__(
+        self, journal: Journal, group_id: str, key: str, head: PartialHead, known: Sequence[PartialPart]
+    ) -> None:
         self.key = key
         self.head = head
         self._journal = journal
@@ -164,9 +168,9 @@ class Draft:
         """Write a delta of this prompt down. Raises as `Journal.append` does."""
         if self._new:
             self._new = False
-            await self._journal.add_draft(self._group_id, self.key, self.head)
+            await self._journal.add_partial(self._group_id, self.key, self.head)
         self._written += 1
-        part = DraftPart(
+        part = PartialPart(
             number=self._written,
             prompt=prompt,
             index=delta.index,
@@ -176,7 +180,7 @@ class Draft:
             finish_reason=delta.finish_reason,
             top_logprobs=delta.top_logprobs,
         )
-        await self._journal.add_draft(self._group_id, self.key, part)
+        await self._journal.add_partial(self._group_id, self.key, part)
 
     async def replay(self, prompt: int, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
         """The deltas of this prompt that are written down, each when it is its turn among those of all prompts."""
@@ -193,7 +197,7 @@ class Draft:
                     self._turn.notify_all()
 
 
-def _delta(part: DraftPart, request_id: str) -> GenerationDelta:
+def _delta(part: PartialPart, request_id: str) -> GenerationDelta:
     tokens, logprobs = array("i"), array("d")
     tokens.frombytes(part.tokens)
     logprobs.frombytes(part.logprobs)

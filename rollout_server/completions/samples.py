@@ -80,7 +80,7 @@ class Sample(Generic[Piece]):
         return starts
 
 
-async def draw(
+async def collect_samples(
     deltas: AsyncGenerator[GenerationDelta, None],
     n: int,
     make_reader: Callable[[], Reader[Piece]],

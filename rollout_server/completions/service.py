@@ -15,7 +15,7 @@ from rollout_server.engines.base import Engine
 from services.host.process import heavy_imports
 
 
-class Dialect:
+class AnswerKinds:
     """Over one engine and the model folder that it serves. `renderer_name`: of the chat renderer, or `auto`."""
 
     def __init__(self, engine: Engine, renderer: Renderer, model: Path, renderer_name: str) -> None:

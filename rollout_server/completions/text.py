@@ -19,7 +19,7 @@ import msgspec
 
 from rollout_server.chat.renderer import ChatRenderer
 from rollout_server.chat.tokenizer import Renderer
-from rollout_server.completions.base import Context, Making, fit, why_no_prefix, written
+from rollout_server.completions.base import AnswerContext, Context, fit, why_no_prefix, written
 from rollout_server.completions.chunks import (
     AnswerHead,
     TextChunk,
@@ -29,7 +29,7 @@ from rollout_server.completions.chunks import (
     UsagePart,
     event,
 )
-from rollout_server.completions.samples import Sample, draw
+from rollout_server.completions.samples import Sample, collect_samples
 from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationRequest
 from rollout_server.journal.records import NodeRecord
@@ -55,14 +55,14 @@ class CompletionCalls:
         self._texts = texts
         self._model = model
 
-    async def produce(self, call: CompletionCall, making: Making) -> None:
+    async def produce(self, call: CompletionCall, answer_context: AnswerContext) -> None:
         """Draw and capture the answers to all prompts of `call`.
 
         Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
         if refused := call.unsupported():
             raise UnsupportedParameterError(f"{', '.join(refused)} cannot be had here", "leave it out")
-        session, call_id, answer = making.session, making.call_id, making.answer
+        session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
         prompts = _prompts(call)
         if len(prompts) * (call.n or 1) > _MOST_ANSWERS:
             raise UsageError(
@@ -73,10 +73,10 @@ class CompletionCalls:
         limit = 16 if call.max_tokens is None else call.max_tokens  # OpenAI's default for this route
         sampling = choose_sampling(session.terms.sampling, call, limit, (), longest)
         fitted = fit(session, sampling, contexts, n, longest)
-        head = AnswerHead(call_id, making.created, self._model)
+        head = AnswerHead(call_id, answer_context.created, self._model)
         chunks = TextChunks(call, head, self._texts, answer) if call.stream else None
 
-        async def draw_one(number: int) -> list[Sample[str]]:
+        async def sample_one(number: int) -> list[Sample[str]]:
             request = GenerationRequest(
                 request_id=f"{call_id}-{number}",
                 prompt_token_ids=contexts[number].token_ids,
@@ -86,35 +86,37 @@ class CompletionCalls:
                 top_logprobs=call.logprobs or 0,
             )
             piece = None if chunks is None else chunks.pieces_of(number * n)
-            return await draw(making.draw(request, number), n, lambda: self._chat.text_stream(call.stops), piece)
+            return await collect_samples(
+                answer_context.generate(request, number), n, lambda: self._chat.text_stream(call.stops), piece
+            )
 
         with session.reserving(len(contexts) * n * fitted.max_tokens):
             if len(contexts) == 1:
-                drawn = [await draw_one(0)]
+                sampled = [await sample_one(0)]
             else:
                 try:
                     async with asyncio.TaskGroup() as tasks:
-                        drawing = [tasks.create_task(draw_one(number)) for number in range(len(contexts))]
+                        sampling_calls = [tasks.create_task(sample_one(number)) for number in range(len(contexts))]
                 except ExceptionGroup as failed:
                     # The first that failed ended the others: the call failed as it did.
                     raise failed.exceptions[0] from failed
-                drawn = [task.result() for task in drawing]
+                sampled = [task.result() for task in sampling_calls]
             # An answer that nobody hears is none: it is captured for whoever asks for it again.
             await answer.heard()
-        finished = [[sample.reader.finish() for sample in samples] for samples in drawn]  # type: ignore[attr-defined]
+        finished = [[sample.reader.finish() for sample in samples] for samples in sampled]  # type: ignore[attr-defined]
         nodes: list[NodeRecord] = []
-        for prompt, context, samples, texts in zip(prompts, contexts, drawn, finished, strict=True):
+        for prompt, context, samples, texts in zip(prompts, contexts, sampled, finished, strict=True):
             before = prompt if isinstance(prompt, str) else self._renderer.decode(prompt)
             for node, (_, text) in zip(written(context, samples), texts, strict=True):
                 seen = (before + text).encode("utf-8", "replace")
                 nodes.append(msgspec.structs.replace(node, text=(digest_of(seen), len(seen))))
         prompt_tokens = sum(len(context.token_ids) for context in contexts)
         if chunks is not None:
-            chunks.close(drawn, finished, contexts, prompt_tokens)
+            chunks.close(sampled, finished, contexts, prompt_tokens)
         else:
             said = [[text for _, text in each] for each in finished]
-            answer.stage(whole_text(self._texts, head, call, drawn, said, contexts, prompt_tokens))
-        await making.settle(nodes, sampling, drawn[-1][0].finish_reason)
+            answer.stage(whole_text(self._texts, head, call, sampled, said, contexts, prompt_tokens))
+        await answer_context.settle(nodes, sampling, sampled[-1][0].finish_reason)
 
     async def _place(self, session: Session, prompt: str | list[int]) -> Context:
         if isinstance(prompt, list):
@@ -156,14 +158,14 @@ def whole_text(
     texts: TokenTexts,
     head: AnswerHead,
     call: CompletionCall,
-    drawn: Sequence[Sequence[Sample[str]]],
+    sampled: Sequence[Sequence[Sample[str]]],
     said: Sequence[Sequence[str]],
     contexts: Sequence[Context],
     prompt_tokens: int,
 ) -> bytes:
     """The answer in one piece. Token fields are there only where they were asked for."""
     choices: list[CompletionChoice] = []
-    for samples, answers, context in zip(drawn, said, contexts, strict=True):
+    for samples, answers, context in zip(sampled, said, contexts, strict=True):
         for sample, text in zip(samples, answers, strict=True):
             choice = CompletionChoice(
                 index=len(choices),
@@ -178,7 +180,7 @@ def whole_text(
                 choice.token_ids, choice.policy_versions = sample.token_ids, sample.policy_versions
                 choice.prompt_token_ids = context.token_ids
             choices.append(choice)
-    count = _count(drawn)
+    count = _count(sampled)
     completion = Completion(
         id=head.call_id,
         created=head.created,
@@ -211,19 +213,19 @@ class TextChunks:
 
     def close(
         self,
-        drawn: Sequence[Sequence[Sample[str]]],
+        sampled: Sequence[Sequence[Sample[str]]],
         finished: Sequence[Sequence[tuple[str, str]]],
         contexts: Sequence[Context],
         prompt_tokens: int,
     ) -> None:
         """Stage the last chunks: what was held back, why each sample ended, and the usage if it was asked for."""
         number = 0
-        for samples, texts, context in zip(drawn, finished, contexts, strict=True):
+        for samples, texts, context in zip(sampled, finished, contexts, strict=True):
             for sample, (rest, _) in zip(samples, texts, strict=True):
                 self._answer.stage(self._chunk(number, sample, rest, 0, context))
                 number += 1
         if self._call.stream_options is not None and self._call.stream_options.include_usage:
-            count = _count(drawn)
+            count = _count(sampled)
             usage = self._new([])
             usage.usage = UsagePart(prompt_tokens, count, prompt_tokens + count)
             self._answer.stage(event(usage))
@@ -268,5 +270,5 @@ def _text_logprobs(
     )
 
 
-def _count(drawn: Sequence[Sequence[Sample[str]]]) -> int:
-    return sum(len(sample.token_ids) for samples in drawn for sample in samples)
+def _count(sampled: Sequence[Sequence[Sample[str]]]) -> int:
+    return sum(len(sample.token_ids) for samples in sampled for sample in samples)

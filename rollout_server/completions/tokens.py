@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
-from rollout_server.completions.base import Context, Making, fit, why_no_prefix, written
-from rollout_server.completions.samples import Sample, draw
+from rollout_server.completions.base import AnswerContext, Context, fit, why_no_prefix, written
+from rollout_server.completions.samples import Sample, collect_samples
 from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
 from services.http.app import DONE, error_event
@@ -19,11 +19,11 @@ from services.wire.trajectory import VersionSpan
 from services.wire.vllm_api import (
     Choice,
     ChunkChoice,
-    DrawnLogprob,
     GenerateAnswer,
     GenerateCall,
     GenerateChunk,
     Logprobs,
+    SampledLogprob,
     SamplingCall,
     TokenLogprob,
     Usage,
@@ -38,12 +38,12 @@ class GenerateCalls:
         self._engine = engine
         self._model = model
 
-    async def produce(self, call: GenerateCall, making: Making) -> None:
+    async def produce(self, call: GenerateCall, answer_context: AnswerContext) -> None:
         """Draw and capture the answer to `call`.
 
         Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
-        session, call_id, answer = making.session, making.call_id, making.answer
+        session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
         longest = self._engine.max_model_len
         asked = to_request(call, call_id, longest)
         parent = session.capture.find(call.token_ids)
@@ -64,17 +64,17 @@ class GenerateCalls:
 
         sent = [0] * request.n
         with session.reserving(request.n * request.sampling.max_tokens):
-            samples = await draw(making.draw(request), request.n, _Unread, piece)
+            samples = await collect_samples(answer_context.generate(request), request.n, _Unread, piece)
             # An answer that nobody hears is none: it is captured for whoever asks for it again.
             await answer.heard()
         if encoder is None:
             whole = [_delta(call_id, sample, 0) for sample in samples]
-            answer.stage(encode_answer(full_answer(request, whole, wanted, making.created)))
+            answer.stage(encode_answer(full_answer(request, whole, wanted, answer_context.created)))
         else:
             for sample in samples:
                 answer.stage(encoder.chunk(_delta(call_id, sample, sent[sample.index])))
             answer.stage(encoder.end())
-        await making.settle(written(context, samples), sampling, samples[0].finish_reason)
+        await answer_context.settle(written(context, samples), sampling, samples[0].finish_reason)
 
 
 class _Unread:
@@ -183,13 +183,13 @@ def full_answer(
     request: GenerationRequest, samples: Sequence[GenerationDelta], wanted: Wanted, created: int
 ) -> GenerateAnswer:
     """The answer in one piece. `samples`: one whole delta a sample (`engines.base.collect`); `created`: Unix seconds."""
-    drawn = sum(len(sample.token_ids) for sample in samples)
+    sampled = sum(len(sample.token_ids) for sample in samples)
     return GenerateAnswer(
         request_id=request.request_id,
         created=created,
         model=wanted.model,
         choices=[_choice(Choice, request, sample, wanted, sample.versions) for sample in samples],
-        usage=_usage(len(request.prompt_token_ids), drawn),
+        usage=_usage(len(request.prompt_token_ids), sampled),
         prompt_token_ids=request.prompt_token_ids if wanted.prompt else None,
     )
 
@@ -207,16 +207,16 @@ class StreamEncoder:
         self._wanted = wanted
         self._prompt_due = wanted.prompt
         self._spans: list[list[VersionSpan]] = [[] for _ in range(request.n)]
-        self._drawn = [0] * request.n
+        self._sampled = [0] * request.n
 
     def chunk(self, delta: GenerationDelta) -> bytes:
         """One event, or none for a delta that says nothing."""
         if not delta.token_ids and delta.finish_reason is None:
             return b""
-        spans, begin = self._spans[delta.index], self._drawn[delta.index]
+        spans, begin = self._spans[delta.index], self._sampled[delta.index]
         for span in delta.versions:
             _extend(spans, VersionSpan(begin + span.start, span.length, span.version))
-        self._drawn[delta.index] += len(delta.token_ids)
+        self._sampled[delta.index] += len(delta.token_ids)
         whole = spans if delta.finish_reason is not None else None
         choice = _choice(ChunkChoice, self._request, delta, self._wanted, whole)
         if self._wanted.spans:
@@ -225,14 +225,14 @@ class StreamEncoder:
         if self._prompt_due:
             body.prompt_token_ids, self._prompt_due = self._request.prompt_token_ids, False
         if self._wanted.usage_always:
-            body.usage = _usage(len(self._request.prompt_token_ids), self._drawn[delta.index])
+            body.usage = _usage(len(self._request.prompt_token_ids), self._sampled[delta.index])
         return _event(_encoder.encode(body))
 
     def end(self) -> bytes:
         """The usage, if asked for, and the end of the stream."""
         if not self._wanted.usage:
             return DONE
-        usage = _usage(len(self._request.prompt_token_ids), sum(self._drawn))
+        usage = _usage(len(self._request.prompt_token_ids), sum(self._sampled))
         body = GenerateChunk(request_id=self._request.request_id, choices=[], usage=usage)
         return _event(_encoder.encode(body)) + DONE
 
@@ -304,7 +304,7 @@ def _logprobs(delta: GenerationDelta, entries: int) -> Logprobs:
         for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True):
             name = f"token_id:{token}"
             own = TokenLogprob(name, token, logprob, None)
-            content.append(DrawnLogprob(name, token, logprob, None, [own]))
+            content.append(SampledLogprob(name, token, logprob, None, [own]))
         return Logprobs(content)
     return Logprobs(
         [
@@ -316,7 +316,7 @@ def _logprobs(delta: GenerationDelta, entries: int) -> Logprobs:
 
 def _with_alternatives(
     token: int, logprob: float, likeliest: Sequence[tuple[int, float]], entries: int
-) -> DrawnLogprob:
+) -> SampledLogprob:
     """In vLLM's order: the drawn token first, then the others by rank, `entries` in all."""
     rank = None
     others = []
@@ -326,7 +326,7 @@ def _with_alternatives(
         else:
             others.append(TokenLogprob(f"token_id:{other}", other, chance, place))
     name = f"token_id:{token}"
-    return DrawnLogprob(name, token, logprob, rank, [TokenLogprob(name, token, logprob, rank), *others][:entries])
+    return SampledLogprob(name, token, logprob, rank, [TokenLogprob(name, token, logprob, rank), *others][:entries])
 
 
 def _extend(spans: list[VersionSpan], span: VersionSpan) -> None:
@@ -336,8 +336,8 @@ def _extend(spans: list[VersionSpan], span: VersionSpan) -> None:
         spans.append(span)
 
 
-def _usage(prompt: int, drawn: int) -> Usage:
-    return Usage(prompt_tokens=prompt, total_tokens=prompt + drawn, completion_tokens=drawn)
+def _usage(prompt: int, sampled: int) -> Usage:
+    return Usage(prompt_tokens=prompt, total_tokens=prompt + sampled, completion_tokens=sampled)
 
 
 def _event(body: bytes) -> bytes:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import msgspec
 
 from rollout_server.chat.tokenizer import Renderer
-from rollout_server.completions.base import generating, note_drawn
-from rollout_server.completions.resumable import UntilClear, carry_on
+from rollout_server.completions.base import generating, note_sampled
+from rollout_server.completions.resumable import UntilClear, resume
 from rollout_server.completions.sampling import within
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest, collect
 from rollout_server.journal.journal import Journal
@@ -90,10 +90,10 @@ class TurnTaker:
             samplings = [_sampling_in(group, session, sampling) for session in sessions]
             plans = self._plan(group.group_id, sessions, additions, samplings)
             with generating(self._tracing, sessions[0].terms.trace) as span:
-                drawn = await self._run_all(plans)
+                sampled = await self._run_all(plans)
                 if span.context:
-                    note_drawn(span, [delta.versions for delta in drawn.values()], group=group.group_id)
-            ordered = [drawn[position] for position in range(len(sessions))]
+                    note_sampled(span, [delta.versions for delta in sampled.values()], group=group.group_id)
+            ordered = [sampled[position] for position in range(len(sessions))]
             for delta in ordered:
                 check_sampled(delta.token_ids, delta.logprobs, delta.versions)
             taken = [self._answer(session, delta, call) for session, delta in zip(sessions, ordered, strict=True)]
@@ -118,7 +118,7 @@ class TurnTaker:
         return answer
 
     async def _answered(self, group: Group, name: str) -> bytes | None:
-        if group.adopted and name not in group.turns_answered:
+        if group.taken_over and name not in group.turns_answered:
             (kept,) = await self._journal.kept_answers(group.group_id, [name])
             if kept is not None:
                 _remember(group, name, kept)
@@ -183,7 +183,7 @@ class TurnTaker:
         return {position: delta for answer in answers for position, delta in answer.items()}
 
     async def _run(self, plan: Plan) -> dict[int, GenerationDelta]:
-        async with aclosing(carry_on(self._engine, plan.request, self._until_clear)) as deltas:
+        async with aclosing(resume(self._engine, plan.request, self._until_clear)) as deltas:
             samples = await collect(deltas)
         if [sample.index for sample in samples] != list(range(plan.request.n)):
             raise CaptureError(f"the engine answered {len(samples)} of {plan.request.n} samples")

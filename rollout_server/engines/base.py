@@ -94,7 +94,7 @@ class EngineStatus:
     """A moment's view of an engine, for readiness, metrics and the live view.
 
     `stalls_ms`: for each commit of which enough decode steps around it were seen: the longest gap between tokens around
-    it less the median undisturbed gap (`cadence`). `prefill_tokens`: for how many tokens keys and values were computed
+    it less the median undisturbed gap (`timing`). `prefill_tokens`: for how many tokens keys and values were computed
     that were not being drawn: of prompts, and of running requests computed anew; those found in a prefix cache not counted.
     `staged_version`: what a commit would serve. `ranks`: processes that the model is split over.
     """

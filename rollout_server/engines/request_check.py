@@ -42,13 +42,13 @@ def check_request(
     _within("resumed", request.resumed, (0, len(prompt) - 1), "the first prompt token was never drawn")
     _check_sampling(sampling)
     _within("min_tokens", sampling.min_tokens, (0, sampling.max_tokens + request.resumed), "at most max_tokens")
-    if sampling.min_tokens and len(drawable_stops(sampling, vocabulary, eos_token_ids)) >= vocabulary:
+    if sampling.min_tokens and len(reachable_stops(sampling, vocabulary, eos_token_ids)) >= vocabulary:
         raise UsageError(
             f"every token is a stop token and min_tokens is {sampling.min_tokens}", "leave a token that can be drawn"
         )
 
 
-def drawable_stops(sampling: SamplingParams, vocabulary: int, eos_token_ids: Iterable[int]) -> frozenset[int]:
+def reachable_stops(sampling: SamplingParams, vocabulary: int, eos_token_ids: Iterable[int]) -> frozenset[int]:
     """The tokens that end a sample. Ids outside the vocabulary are left out: they are never drawn, and cannot be masked."""
     stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
     return frozenset(token for token in stops if 0 <= token < vocabulary)

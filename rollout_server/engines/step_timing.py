@@ -26,7 +26,7 @@ class _OpenCommit:
     gaps_left: int = field(default=WINDOW + 1)
 
 
-class Cadence:
+class StepTiming:
     """Feed it every decode step and every commit, in order of time (seconds of any steady clock)."""
 
     def __init__(self) -> None:

@@ -22,13 +22,13 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from rollout_server.journal.records import (
-    DraftHead,
-    DraftPart,
     GroupBegan,
     GroupEnded,
+    PartialHead,
+    PartialPart,
     Record,
     SessionBegan,
-    decode_draft,
+    decode_partial,
     decode_record,
     encode_record,
 )
@@ -39,7 +39,7 @@ from services.wire.errors import DrainingError, NotReadyError, RollmeshError
 KEEP_ENDED_S = 600
 """How long the journal of a group that has ended is kept, for calls that come late."""
 KEEP_ANSWER_S = 60
-KEEP_DRAFT_S = 3600
+KEEP_PARTIAL_S = 3600
 LET_GO = ""
 _AT_ONCE = 256
 
@@ -123,7 +123,7 @@ return 1
 class _Item:
     group_id: str
     payload: bytes
-    draft: str
+    partial: str
     """The draft's key: to append to, or to remove."""
     part: bool
     answer_key: str
@@ -181,24 +181,24 @@ class Journal:
         record: Record,
         then: Callable[[], T],
         *,
-        draft: str | None = None,
+        partial: str | None = None,
         answer: tuple[str, bytes] | None = None,
     ) -> T:
         """Write `record`, then run `then` and return its result: in the journal's order, also if nobody waits any more.
 
-        `draft`: key of one that the record replaces. `answer`: its name, and bytes to keep for those who ask again. Raises
-        DrainingError when the group is another's, NotReadyError when Redis fails; then nothing was applied.
+        `partial`: key of one that the record replaces. `answer`: its name, and bytes to keep for those who ask again.
+        Raises DrainingError when the group is another's, NotReadyError when Redis fails; then nothing was applied.
         """
         name, kept = answer or ("", b"")
         answer_key = self._keys.answer(group_id, name)
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        item = _Item(group_id, encode_record(record), draft or answer_key, False, answer_key, kept, then, done)
+        item = _Item(group_id, encode_record(record), partial or answer_key, False, answer_key, kept, then, done)
         return await self._enqueue(item)  # type: ignore[no-any-return]
 
-    async def add_draft(self, group_id: str, draft: str, part: DraftHead | DraftPart) -> None:
+    async def add_partial(self, group_id: str, partial: str, part: PartialHead | PartialPart) -> None:
         """Append to a draft. Raises as `append` does."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await self._enqueue(_Item(group_id, encode_record(part), draft, True, draft, b"", _nothing, done))
+        await self._enqueue(_Item(group_id, encode_record(part), partial, True, partial, b"", _nothing, done))
 
     async def _enqueue(self, item: _Item) -> Any:
         self._queue.append(item)
@@ -228,10 +228,10 @@ class Journal:
             if not item.part:
                 item.position = self._lengths[item.group_id] + ahead.get(item.group_id, 0)
                 ahead[item.group_id] = ahead.get(item.group_id, 0) + 1
-            keys += [self._keys.journal(item.group_id), item.draft, item.answer_key]
+            keys += [self._keys.journal(item.group_id), item.partial, item.answer_key]
             args += [item.group_id, item.position, item.payload, "1" if item.part else "", item.answer]
         try:
-            answers = await self._write(keys=keys, args=[*args, KEEP_DRAFT_S, KEEP_ANSWER_S])
+            answers = await self._write(keys=keys, args=[*args, KEEP_PARTIAL_S, KEEP_ANSWER_S])
         except RedisError as error:
             # Nobody knows what of it was written.
             _log.warning("the journal cannot be written", items=len(held), error=str(error))
@@ -297,16 +297,16 @@ class Journal:
         self._lengths[group_id] = len(records)
         return records
 
-    def draft_key(self, session_id: str, call: str) -> str:
-        return self._keys.draft(session_id, call)
+    def partial_key(self, session_id: str, call: str) -> str:
+        return self._keys.partial(session_id, call)
 
-    async def read_draft(self, draft: str) -> list[DraftHead | DraftPart]:
+    async def read_partial(self, partial: str) -> list[PartialHead | PartialPart]:
         """What there is of a draft, in order, nothing twice."""
-        parts: list[DraftHead | DraftPart] = []
+        parts: list[PartialHead | PartialPart] = []
         numbers: set[int] = set()
-        for packed in _bytes(await self._redis.lrange(draft, 0, -1)):
-            part = decode_draft(packed)
-            number = part.number if isinstance(part, DraftPart) else 0
+        for packed in _bytes(await self._redis.lrange(partial, 0, -1)):
+            part = decode_partial(packed)
+            number = part.number if isinstance(part, PartialPart) else 0
             if number not in numbers:
                 numbers.add(number)
                 parts.append(part)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from rollout_server.engines.base import FinishReason
-from rollout_server.sessions.responses import Marks
+from rollout_server.sessions.responses import RequestKey
 from rollout_server.sessions.session import DropCause
 from services.wire.errors import WireError
 from services.wire.rollout_api import Purpose
@@ -69,7 +69,7 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
 
     parent: int
     prompt: bytes
-    drawn: bytes
+    sampled: bytes
     logprobs: bytes
     spans: list[VersionSpan]
     reason: BreakReason | None
@@ -85,7 +85,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered", omit_d
     nodes: list[NodeRecord]
     sampling: SamplingParams
     finish_reason: FinishReason
-    marks: Marks
+    request_key: RequestKey = msgspec.field(name="marks")
     digests: bytes = b""
     tools: bytes = b""
 
@@ -136,14 +136,14 @@ class GroupEnded(msgspec.Struct, frozen=True, kw_only=True, tag="closed"):
 Record = GroupBegan | SessionBegan | Answered | TurnsAnswered | Rewarded | SessionEnded | GroupEnded
 
 
-class DraftHead(msgspec.Struct, frozen=True, array_like=True, tag="head"):
+class PartialHead(msgspec.Struct, frozen=True, array_like=True, tag="head"):
     """Which answer is being drawn: every try of it must say the same. `created`: Unix seconds."""
 
     call_id: str
     created: int
 
 
-class DraftPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
+class PartialPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
     """A delta of sample `index` of prompt `prompt`. `number`: its place in the draft, from 1; one that came twice counts
     once."""
 
@@ -159,10 +159,10 @@ class DraftPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
 
 _encoder = msgspec.msgpack.Encoder()
 _records = msgspec.msgpack.Decoder(Record)
-_drafts = msgspec.msgpack.Decoder(DraftHead | DraftPart)
+_partials = msgspec.msgpack.Decoder(PartialHead | PartialPart)
 
 
-def encode_record(record: Record | DraftHead | DraftPart) -> bytes:
+def encode_record(record: Record | PartialHead | PartialPart) -> bytes:
     return _encoder.encode(record)
 
 
@@ -177,10 +177,10 @@ def decode_record(packed: bytes) -> Record:
     return record
 
 
-def decode_draft(packed: bytes) -> DraftHead | DraftPart:
+def decode_partial(packed: bytes) -> PartialHead | PartialPart:
     """Raises WireError for bytes that are no part of a draft."""
     try:
-        part: DraftHead | DraftPart = _drafts.decode(packed)
+        part: PartialHead | PartialPart = _partials.decode(packed)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise WireError(f"a part of a draft of {len(packed)} bytes cannot be read ({error})") from error
     return part

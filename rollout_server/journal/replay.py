@@ -25,7 +25,7 @@ from rollout_server.journal.records import (
 )
 from rollout_server.sessions.capture import Node
 from rollout_server.sessions.group import Group
-from rollout_server.sessions.responses import Marks
+from rollout_server.sessions.responses import RequestKey
 from rollout_server.sessions.session import Reward, Said, Session, Terms
 from services.wire.errors import WireError
 from services.wire.rollout_api import SamplingLimits
@@ -50,7 +50,7 @@ class AnswerName:
 
     session: Session
     call_id: str
-    marks: Marks
+    request_key: RequestKey
 
 
 @dataclass
@@ -75,7 +75,7 @@ def replay(records: Sequence[Record], now: Now) -> Replayed:
             case Answered():
                 session = _find(group, record.session_id)
                 apply_answer(session, record)
-                replayed.answers.append(AnswerName(session, record.call_id, record.marks))
+                replayed.answers.append(AnswerName(session, record.call_id, record.request_key))
             case TurnsAnswered():
                 apply_turns(group, record)
             case Rewarded():
@@ -135,7 +135,7 @@ def apply_end(session: Session, record: SessionEnded) -> None:
 def node_record(
     parent: Node | None,
     prompt: Sequence[int],
-    drawn: Sequence[int],
+    sampled: Sequence[int],
     logprobs: Sequence[float],
     spans: Sequence[VersionSpan],
 ) -> NodeRecord:
@@ -143,7 +143,7 @@ def node_record(
     return NodeRecord(
         parent=-1 if parent is None else parent.number,
         prompt=array("i", prompt).tobytes(),
-        drawn=array("i", drawn).tobytes(),
+        sampled=array("i", sampled).tobytes(),
         logprobs=array("f", logprobs).tobytes(),
         spans=list(spans),
         reason=None,
@@ -195,7 +195,7 @@ def _group(record: GroupBegan, now: Now) -> Group:
         record.sampling,
         opened_at=record.opened_at,
         last_used=now.monotonic,
-        adopted=True,
+        taken_over=True,
     )
 
 
@@ -220,7 +220,7 @@ def _session(group: Group, record: SessionBegan, now: Now) -> Session:
         record.fingerprint,
         opened=now.on_monotonic(record.opened_at),
         last_used=now.monotonic,
-        adopted=True,
+        taken_over=True,
     )
 
 
@@ -233,9 +233,9 @@ def _find(group: Group, session_id: str) -> Session:
 
 def _add_node(session: Session, record: NodeRecord, sampling: SamplingParams) -> Node:
     capture = session.capture
-    prompt, drawn, logprobs = array("i"), array("i"), array("f")
+    prompt, sampled, logprobs = array("i"), array("i"), array("f")
     prompt.frombytes(record.prompt)
-    drawn.frombytes(record.drawn)
+    sampled.frombytes(record.sampled)
     logprobs.frombytes(record.logprobs)
     parent = None if record.parent < 0 else capture.nodes[record.parent]
-    return capture.record(parent, prompt, drawn, logprobs, record.spans, sampling, record.reason)
+    return capture.record(parent, prompt, sampled, logprobs, record.spans, sampling, record.reason)

@@ -17,8 +17,8 @@ from redis.exceptions import RedisError
 
 from rollout_server.engines.base import Engine
 from rollout_server.journal.journal import Journal
-from rollout_server.lifecycle.heartbeat import Announcer
-from rollout_server.lifecycle.takeover import Adopter
+from rollout_server.lifecycle.heartbeat import Heartbeat
+from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.group import Group, GroupRegistry
 from services.run_store.discovery import Registry
 from services.wire.errors import DrainingError, NotReadyError, RollmeshError
@@ -95,11 +95,11 @@ POLL_S = 0.5
 class EngineWatch:
     """`run` is a task owned by the server."""
 
-    def __init__(self, engine: Engine, adopter: Adopter, drainer: Drainer, announcer: Announcer) -> None:
+    def __init__(self, engine: Engine, takeover: Takeover, drainer: Drainer, heartbeat: Heartbeat) -> None:
         self._engine = engine
-        self._adopter = adopter
+        self._takeover = takeover
         self._drainer = drainer
-        self._announcer = announcer
+        self._heartbeat = heartbeat
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -110,8 +110,8 @@ class EngineWatch:
             if failure != failed:
                 _log.warning("engine", failure=failure)
                 failed = failure
-                self._adopter.taking = failure is None
-                self._announcer.notify()
+                self._takeover.taking = failure is None
+                self._heartbeat.notify()
             if failure is not None:
                 try:
                     await self._drainer.hand_over(NotReadyError(failure, "send the call again"))

@@ -14,16 +14,16 @@ LEFT_AFTER_S = 20.0
 _LONGEST_PAUSE_S = 1.0
 
 
-async def sweep(registry: GroupRegistry, finisher: Finisher, idle_timeout_s: float) -> None:
+async def expire_idle(registry: GroupRegistry, finisher: Finisher, idle_timeout_s: float) -> None:
     """Sweep until cancelled, often enough for the shortest idle time, `idle_timeout_s`, of this server's own."""
     while True:
         await asyncio.sleep(min(_LONGEST_PAUSE_S, idle_timeout_s / 4))
         for group in registry.all_open():
-            await _sweep_group(group, finisher)
+            await _expire_group(group, finisher)
         registry.forget_ended(time.monotonic())
 
 
-async def _sweep_group(group: Group, finisher: Finisher) -> None:
+async def _expire_group(group: Group, finisher: Finisher) -> None:
     for session in group.live:
         # A call that goes on notices the deadline itself; somebody who ends the session will be done in a moment.
         if session.end is None and not session.busy and (session.seconds_left() <= 0.0 or _is_idle(group, session)):

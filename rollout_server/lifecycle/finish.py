@@ -216,10 +216,10 @@ class Finisher:
             raise ConflictError(f"session {session.session_id} took no turn", "let it take one, or give it up")
         layout = capture.layout()
         spans = [
-            RewardSpan(*layout.places[node], len(node.drawn), reward.value, reward.components)
+            RewardSpan(*layout.places[node], len(node.sampled), reward.value, reward.components)
             for call_id, reward in session.rewards.calls.items()
             for node in session.memory.calls.get(call_id, ())
-            if node.drawn
+            if node.sampled
         ]
         return Trajectory(
             run_id=self._origin.run_id,

@@ -12,12 +12,12 @@ from redis.exceptions import RedisError
 from services.run_store.discovery import Registry, ServerRecord
 
 LEASE_S = 3.0
-ANNOUNCEMENTS_A_LEASE = 3
+HEARTBEATS_A_LEASE = 3
 
 _log = structlog.get_logger()
 
 
-class Announcer:
+class Heartbeat:
     """`describe` gives the record of this moment. `run` is a task owned by the server."""
 
     def __init__(self, registry: Registry, describe: Callable[[], ServerRecord]) -> None:
@@ -46,7 +46,7 @@ class Announcer:
                     _log.warning("cannot announce this server", why=str(error))
                 failing = True
             with suppress(TimeoutError):
-                async with asyncio.timeout(LEASE_S / ANNOUNCEMENTS_A_LEASE):
+                async with asyncio.timeout(LEASE_S / HEARTBEATS_A_LEASE):
                     await self._wake.wait()
 
     async def withdraw(self) -> None:

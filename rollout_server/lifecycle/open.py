@@ -25,7 +25,7 @@ from redis.exceptions import RedisError
 from rollout_server.journal.journal import Journal
 from rollout_server.journal.replay import Now, began, group_began
 from rollout_server.lifecycle.admission import AdmissionGate
-from rollout_server.lifecycle.takeover import Adopter
+from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.group import Group, GroupRegistry, new_group_id, sampling_of
 from rollout_server.sessions.session import Session, Terms
 from services.host.aio import NamedLocks
@@ -50,7 +50,7 @@ class SessionOpener:
         gate: AdmissionGate,
         ledger: Ledger,
         journal: Journal,
-        adopter: Adopter,
+        takeover: Takeover,
         idle_timeout_s: float,
         tracing: Tracing = NO_TRACING,
     ) -> None:
@@ -58,7 +58,7 @@ class SessionOpener:
         self._gate = gate
         self._ledger = ledger
         self._journal = journal
-        self._adopter = adopter
+        self._takeover = takeover
         self._idle_timeout_s = idle_timeout_s
         self._tracing = tracing
         self._locks = NamedLocks()
@@ -71,7 +71,7 @@ class SessionOpener:
         group_id = new_group_id() if name is None else f"g-{name}"
         async with self._locks.hold(group_id):
             if name is not None:
-                await self._adopter.hold_group(group_id)
+                await self._takeover.hold_group(group_id)
                 if self._registry.knows(group_id):
                     found = self._registry.find_open(group_id)
                     found.left = False
@@ -120,7 +120,7 @@ class SessionOpener:
                 if known is not None:
                     return known, False
             if call.group_id is not None or call.session_id is not None:
-                await self._adopter.hold_group(group_id)
+                await self._takeover.hold_group(group_id)
             session_id = session_id or f"s-{secrets.token_hex(16)}"
             group = self._registry.get_open(group_id)
             if group is None:
@@ -128,7 +128,7 @@ class SessionOpener:
             return await self._join(group, session_id, call, fingerprint), True
 
     async def _known(self, session_id: str, fingerprint: bytes) -> Session | None:
-        await self._adopter.hold_session(session_id)
+        await self._takeover.hold_session(session_id)
         known = self._registry.get_session(session_id)
         if isinstance(known, Session):
             if known.fingerprint != fingerprint:
@@ -160,7 +160,7 @@ class SessionOpener:
             # Its owner is writing the first line of the journal, or died before it did.
             ends = time.monotonic() + _FOUND_WITHIN_S
             while time.monotonic() < ends:
-                await self._adopter.hold_group(group_id)
+                await self._takeover.hold_group(group_id)
                 await asyncio.sleep(_POLL_S)
             raise
 

@@ -30,7 +30,7 @@ from services.run_store.ledger import Ledger
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError
 
-SWEEP_S = 2.0
+TAKE_ORPHANS_EVERY_S = 2.0
 PROBE_WITHIN_S = 0.5
 UNWRITTEN_AFTER_S = 10.0
 """A group in the ledger without a journal for so long was opened by a server that died in that moment."""
@@ -60,10 +60,10 @@ async def restore_answers(journal: Journal, replayed: Replayed) -> None:
     kept = await journal.kept_answers(replayed.group.group_id, [name.call_id for name in wanted])
     for name, whole in zip(wanted, kept, strict=True):
         if whole is not None and name.session.end is None:
-            name.session.memory.answers.restore(name.marks, whole)
+            name.session.memory.answers.restore(name.request_key, whole)
 
 
-class Adopter:
+class Takeover:
     """Takes groups over for one server. `run` is a task owned by the server."""
 
     def __init__(
@@ -198,18 +198,18 @@ class Adopter:
         """Take orphans over until cancelled."""
         failing = False
         while True:
-            await asyncio.sleep(SWEEP_S)
+            await asyncio.sleep(TAKE_ORPHANS_EVERY_S)
             if not self.taking:
                 continue
             try:
-                await self._sweep()
+                await self._take_orphans()
                 failing = False
             except (RedisError, RollmeshError) as error:
                 if not failing:
                     _log.warning("cannot look for orphans", why=str(error))
                 failing = True
 
-    async def _sweep(self) -> None:
+    async def _take_orphans(self) -> None:
         servers = await self._servers.servers()
         serving = [record.server_id for record in servers if record.state == "serving"]
         if self._server_id not in serving:

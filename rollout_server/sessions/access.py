@@ -14,24 +14,24 @@ from __future__ import annotations
 
 from fastapi import Request
 
-from services.http.auth import Doorkeeper, bearer
+from services.http.auth import Authorizer, bearer
 from services.security.keys import PREFIX, SessionKeys
-from services.security.permissions import Door
+from services.security.permissions import AuthScope
 from services.wire.errors import ForbiddenError, UnauthenticatedError
 
 SESSION_HEADER = "x-session-id"
 
 
 class Access:
-    """Judges the callers of one server: session keys itself, all others by its `Doorkeeper`."""
+    """Judges the callers of one server: session keys itself, all others by its `Authorizer`."""
 
-    def __init__(self, keys: SessionKeys, doors: Doorkeeper) -> None:
+    def __init__(self, keys: SessionKeys, authorizer: Authorizer) -> None:
         self.keys = keys
-        self._doors = doors
+        self._authorizer = authorizer
 
-    def require_agent(self, request: Request, door: Door = "environment") -> None:
+    def require_agent(self, request: Request, scope: AuthScope = "environment") -> None:
         """For what no session may do. Raises UnauthenticatedError, or ForbiddenError for a key of another door."""
-        if self._bearer_session(request, door) is not None:
+        if self._bearer_session(request, scope) is not None:
             raise ForbiddenError(
                 "a session's key does not open this", "use the agent key: it is the environment's to do"
             )
@@ -46,20 +46,20 @@ class Access:
         if own is not None and own != named:
             raise ForbiddenError(f"this key opens another session than {named!r}", "use that session's own api_key")
 
-    def find_session(self, request: Request, named: str | None, door: Door = "environment") -> str | None:
+    def find_session(self, request: Request, named: str | None, scope: AuthScope = "environment") -> str | None:
         """The session that the caller means: by the URL (`named`), its key or the header; None if by none of them.
 
-        Raises UnauthenticatedError for a key that nobody issued, ForbiddenError for one that does not open `door`, and
+        Raises UnauthenticatedError for a key that nobody issued, ForbiddenError for one that does not open `scope`, and
         where two ways name two sessions.
         """
-        own = self._bearer_session(request, door)
+        own = self._bearer_session(request, scope)
         named = named or request.headers.get(SESSION_HEADER)
         if own is not None and named is not None and own != named:
             raise ForbiddenError(f"this key opens another session than {named!r}", "use that session's own api_key")
         return own or named
 
-    def _bearer_session(self, request: Request, door: Door = "environment") -> str | None:
-        """The session whose key is shown; None for whoever shows a key that opens `door`."""
+    def _bearer_session(self, request: Request, scope: AuthScope = "environment") -> str | None:
+        """The session whose key is shown; None for whoever shows a key that opens `scope`."""
         shown = bearer(request.headers.get("authorization"))
         if shown.startswith(PREFIX):
             session_id = self.keys.session_of(shown)
@@ -68,5 +68,5 @@ class Access:
                     "this session key is not one of this run", "use the api_key of POST /sessions"
                 )
             return session_id
-        self._doors.require_key(shown, door)
+        self._authorizer.require_key(shown, scope)
         return None

@@ -36,7 +36,7 @@ class CaptureError(RollmeshError):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One answer. `spans` lie over `drawn` alone; `end` is the length of the path up to and with the last drawn token.
+    """One answer. `spans` lie over `sampled` alone; `end` is the length of the path up to and with the last drawn token.
 
     `number`: its place in the order of recording, from 0.
     """
@@ -44,7 +44,7 @@ class Node:
     number: int
     parent: Node | None
     prompt: array[int]
-    drawn: array[int]
+    sampled: array[int]
     logprobs: array[float]
     spans: tuple[VersionSpan, ...]
     break_reason: BreakReason | None
@@ -179,7 +179,7 @@ def path(node: Node) -> list[int]:
     tokens: list[int] = []
     for each in _ancestry(node):
         tokens += each.prompt
-        tokens += each.drawn
+        tokens += each.sampled
     return tokens
 
 
@@ -217,9 +217,9 @@ def _measure(roots: Sequence[Node]) -> tuple[dict[Node, int], dict[Node, bytes]]
     sizes: dict[Node, int] = {}
     prints: dict[Node, bytes] = {}
     for node in reversed(downwards):
-        sizes[node] = len(node.drawn) + max((sizes[child] for child in node.children), default=0)
+        sizes[node] = len(node.sampled) + max((sizes[child] for child in node.children), default=0)
         hasher = blake2b(repr((node.break_reason, node.spans, len(node.prompt))).encode(), digest_size=16)
-        for part in (node.prompt, node.drawn, node.logprobs):
+        for part in (node.prompt, node.sampled, node.logprobs):
             hasher.update(part)
         for below in sorted(prints[child] for child in node.children):
             hasher.update(below)
@@ -236,19 +236,19 @@ def _lay(nodes: Sequence[Node], number: int, places: dict[Node, tuple[int, int]]
     shared = False
     for node in nodes:
         tokens += node.prompt
-        tokens += node.drawn
+        tokens += node.sampled
         mask += bytes(len(node.prompt))
         logprobs.extend([0.0] * len(node.prompt))
-        drawn = len(node.drawn)
+        sampled = len(node.sampled)
         if node in places:
             shared = True
-            mask += bytes(drawn)
-            logprobs.extend([0.0] * drawn)
+            mask += bytes(sampled)
+            logprobs.extend([0.0] * sampled)
             continue
         places[node] = number, len(mask)
         for span in node.spans:
             _append_merged(spans, span.over(len(mask) + span.start, span.length))
-        mask += b"\x01" * drawn
+        mask += b"\x01" * sampled
         logprobs.extend(node.logprobs)
     if not spans:
         return None

@@ -63,7 +63,7 @@ class Group:
     sessions: dict[str, Session] = field(default_factory=dict)
     opened_at: float = field(default_factory=time.time)
     last_used: float = field(default_factory=time.monotonic)
-    adopted: bool = False
+    taken_over: bool = False
     """It was another server's, or an earlier life's."""
     closing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by whoever ends the group."""

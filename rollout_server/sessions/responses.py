@@ -128,31 +128,31 @@ class Answers:
     """The answers of one session: those in the making, and the last few for retries that are still to come."""
 
     def __init__(self) -> None:
-        self._retries: Retries[Answer] = Retries()
+        self._index: IdempotencyIndex[Answer] = IdempotencyIndex()
         self._tasks: dict[Answer, asyncio.Task[None]] = {}
         self._giving_up: dict[Answer, asyncio.TimerHandle] = {}
 
-    def repeated(self, marks: Marks) -> Answer | None:
+    def repeated(self, request_key: RequestKey) -> Answer | None:
         """The answer that this call asks for again; None for a new call. Raises KeyReusedError."""
-        return self._retries.find(marks)
+        return self._index.find(request_key)
 
-    def knows(self, marks: Marks) -> bool:
+    def knows(self, request_key: RequestKey) -> bool:
         """Whether this very call, by the gateway's name, was sent here before."""
-        return self._retries.named(marks.call)
+        return self._index.named(request_key.call)
 
-    def start(self, marks: Marks, produce: Produce) -> Answer:
+    def start(self, request_key: RequestKey, produce: Produce) -> Answer:
         """Make a new answer in a task of its own."""
         answer = Answer()
-        self._retries.add(marks, answer)
+        self._index.add(request_key, answer)
         self._tasks[answer] = asyncio.create_task(self._make(answer, produce))
         return answer
 
-    def restore(self, marks: Marks, whole: bytes) -> None:
+    def restore(self, request_key: RequestKey, whole: bytes) -> None:
         """Take over an answer that another server gave."""
         answer = Answer()
         answer.put(whole)
         answer.end()
-        self._retries.add(marks, answer)
+        self._index.add(request_key, answer)
 
     @contextmanager
     def listening(self, answer: Answer, patience_s: float) -> Iterator[None]:
@@ -187,7 +187,7 @@ class Answers:
         if task is not None and not answer.ended:
             answer.end(error or AnswerLostError("nobody listened to this answer any more", "send the call again"))
             # At once, not when the drawing has unwound: a retry in between would join what nobody makes any more.
-            self._retries.forget(answer)
+            self._index.forget(answer)
             task.cancel()
 
     async def _make(self, answer: Answer, produce: Produce) -> None:
@@ -210,13 +210,13 @@ class Answers:
                 timer.cancel()
             if answer.error is not None:
                 # A failure is not an answer: sent again, the call is tried again.
-                self._retries.forget(answer)
+                self._index.forget(answer)
             self._trim()
 
     def _trim(self) -> None:
-        kept = [answer for answer in self._retries.values() if answer.ended]
+        kept = [answer for answer in self._index.values() if answer.ended]
         while len(kept) > _KEPT_ANSWERS or sum(answer.size for answer in kept) > _KEPT_BYTES:
-            self._retries.forget(kept.pop(0))
+            self._index.forget(kept.pop(0))
 
 
 # Which earlier call does this one repeat? Pure.
@@ -244,7 +244,7 @@ class KeyReusedError(RollmeshError):
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class RequestKey:
     """How a call is marked. `body`: a digest of route and body. `retry`: how often its client sent it before.
 
     `call`: the name that the gateway gave it, the same for each server that it tries.
@@ -258,12 +258,12 @@ class Marks:
 
 @dataclass(slots=True, eq=False)
 class _Known(Generic[Value]):
-    marks: Marks
+    request_key: RequestKey
     value: Value
     claimed: int
 
 
-class Retries(Generic[Value]):
+class IdempotencyIndex(Generic[Value]):
     """The calls of one session that may still be repeated, oldest first."""
 
     def __init__(self) -> None:
@@ -272,33 +272,37 @@ class Retries(Generic[Value]):
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, marks: Marks) -> Value | None:
+    def find(self, request_key: RequestKey) -> Value | None:
         """What was added for the call that this one repeats; None for a new one. Raises KeyReusedError."""
-        if marks.call is not None:
+        if request_key.call is not None:
             for known in self._known:
-                if known.marks.call == marks.call:
+                if known.request_key.call == request_key.call:
                     return known.value
-        if marks.key is not None:
+        if request_key.key is not None:
             for known in self._known:
-                if known.marks.key == marks.key:
-                    if known.marks.body != marks.body:
-                        raise KeyReusedError(marks.key)
+                if known.request_key.key == request_key.key:
+                    if known.request_key.body != request_key.body:
+                        raise KeyReusedError(request_key.key)
                     return known.value
             return None
-        if marks.retry < 1:
+        if request_key.retry < 1:
             return None
         for known in self._known:
-            if known.marks.key is None and known.marks.body == marks.body and known.claimed < marks.retry:
-                known.claimed = marks.retry
+            if (
+                known.request_key.key is None
+                and known.request_key.body == request_key.body
+                and known.claimed < request_key.retry
+            ):
+                known.claimed = request_key.retry
                 return known.value
         return None
 
     def named(self, call: str | None) -> bool:
         """Whether a call of this name is known."""
-        return call is not None and any(known.marks.call == call for known in self._known)
+        return call is not None and any(known.request_key.call == call for known in self._known)
 
-    def add(self, marks: Marks, value: Value) -> None:
-        self._known.append(_Known(marks, value, marks.retry))
+    def add(self, request_key: RequestKey, value: Value) -> None:
+        self._known.append(_Known(request_key, value, request_key.retry))
 
     def forget(self, value: Value) -> None:
         self._known = [known for known in self._known if known.value is not value]

@@ -42,7 +42,7 @@ class Said:
 
 
 @dataclass(slots=True)
-class DialectMemory:
+class CompletionMemory:
     """`texts`: captured nodes by the whole text that a completions client saw. `calls`: an answer's id → its nodes."""
 
     conversations: Conversations[Node] = field(default_factory=Conversations)
@@ -156,13 +156,13 @@ class Session:
     last_used: float = field(default_factory=time.monotonic)
     capture: Capture = field(default_factory=Capture)
     rewards: Rewards = field(default_factory=Rewards)
-    memory: DialectMemory = field(default_factory=DialectMemory)
+    memory: CompletionMemory = field(default_factory=CompletionMemory)
     taking_turn: bool = False
     calls_in_flight: int = 0
     tokens_reserved: int = 0
     """Tokens that calls in flight may still draw: what they leave of the budget is for others."""
     finish_reason: FinishReason = "stop"
-    adopted: bool = False
+    taken_over: bool = False
     """It was another server's, or an earlier life's: what calls it may repeat is in the journal."""
     end: SessionEnd | None = None
     ending: bool = False
@@ -256,7 +256,7 @@ class Session:
             ended_at=time.monotonic(),
         )
         self.memory.answers.cancel_all(self.end.refuse())
-        self.capture, self.memory, self.rewards = Capture(), DialectMemory(), Rewards()
+        self.capture, self.memory, self.rewards = Capture(), CompletionMemory(), Rewards()
         return self.end
 
     def touch(self) -> None:

@@ -34,11 +34,9 @@ class TraceSettings(Section):
 SettingsT = TypeVar("SettingsT", bound=TraceSettings)
 
 
-def with_surroundings(settings: SettingsT, surroundings: Mapping[str, str]) -> SettingsT:
+def with_environ(settings: SettingsT, environ: Mapping[str, str]) -> SettingsT:
     """`settings` with what environment variables say of traces. Raises UsageError for a value that is none."""
-    given = {
-        name: surroundings[_variable(name)] for name in TraceSettings.model_fields if surroundings.get(_variable(name))
-    }
+    given = {name: environ[_variable(name)] for name in TraceSettings.model_fields if environ.get(_variable(name))}
     if not given:
         return settings
     try:
@@ -51,7 +49,7 @@ def with_surroundings(settings: SettingsT, surroundings: Mapping[str, str]) -> S
     return settings.model_copy(update={name: getattr(checked, name) for name in given})
 
 
-def as_surroundings(settings: TraceSettings) -> dict[str, str]:
+def as_environ(settings: TraceSettings) -> dict[str, str]:
     """Environment variables that tell another process the same; none where traces are off."""
     if settings.traces == "off":
         return {}

@@ -17,11 +17,11 @@ from services.config.settings import GatewaySettings
 from services.gateway.proxy import Proxy, ProxyPaths
 from services.gateway.request import SessionIndex
 from services.gateway.retry import Failover
-from services.gateway.router import Placer
+from services.gateway.router import Router
 from services.gateway.servers import Server, Servers
 from services.gateway.upstream import Upstream
 from services.http.app import BodyLimit, Stop, make_app
-from services.http.auth import Doorkeeper, Threshold
+from services.http.auth import AuthMiddleware, Authorizer
 from services.observability import catalog
 from services.observability.metrics import Metrics, Reading
 from services.observability.middleware import trace_calls
@@ -41,7 +41,7 @@ def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> Fas
     gateway = Gateway(plan, stop)
     metrics = Metrics()
     metrics.read(lambda: gateway_readings(gateway))
-    scraping = gateway.doors.of("service")
+    scraping = gateway.authorizer.of("service")
     app = make_app(
         *("rollmesh gateway", version("rollmesh"), gateway.lifespan, gateway.not_ready, metrics),
         metrics_access=scraping,
@@ -51,7 +51,7 @@ def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> Fas
     app.include_router(admin_routes(gateway))
     app.add_middleware(ProxyPaths, proxy=BodyLimit(gateway, max_body_mib << 20))
     trace_calls(app, plan.tracing)
-    app.add_middleware(Threshold, doors=gateway.doors, sessions=True)
+    app.add_middleware(AuthMiddleware, authorizer=gateway.authorizer, sessions=True)
     return app
 
 
@@ -93,7 +93,7 @@ class Gateway:
 
     def __init__(self, plan: GatewayPlan, stop: Stop) -> None:
         self._plan = plan
-        self.doors = Doorkeeper(plan.keys)
+        self.authorizer = Authorizer(plan.keys)
         self._stop = stop
         self._parts: GatewayParts | None = None
 
@@ -120,11 +120,11 @@ class Gateway:
             upstream = await stack.enter_async_context(Upstream(plan.trust))
             board = WaitBoard(redis, plan.run_id, plan.name)
             servers = Servers(Registry(redis, plan.run_id), board, settings.poll_s)
-            placer = Placer(servers, settings)
-            failover = Failover(servers, placer, upstream, settings.failover_timeout_s)
+            router = Router(servers, settings)
+            failover = Failover(servers, router, upstream, settings.failover_timeout_s)
             # Before the first call: a gateway that has just started knows its servers.
             await servers.look()
-            proxy = Proxy(failover, placer, SessionIndex(redis, plan.run_id))
+            proxy = Proxy(failover, router, SessionIndex(redis, plan.run_id))
             self._parts = GatewayParts(servers, upstream, failover, proxy)
             if plan.url is not None:
                 record = ServiceRecord(name=plan.name, kind="gateway", url=plan.url)
@@ -155,7 +155,7 @@ def admin_routes(gateway: Gateway) -> APIRouter:
     """The gateway's own routes; what is neither theirs nor proxied is answered with where it belongs."""
     router = APIRouter(tags=["admin"])
 
-    @router.get("/admin/servers", dependencies=gateway.doors.of("service"))
+    @router.get("/admin/servers", dependencies=gateway.authorizer.of("service"))
     async def read_servers() -> KnownServers:
         """The servers that are alive, as they announce themselves and as this gateway uses them."""
         servers = gateway.parts().servers
@@ -165,7 +165,7 @@ def admin_routes(gateway: Gateway) -> APIRouter:
         ]
         return KnownServers(servers=known, not_ready=servers.not_ready())
 
-    @router.post("/admin/drain", status_code=202, dependencies=gateway.doors.of("operator"))
+    @router.post("/admin/drain", status_code=202, dependencies=gateway.authorizer.of("operator"))
     async def drain(call: DrainServer, request: Request) -> Draining:
         """Have a server let go of its sessions, which others take up, and end. The caller's own key is shown to it."""
         parts = gateway.parts()
@@ -191,7 +191,7 @@ def admin_routes(gateway: Gateway) -> APIRouter:
 
 def run_routes(gateway: Gateway) -> APIRouter:
     """The one route of agents that is answered by the gateway itself."""
-    router = APIRouter(tags=["rollout"], dependencies=gateway.doors.of("reading"))
+    router = APIRouter(tags=["rollout"], dependencies=gateway.authorizer.of("reading"))
 
     @router.get("/run")
     async def read_run(request: Request) -> RunState:

@@ -39,7 +39,7 @@ def gateway(
     import os
 
     from services.config.load import load_settings
-    from services.config.traces import with_surroundings
+    from services.config.traces import with_environ
     from services.gateway.app import GatewayPlan, make_gateway_app
     from services.http.app import Stop, open_port, serve
     from services.observability.setup import open_tracing
@@ -49,7 +49,7 @@ def gateway(
     from services.security.tls import read_tls
 
     settings = load_settings(config, [])
-    tracing = open_tracing(with_surroundings(settings.telemetry, os.environ), "gateway", run_id, name)
+    tracing = open_tracing(with_environ(settings.telemetry, os.environ), "gateway", run_id, name)
     keys = read_keys("gateway", keys_dir, {"redis": redis_password_file})
     tls = read_tls(tls_dir)
     own_url = tls.own_url(host, port, own_url)

@@ -13,11 +13,11 @@ from aiohttp import ClientResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.request import ProxiedCall, SessionIndex, is_proxied, read_call
-from services.gateway.response import AgentSide
+from services.gateway.response import DownstreamResponse
 from services.gateway.retry import Failover
-from services.gateway.router import Placer
+from services.gateway.router import Router
 from services.gateway.servers import Server
-from services.gateway.stateless_generate import Uncaptured
+from services.gateway.stateless_generate import StatelessCalls
 from services.gateway.upstream import rest_refused
 from services.wire.errors import RollmeshError
 
@@ -28,33 +28,33 @@ _WHOLE_BYTES = 1 << 20
 class Proxy:
     """Passes one agent's call on and its answer back."""
 
-    def __init__(self, failover: Failover, placer: Placer, sessions: SessionIndex) -> None:
+    def __init__(self, failover: Failover, router: Router, sessions: SessionIndex) -> None:
         self._failover = failover
-        self._placer = placer
+        self._router = router
         self._sessions = sessions
-        self._uncaptured = Uncaptured(failover)
+        self._stateless = StatelessCalls(failover)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        agent = AgentSide(send)
+        agent = DownstreamResponse(send)
         try:
             call = read_call(scope, await _read_body(receive))
             async with until_hung_up(receive):
                 if call.may_name_nothing and not await self._sessions.holds(call.session_id or ""):
                     call.session_id = None
-                await (self._uncaptured.answer(call, agent) if call.is_uncaptured else self._pass(call, agent))
+                await (self._stateless.answer(call, agent) if call.is_stateless else self._pass(call, agent))
         except AgentGoneError:
             return
         except RollmeshError as error:
             # An answer that can no longer say so is cut: our server closes the connection of one that does not end.
             await agent.fail(error)
 
-    async def _pass(self, call: ProxiedCall, agent: AgentSide) -> None:
+    async def _pass(self, call: ProxiedCall, agent: DownstreamResponse) -> None:
         async def hand_on(server: Server, response: ClientResponse) -> None:
             length = response.content_length
             if call.opens or (length is not None and length <= _WHOLE_BYTES):
                 body = await response.read()
                 if call.opens and response.status < 300:
-                    self._placer.opened(server, body)
+                    self._router.opened(server, body)
                 await _finish(response, body, agent)
             else:
                 await _stream(response, agent)
@@ -74,7 +74,7 @@ class ProxyPaths:
         await (self._proxy if proxied else self._app)(scope, receive, send)
 
 
-async def _finish(response: ClientResponse, body: bytes, agent: AgentSide) -> None:
+async def _finish(response: ClientResponse, body: bytes, agent: DownstreamResponse) -> None:
     """Pass an answer on in one piece, less what an earlier try has brought."""
     await _check_goes_on(response, agent)
     repetition = agent.later_try()
@@ -84,7 +84,7 @@ async def _finish(response: ClientResponse, body: bytes, agent: AgentSide) -> No
     await agent.end(new)
 
 
-async def _stream(response: ClientResponse, agent: AgentSide) -> None:
+async def _stream(response: ClientResponse, agent: DownstreamResponse) -> None:
     """Pass chunks on as they come, less what an earlier try has brought."""
     await _check_goes_on(response, agent)
     repetition = agent.later_try()
@@ -99,7 +99,7 @@ async def _stream(response: ClientResponse, agent: AgentSide) -> None:
     await agent.end()
 
 
-async def _check_goes_on(response: ClientResponse, agent: AgentSide) -> None:
+async def _check_goes_on(response: ClientResponse, agent: DownstreamResponse) -> None:
     """Raise RollmeshError where a later try is refused after the agent has a part of the answer."""
     if agent.begun and response.status >= 300:
         raise rest_refused(response.status, await response.read())

@@ -34,7 +34,7 @@ _OF_THE_REQUEST = frozenset(
         BASE_URL_HEADER.encode(),
     )
 )
-_DRAWING = ("/completions", "/generate", "/turns")
+_GENERATING = ("/completions", "/generate", "/turns")
 
 Headers = list[tuple[str, str]]
 
@@ -66,12 +66,12 @@ class ProxiedCall:
         return self.method == "POST" and self.path in ("/sessions", "/groups")
 
     @property
-    def draws(self) -> bool:
+    def generates(self) -> bool:
         """Whether it lets an engine draw tokens."""
-        return self.method == "POST" and self.path.endswith(_DRAWING)
+        return self.method == "POST" and self.path.endswith(_GENERATING)
 
     @property
-    def is_uncaptured(self) -> bool:
+    def is_stateless(self) -> bool:
         """Whether it draws tokens outside any session."""
         return self.path == GENERATE and self.method == "POST" and self.session_id is None
 

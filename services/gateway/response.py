@@ -53,7 +53,7 @@ class Repetition:
             raise RollmeshError("the answer came out shorter when it was made again", "send the call again")
 
 
-class AgentSide:
+class DownstreamResponse:
     """One answer. `passed_on`: bytes of the body that the agent has; `begun`: it has status and headers."""
 
     def __init__(self, send: Send) -> None:

@@ -18,7 +18,7 @@ import structlog
 from aiohttp import ClientResponse
 
 from services.gateway.request import ProxiedCall
-from services.gateway.router import Destination, Placer
+from services.gateway.router import Destination, Router
 from services.gateway.servers import Server, Servers
 from services.gateway.upstream import TryFailedError, Upstream
 from services.policies.backoff import growing_delay
@@ -36,9 +36,9 @@ _log = structlog.get_logger()
 class Failover:
     """Tries servers for calls."""
 
-    def __init__(self, servers: Servers, placer: Placer, upstream: Upstream, timeout_s: float) -> None:
+    def __init__(self, servers: Servers, router: Router, upstream: Upstream, timeout_s: float) -> None:
         self._servers = servers
-        self._placer = placer
+        self._router = router
         self._upstream = upstream
         self._timeout_s = timeout_s
         self.failed_tries: Counter[str] = Counter()
@@ -59,11 +59,11 @@ class Failover:
         not, what broke it off is raised as TryFailedError. Raises NotReadyError or DeadlineError when nothing came forth
         for the whole time that failing over may take.
         """
-        destination = self._placer.destination(call)
+        destination = self._router.destination(call)
         tries = _Tries(self._timeout_s, progress, apart_from)
         owner: Server | None = None
         while True:
-            server = owner or self._placer.choose(call, destination, tries.failed)
+            server = owner or self._router.choose(call, destination, tries.failed)
             if server is None:
                 await tries.pause(call)
                 continue
@@ -79,7 +79,7 @@ class Failover:
                 owner = self._owner(failure, destination, tries)
             else:
                 if response.status < 400:
-                    self._placer.held_by(destination, server)
+                    self._router.held_by(destination, server)
                 return
 
     def _owner(self, failure: TryFailedError, destination: Destination, tries: _Tries) -> Server | None:
@@ -87,7 +87,7 @@ class Failover:
         owner = None if failure.owner_url is None else self._servers.at(failure.owner_url)
         if owner is None or owner.name in tries.failed:
             return None
-        self._placer.held_by(destination, owner)
+        self._router.held_by(destination, owner)
         return owner
 
 

@@ -70,7 +70,7 @@ class Destination:
     prefixes: Sequence[Prefix]
 
 
-class Placer:
+class Router:
     """Chooses servers and remembers which ones answered."""
 
     def __init__(self, servers: Servers, settings: GatewaySettings) -> None:
@@ -84,7 +84,7 @@ class Placer:
         """Read off a call where it belongs; once a call."""
         if call.group_id is not None:
             return Destination(f"group {call.group_id}", True, [])
-        if call.is_uncaptured:
+        if call.is_stateless:
             return Destination(call.call_id, False, _prefixes(call.body))
         if call.session_id is not None:
             return Destination(self._key_of(call.session_id), True, [])

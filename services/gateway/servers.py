@@ -72,15 +72,15 @@ class Server:
     @contextmanager
     def trying(self, limit: asyncio.Timeout, call: ProxiedCall) -> Iterator[None]:
         """The call is on its way there; `limit` passes at once when the server is gone."""
-        draws, opens = call.draws, call.opens
-        self.in_flight += draws
+        generates, opens = call.generates, call.opens
+        self.in_flight += generates
         self._opening += opens
         self._tries.add(limit)
         try:
             yield
         finally:
             self._tries.discard(limit)
-            self.in_flight -= draws
+            self.in_flight -= generates
             self._opening -= opens
 
     def gone(self) -> None:

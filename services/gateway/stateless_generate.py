@@ -22,7 +22,7 @@ import msgspec
 from aiohttp import ClientResponse
 
 from services.gateway.request import ProxiedCall
-from services.gateway.response import AgentSide
+from services.gateway.response import DownstreamResponse
 from services.gateway.retry import Failover
 from services.gateway.servers import Server
 from services.gateway.upstream import TryFailedError, error_detail, rest_refused
@@ -53,13 +53,13 @@ class _Got:
     body: bytes
 
 
-class Uncaptured:
+class StatelessCalls:
     """Answers calls of the token route that name no session."""
 
     def __init__(self, failover: Failover) -> None:
         self._failover = failover
 
-    async def answer(self, call: ProxiedCall, agent: AgentSide) -> None:
+    async def answer(self, call: ProxiedCall, agent: DownstreamResponse) -> None:
         """Raises what `Failover.deliver` raises, and RollmeshError where the rest of an answer is refused."""
         # Most calls are not streamed and not broken off: of those nothing is decoded, neither prompt nor answer.
         asked = _decode(call.body) if b'"stream"' in call.body else {}
@@ -70,7 +70,7 @@ class Uncaptured:
         else:
             await self._pass_through(call, agent)
 
-    async def _whole(self, call: ProxiedCall, agent: AgentSide) -> None:
+    async def _whole(self, call: ProxiedCall, agent: DownstreamResponse) -> None:
         got = await self._ask(call)
         if got.status == 200 and b'"abort"' in got.body:
             asked, whole = _decode(call.body), _answer.decode(got.body)
@@ -87,20 +87,20 @@ class Uncaptured:
         await agent.begin(got.status, got.headers)
         await agent.end(got.body)
 
-    async def _finished(self, call: ProxiedCall, asked: Call, drawn: Choice, server_id: str) -> Choice:
+    async def _finished(self, call: ProxiedCall, asked: Call, sampled: Choice, server_id: str) -> Choice:
         """The sample, carried on until it ends by itself; `server_id`: who broke it off."""
-        while drawn.finish_reason == "abort":
-            left = what_is_left(asked, drawn)
+        while sampled.finish_reason == "abort":
+            left = what_is_left(asked, sampled)
             if left is None:
-                return ended(drawn, "length")
-            got = await self._ask(_again(call, left), rest_of=drawn, apart_from=(server_id,))
+                return ended(sampled, "length")
+            got = await self._ask(_again(call, left), rest_of=sampled, apart_from=(server_id,))
             if got.status != 200:
                 if error_detail(got.body).code == ContextLengthError.code:
-                    return ended(drawn, "length")
+                    return ended(sampled, "length")
                 raise rest_refused(got.status, got.body)
-            drawn = join(drawn, _answer.decode(got.body).choices[0])
+            sampled = join(sampled, _answer.decode(got.body).choices[0])
             server_id = got.server.name
-        return drawn
+        return sampled
 
     async def _ask(self, call: ProxiedCall, rest_of: Choice | None = None, apart_from: Collection[str] = ()) -> _Got:
         got: list[_Got] = []
@@ -114,8 +114,8 @@ class Uncaptured:
         await self._failover.deliver(call, keep, lambda: 0, apart_from=apart_from)
         return got[-1]
 
-    async def _stream(self, call: ProxiedCall, asked: Call, agent: AgentSide) -> None:
-        stream = UncapturedStream(asked, agent)
+    async def _stream(self, call: ProxiedCall, asked: Call, agent: DownstreamResponse) -> None:
+        stream = StatelessStream(asked, agent)
         left: Call | None = stream.first()
         broken_by: tuple[str, ...] = ()
         while left is not None:
@@ -131,7 +131,7 @@ class Uncaptured:
                 left = stream.left()
         await stream.close("length")
 
-    async def _pass_through(self, call: ProxiedCall, agent: AgentSide) -> None:
+    async def _pass_through(self, call: ProxiedCall, agent: DownstreamResponse) -> None:
         async def take(_: Server, response: ClientResponse) -> None:
             await agent.begin(response.status, response.raw_headers)
             async for chunk in response.content.iter_any():
@@ -168,10 +168,10 @@ _END = b"data: [DONE]"
 _DATA = b"data: "
 
 
-class UncapturedStream:
+class StatelessStream:
     """What the agent has of one sample; `take` handles one server's part of it."""
 
-    def __init__(self, asked: Call, agent: AgentSide) -> None:
+    def __init__(self, asked: Call, agent: DownstreamResponse) -> None:
         options = asked.get("stream_options") or {}
         # So that it is known of every token which version drew it, wherever the stream breaks off.
         self._asked = asked | {"stream_options": {**options, "version_spans": True}}
@@ -179,7 +179,7 @@ class UncapturedStream:
         self._wants_usage = bool(options.get("include_usage"))
         self._agent = agent
         self._request_id = ""
-        self._drawn = ChunkChoice(index=0, token_ids=[], policy_versions=[])
+        self._sampled = ChunkChoice(index=0, token_ids=[], policy_versions=[])
         self._earlier = 0
         """Tokens that other servers drew before the one that draws now."""
 
@@ -189,14 +189,14 @@ class UncapturedStream:
 
     def left(self) -> Call | None:
         """What is asked of the next; None where all tokens have come."""
-        return what_is_left(self._asked, self._drawn)
+        return what_is_left(self._asked, self._sampled)
 
     def progress(self) -> int:
-        return len(self._drawn.token_ids)
+        return len(self._sampled.token_ids)
 
     async def take(self, _: Server, response: ClientResponse) -> None:
         """Pass a server's events on. Raises TryFailedError where the rest is to come from another one."""
-        self._earlier = len(self._drawn.token_ids)
+        self._earlier = len(self._sampled.token_ids)
         if response.status != 200:
             await self._take_refusal(response)
             return
@@ -226,14 +226,14 @@ class UncapturedStream:
 
     async def close(self, reason: Literal["stop", "length"]) -> None:
         """End the stream, since all tokens have come."""
-        versions = self._drawn.policy_versions
+        versions = self._sampled.policy_versions
         last = ChunkChoice(index=0, token_ids=[], finish_reason=reason, policy_versions=versions)
         if self._asked["sampling_params"].get("logprobs") is not None:
             last.logprobs = Logprobs([])
-        last.weight_versions = weight_spans(versions, len(self._drawn.token_ids))
+        last.weight_versions = weight_spans(versions, len(self._sampled.token_ids))
         chunks = [GenerateChunk(request_id=self._request_id, choices=[last])]
         if self._wants_usage:
-            spent = usage(self._prompt_tokens, [self._drawn])
+            spent = usage(self._prompt_tokens, [self._sampled])
             chunks.append(GenerateChunk(request_id=self._request_id, choices=[], usage=spent))
         await self._agent.end(b"".join(_event(chunk) for chunk in chunks) + DONE)
 
@@ -264,21 +264,21 @@ class UncapturedStream:
             if aborted:
                 piece.finish_reason = piece.policy_versions = piece.weight_versions = None
             elif piece.finish_reason is not None:
-                piece.policy_versions = self._drawn.policy_versions
-                piece.weight_versions = weight_spans(piece.policy_versions, len(self._drawn.token_ids))
+                piece.policy_versions = self._sampled.policy_versions
+                piece.weight_versions = weight_spans(piece.policy_versions, len(self._sampled.token_ids))
         chunk.request_id = self._request_id
         if chunk.usage is not None:
-            chunk.usage = usage(self._prompt_tokens, [self._drawn])
+            chunk.usage = usage(self._prompt_tokens, [self._sampled])
         says_nothing = aborted and not any(piece.token_ids for piece in chunk.choices)
         return b"" if says_nothing else _event(chunk), aborted
 
     def _extend(self, piece: ChunkChoice) -> None:
-        drawn, count = self._drawn, len(self._drawn.token_ids)
-        drawn.token_ids += piece.token_ids
+        sampled, count = self._sampled, len(self._sampled.token_ids)
+        sampled.token_ids += piece.token_ids
         if piece.token_ids:
             spans = piece.version_spans
             starts = None if spans is msgspec.UNSET else [(span.version, span.start) for span in spans]
-            drawn.policy_versions = joined_versions(drawn.policy_versions, count, starts)
+            sampled.policy_versions = joined_versions(sampled.policy_versions, count, starts)
 
 
 def _event(chunk: GenerateChunk) -> bytes:
@@ -305,20 +305,20 @@ def asks_for_one(call: Call) -> bool:
     return isinstance(sampling, dict) and sampling.get("n", 1) == 1 and isinstance(call.get("token_ids"), list)
 
 
-def what_is_left(call: Call, drawn: Choice) -> Call | None:
-    """The call for the rest of one sample; None where `drawn` has all the tokens that were asked for."""
+def what_is_left(call: Call, sampled: Choice) -> Call | None:
+    """The call for the rest of one sample; None where `sampled` has all the tokens that were asked for."""
     sampling = {**call["sampling_params"], "n": 1}
-    count = len(drawn.token_ids)
+    count = len(sampled.token_ids)
     if sampling.get("max_tokens") is not None:
         sampling["max_tokens"] -= count
         if sampling["max_tokens"] <= 0:
             return None
     left = {
         **call,
-        "token_ids": [*call["token_ids"], *drawn.token_ids],
+        "token_ids": [*call["token_ids"], *sampled.token_ids],
         "sampling_params": sampling,
         "resumed": call.get("resumed", 0) + count,
-        "first_index": call.get("first_index", 0) + drawn.index,
+        "first_index": call.get("first_index", 0) + sampled.index,
         # The agent has its prompt already.
         "return_token_ids": False,
     }
@@ -327,14 +327,14 @@ def what_is_left(call: Call, drawn: Choice) -> Call | None:
     return left
 
 
-def join(drawn: Choice, more: Choice) -> Choice:
+def join(sampled: Choice, more: Choice) -> Choice:
     """One sample of two parts that follow each other; `more` says how it ends."""
-    versions = joined_versions(drawn.policy_versions, len(drawn.token_ids), more.policy_versions)
-    token_ids = [*drawn.token_ids, *more.token_ids]
+    versions = joined_versions(sampled.policy_versions, len(sampled.token_ids), more.policy_versions)
+    token_ids = [*sampled.token_ids, *more.token_ids]
     return Choice(
-        index=drawn.index,
+        index=sampled.index,
         token_ids=token_ids,
-        logprobs=_joined_logprobs(drawn, more),
+        logprobs=_joined_logprobs(sampled, more),
         finish_reason=more.finish_reason,
         stop_reason=more.stop_reason,
         weight_versions=weight_spans(versions, len(token_ids)),
@@ -342,9 +342,9 @@ def join(drawn: Choice, more: Choice) -> Choice:
     )
 
 
-def ended(drawn: Choice, reason: Literal["stop", "length"]) -> Choice:
+def ended(sampled: Choice, reason: Literal["stop", "length"]) -> Choice:
     """The sample as it is, whole."""
-    return join(drawn, Choice(index=drawn.index, token_ids=[], finish_reason=reason, policy_versions=[]))
+    return join(sampled, Choice(index=sampled.index, token_ids=[], finish_reason=reason, policy_versions=[]))
 
 
 def joined_versions(earlier: Versions | None, count: int, starts: Versions | None) -> list[tuple[int, int]] | None:
@@ -373,12 +373,12 @@ def weight_spans(versions: Versions | None, length: int) -> list[WeightVersionSp
 
 def usage(prompt_tokens: int, samples: Sequence[Choice]) -> Usage:
     """Of the whole answer, as if it had been drawn in one go."""
-    drawn = sum(len(sample.token_ids) for sample in samples)
-    return Usage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens + drawn, completion_tokens=drawn)
+    sampled = sum(len(sample.token_ids) for sample in samples)
+    return Usage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens + sampled, completion_tokens=sampled)
 
 
-def _joined_logprobs(drawn: Choice, more: Choice) -> Logprobs | None:
-    if drawn.logprobs is None and more.logprobs is None:
+def _joined_logprobs(sampled: Choice, more: Choice) -> Logprobs | None:
+    if sampled.logprobs is None and more.logprobs is None:
         return None
-    parts = [part.logprobs.content for part in (drawn, more) if part.logprobs is not None]
+    parts = [part.logprobs.content for part in (sampled, more) if part.logprobs is not None]
     return Logprobs([entry for part in parts for entry in part])

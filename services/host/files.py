@@ -30,7 +30,7 @@ def appearing(target: Path) -> Iterator[Path]:
     half-written stays.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    sweep(target.parent)
+    remove_unfinished(target.parent)
     making = target.parent / f"{_MAKING}{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     making.mkdir()
     try:
@@ -54,7 +54,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def sweep(parent: Path) -> None:
+def remove_unfinished(parent: Path) -> None:
     """Remove what processes of this host that are dead now left half-made in `parent`."""
     for leftover in parent.glob(f"{_MAKING}{_host()}-*"):
         pid = leftover.name.removeprefix(f"{_MAKING}{_host()}-").partition("-")[0]

@@ -13,19 +13,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.http.app import error_answer
 from services.security.keys import PREFIX
-from services.security.permissions import OPENED_BY, Door, Keys, openers, refusal
+from services.security.permissions import OPENED_BY, AuthScope, Keys, openers, refusal
 from services.wire.errors import RollmeshError
 
 OPEN_PATHS = frozenset(("/livez", "/readyz", "/version", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"))
 """Without a key on purpose: whether a service lives, which one it is, and what its published code says anyway."""
 
 
-class Threshold:
+class AuthMiddleware:
     """ASGI middleware. `sessions`: what looks like a session's key passes; the routes know whose it is."""
 
-    def __init__(self, app: ASGIApp, doors: Doorkeeper, *, sessions: bool = False) -> None:
+    def __init__(self, app: ASGIApp, authorizer: Authorizer, *, sessions: bool = False) -> None:
         self._app = app
-        self._doors = doors
+        self._authorizer = authorizer
         self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,43 +42,43 @@ class Threshold:
         shown = bearer(header.decode("latin-1"))
         if not (self._sessions and shown.startswith(PREFIX)):
             # The door that every bearer opens.
-            self._doors.require_key(shown, "reading")
+            self._authorizer.require_key(shown, "reading")
 
 
 # Asks callers of an HTTP service for the key of the door that they stand before (`services.security.permissions`).
 
 _schemes = {
-    door: HTTPBearer(auto_error=False, scheme_name=f"{door}Key", description=f"By {', '.join(OPENED_BY[door])} key")
-    for door in get_args(Door)
+    scope: HTTPBearer(auto_error=False, scheme_name=f"{scope}Key", description=f"By {', '.join(OPENED_BY[scope])} key")
+    for scope in get_args(AuthScope)
 }
 
 
-class Doorkeeper:
+class Authorizer:
     """Judges the callers of one service."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._keyless = not openers(keys, "reading")
 
-    def require(self, authorization: str | None, door: Door) -> None:
-        """Raises UnauthenticatedError or ForbiddenError for a header that does not open `door`."""
-        self.require_key(bearer(authorization), door)
+    def require(self, authorization: str | None, scope: AuthScope) -> None:
+        """Raises UnauthenticatedError or ForbiddenError for a header that does not open `scope`."""
+        self.require_key(bearer(authorization), scope)
 
-    def require_key(self, shown: str, door: Door) -> None:
+    def require_key(self, shown: str, scope: AuthScope) -> None:
         """As `require`, for the key alone."""
         if self._keyless:
             return
-        refused = refusal(shown, self._keys, door)
+        refused = refusal(shown, self._keys, scope)
         if refused is not None:
             raise refused
 
-    def of(self, door: Door) -> list[Any]:
-        """For `dependencies=` of routes behind `door`; it stands in their OpenAPI document."""
+    def of(self, scope: AuthScope) -> list[Any]:
+        """For `dependencies=` of routes behind `scope`; it stands in their OpenAPI document."""
 
         async def check(request: Request) -> None:
-            self.require(request.headers.get("authorization"), door)
+            self.require(request.headers.get("authorization"), scope)
 
-        return [Depends(check), Depends(_schemes[door])]
+        return [Depends(check), Depends(_schemes[scope])]
 
 
 # Keys shown as `Authorization: Bearer`.

@@ -47,7 +47,7 @@ SERVICE_NOT_READY = _gauge("rollmesh_service_not_ready_reasons", "Reasons that /
 # Rollout servers
 ROLLOUT_VERSION = _gauge("rollmesh_rollout_policy_version", "Policy version that the next token is drawn with")
 ROLLOUT_STAGED = _gauge("rollmesh_rollout_staged_version", "Policy version that lies staged; absent where none does")
-ROLLOUT_DRAWN = _counter("rollmesh_rollout_drawn_tokens_total", "Tokens drawn")
+ROLLOUT_SAMPLED = _counter("rollmesh_rollout_drawn_tokens_total", "Tokens drawn")
 ROLLOUT_PREFILLED = _counter("rollmesh_rollout_prefilled_tokens_total", "Tokens prefilled, cached prefixes left out")
 ROLLOUT_RUNNING = _gauge("rollmesh_rollout_running_samples", "Samples being drawn")
 ROLLOUT_WAITING = _gauge("rollmesh_rollout_waiting_requests", "Requests that wait for a place in the engine")

@@ -53,9 +53,9 @@ def configure_logging(service: str, *, run_id: str | None = None) -> None:
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
 
 
-def logs_json(surroundings: Mapping[str, str]) -> bool:
+def logs_json(environ: Mapping[str, str]) -> bool:
     """Whether every line on standard error is to be a JSON object."""
-    return surroundings.get("ROLLMESH_LOG_JSON") == "1"
+    return environ.get("ROLLMESH_LOG_JSON") == "1"
 
 
 class _Named:

@@ -54,7 +54,7 @@ class CommitMachine:
         self._members: dict[str, Member] = {}
         self._current: Update | None = None
         self._queued: Update | None = None
-        self._standing: int | None = None
+        self._served_by_fleet: int | None = None
         self._withdrawn: dict[int, Update] = {}
         self._highest: int | None = None
         self._open: dict[str, Ask] = {}
@@ -77,7 +77,7 @@ class CommitMachine:
             return self._queued.version
         if self._current is None:
             return None
-        return self._standing if self._current.hold else self._current.version
+        return self._served_by_fleet if self._current.hold else self._current.version
 
     @property
     def highest(self) -> int | None:
@@ -137,7 +137,7 @@ class CommitMachine:
             raise ValueError(f"flips to version {version} are decided and under way: roll it back afterwards")
         if current.settled:
             raise ValueError(f"version {version} is {current.state}: it can only be rolled back")
-        self._withdraw(current, "cancelled", self._standing)
+        self._withdraw(current, "cancelled", self._served_by_fleet)
 
     def rollback(self, target: int | None = None) -> Update:
         """Withdraw the latest version and bring engines back to `target` (None: the version before it)."""
@@ -252,7 +252,7 @@ class CommitMachine:
 
     def _begin(self, update: Update) -> None:
         if self._current is not None and self._current.state == "committed":
-            self._standing = self._current.version
+            self._served_by_fleet = self._current.version
         self._current = update
         for engine_id in self._members:
             update.progress[engine_id] = self._first_step(engine_id, update)
@@ -263,7 +263,7 @@ class CommitMachine:
         update.state = state
         self._withdrawn[update.version] = update
         target = self._before(update) if target is None else target
-        self._current = self._standing = None
+        self._current = self._served_by_fleet = None
         if target is None:
             return update
         restoring = Update(target, withdraws=update.version, decided=set())
@@ -280,8 +280,8 @@ class CommitMachine:
 
     def _before(self, update: Update) -> int | None:
         """The version before `update`, from what was committed, else from what its engines served before."""
-        if self._standing is not None:
-            return self._standing
+        if self._served_by_fleet is not None:
+            return self._served_by_fleet
         members = [member for member in self._members.values() if member.policy_version == update.version]
         known = Counter(member.previous for member in members if member.previous is not None)
         return known.most_common(1)[0][0] if known else None

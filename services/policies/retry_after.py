@@ -34,7 +34,7 @@ def remaining_s(lasted: Collection[float], age: float) -> float | None:
     return longer[math.ceil(_SURE * len(longer)) - 1] if longer else age / 2
 
 
-class Pace:
+class ExpectedRate:
     """How often something happens. `now` is in seconds on any clock that only goes forward."""
 
     def __init__(self, now: float) -> None:
@@ -62,7 +62,7 @@ class RetryEstimate:
     def __init__(self, rules: AdmissionRules, engine_version: int, now: float) -> None:
         self._rules = rules
         self._version = engine_version
-        self._commits, self._closings = Pace(now), Pace(now)
+        self._commits, self._closings = ExpectedRate(now), ExpectedRate(now)
         self._lasted: deque[float] = deque(maxlen=_REMEMBERED)
         # Those who were told to come back will be there before whoever is refused after them.
         self._promised: deque[float] = deque(maxlen=rules.most_open)

@@ -28,8 +28,8 @@ ProbeOutcome = Literal["ready", "not_ready", "silent", "refused"]
 class SeenService:
     """One service as it was found. `alive`: its lease lasts; None where it holds none. `last_heard`: Unix seconds.
 
-    `reasons`: what it says of not being ready. `running`, `drawn`: samples being drawn, and tokens drawn between two looks
-    `apart_s` apart; None where that is not known.
+    `reasons`: what it says of not being ready. `running`, `sampled`: samples being drawn, and tokens drawn between two
+    looks `apart_s` apart; None where that is not known.
     """
 
     name: str
@@ -38,7 +38,7 @@ class SeenService:
     probe: ProbeOutcome
     reasons: Sequence[str] = ()
     running: int = 0
-    drawn: int | None = None
+    sampled: int | None = None
     apart_s: float = 0.0
 
 
@@ -103,7 +103,7 @@ def _of_service(seen: SeenService, groups: tuple[SeenGroup, ...], now: float) ->
     if seen.probe == "not_ready":
         what = f"{seen.name} is not ready: {'; '.join(seen.reasons)}"
         return Cause("not_ready", seen.name, now, what, True, groups)
-    if seen.running and seen.drawn == 0:
+    if seen.running and seen.sampled == 0:
         what = f"{seen.name} drew no token in {seen.apart_s:.1f} s, with {seen.running} samples to draw"
         return Cause("draws_nothing", seen.name, now - seen.apart_s, what, False, groups)
     return None

@@ -12,7 +12,7 @@ from fastapi import APIRouter, FastAPI
 
 from services.config.rewards import RewardSettings
 from services.http.app import BodyLimit, Stop, declared_errors, make_app
-from services.http.auth import Doorkeeper, Threshold
+from services.http.auth import AuthMiddleware, Authorizer
 from services.observability.metrics import Metrics
 from services.observability.middleware import trace_calls
 from services.observability.tracing import NO_TRACING, Tracing
@@ -37,7 +37,7 @@ def make_rewards_app(
     tracing: Tracing = NO_TRACING,
 ) -> FastAPI:
     """The application. A component that cannot be started ends it, through `stop`. `trust`: for reward models."""
-    metrics, doors = Metrics(), Doorkeeper(keys)
+    metrics, authorizer = Metrics(), Authorizer(keys)
     judge = Judge(settings, RewardMetrics(metrics), trust)
 
     @asynccontextmanager
@@ -53,12 +53,12 @@ def make_rewards_app(
             with suppress(asyncio.CancelledError):
                 await running
 
-    scraping = doors.of("service")
+    scraping = authorizer.of("service")
     app = make_app("rewards", version("rollmesh"), lifespan, judge.not_ready, metrics, metrics_access=scraping)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_mib << 20)
     trace_calls(app, tracing)
-    app.add_middleware(Threshold, doors=doors)
-    app.include_router(reward_routes(doors, judge))
+    app.add_middleware(AuthMiddleware, authorizer=authorizer)
+    app.include_router(reward_routes(authorizer, judge))
     return app
 
 
@@ -87,11 +87,11 @@ _MEANINGS = {
 _ERRORS = declared_errors(_MEANINGS)
 
 
-def reward_routes(doors: Doorkeeper, judge: Judge) -> APIRouter:
+def reward_routes(authorizer: Authorizer, judge: Judge) -> APIRouter:
     """Rewards are for environments; the formula may be read by the mesh's parts too."""
     router = APIRouter(tags=["rewards"])
 
-    @router.post(REWARDS_PATH, responses=_ERRORS, dependencies=doors.of("environment"))
+    @router.post(REWARDS_PATH, responses=_ERRORS, dependencies=authorizer.of("environment"))
     async def give_reward(body: JudgeSample) -> RewardGiven:
         """Judge one answer. A reward has every component's value; what has none is an error, never a zero."""
         if reasons := judge.not_ready():
@@ -114,7 +114,7 @@ def reward_routes(doors: Doorkeeper, judge: Judge) -> APIRouter:
             substituted={name: str(cause) for name, cause in judged.substituted.items()},
         )
 
-    @router.get(REWARDS_PATH, responses={401: _ERRORS[401], 403: _ERRORS[403]}, dependencies=doors.of("reading"))
+    @router.get(REWARDS_PATH, responses={401: _ERRORS[401], 403: _ERRORS[403]}, dependencies=authorizer.of("reading"))
     async def read_formula() -> RewardFormula:
         """The formula in force, and its components."""
         return RewardFormula(formula=judge.formula, components=judge.components(), not_confined=judge.not_confined())

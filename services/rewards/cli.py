@@ -35,7 +35,7 @@ def rewards(
     import os
 
     from services.config.load import load_settings
-    from services.config.traces import with_surroundings
+    from services.config.traces import with_environ
     from services.http.app import Stop, open_port, serve
     from services.observability.setup import open_tracing
     from services.security.keys import read_keys
@@ -47,7 +47,7 @@ def rewards(
     settings = whole.rewards
     if not settings.components:
         raise UsageError(f"{config} has no reward component", "add a section [[rewards.components]]")
-    tracing = open_tracing(with_surroundings(whole.telemetry, os.environ), "rewards", run_id or "", "rewards")
+    tracing = open_tracing(with_environ(whole.telemetry, os.environ), "rewards", run_id or "", "rewards")
     keys = read_keys("rewards", keys_dir, {"agent": key_file})
     tls = read_tls(tls_dir)
     tls.own_url(host, port)

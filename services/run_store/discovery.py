@@ -93,13 +93,13 @@ class Directory:
 async def announced(redis: Redis, run_id: str, *records: ServiceRecord) -> AsyncIterator[None]:
     """The records are announced while the block lasts. A Redis that is away is tried again: the service goes on."""
     directory = Directory(redis, run_id)
-    announcing = asyncio.create_task(_keep_announcing(directory, records), name="directory")
+    sending_heartbeats = asyncio.create_task(_keep_sending(directory, records), name="directory")
     try:
         yield
     finally:
-        announcing.cancel()
+        sending_heartbeats.cancel()
         with suppress(asyncio.CancelledError):
-            await announcing
+            await sending_heartbeats
         try:
             async with asyncio.timeout(_WITHDRAW_WITHIN_S):
                 await directory.withdraw(records)
@@ -107,7 +107,7 @@ async def announced(redis: Redis, run_id: str, *records: ServiceRecord) -> Async
             _log.warning("could not withdraw from the directory", why=repr(error))
 
 
-async def _keep_announcing(directory: Directory, records: Sequence[ServiceRecord]) -> None:
+async def _keep_sending(directory: Directory, records: Sequence[ServiceRecord]) -> None:
     failing = False
     while True:
         try:
@@ -161,7 +161,7 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 0
     """Samples that it draws at once."""
     open_sessions: int = 0
-    drawn_tokens: int = 0
+    sampled_tokens: int = msgspec.field(default=0, name="drawn_tokens")
     """Since it started."""
 
 

@@ -113,7 +113,7 @@ class RunKeys:
         """List: what happened in a group, to be read by whoever adopts it."""
         return self._key(f"journal:{group_id}")
 
-    def draft(self, session_id: str, call: str) -> str:
+    def partial(self, session_id: str, call: str) -> str:
         """List: what was drawn so far for an answer that is not whole."""
         return self._key(f"draft:{session_id}:{call}")
 

@@ -97,8 +97,8 @@ class TrajectoryWriter:
         """
         arguments: list[str | bytes | int] = [self._owner]
         for trajectory in trajectories:
-            drawn = trajectory.sampled_tokens()
-            arguments += [trajectory.trajectory_id, trajectory.group_id, bucket_of(drawn), drawn]
+            sampled = trajectory.sampled_tokens()
+            arguments += [trajectory.trajectory_id, trajectory.group_id, bucket_of(sampled), sampled]
             arguments.append(encode_trajectory(trajectory))
         try:
             ids = await self._publish(keys=self._keys, args=arguments)

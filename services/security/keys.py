@@ -42,7 +42,7 @@ class KeyPlaces:
     redis_password: Path | None = None
     tls: Path | None = None
 
-    def surroundings(self) -> dict[str, str]:
+    def environ(self) -> dict[str, str]:
         """The variables that tell a process."""
         named = {KEYS_DIR: self.folder, REDIS_PASSWORD_FILE: self.redis_password, TLS_DIR: self.tls}
         return {name: str(path.absolute()) for name, path in named.items() if path is not None}

@@ -25,11 +25,11 @@ from services.wire.errors import ForbiddenError, RollmeshError, UnauthenticatedE
 BearerName = Literal["agent", "admin", "peer"]
 """Keys that a caller shows."""
 KeyName = Literal["agent", "admin", "peer", "weights", "session", "redis"]
-Door = Literal["environment", "reading", "service", "operator"]
+AuthScope = Literal["environment", "reading", "service", "operator"]
 ServiceName = Literal["rollout-server", "gateway", "weight-bus", "rewards", "trainer"]
 HolderName = Literal[ServiceName, "engine", "environment", "operator", "reader", "supervisor"]
 
-OPENED_BY: Mapping[Door, tuple[BearerName, ...]] = MappingProxyType(
+OPENED_BY: Mapping[AuthScope, tuple[BearerName, ...]] = MappingProxyType(
     {
         "environment": ("agent",),
         "reading": ("agent", "admin", "peer"),
@@ -91,18 +91,18 @@ def lacking(keys: Keys, service: ServiceName) -> tuple[KeyName, ...]:
     return tuple(name for name in OFF_LOOPBACK[service] if keys.get(name) is None)
 
 
-def openers(keys: Keys, door: Door) -> frozenset[BearerName]:
+def openers(keys: Keys, scope: AuthScope) -> frozenset[BearerName]:
     """The keys that open a door of a service with these keys; none: it is open to everybody."""
     configured = frozenset(name for name in get_args(BearerName) if keys.get(name) is not None)
-    return configured.intersection(OPENED_BY[door]) or configured
+    return configured.intersection(OPENED_BY[scope]) or configured
 
 
-def refusal(shown: str, keys: Keys, door: Door) -> RollmeshError | None:
+def refusal(shown: str, keys: Keys, scope: AuthScope) -> RollmeshError | None:
     """Why a caller with this bearer stays outside: UnauthenticatedError or ForbiddenError; None: it may come in.
 
     Compares in constant time.
     """
-    opening = openers(keys, door)
+    opening = openers(keys, scope)
     if not opening:
         return None
     held = {name for name in get_args(BearerName) if _is(shown, keys.get(name))}

@@ -81,16 +81,16 @@ async def _look(
     import httpx
 
     from services.run_store.client import check_reachable, connect
-    from services.status.collector import Looker, find_run
+    from services.status.collector import StatusCollector, find_run
 
     await check_reachable(redis_url)
     redis = connect(redis_url)
     try:
         run = await find_run(redis, run_id)
         async with httpx.AsyncClient(trust_env=False, verify=trust.verify) as http:
-            looker = Looker(redis, run, http, also, trust=trust)
+            collector = StatusCollector(redis, run, http, also, trust=trust)
             while True:
-                report = await looker.look(again=every_s is None)
+                report = await collector.look(again=every_s is None)
                 show(report)
                 if every_s is None:
                     return report.well

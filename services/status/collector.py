@@ -54,7 +54,7 @@ class _Parts:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _Sampled:
     """Tokens that a server's incarnation had drawn when it was looked at (monotonic clock)."""
 
     incarnation: str
@@ -62,7 +62,7 @@ class _Drawn:
     at: float
 
 
-class Looker:
+class StatusCollector:
     """Takes looks at one run. `also`: further services, that stand in no directory; `trust`: `http`'s."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Looker:
         self._part_within_s, self._look_again_s = part_within_s, look_again_s
         self._directory, self._registry = Directory(redis, run_id), Registry(redis, run_id)
         self._ledger = Ledger(redis, run_id)
-        self._drawn: dict[str, _Drawn] = {}
+        self._sampled: dict[str, _Sampled] = {}
 
     async def look(self, *, again: bool = True) -> MeshReport:
         """The run as it is. `again`: look twice where that says more; not for whoever looks again and again anyway."""
@@ -111,7 +111,7 @@ class Looker:
         )
 
     def _seen(self, listed: Listed, server: ServerRecord | None, probe: Probe) -> SeenService:
-        before = self._drawn.get(listed.record.name)
+        before = self._sampled.get(listed.record.name)
         known = server is not None and before is not None and before.incarnation == server.incarnation
         apart_s = time.monotonic() - before.at if before is not None else 0.0
         return SeenService(
@@ -121,7 +121,7 @@ class Looker:
             probe=probe.outcome,
             reasons=probe.reasons,
             running=0 if server is None else server.running,
-            drawn=server.drawn_tokens - before.tokens
+            sampled=server.sampled_tokens - before.tokens
             if server and before and known and apart_s >= self._look_again_s
             else None,
             apart_s=apart_s,
@@ -131,10 +131,10 @@ class Looker:
         """Only what has changed: who draws nothing is compared with when it last drew."""
         now = time.monotonic()
         for server in servers:
-            before = self._drawn.get(server.server_id)
-            drawn = _Drawn(server.incarnation, server.drawn_tokens, now)
-            if before is None or (before.incarnation, before.tokens) != (drawn.incarnation, drawn.tokens):
-                self._drawn[server.server_id] = drawn
+            before = self._sampled.get(server.server_id)
+            sampled = _Sampled(server.incarnation, server.sampled_tokens, now)
+            if before is None or (before.incarnation, before.tokens) != (sampled.incarnation, sampled.tokens):
+                self._sampled[server.server_id] = sampled
 
     async def _read(self) -> _Parts:
         parts = _Parts()

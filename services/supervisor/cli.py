@@ -141,14 +141,14 @@ def play(
     import os
 
     from services.config.load import load_settings
-    from services.config.traces import as_surroundings
+    from services.config.traces import as_environ
     from services.supervisor.launch_plan import environment_command
     from services.supervisor.processes import OURS
 
     settings = load_settings(config, [])
     command = (*OURS, *environment_command(settings, run_id, run_dir or config.parent, rollout_url))
     # In this process's place: signals and the exit code are the environment's own.
-    os.execve(command[0], command, {**os.environ, **as_surroundings(settings.telemetry)})
+    os.execve(command[0], command, {**os.environ, **as_environ(settings.telemetry)})
 
 
 # `rollmesh redis`: the Redis of a mesh whose parts are started one by one.

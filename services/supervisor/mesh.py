@@ -31,7 +31,7 @@ from services.security.keys import NO_PLACES, KeyPlaces
 from services.security.tls import read_trust
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, PortReservation, plan_launch, write_users
 from services.supervisor.live_view import Observer, View, read_engine
-from services.supervisor.processes import Janitor, Keeper, Post, ServiceFailedError
+from services.supervisor.processes import ManagedProcess, Post, Reaper, ServiceFailedError
 from services.supervisor.summary import (
     Summary,
     read_evaluation_figures,
@@ -52,29 +52,29 @@ MIN_FREE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Crew:
+class MeshProcesses:
     """The keepers of a plan's posts."""
 
-    valkey: Keeper | None
-    bus: Keeper
-    servers: tuple[Keeper, ...]
-    gateway: Keeper | None
-    rewards: Keeper | None
-    trainer: Keeper
-    environment: Keeper
-    warm_start: tuple[Keeper, ...]
+    valkey: ManagedProcess | None
+    bus: ManagedProcess
+    servers: tuple[ManagedProcess, ...]
+    gateway: ManagedProcess | None
+    rewards: ManagedProcess | None
+    trainer: ManagedProcess
+    environment: ManagedProcess
+    warm_start: tuple[ManagedProcess, ...]
 
     @property
-    def services(self) -> tuple[Keeper, ...]:
+    def services(self) -> tuple[ManagedProcess, ...]:
         """What stands on Valkey and lasts as long as the run."""
         return (self.bus, *self.servers, *self._at_the_edge)
 
     @property
-    def _at_the_edge(self) -> tuple[Keeper, ...]:
-        return tuple(keeper for keeper in (self.gateway, self.rewards) if keeper is not None)
+    def _at_the_edge(self) -> tuple[ManagedProcess, ...]:
+        return tuple(managed for managed in (self.gateway, self.rewards) if managed is not None)
 
     @property
-    def in_order_of_stopping(self) -> tuple[tuple[Keeper, ...], ...]:
+    def in_order_of_stopping(self) -> tuple[tuple[ManagedProcess, ...], ...]:
         """Each rank may still have something to say to the next while it stops."""
         return (
             (*self.warm_start, self.environment, self.trainer, *self.servers),
@@ -83,8 +83,8 @@ class Crew:
         )
 
     @property
-    def everyone(self) -> tuple[Keeper, ...]:
-        return tuple(keeper for rank in self.in_order_of_stopping for keeper in rank)
+    def everyone(self) -> tuple[ManagedProcess, ...]:
+        return tuple(managed for rank in self.in_order_of_stopping for managed in rank)
 
 
 class Mesh:
@@ -101,7 +101,7 @@ class Mesh:
         self._key_places = keys
         self._keys = keys.read("supervisor")
         self._trust = read_trust(keys.tls)
-        self._crew: Crew | None = None
+        self._processes: MeshProcesses | None = None
         self._starting: list[str] = []
         # The command began before Python had imported this module.
         self._began_at = psutil.Process().create_time()
@@ -122,28 +122,28 @@ class Mesh:
                 servers=servers,
             )
             plan = plan_launch(self._settings, self._folder, self._run_id, reserved, self._key_places)
-            async with Janitor(shm_directory() / shm_prefix(self._run_id)) as janitor:
-                self._crew = self._hire(plan, janitor)
+            async with Reaper(shm_directory() / shm_prefix(self._run_id)) as reaper:
+                self._processes = self._make_processes(plan, reaper)
                 try:
-                    summary = await self._train(plan, self._crew)
+                    summary = await self._train(plan, self._processes)
                 finally:
-                    await self._stop(self._crew)
+                    await self._stop(self._processes)
         # Kept after a failure, for whoever looks into it; now the summary holds what it held.
         shutil.rmtree(self._folder.redis, ignore_errors=True)
         return summary
 
     def kill(self) -> None:
         """End every process at once (the second Ctrl-C)."""
-        if self._crew is not None:
-            for keeper in self._crew.everyone:
-                if keeper.child is not None:
-                    keeper.child.kill()
+        if self._processes is not None:
+            for managed in self._processes.everyone:
+                if managed.child is not None:
+                    managed.child.kill()
 
-    def _hire(self, plan: LaunchPlan, janitor: Janitor) -> Crew:
-        def keep(post: Post) -> Keeper:
-            return Keeper(post, self._folder.logs, janitor, self._view.say)
+    def _make_processes(self, plan: LaunchPlan, reaper: Reaper) -> MeshProcesses:
+        def keep(post: Post) -> ManagedProcess:
+            return ManagedProcess(post, self._folder.logs, reaper, self._view.say)
 
-        return Crew(
+        return MeshProcesses(
             valkey=None if plan.valkey is None else keep(plan.valkey),
             bus=keep(plan.bus),
             servers=tuple(keep(post) for post in plan.servers),
@@ -154,7 +154,7 @@ class Mesh:
             warm_start=tuple(keep(post) for post in plan.warm_start),
         )
 
-    async def _train(self, plan: LaunchPlan, crew: Crew) -> Summary:
+    async def _train(self, plan: LaunchPlan, processes: MeshProcesses) -> Summary:
         async with AsyncExitStack() as stack:
             redis = connect(reached_by(plan.redis_url, self._keys.redis, self._trust))
             stack.push_async_callback(redis.aclose)
@@ -166,38 +166,38 @@ class Mesh:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     lasting = [tasks.create_task(self._watch_disk())]
-                    if crew.valkey is not None:
-                        lasting.append(tasks.create_task(crew.valkey.run()))
+                    if processes.valkey is not None:
+                        lasting.append(tasks.create_task(processes.valkey.run()))
                     await wait_for_redis(redis, REDIS_DEADLINE_S)
                     self._view.say(f"see how it is: rollmesh status --redis-url {without_password(plan.redis_url)}")
-                    lasting += [tasks.create_task(keeper.run()) for keeper in crew.services]
+                    lasting += [tasks.create_task(managed.run()) for managed in processes.services]
                     lasting += [tasks.create_task(self._announce(*named, http)) for named in _named_urls(plan)]
                     lasting.append(tasks.create_task(self._show(self._observer(plan, redis, http))))
-                    warming = tasks.create_task(self._warm_start(crew))
+                    warming = tasks.create_task(self._warm_start(processes))
                     jobs = [
                         warming,
-                        tasks.create_task(self._run_trainer(plan, crew, warming, http)),
-                        tasks.create_task(crew.environment.run()),
+                        tasks.create_task(self._run_trainer(plan, processes, warming, http)),
+                        tasks.create_task(processes.environment.run()),
                     ]
                     await asyncio.wait(jobs)
                     if all(not job.cancelled() and job.exception() is None for job in jobs):
-                        summary = await self._collect(plan, crew, redis, http)
+                        summary = await self._collect(plan, processes, redis, http)
                     for task in lasting:
                         task.cancel()
             except BaseExceptionGroup as failed:
                 raise _first_cause(failed) from failed
         return summary
 
-    async def _warm_start(self, crew: Crew) -> None:
-        for keeper in crew.warm_start:
+    async def _warm_start(self, processes: MeshProcesses) -> None:
+        for managed in processes.warm_start:
             began = time.monotonic()
-            self._starting.append(keeper.name)
-            await keeper.run()
-            self._starting.remove(keeper.name)
-            self._view.say(f"{keeper.name} done in {time.monotonic() - began:.1f} s")
+            self._starting.append(managed.name)
+            await managed.run()
+            self._starting.remove(managed.name)
+            self._view.say(f"{managed.name} done in {time.monotonic() - began:.1f} s")
 
     async def _run_trainer(
-        self, plan: LaunchPlan, crew: Crew, warming: asyncio.Task[None], http: httpx.AsyncClient
+        self, plan: LaunchPlan, processes: MeshProcesses, warming: asyncio.Task[None], http: httpx.AsyncClient
     ) -> None:
         """Start the trainer once a server has done its imports, or the model is there, whichever comes first.
 
@@ -210,7 +210,7 @@ class Mesh:
             for waiting in answering:
                 waiting.cancel()
             await asyncio.gather(*answering, return_exceptions=True)
-        await crew.trainer.run()
+        await processes.trainer.run()
 
     async def _announce(self, name: str, url: str, http: httpx.AsyncClient) -> None:
         self._starting.append(name)
@@ -241,7 +241,9 @@ class Mesh:
                 raise ServiceFailedError(what, "make room, then start again with another --run-dir")
             await asyncio.sleep(DISK_EVERY_S)
 
-    async def _collect(self, plan: LaunchPlan, crew: Crew, redis: Redis, http: httpx.AsyncClient) -> Summary:
+    async def _collect(
+        self, plan: LaunchPlan, processes: MeshProcesses, redis: Redis, http: httpx.AsyncClient
+    ) -> Summary:
         reports = await asyncio.gather(*(read_engine(http, url) for url in plan.server_urls))
         summary = summarise(
             self._settings,
@@ -252,14 +254,14 @@ class Mesh:
             engines=[report for report in reports if report is not None],
             began_at=self._began_at,
             ended_at=time.time(),
-            restarts=sum(keeper.restarts for keeper in crew.everyone),
+            restarts=sum(managed.restarts for managed in processes.everyone),
         )
         write_summary(self._folder, summary)
         return summary
 
-    async def _stop(self, crew: Crew) -> None:
-        for rank in crew.in_order_of_stopping:
-            await asyncio.gather(*(keeper.stop(STOP_DEADLINE_S) for keeper in rank))
+    async def _stop(self, processes: MeshProcesses) -> None:
+        for rank in processes.in_order_of_stopping:
+            await asyncio.gather(*(managed.stop(STOP_DEADLINE_S) for managed in rank))
         remove_shm_files(self._run_id)
 
 

@@ -17,7 +17,7 @@ import structlog
 
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings
-from services.config.traces import with_surroundings
+from services.config.traces import with_environ
 from services.host.run_folder import RunFolder, is_complete, make_run_folder
 from services.observability.setup import check_installed
 from services.run_store.client import check_reachable, reached_by
@@ -42,7 +42,7 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings
     if parse_task(task).kind == "prompts" and not settings.rewards.enabled:
         raise UsageError(f"task {task} has nobody to judge its answers", "set rewards.enabled and its components")
     await check_task(task)
-    settings = settings.model_copy(update={"telemetry": with_surroundings(settings.telemetry, os.environ)})
+    settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
     check_installed(settings.telemetry)
     password = keys.read("supervisor").redis
     tls = read_tls(keys.tls)

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Literal
 
 from services.policies.backoff import MISUSE, GiveUp, RestartPolicy
-from services.supervisor import reaper as janitor
+from services.supervisor import reaper as reaper
 from services.wire.errors import RollmeshError, UsageError
 
 # -P: the folder that the user stands in must not shadow our packages.
@@ -35,16 +35,16 @@ class ProcessSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Janitor:
+class Reaper:
     """The supervisor's end of the janitor's pipe."""
 
     def __init__(self, shm_prefix: Path) -> None:
         self._shm_prefix = shm_prefix
         self._process: asyncio.subprocess.Process | None = None
 
-    async def __aenter__(self) -> Janitor:
+    async def __aenter__(self) -> Reaper:
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", janitor.__file__, stdin=asyncio.subprocess.PIPE, start_new_session=True
+            sys.executable, "-I", "-S", reaper.__file__, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         self._tell(f"shm {self._shm_prefix}")
         return self
@@ -73,13 +73,13 @@ class Janitor:
 class Child:
     """One running process and its group."""
 
-    def __init__(self, process: asyncio.subprocess.Process, watchman: Janitor) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, reaper: Reaper) -> None:
         self._process = process
-        self._janitor = watchman
+        self._reaper = reaper
         self.started_at = time.monotonic()
 
     @classmethod
-    async def start(cls, spec: ProcessSpec, log: Path, watchman: Janitor) -> Child:
+    async def start(cls, spec: ProcessSpec, log: Path, reaper: Reaper) -> Child:
         """Start it, its output appended to `log`. Raises OSError when the program cannot be run."""
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -90,8 +90,8 @@ class Child:
                 env={**os.environ, **spec.environment},
                 start_new_session=True,
             )
-        watchman.started(process.pid)
-        return cls(process, watchman)
+        reaper.started(process.pid)
+        return cls(process, reaper)
 
     @property
     def pid(self) -> int:
@@ -106,7 +106,7 @@ class Child:
         """Its exit code (negative: the signal that ended it), once it and the rest of its group are gone."""
         code = await self._process.wait()
         self.kill()
-        self._janitor.ended(self.pid)
+        self._reaper.ended(self.pid)
         return code
 
     def terminate(self) -> None:
@@ -166,23 +166,23 @@ class Post:
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
 
 
-class Keeper:
+class ManagedProcess:
     """Keeps one post filled. `run` returns when a job is done; cancelling it leaves the process to `stop`."""
 
-    def __init__(self, post: Post, logs: Path, janitor: Janitor, say: Say) -> None:
+    def __init__(self, post: Post, logs: Path, reaper: Reaper, say: Say) -> None:
         self.post = post
         self.name = post.process.name
         self.log = logs / f"{self.name}.log"
         self.restarts = 0
         self.child: Child | None = None
-        self._janitor = janitor
+        self._reaper = reaper
         self._say = say
 
     async def run(self) -> None:
         """Raises ServiceFailedError, with the end of its log, when it keeps dying; UsageError when it refuses to start."""
         in_a_row = 0
         while True:
-            self.child = await Child.start(self.post.process, self.log, self._janitor)
+            self.child = await Child.start(self.post.process, self.log, self._reaper)
             code = await self.child.wait()
             if code == 0 and self.post.role == "job":
                 return

@@ -113,7 +113,7 @@ class TokenLogprob(msgspec.Struct):
     rank: int | None
 
 
-class DrawnLogprob(msgspec.Struct):
+class SampledLogprob(msgspec.Struct):
     """A drawn token. `top_logprobs`: itself and then the likeliest others, best first."""
 
     token: str
@@ -126,7 +126,7 @@ class DrawnLogprob(msgspec.Struct):
 class Logprobs(msgspec.Struct):
     """One entry a drawn token, finite, of the distribution really drawn from."""
 
-    content: list[DrawnLogprob]
+    content: list[SampledLogprob]
 
 
 class WeightVersionSpan(msgspec.Struct):

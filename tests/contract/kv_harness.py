@@ -100,7 +100,7 @@ class Case:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def drawn(self, tokens: int) -> None:
+    async def sampled(self, tokens: int) -> None:
         """Return when the engine has drawn so many more tokens."""
         wanted = self.engine.status().tokens_generated + tokens
         await until(lambda: self.engine.status().tokens_generated >= wanted, deadline_s=30.0)

@@ -18,7 +18,7 @@ from tests.support.committing import commit
 from tests.support.rollout_host import Host, hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
 from trainer.data.stream_reader import Intake
-from trainer.data.validation import Screen
+from trainer.data.validation import Validator
 
 RULES = AdmissionRules(base_version=0, k=1, batch=4, lookahead=2)
 STEPS = 24
@@ -114,7 +114,7 @@ async def test_stragglers_neither_stop_the_run_nor_are_left_behind(
             )
             for i in range(2)
         ]
-        screen = Screen(run_id, vocabulary=64, longest=256)
+        screen = Validator(run_id, vocabulary=64, longest=256)
         intake = Intake(
             lambda: TrajectoryReader(hosts[0].redis, run_id), hosts[0].ledger, screen, lambda: versions[0], WAIT_S
         )

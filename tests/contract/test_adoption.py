@@ -96,7 +96,7 @@ def spoken(answer: httpx.Response) -> tuple[str, list[int]]:
     return choice["message"]["content"], choice["token_ids"]
 
 
-def drawn(trajectory: Trajectory) -> list[list[int]]:
+def sampled(trajectory: Trajectory) -> list[list[int]]:
     """The trained tokens of each segment."""
     pairs = [(unpack_tokens(each.token_ids), unpack_mask(each.loss_mask)) for each in trajectory.segments]
     return [[int(token) for token, trained in zip(*pair, strict=True) if trained] for pair in pairs]
@@ -122,7 +122,7 @@ async def test_a_session_of_a_server_that_left_goes_on_at_another_as_if_nothing_
     finished = await pair.second.http.post(f"{path}/finish", json={})
     assert (finished.status_code, finished.json()["reward"], finished.json()["segments"]) == (200, 0.25, 1)
     (trajectory,) = await pair.second.published()
-    assert drawn(trajectory) == [[*tokens, *more]]
+    assert sampled(trajectory) == [[*tokens, *more]]
     assert (trajectory.metadata, trajectory.task) == ({"a": "b"}, "shop")
     accounts = await pair.second.ledger.accounts()
     assert (accounts.opened_groups, accounts.closed_groups, accounts.dropped_groups) == (1, 1, 0)
@@ -215,7 +215,7 @@ async def test_calls_named_alike_open_one_session_and_one_group(pair: Pair) -> N
     rewards = {"rewards": [{"session_id": name, "reward": 1.0} for name in groups[0]["session_ids"]]}
     finished = [await pair.second.http.post(f"{path}/finish", json=rewards) for _ in range(2)]
     assert finished[0].json() == finished[1].json()
-    assert [len(part) for trajectory in await pair.second.published() for part in drawn(trajectory)] == [7, 7]
+    assert [len(part) for trajectory in await pair.second.published() for part in sampled(trajectory)] == [7, 7]
 
 
 async def test_ends_are_known_to_all_servers(pair: Pair) -> None:

@@ -147,10 +147,10 @@ async def test_the_renderers_client_draws_as_it_comes(redis_url: str, run_id: st
     async with hosting(engine, redis_url=redis_url, run_id=run_id, model=folder) as host:
         async with AsyncOpenAI(base_url=f"{host.url}/v1", api_key="none") as client:
             asked = {"client": client, "renderer": renderer, "messages": messages, "model": "chat-model"}
-            drawn = await generate(**asked, sampling_params={"max_tokens": 12, "temperature": 1.0}, cache_salt="v0")
+            sampled = await generate(**asked, sampling_params={"max_tokens": 12, "temperature": 1.0}, cache_salt="v0")
             with pytest.raises(OverlongPromptError):
                 await generate(**asked, prompt_ids=[5] * (engine.max_model_len + 1))
-    assert 1 <= len(drawn["completion_ids"]) <= 12
-    assert len(drawn["completion_logprobs"]) == len(drawn["completion_ids"])
-    assert all(logprob < 0.0 for logprob in drawn["completion_logprobs"])
-    assert drawn["finish_reason"] in ("stop", "length")
+    assert 1 <= len(sampled["completion_ids"]) <= 12
+    assert len(sampled["completion_logprobs"]) == len(sampled["completion_ids"])
+    assert all(logprob < 0.0 for logprob in sampled["completion_logprobs"])
+    assert sampled["finish_reason"] in ("stop", "length")

@@ -43,9 +43,9 @@ SESSION = frozenset({"agent", "own session"})
 ANY = READING | {"own session", "other session"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
-Doors = Mapping[str, frozenset[str]]
-PROBES: Doors = {**{f"GET {path}": EVERYBODY for path in OPEN}, "GET /metrics": SERVICE}
-ROLLOUT: Doors = PROBES | {
+Scopes = Mapping[str, frozenset[str]]
+PROBES: Scopes = {**{f"GET {path}": EVERYBODY for path in OPEN}, "GET /metrics": SERVICE}
+ROLLOUT: Scopes = PROBES | {
     # Which session is meant is said by its key.
     "POST /v1/chat/completions": SESSION | {"other session"},
     "POST /v1/completions": SESSION | {"other session"},
@@ -88,8 +88,8 @@ ROLLOUT: Doors = PROBES | {
     "GET /weights/digest": SERVICE,
     "POST /admin/drain": OPERATOR,
 }
-GATEWAY: Doors = PROBES | {"GET /run": READING, "GET /admin/servers": SERVICE, "POST /admin/drain": OPERATOR}
-BUS: Doors = PROBES | {
+GATEWAY: Scopes = PROBES | {"GET /run": READING, "GET /admin/servers": SERVICE, "POST /admin/drain": OPERATOR}
+BUS: Scopes = PROBES | {
     "POST /v1/engines": SERVICE,
     "DELETE /v1/engines/{engine_id}": SERVICE,
     "GET /v1/engines": SERVICE,
@@ -105,7 +105,7 @@ BUS: Doors = PROBES | {
     "POST /v1/pause": OPERATOR,
     "POST /v1/resume": OPERATOR,
 }
-REWARDS: Doors = PROBES | {"POST /v1/rewards": AGENT, "GET /v1/rewards": READING}
+REWARDS: Scopes = PROBES | {"POST /v1/rewards": AGENT, "GET /v1/rewards": READING}
 # Some routes read the body before they judge the key: these get past that.
 BODIES: dict[str, Any] = {
     "/groups": {"task": "t", "group_size": 2, "sampling": {"max_tokens": 4}, "wait_s": 0.0},
@@ -179,17 +179,17 @@ async def rollout(redis_url: str, run_id: str, chat_policy: Any) -> AsyncIterato
         yield host, Service(host.http, callers(issued), names)
 
 
-async def check(service: Service, doors: Doors, routes: Sequence[str]) -> None:
+async def check(service: Service, authorizer: Scopes, routes: Sequence[str]) -> None:
     """Nobody comes in who should not; then, that it can be right at all, everybody does who should."""
     wrong = []
     for route in routes:
-        for caller in sorted(EVERYBODY - doors[route]):
+        for caller in sorted(EVERYBODY - authorizer[route]):
             status = await service.call(route, caller)
             unknown = caller in ("nobody", "stranger", "weights", "session", "redis")
             if status != 401 and (unknown or status != 403):
                 wrong.append(f"{route} answers {status} to {caller}")
     for route in routes:
-        for caller in sorted(doors[route]):
+        for caller in sorted(authorizer[route]):
             status = await service.call(route, caller)
             if status in (401, 403):
                 wrong.append(f"{route} refuses {caller} with {status}")

@@ -43,7 +43,7 @@ async def test_a_stream_goes_on_where_its_server_died(redis_url: str, run_id: st
         assert answer.status_code == 200
         (call,) = {seen.call for server in (dying, other) for seen in server.seen if seen.path == chat(session)}
         assert answer.content == b"".join(other.world.answers[call])
-        assert other.world.drawn == 1
+        assert other.world.sampled == 1
         assert len(other.seen[-1].call) == 32
 
 
@@ -53,7 +53,7 @@ async def test_an_answer_that_breaks_off_is_asked_for_again(redis_url: str, run_
         dying.die_at = 0
         answer = await host.http.post(chat(session), json=WHOLE)
         assert (answer.status_code, answer.json()["server"]) == (200, other.name)
-        assert other.world.drawn == 1
+        assert other.world.sampled == 1
         # It is remembered who holds the session now, and nobody asks the dead.
         before = len(other.seen)
         assert (await host.http.post(chat(session), json=WHOLE)).status_code == 200

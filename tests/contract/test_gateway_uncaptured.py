@@ -29,12 +29,12 @@ def choice(index: int, tokens: list[int], finish: str | None, version: int | Non
         {"token": f"token_id:{token}", "token_id": token, "logprob": -token / 100, "rank": None, "top_logprobs": []}
         for token in tokens
     ]
-    drawn: dict[str, Any] = {"index": index, "token_ids": tokens, "logprobs": {"content": entries}}
-    drawn["finish_reason"] = finish
+    sampled: dict[str, Any] = {"index": index, "token_ids": tokens, "logprobs": {"content": entries}}
+    sampled["finish_reason"] = finish
     if version is not None:
-        drawn["policy_versions"] = [[version, 0]]
-        drawn["weight_versions"] = [{"version": str(version), "start": 0, "end": len(tokens)}]
-    return drawn
+        sampled["policy_versions"] = [[version, 0]]
+        sampled["weight_versions"] = [{"version": str(version), "start": 0, "end": len(tokens)}]
+    return sampled
 
 
 def engine(version: int, breaks_after: Callable[[int], int] = lambda _: EVERY) -> Callable[[Seen], Any]:
@@ -50,14 +50,14 @@ def engine(version: int, breaks_after: Callable[[int], int] = lambda _: EVERY) -
             samples.append((list(range(begin, begin + count)), "length" if count == most else "abort"))
         if asked.get("stream"):
             return 200, _events(asked, samples[0][0], samples[0][1], version)
-        drawn = sum(len(tokens) for tokens, _ in samples)
+        sampled = sum(len(tokens) for tokens, _ in samples)
         prompt = len(asked["token_ids"])
         body = {
             "request_id": f"r{version}",
             "created": 5,
             "model": "m",
             "choices": [choice(index, *sample, version) for index, sample in enumerate(samples)],
-            "usage": {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn},
+            "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
         }
         return 200, [json.dumps(body, separators=(",", ":")).encode()]
 

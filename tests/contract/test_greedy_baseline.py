@@ -19,7 +19,7 @@ async def test_the_first_sibling_is_greedy_whatever_its_calls_say(
     save_chat_policy(tmp_path / "chat")
     settings = small_batch(batch=16)
     engine = make_engine("torch", tmp_path / "chat", run_id, settings)
-    drawn: list[list[tuple[int, ...]]] = []
+    sampled: list[list[tuple[int, ...]]] = []
     async with hosting(engine, redis_url=redis_url, run_id=run_id, model=tmp_path / "chat", settings=settings) as host:
         for _ in range(2):
             sampling = {"max_tokens": 8, "temperature": 1.0}
@@ -36,13 +36,13 @@ async def test_the_first_sibling_is_greedy_whatever_its_calls_say(
                 assert answer.status_code == 200, answer.text
             assert (await host.finish(group, 1.0, 0.0, 0.5)).status_code == 200
         for trajectory in await host.published():
-            while len(drawn) <= trajectory.member:
-                drawn.append([])
+            while len(sampled) <= trajectory.member:
+                sampled.append([])
             (sampling_used,) = trajectory.samplings
             assert sampling_used.temperature == (0.0 if trajectory.member == 0 else 1.0)
             (segment,) = trajectory.segments
             tokens = unpack_tokens(segment.token_ids)
-            drawn[trajectory.member].append(tuple(tokens[segment.version_spans[0].start :].tolist()))
-    assert [len(answers) for answers in drawn] == [2, 2, 2]
-    assert len(set(drawn[0])) == 1, "the likeliest answer to one prompt is always the same"
-    assert len({*drawn[1], *drawn[2]}) > 1
+            sampled[trajectory.member].append(tuple(tokens[segment.version_spans[0].start :].tolist()))
+    assert [len(answers) for answers in sampled] == [2, 2, 2]
+    assert len(set(sampled[0])) == 1, "the likeliest answer to one prompt is always the same"
+    assert len({*sampled[1], *sampled[2]}) > 1

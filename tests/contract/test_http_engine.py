@@ -54,7 +54,7 @@ async def engine(peer: ScriptedPeer, tiny_policy: Path) -> AsyncIterator[HttpEng
         yield engine
 
 
-async def drawn(engine: HttpEngine, max_tokens: int = 4, **sampling: Any) -> GenerationDelta:
+async def sampled(engine: HttpEngine, max_tokens: int = 4, **sampling: Any) -> GenerationDelta:
     asked = request([5, 6], max_tokens, ignore_eos=True, **sampling)
     return sample_of(await asyncio.wait_for(collect(engine.generate(asked)), 20.0))
 
@@ -72,7 +72,7 @@ async def test_a_commit_ends_what_is_in_flight_and_no_token_is_of_two_versions(
     committing = asyncio.create_task(engine.commit(7))
     sample = sample_of(await asyncio.wait_for(task, 10.0))
     # Sent while the version changes: it waits for the new one.
-    later = asyncio.create_task(drawn(engine))
+    later = asyncio.create_task(sampled(engine))
     report = await asyncio.wait_for(committing, 10.0)
     peer.step.set()
     after = await asyncio.wait_for(later, 10.0)
@@ -94,11 +94,11 @@ async def test_a_commit_that_the_engine_refuses_leaves_the_old_version_serving(
     async def refuse(version: int) -> None:
         raise RollmeshError(f"no version {version} today")
 
-    monkeypatch.setattr(engine._peer, "finish_update", refuse)
+    monkeypatch.setattr(engine._client, "finish_update", refuse)
     with pytest.raises(RollmeshError, match="no version 7 today"):
         await engine.commit(7)
     assert (engine.policy_version, engine.status().failure) == (0, None)
-    assert [span.version for span in (await drawn(engine)).versions] == [0]
+    assert [span.version for span in (await sampled(engine)).versions] == [0]
     assert peer.log[-2:] == ["/resume", "generate"]
 
 
@@ -107,22 +107,22 @@ async def test_weights_that_nobody_committed_are_found_out_and_a_commit_mends_it
 ) -> None:
     peer.said = "12"
     with pytest.raises(OtherWeightsError, match="version 12 where 0 was committed"):
-        await drawn(engine)
+        await sampled(engine)
     peer.said = None
     assert "unknown weights" in (engine.status().failure or "")
     with pytest.raises(OtherWeightsError):
-        await drawn(engine)
+        await sampled(engine)
     await engine.stage(manifest(13))
     await engine.commit(13)
     assert engine.status().failure is None
-    assert [span.version for span in (await drawn(engine)).versions] == [13]
+    assert [span.version for span in (await sampled(engine)).versions] == [13]
 
 
 async def test_a_probe_finds_other_weights_without_a_request(peer: ScriptedPeer, engine: HttpEngine) -> None:
     peer.label = "5"
     await until(lambda: engine.status().failure is not None)
     with pytest.raises(OtherWeightsError, match="says version 5 where 0 was committed"):
-        await drawn(engine)
+        await sampled(engine)
 
 
 async def test_an_engine_that_goes_away_ends_its_requests_and_is_found_again(tiny_policy: Path) -> None:
@@ -142,29 +142,29 @@ async def test_an_engine_that_goes_away_ends_its_requests_and_is_found_again(tin
             await asyncio.wait_for(task, 10.0)
         assert "does not answer" in (engine.status().failure or "")
         with pytest.raises(NotReadyError):
-            await drawn(engine)
+            await sampled(engine)
         peer.step.set()
         async with peer.serving(port):
             await until(lambda: engine.status().failure is None, 10.0)
-            assert len((await drawn(engine)).token_ids) == 4
+            assert len((await sampled(engine)).token_ids) == 4
     finally:
         await engine.close()
 
 
 async def test_logprobs_of_the_plain_softmax_are_taken_only_where_they_are_those_drawn_from(tiny_policy: Path) -> None:
     async with ScriptedPeer(processed=False).serving() as peer, engine_at(peer.url, tiny_policy) as engine:
-        assert (await drawn(engine)).logprobs == [-0.5] * 4
-        assert len((await drawn(engine, temperature=0.0)).token_ids) == 4
+        assert (await sampled(engine)).logprobs == [-0.5] * 4
+        assert len((await sampled(engine, temperature=0.0)).token_ids) == 4
         for other in ({"temperature": 0.7}, {"top_k": 3}, {"repetition_penalty": 1.1}, {"min_tokens": 2}):
             with pytest.raises(UsageError, match="--logprobs-mode processed_logprobs"):
-                await drawn(engine, **other)
+                await sampled(engine, **other)
 
 
 async def test_an_engine_without_routes_for_operators_serves_fixed_weights_and_says_what_it_lacks(
     tiny_policy: Path,
 ) -> None:
     async with ScriptedPeer(operated=False).serving() as peer, engine_at(peer.url, tiny_policy) as engine:
-        assert [span.version for span in (await drawn(engine)).versions] == [0]
+        assert [span.version for span in (await sampled(engine)).versions] == [0]
         with pytest.raises(StageError, match="VLLM_SERVER_DEV_MODE=1"):
             await engine.stage(manifest(1))
         with pytest.raises(UsageError, match="VLLM_SERVER_DEV_MODE=1"):
@@ -173,7 +173,7 @@ async def test_an_engine_without_routes_for_operators_serves_fixed_weights_and_s
             await engine.weights_digest()
         assert not engine.status().paused
         await engine.pause("wait")
-        later = asyncio.create_task(drawn(engine))
+        later = asyncio.create_task(sampled(engine))
         await asyncio.wait({later}, timeout=0.1)
         assert not later.done()
         await engine.resume()
@@ -211,10 +211,10 @@ async def test_refusals_come_typed_and_the_engine_goes_on(
 ) -> None:
     peer.refusal = (status, body)
     with pytest.raises(kind, match=body["error"]["message"].replace("(", r"\(").replace("]", r"\]")):
-        await drawn(engine)
+        await sampled(engine)
     peer.refusal = None
     assert engine.status().failure is None
-    assert len((await drawn(engine)).token_ids) == 4
+    assert len((await sampled(engine)).token_ids) == 4
 
 
 @pytest.mark.parametrize(
@@ -239,10 +239,10 @@ async def test_what_goes_wrong_in_mid_stream_ends_that_request_alone(
 ) -> None:
     peer.event = event
     with pytest.raises(kind):
-        await drawn(engine)
+        await sampled(engine)
     peer.event = None
     assert engine.status().failure is None
-    assert len((await drawn(engine)).token_ids) == 4
+    assert len((await sampled(engine)).token_ids) == 4
     assert engine.status().running == engine.status().waiting == 0
 
 

@@ -86,12 +86,12 @@ async def sessions_are_captured(host: Host, folder: Path) -> None:
     published = {trajectory.trajectory_id: trajectory for trajectory in await host.published()}
     for session, turns in zip(sessions, told, strict=True):
         trajectory = published[session.session_id]
-        drawn = [
+        sampled = [
             unpack_tokens(segment.token_ids)[span.start : span.start + span.length].tolist()
             for segment in trajectory.segments
             for span in segment.version_spans
         ]
-        assert [token for part in drawn for token in part] == [token for turn in turns for token in turn]
+        assert [token for part in sampled for token in part] == [token for turn in turns for token in turn]
         assert check_logprobs(trajectory, folder) == sum(map(len, turns)) > 0
 
 

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from rollout_server.journal.journal import LET_GO, Journal
-from rollout_server.journal.records import DraftHead, DraftPart, GroupBegan, GroupEnded, Rewarded
+from rollout_server.journal.records import GroupBegan, GroupEnded, PartialHead, PartialPart, Rewarded
 from services.run_store.client import connect
 from services.run_store.keys import RunKeys
 from services.wire.errors import DrainingError, NotReadyError, RollmeshError
@@ -103,8 +103,8 @@ async def test_an_owner_that_was_taken_for_dead_can_write_nothing_more(redis: Re
         await other.write(3.0)
         assert (await values(other.journal), one.applied, other.applied) == ([1.0, 3.0], [1.0], [3.0])
         with pytest.raises(DrainingError):
-            await one.journal.add_draft("g", one.journal.draft_key("s", "c"), DraftHead("call", 0))
-        assert await other.journal.read_draft(other.journal.draft_key("s", "c")) == []
+            await one.journal.add_partial("g", one.journal.partial_key("s", "c"), PartialHead("call", 0))
+        assert await other.journal.read_partial(other.journal.partial_key("s", "c")) == []
 
 
 async def test_a_group_is_opened_by_one_server_only(redis: Redis, run_id: str) -> None:
@@ -168,10 +168,10 @@ async def test_a_script_that_the_client_repeats_appends_once(redis: Redis, run_i
             return await script(**arguments)  # type: ignore[arg-type]
 
         one.journal._write = twice  # type: ignore[assignment]
-        draft = one.journal.draft_key("s", "c")
-        await one.journal.add_draft("g", draft, DraftHead("call", 7))
-        await one.journal.add_draft("g", draft, DraftPart(1, 0, 0, b"", b"", [], None))
-        assert [type(part) for part in await one.journal.read_draft(draft)] == [DraftHead, DraftPart]
+        partial = one.journal.partial_key("s", "c")
+        await one.journal.add_partial("g", partial, PartialHead("call", 7))
+        await one.journal.add_partial("g", partial, PartialPart(1, 0, 0, b"", b"", [], None))
+        assert [type(part) for part in await one.journal.read_partial(partial)] == [PartialHead, PartialPart]
         await asyncio.gather(one.write(1.0), one.write(2.0))
         assert await values(one.journal) == one.applied == [1.0, 2.0]
 
@@ -179,11 +179,11 @@ async def test_a_script_that_the_client_repeats_appends_once(redis: Redis, run_i
 async def test_an_answer_is_kept_for_a_while_and_its_draft_is_not(redis: Redis, run_id: str) -> None:
     async with writer(redis, run_id, "a") as one:
         await one.journal.open(BEGAN, [])
-        draft = one.journal.draft_key("s", "c")
-        await one.journal.add_draft("g", draft, DraftHead("call", 7))
-        await one.journal.append("g", reward(1.0), lambda: None, draft=draft, answer=("call", b"said"))
+        partial = one.journal.partial_key("s", "c")
+        await one.journal.add_partial("g", partial, PartialHead("call", 7))
+        await one.journal.append("g", reward(1.0), lambda: None, partial=partial, answer=("call", b"said"))
         assert await one.journal.kept_answers("g", ["call", "other"]) == [b"said", None]
-        assert await one.journal.read_draft(draft) == []
+        assert await one.journal.read_partial(partial) == []
         await one.journal.append("g", reward(2.0), lambda: None, answer=("short", b"word"))
         assert await one.journal.kept_answers("g", ["short"]) == [b"word"]
         await one.journal.conclude("g", GroupEnded(stream_ids=None, cause="idle"), ["s"])
@@ -204,17 +204,17 @@ async def either(kind: str, redis: Redis, run_id: str) -> AsyncIterator[Journal 
 @pytest.mark.parametrize("kind", ["real", "memory"])
 async def test_the_journal_of_tests_does_as_the_real_one(kind: str, redis: Redis, run_id: str) -> None:
     async with either(kind, redis, run_id) as journal:
-        draft = journal.draft_key("s", "call")
-        part = DraftPart(1, 0, 0, b"t", b"l", [], None)
-        assert await journal.read_draft(draft) == []
-        await journal.add_draft("g", draft, DraftHead("c-1", 7))
-        await journal.add_draft("g", draft, part)
-        assert await journal.read_draft(draft) == [DraftHead("c-1", 7), part]
+        partial = journal.partial_key("s", "call")
+        part = PartialPart(1, 0, 0, b"t", b"l", [], None)
+        assert await journal.read_partial(partial) == []
+        await journal.add_partial("g", partial, PartialHead("c-1", 7))
+        await journal.add_partial("g", partial, part)
+        assert await journal.read_partial(partial) == [PartialHead("c-1", 7), part]
         assert (
-            await journal.append("g", reward(1.0), lambda: "applied", draft=draft, answer=("c-1", b"whole"))
+            await journal.append("g", reward(1.0), lambda: "applied", partial=partial, answer=("c-1", b"whole"))
             == "applied"
         )
-        assert await journal.read_draft(draft) == []
+        assert await journal.read_partial(partial) == []
         assert await journal.kept_answers("g", ["c-0", "c-1"]) == [None, b"whole"]
         with pytest.raises(ZeroDivisionError):
             await journal.append("g", reward(2.0), lambda: 1 // 0)

@@ -53,9 +53,9 @@ async def test_a_group_becomes_trajectories_that_hold_exactly_what_was_drawn(hos
     assert [trajectory.trajectory_id for trajectory in trajectories] == group["session_ids"]
     assert [trajectory.reward for trajectory in trajectories] == [1.0, 0.0, 0.5]
     assert [trajectory.member for trajectory in trajectories] == [0, 1, 2]
-    for trajectory, prompt, drawn in zip(trajectories, ("12=", "12=", "34="), expected, strict=True):
+    for trajectory, prompt, sampled in zip(trajectories, ("12=", "12=", "34="), expected, strict=True):
         (segment,) = trajectory.segments
-        assert unpack_tokens(segment.token_ids).tolist() == encode(prompt) + drawn
+        assert unpack_tokens(segment.token_ids).tolist() == encode(prompt) + sampled
         assert unpack_mask(segment.loss_mask).tolist() == [0, 0, 0, 1, 1, 1, 1]
         assert unpack_logprobs(segment.logprobs).tolist() == [0, 0, 0, -0.125, -0.25, -0.375, -0.5]
         assert segment.version_spans == [VersionSpan(3, 4, 0)]

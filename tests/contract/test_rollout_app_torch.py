@@ -47,8 +47,8 @@ async def test_weights_committed_inside_a_turn_show_as_versions_of_one_segment(
             group = await host.open(group_size=4, sampling=LONG)
             turns = asyncio.create_task(host.turns(group, "12=", "12=", "12=", "34="))
             for version in (1, 2):
-                drawn = engine.status().tokens_generated
-                await until(lambda drawn=drawn: engine.status().tokens_generated > drawn + 8)
+                sampled = engine.status().tokens_generated
+                await until(lambda sampled=sampled: engine.status().tokens_generated > sampled + 8)
                 update = await bus.announce(publisher.publish(version, weights[version]).manifest(), wait_s=10.0)
                 assert update.state == "committed"
             answer = await turns

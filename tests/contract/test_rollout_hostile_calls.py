@@ -57,13 +57,13 @@ class Talk:
         assert finished.status_code == 200, finished.text
         (trajectory,) = await self.host.published()
         (segment,) = trajectory.segments
-        one, two = self.engine.drawn
+        one, two = self.engine.sampled
         assert unpack_tokens(segment.token_ids).tolist() == two.prompt + two.token_ids
         assert two.prompt[: len(one.prompt) + len(one.token_ids)] == one.prompt + one.token_ids
         mask = unpack_mask(segment.loss_mask).tolist()
         logprobs = unpack_logprobs(segment.logprobs).tolist()
-        drawn = [value for value, trained in zip(logprobs, mask, strict=True) if trained]
-        assert drawn == one.logprobs + two.logprobs
+        sampled = [value for value, trained in zip(logprobs, mask, strict=True) if trained]
+        assert sampled == one.logprobs + two.logprobs
         assert trajectory.reward == 1.0
 
     async def post(self, route: str, **body: Any) -> httpx.Response:
@@ -139,7 +139,7 @@ async def test_token_ids_that_are_none_are_refused(talk: Talk, ids: list[Any]) -
     group = await talk.host.open(group_size=1)
     turn = {"session_id": group["session_ids"][0], "token_ids": ids}
     refused(await talk.host.http.post(f"/groups/{group['group_id']}/turns", json={"turns": [turn]}), 422)
-    assert len(talk.engine.drawn) == 1
+    assert len(talk.engine.sampled) == 1
     await talk.goes_on()
 
 
@@ -150,7 +150,7 @@ async def test_one_prompt_that_cannot_be_refuses_the_whole_call(talk: Talk) -> N
         # A stream may have begun with what the other prompt drew: then it ends with the error, and counts for nothing.
         streamed = await talk.post("v1/completions", json={"prompt": prompt, "stream": True})
         assert '"error"' in streamed.text and "[DONE]" not in streamed.text
-    del talk.engine.drawn[1:]
+    del talk.engine.sampled[1:]
     await talk.goes_on()
 
 
@@ -245,12 +245,12 @@ async def test_a_client_that_hangs_up_leaves_the_session_as_it_was(talk: Talk, r
     path = f"/sessions/{talk.session_id}/{route}"
     async with httpx.AsyncClient(base_url=talk.host.url) as hasty:
         calling = asyncio.create_task(hasty.post(path, json=BODIES[route] | {"stream": stream, "max_tokens": 64}))
-        await until(lambda: len(engine.drawn) == 2 and len(engine.drawn[1].token_ids) == 2)
+        await until(lambda: len(engine.sampled) == 2 and len(engine.sampled[1].token_ids) == 2)
         calling.cancel()
         await asyncio.wait([calling])
     engine.hold_after = None
     engine.tell(spell("and well"))
-    del engine.drawn[1:]
+    del engine.sampled[1:]
     await talk.goes_on()
 
 

@@ -141,10 +141,10 @@ async def test_rewards_of_calls_and_of_the_session_add_up_and_may_be_given_again
     (trajectory,) = await host.published()
     assert trajectory.reward_components == {"tool": 3.0, "final": 1.0}
     (segment,) = trajectory.segments
-    drawn = [(span.start, span.length) for span in segment.version_spans]
+    sampled = [(span.start, span.length) for span in segment.version_spans]
     assert trajectory.reward_spans == [
-        RewardSpan(0, *drawn[0], 1.0, {"tool": 1.0}),
-        RewardSpan(0, *drawn[1], -0.5, {"tool": 2.0}),
+        RewardSpan(0, *sampled[0], 1.0, {"tool": 1.0}),
+        RewardSpan(0, *sampled[1], -0.5, {"tool": 2.0}),
     ]
 
 

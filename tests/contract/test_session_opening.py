@@ -12,7 +12,7 @@ from rollout_server.journal.journal import Journal
 from rollout_server.journal.records import GroupBegan, SessionBegan
 from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.open import SessionOpener
-from rollout_server.lifecycle.takeover import Adopter
+from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.group import GroupRegistry
 from services.run_store.client import connect
 from services.run_store.discovery import Registry
@@ -47,7 +47,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 async def test_a_group_that_its_opener_left_is_there_for_the_same_call(redis: Redis, run_id: str) -> None:
     journal, registry, ledger = SlowJournal(redis, run_id), GroupRegistry(), Ledger(redis, run_id)
-    adopter = Adopter(registry, journal, ledger, Registry(redis, run_id), "s0")
+    takeover = Takeover(registry, journal, ledger, Registry(redis, run_id), "s0")
     gate = AdmissionGate(
         ledger,
         WaitBoard(redis, run_id, "s0"),
@@ -57,7 +57,7 @@ async def test_a_group_that_its_opener_left_is_there_for_the_same_call(redis: Re
         batch=4,
         engine_version=lambda: 0,
     )
-    opener = SessionOpener(registry, gate, ledger, journal, adopter, 60.0)
+    opener = SessionOpener(registry, gate, ledger, journal, takeover, 60.0)
     try:
         opening = asyncio.ensure_future(opener.open_group(CALL, NAME))
         await journal.asked.wait()
@@ -71,4 +71,4 @@ async def test_a_group_that_its_opener_left_is_there_for_the_same_call(redis: Re
         again = await opener.open_group(CALL, NAME)
         assert again is group and not again.left
     finally:
-        await adopter.aclose()
+        await takeover.aclose()

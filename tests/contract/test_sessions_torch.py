@@ -45,8 +45,8 @@ async def converse(host: Host, number: int) -> None:
     await host.http.post(f"{url}/completions", json=more, headers=headers)
     tokens = f"/sessions/{opened['session_id']}/inference/v1/generate"
     first = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 6}}
-    drawn = (await host.http.post(tokens, json=first)).json()["choices"][0]["token_ids"]
-    second = {"token_ids": [5, 6, 7, *drawn, 9], "sampling_params": {"max_tokens": 6}}
+    sampled = (await host.http.post(tokens, json=first)).json()["choices"][0]["token_ids"]
+    second = {"token_ids": [5, 6, 7, *sampled, 9], "sampling_params": {"max_tokens": 6}}
     assert (await host.http.post(tokens, json=second)).status_code == 200
     finished = await host.http.post(f"/sessions/{opened['session_id']}/finish", json={"reward": 1.0})
     assert finished.status_code == 200, finished.text

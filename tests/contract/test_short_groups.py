@@ -19,7 +19,7 @@ from services.wire.trajectory import Trajectory
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
 from trainer.data.stream_reader import Intake
-from trainer.data.validation import Screen
+from trainer.data.validation import Validator
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ async def host(redis_url: str, run_id: str, chat_policy: Path) -> AsyncIterator[
 @pytest.fixture
 async def intake(host: Host, chat_policy: Path) -> AsyncIterator[Intake]:
     tokenizer = Tokenizer.from_file(str(chat_policy / "tokenizer.json"))
-    screen = Screen(host.run_id, tokenizer.get_vocab_size(), 2048, vocabulary_digest(tokenizer.get_vocab()))
+    screen = Validator(host.run_id, tokenizer.get_vocab_size(), 2048, vocabulary_digest(tokenizer.get_vocab()))
     made = Intake(
         lambda: TrajectoryReader(host.redis, host.run_id), host.ledger, screen, lambda: 0, expire_after_s=0.05
     )
@@ -90,8 +90,8 @@ async def test_who_finished_is_trained_and_what_the_others_drew_is_counted(host:
     await intake.settle_trained([member.entry for member in group.members])
     accounts = await host.ledger.accounts()
     assert (accounts.closed_groups, accounts.dropped_groups, accounts.trained, accounts.dropped) == (1, 0, 2, {})
-    drawn = [member.payload.sampled_tokens() for member in group.members]
-    assert await host.ledger.lengths() == Lengths.of(Counter([*drawn, 4, 4])), "each answered with four tokens"
+    sampled = [member.payload.sampled_tokens() for member in group.members]
+    assert await host.ledger.lengths() == Lengths.of(Counter([*sampled, 4, 4])), "each answered with four tokens"
 
 
 async def test_siblings_that_expire_leave_a_group_that_is_too_small(host: Host, intake: Intake) -> None:

@@ -23,7 +23,7 @@ from services.run_store.discovery import Directory, Listed, Registry, ServerReco
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
 from services.run_store.status import WaitBoard
-from services.status.collector import Looker
+from services.status.collector import StatusCollector
 from services.status.render import screen
 from services.status.report import MeshReport
 from tests.conftest import free_port
@@ -62,7 +62,7 @@ async def enter(redis: Redis, run_id: str, name: str, url: str, kind: ServiceKin
     await Directory(redis, run_id).announce([ServiceRecord(name=name, kind=kind, url=url)])
 
 
-async def announce(redis: Redis, run_id: str, name: str, url: str, *, drawn: int, running: int = 2) -> None:
+async def announce(redis: Redis, run_id: str, name: str, url: str, *, sampled: int, running: int = 2) -> None:
     record = ServerRecord(
         server_id=name,
         incarnation="life",
@@ -71,13 +71,13 @@ async def announce(redis: Redis, run_id: str, name: str, url: str, *, drawn: int
         model="m",
         policy_version=3,
         running=running,
-        drawn_tokens=drawn,
+        sampled_tokens=sampled,
     )
     await Registry(redis, run_id).announce(record, 60.0)
 
 
 async def look(redis: Redis, run_id: str, http: httpx.AsyncClient) -> MeshReport:
-    return await Looker(redis, run_id, http).look()
+    return await StatusCollector(redis, run_id, http).look()
 
 
 @pytest.mark.alone
@@ -120,13 +120,13 @@ async def test_an_engine_that_draws_nothing_shows_between_two_looks_of_one_comma
     async with served(make_app("well", "0", nothing, list)) as url:
         for name in ("busy", "stuck"):
             await enter(redis, run_id, name, url)
-            await announce(redis, run_id, name, url, drawn=10)
+            await announce(redis, run_id, name, url, sampled=10)
         await WaitBoard(redis, run_id, "trainer").post("the batch of step 4: 2 of 4 groups")
-        looker = Looker(redis, run_id, http, look_again_s=0.0)
-        await looker.look(again=False)
-        await announce(redis, run_id, "busy", url, drawn=90)
-        report = await looker.look(again=False)
-        at_once = await Looker(redis, run_id, http, look_again_s=0.0).look()
+        collector = StatusCollector(redis, run_id, http, look_again_s=0.0)
+        await collector.look(again=False)
+        await announce(redis, run_id, "busy", url, sampled=90)
+        report = await collector.look(again=False)
+        at_once = await StatusCollector(redis, run_id, http, look_again_s=0.0).look()
     assert [(cause.service, cause.kind, cause.sure) for cause in report.causes] == [("stuck", "draws_nothing", False)]
     assert report.trainer_waits is not None
     assert report.well, "a guess alone is no failure"
@@ -137,7 +137,7 @@ async def test_a_redis_that_stands_still_is_told_part_by_part(
     redis: Redis, run_id: str, http: httpx.AsyncClient
 ) -> None:
     await redis.execute_command("CLIENT", "PAUSE", "600", "ALL")
-    report = await Looker(redis, run_id, http, part_within_s=0.2).look()
+    report = await StatusCollector(redis, run_id, http, part_within_s=0.2).look()
     assert len(report.unread) == 7
     assert "registry: Redis has not answered within 0.2 s" in report.unread
     assert not report.well

@@ -66,11 +66,11 @@ async def test_an_agent_that_knows_nothing_of_traces_is_in_one(
     (opened,) = receiver.spans("POST /sessions")
     assert opened.parent == ""
     assert trajectory.trace == f"00-{opened.trace}-{opened.span}-{trajectory.trace[-2:]}"
-    (drawn,) = receiver.spans("rollout.generate")
-    assert (drawn.trace, drawn.parent) == (opened.trace, opened.span)
-    assert drawn.facts["rollmesh.session"] == trajectory.trajectory_id
-    assert drawn.facts["rollmesh.tokens"] == trajectory.sampled_tokens() > 0
-    assert drawn.facts["rollmesh.version"] == drawn.facts["rollmesh.oldest_version"] == 0
+    (sampled,) = receiver.spans("rollout.generate")
+    assert (sampled.trace, sampled.parent) == (opened.trace, opened.span)
+    assert sampled.facts["rollmesh.session"] == trajectory.trajectory_id
+    assert sampled.facts["rollmesh.tokens"] == trajectory.sampled_tokens() > 0
+    assert sampled.facts["rollmesh.version"] == sampled.facts["rollmesh.oldest_version"] == 0
     assert len(receiver.spans()) == 2
 
 
@@ -117,8 +117,8 @@ async def test_calls_of_a_client_belong_to_its_current_span(
     (root,) = receiver.spans("my.episode")
     calls = [span.name for span in receiver.trace(root.trace) if span.parent == root.span]
     assert sorted(calls) == ["POST /groups", "POST /groups/{group_id}/turns"]
-    (drawn,) = receiver.spans("rollout.generate")
-    assert drawn.facts["rollmesh.samples"] == 2
+    (sampled,) = receiver.spans("rollout.generate")
+    assert sampled.facts["rollmesh.samples"] == 2
     assert {span.trace for span in receiver.spans()} == {root.trace}
 
 

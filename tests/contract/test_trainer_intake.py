@@ -178,8 +178,8 @@ async def test_lengths_of_what_was_drawn_are_counted_once(make_bench: Callable[.
     await bench.writer.publish(published)
     await bench.ledger.count_given_up(1000)
     lengths = await bench.ledger.lengths()
-    drawn = [one.sampled_tokens() for one in published] + [1000]
-    assert lengths == Lengths.of(Counter(drawn))
+    sampled = [one.sampled_tokens() for one in published] + [1000]
+    assert lengths == Lengths.of(Counter(sampled))
 
 
 async def test_a_wait_says_what_is_missing_and_ends_at_its_deadline(make_bench: Callable[..., Bench]) -> None:

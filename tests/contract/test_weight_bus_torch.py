@@ -48,18 +48,18 @@ async def test_a_rollback_draws_the_tokens_of_the_version_before(
             assert [len(tokens) for tokens in view.canary.engines[0].tokens] == [8, 8, 8]
             return view
 
-        drawn = {}
+        sampled = {}
         for version in (1, 2):
             await bus.announce(publisher.publish(version, weights[version]).manifest(), wait_s=10.0)
-            drawn[version] = (await canary()).canary
-        assert drawn[1] != drawn[2]
+            sampled[version] = (await canary()).canary
+        assert sampled[1] != sampled[2]
         begun = await asyncio.to_thread(operator.rollback)
         assert (await asyncio.to_thread(operator.wait, begun.update.version, 10)).state == "committed"
         back = await canary()
-        assert (back.version, back.canary) == (1, drawn[1])
+        assert (back.version, back.canary) == (1, sampled[1])
         again = await asyncio.to_thread(operator.commit, 2)
         assert (await asyncio.to_thread(operator.wait, again.version, 10)).state == "committed"
-        assert (await canary()).canary == drawn[2]
+        assert (await canary()).canary == sampled[2]
         paused = await asyncio.to_thread(operator.pause, "keep")
         assert [each.done for each in paused.engines] == [True]
         assert (await host.http.get("/is_paused")).json() == {"is_paused": True}

@@ -83,7 +83,7 @@ def test_each_pod_mounts_the_keys_that_it_reads_and_no_other(manifests: Manifest
         mounted = {item["path"] for item in keys["items"]}
         assert mounted == {f"{name}.key" for name in GIVEN[COMMANDS[workload.component][1]]}, workload.name
         (place,) = [each for each in workload.container["volumeMounts"] if each["name"] == "keys"]
-        variables = manifests.surroundings(workload, workload.container)
+        variables = manifests.environ(workload, workload.container)
         assert variables["ROLLMESH_KEYS_DIR"] == place["mountPath"]
 
 
@@ -92,7 +92,7 @@ def test_addresses_lead_to_services(manifests: Manifests) -> None:
     for workload in manifests.workloads():
         words = manifests.command_line(workload, workload.container)
         values = [*(word.partition("=")[2] for word in words)]
-        values += manifests.surroundings(workload, workload.container).values()
+        values += manifests.environ(workload, workload.container).values()
         for address in (urlsplit(value) for value in values if "://" in value):
             if address.hostname == "10.0.0.1":  # its own
                 continue

@@ -176,7 +176,7 @@ def needed(manifests: Manifests) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for workload in manifests.workloads():
         said = " ".join(manifests.command_line(workload, workload.container))
-        said += " ".join(manifests.surroundings(workload, workload.container).values())
+        said += " ".join(manifests.environ(workload, workload.container).values())
         called = {name.removeprefix("rollmesh-") for name in re.findall(r"//(rollmesh-[a-z-]+)[:/]", said)}
         # Every pod knows where Redis is; whoever has no password has no business there.
         keys = {
@@ -190,24 +190,24 @@ def needed(manifests: Manifests) -> dict[str, set[str]]:
 
 
 def test_from_outside_only_the_gateway_is_reached(manifests: Manifests) -> None:
-    doors = allowed(manifests)
-    assert [component for component, who in doors.items() if ("anybody", "http") in who] == ["gateway"]
-    assert not any(("anybody", "any") in who for who in doors.values())
+    authorizer = allowed(manifests)
+    assert [component for component, who in authorizer.items() if ("anybody", "http") in who] == ["gateway"]
+    assert not any(("anybody", "any") in who for who in authorizer.values())
 
 
 def test_whoever_calls_another_gets_in(manifests: Manifests) -> None:
-    doors, calls = allowed(manifests), needed(manifests)
+    authorizer, calls = allowed(manifests), needed(manifests)
     assert calls["environment"] == {"gateway", "rewards"} and calls["trainer"] == {"redis", "weight-bus"}
     for caller, called in calls.items():
         for target in called:
             (port,) = ports_of(manifests.workload(target))
-            assert {(caller, port), (caller, "any"), ("anybody", port)} & doors[target], f"{caller} → {target}"
+            assert {(caller, port), (caller, "any"), ("anybody", port)} & authorizer[target], f"{caller} → {target}"
     # Weights take ports of their own.
-    assert ("rollout", "any") in doors["trainer"] and ("trainer", "any") in doors["rollout"]
+    assert ("rollout", "any") in authorizer["trainer"] and ("trainer", "any") in authorizer["rollout"]
 
 
 def test_prometheus_finds_every_service_and_gets_in(manifests: Manifests) -> None:
-    doors = allowed(manifests)
+    authorizer = allowed(manifests)
     for monitor in manifests.of("ServiceMonitor").values():
         (endpoint,) = monitor["spec"]["endpoints"]
         scraped = [
@@ -219,7 +219,7 @@ def test_prometheus_finds_every_service_and_gets_in(manifests: Manifests) -> Non
         exporting = {"weight-bus", "rollout", "gateway", "rewards", "trainer"}
         assert {name.removeprefix("rollmesh-") for name in scraped} == exporting
         for component in exporting:
-            assert any("monitoring" in who or who == "anybody" for who, _ in doors[component])
+            assert any("monitoring" in who or who == "anybody" for who, _ in authorizer[component])
 
 
 def test_the_operators_rules_are_rules(manifests: Manifests, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def submitted(folder: Path, *overrides: str, gpus: int = 0) -> Iterator[Job]:
     home = folder / "home"
     if not (folder / "bin").exists():
         fake_slurm.install(folder / "bin")
-    surroundings = {
+    environ = {
         **os.environ,
         **({"SLURM_GPUS_ON_NODE": str(gpus)} if gpus else {}),
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
@@ -81,7 +81,7 @@ def submitted(folder: Path, *overrides: str, gpus: int = 0) -> Iterator[Job]:
         "OMP_NUM_THREADS": "1",
     }
     process = subprocess.Popen(
-        ["bash", str(SCRIPT), *overrides], env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ["bash", str(SCRIPT), *overrides], env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     job = Job(process, home, folder / "steps")
     try:

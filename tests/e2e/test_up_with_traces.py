@@ -62,10 +62,10 @@ def check_way_from_the_runner(receiver: TraceReceiver, link: tuple[str, str], ve
         ("rollmesh-gateway", "POST /groups"),
         ("rollmesh-environment", "environment.group"),
     ]
-    drawn = [span for span in trace if span.name == "rollout.generate"]
-    assert sum(span.facts["rollmesh.samples"] for span in drawn) == 8
-    assert 0 <= version - 1 - max(span.facts["rollmesh.version"] for span in drawn) <= 2
-    for span in drawn:
+    sampled = [span for span in trace if span.name == "rollout.generate"]
+    assert sum(span.facts["rollmesh.samples"] for span in sampled) == 8
+    assert 0 <= version - 1 - max(span.facts["rollmesh.version"] for span in sampled) <= 2
+    for span in sampled:
         assert span.facts["rollmesh.tokens"] > 0 and span.instance in SERVERS
         above = receiver.way_up(span)
         assert [each.service for each in above] == [

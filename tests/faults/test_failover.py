@@ -57,7 +57,7 @@ async def talk_to(fleet: Fleet, talks: list[Talk], max_tokens: int = MAX_TOKENS,
             tasks.create_task(hold(talk, fleet.gateway_url, http, max_tokens=max_tokens, turns=turns))
 
 
-def drawn(trajectory: Trajectory) -> list[int]:
+def sampled(trajectory: Trajectory) -> list[int]:
     """The trained tokens of a trajectory of one segment."""
     (segment,) = trajectory.segments
     tokens, mask = unpack_tokens(segment.token_ids), unpack_mask(segment.loss_mask)
@@ -83,7 +83,7 @@ async def check_all(fleet: Fleet, model: Path, talks: list[Talk]) -> None:
     published = {trajectory.trajectory_id: trajectory for trajectory in await fleet.published()}
     mine = [published[talk.session_id] for talk in talks]
     for talk, trajectory in zip(talks, mine, strict=True):
-        assert drawn(trajectory) == [token for answer in talk.tokens for token in answer]
+        assert sampled(trajectory) == [token for answer in talk.tokens for token in answer]
     check_logprobs(model, mine)
     accounts = await fleet.ledger.accounts()
     assert accounts.opened_groups == accounts.closed_groups == accounts.published == len(published)
@@ -132,7 +132,7 @@ async def test_a_drained_server_hands_its_agents_over_and_a_new_one_gets_work(fl
     await fleet.start("s3")
     joined = time.monotonic()
     more: list[Talk] = []
-    while (await _drawn_by(fleet, "s3")) == 0:
+    while (await _sampled_by(fleet, "s3")) == 0:
         assert time.monotonic() - joined < 5.0, "a server that was added got no work"
         batch = [Talk(number) for number in range(8)]
         await talk_to(fleet, batch, max_tokens=4, turns=1)
@@ -166,6 +166,6 @@ async def _announced(fleet: Fleet, count: int) -> bool:
     return len(await fleet.registry.servers()) == count
 
 
-async def _drawn_by(fleet: Fleet, server_id: str) -> int:
+async def _sampled_by(fleet: Fleet, server_id: str) -> int:
     async with httpx.AsyncClient() as http:
         return int((await http.get(f"{fleet.urls[server_id]}/engine")).json()["tokens_generated"])

@@ -65,19 +65,19 @@ async def strike(mesh: WeightMesh, fault: str, manifest: Manifest) -> Manifest:
     if fault == "flipped bit":
         await a_bit_flips(mesh, manifest)
         return manifest
-    announcing = asyncio.create_task(mesh.bus.announce(manifest))
+    sending_heartbeats = asyncio.create_task(mesh.bus.announce(manifest))
     await asyncio.sleep(mesh.random.random() ** 2 * STAGE_S)
     victim = fault.split()[0].replace("receiver", mesh.random.choice(mesh.names))
     if fault.endswith("killed"):
         mesh.kill(victim)
         await mesh.check_whole()
         mesh.begin(victim)
-        await announcing
+        await sending_heartbeats
         await until(lambda: answers(mesh, victim), 30.0)
         await mesh.check_whole()
         return await mesh.publish(manifest.version) if victim == "publisher" else manifest
     mesh.stop(victim)
-    await announcing
+    await sending_heartbeats
     # Nobody waits for it for longer than its lease and a call's deadline.
     await mesh.settled(manifest.version)
     await mesh.check_whole()

@@ -45,23 +45,23 @@ def test_a_captured_graph_draws_with_the_weights_of_the_last_flip() -> None:
     with torch.cuda.graph(graph):
         out = model(x)
 
-    def drawn() -> torch.Tensor:
+    def sampled() -> torch.Tensor:
         graph.replay()
         return out.clone()
 
-    first = drawn()
+    first = sampled()
     for tensor in weights.shadow().values():
         tensor.fill_(1e-3)
     weights.flip()
-    second = drawn()
+    second = sampled()
     assert not torch.equal(first, second)
     assert torch.equal(second, model(x))
     weights.flip()  # one step back
-    assert torch.equal(drawn(), first)
+    assert torch.equal(sampled(), first)
     for tensor in weights.shadow().values():
         tensor.fill_(2e-3)
     weights.flip()
-    assert not torch.equal(drawn(), second)
+    assert not torch.equal(sampled(), second)
 
 
 def test_sixteen_gigabytes_are_committed_within_ten_milliseconds() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.compose_stack import ROOT, build_surroundings
+from tests.support.compose_stack import ROOT, build_environ
 
 pytestmark = [pytest.mark.stack, pytest.mark.usefixtures("images")]
 
@@ -119,7 +119,7 @@ def test_every_package_is_pinned(image: str) -> None:
 
 
 def test_no_layer_holds_a_secret(tmp_path: Path) -> None:
-    bundle = build_surroundings().get("ROLLMESH_CA_BUNDLE")
+    bundle = build_environ().get("ROLLMESH_CA_BUNDLE")
     certificates = b"" if bundle is None else Path(bundle).read_bytes()
     for image in IMAGES:
         told = docker("history", "--no-trunc", f"rollmesh-{image}") + docker("inspect", f"rollmesh-{image}")

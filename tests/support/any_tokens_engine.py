@@ -28,7 +28,7 @@ def checksum(tokens: Sequence[int]) -> int:
 
 
 @dataclass
-class Drawn:
+class Sampled:
     """What the engine drew for one sample, whoever heard it."""
 
     prompt: list[int]
@@ -45,7 +45,7 @@ class AnyTokensEngine:
         self.chance = chance
         self.write = write
         self.version = 0
-        self.drawn: dict[tuple[str, int], Drawn] = {}
+        self.sampled: dict[tuple[str, int], Sampled] = {}
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(stops)
 
@@ -59,7 +59,7 @@ class AnyTokensEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
         ends = frozenset((*self.eos_token_ids, *request.sampling.stop_token_ids))
         for index in range(request.n):
-            drawn = self.drawn[request.request_id, index] = Drawn(list(request.prompt_token_ids))
+            sampled = self.sampled[request.request_id, index] = Sampled(list(request.prompt_token_ids))
             before = checksum(request.prompt_token_ids)
             planned, reason = _cut(self.write(), ends, request.sampling.max_tokens)
             at = 0
@@ -72,8 +72,8 @@ class AnyTokensEngine:
                 for token in piece:
                     logprobs.append(logprob_of(before, token, self.version))
                     before = crc32(token.to_bytes(4, "little"), before)
-                drawn.tokens += piece
-                drawn.versions += [self.version] * len(piece)
+                sampled.tokens += piece
+                sampled.versions += [self.version] * len(piece)
                 at += len(piece)
                 spans = [VersionSpan(0, len(piece), self.version)] if piece else []
                 last = at >= len(planned)

@@ -105,8 +105,8 @@ class PretendEngine:
         async def generate(request: Request) -> dict[str, object]:
             call = msgspec.json.decode(await request.body())
             assert call["sampling_params"]["temperature"] == 0.0
-            drawn = [self.token] * call["sampling_params"]["max_tokens"]
-            return {"request_id": "r", "choices": [{"index": 0, "token_ids": drawn}]}
+            sampled = [self.token] * call["sampling_params"]["max_tokens"]
+            return {"request_id": "r", "choices": [{"index": 0, "token_ids": sampled}]}
 
         @app.post("/pause")
         async def pause(mode: str, clear_cache: bool) -> dict[str, str]:

@@ -37,7 +37,7 @@ def no_engine() -> str | None:
     return "docker has no compose plug-in" if plugin.returncode else None
 
 
-def build_surroundings() -> dict[str, str]:
+def build_environ() -> dict[str, str]:
     """Images are built from where this machine's own packages come from."""
     found = {}
     for folder in os.environ.get("PIP_FIND_LINKS", "").split():
@@ -61,9 +61,9 @@ class Stack:
     root: Path = ROOT
     port: int = field(default_factory=free_port)
 
-    def surroundings(self) -> dict[str, str]:
+    def environ(self) -> dict[str, str]:
         own = {"COMPOSE_PROJECT_NAME": self.project, "ROLLMESH_PORT": str(self.port), "COMPOSE_ANSI": "never"}
-        return {**os.environ, **build_surroundings(), **own, **self.settings}
+        return {**os.environ, **build_environ(), **own, **self.settings}
 
     def compose(self, *words: str, deadline_s: float = 180.0, check: bool = True) -> subprocess.CompletedProcess[str]:
         """`docker compose -f deploy/compose.yaml WORDS`."""
@@ -73,7 +73,7 @@ class Stack:
         done = subprocess.run(
             command,
             cwd=self.root,
-            env=self.surroundings(),
+            env=self.environ(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -45,13 +45,13 @@ class World:
     owner: dict[str, FakeServer] = field(default_factory=dict)
     answers: dict[str, list[bytes]] = field(default_factory=dict)
     opened: dict[str, str] = field(default_factory=dict)
-    drawn: int = 0
+    sampled: int = 0
 
     def answer(self, call: str, chunks: int) -> list[bytes]:
         """The answer to a call: made once, no two alike."""
         if call not in self.answers:
-            self.drawn += 1
-            self.answers[call] = [b"data: %d/%d %s\n\n" % (self.drawn, index, b"x" * 50) for index in range(chunks)]
+            self.sampled += 1
+            self.answers[call] = [b"data: %d/%d %s\n\n" % (self.sampled, index, b"x" * 50) for index in range(chunks)]
         return self.answers[call]
 
 

@@ -18,7 +18,7 @@ from services.run_store.stream import TrajectoryReader, TrajectoryWriter
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment
 from trainer.data.stream_reader import Intake
-from trainer.data.validation import Screen
+from trainer.data.validation import Validator
 
 
 async def until(holds: Callable[[Accounts], bool], ledger: Ledger) -> None:
@@ -55,7 +55,7 @@ class Bench:
         self.reading: asyncio.Task[None]
 
     def make_intake(self) -> Intake:
-        screen = Screen(self.run_id, vocabulary=64, longest=32, tokenizer="ours")
+        screen = Validator(self.run_id, vocabulary=64, longest=32, tokenizer="ours")
         return Intake(
             lambda: TrajectoryReader(self.redis, self.run_id),
             self.ledger,

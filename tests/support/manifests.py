@@ -98,7 +98,7 @@ class Manifests:
         (found,) = [each for each in self.workloads() if each.component == component]
         return found
 
-    def surroundings(self, workload: Workload, container: Mapping[str, Any]) -> dict[str, str]:
+    def environ(self, workload: Workload, container: Mapping[str, Any]) -> dict[str, str]:
         """A container's variables, with what only a node knows written as in the pod with index 0."""
         known = {"metadata.name": f"{workload.name}-0", "status.podIP": "10.0.0.1"}
         found: dict[str, str] = {}
@@ -111,7 +111,7 @@ class Manifests:
 
     def command_line(self, workload: Workload, container: Mapping[str, Any]) -> list[str]:
         """As it is run, `$(NAME)` replaced as Kubernetes does; without `command` the image's own is `rollmesh`."""
-        variables = self.surroundings(workload, container)
+        variables = self.environ(workload, container)
         words = [*container.get("command", ["rollmesh"]), *container.get("args", [])]
         return [re.sub(r"\$\(([A-Z_]+)\)", lambda found: variables[found[1]], word) for word in words]
 

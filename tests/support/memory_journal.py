@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rollout_server.journal.records import (
-    DraftHead,
-    DraftPart,
+    PartialHead,
+    PartialPart,
     Record,
-    decode_draft,
+    decode_partial,
     decode_record,
     encode_record,
 )
@@ -22,7 +22,7 @@ class MemoryJournal:
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
-        self.drafts: dict[str, list[bytes]] = {}
+        self.partials: dict[str, list[bytes]] = {}
         self.answers: dict[str, bytes] = {}
 
     async def append(
@@ -31,24 +31,24 @@ class MemoryJournal:
         record: Record,
         then: Callable[[], T],
         *,
-        draft: str | None = None,
+        partial: str | None = None,
         answer: tuple[str, bytes] | None = None,
     ) -> T:
         self.written.append(encode_record(record))
-        if draft is not None:
-            self.drafts.pop(draft, None)
+        if partial is not None:
+            self.partials.pop(partial, None)
         if answer is not None:
             self.answers[answer[0]] = answer[1]
         return then()
 
-    async def add_draft(self, group_id: str, draft: str, part: DraftHead | DraftPart) -> None:
-        self.drafts.setdefault(draft, []).append(encode_record(part))
+    async def add_partial(self, group_id: str, partial: str, part: PartialHead | PartialPart) -> None:
+        self.partials.setdefault(partial, []).append(encode_record(part))
 
-    def draft_key(self, session_id: str, call: str) -> str:
+    def partial_key(self, session_id: str, call: str) -> str:
         return f"{session_id}/{call}"
 
-    async def read_draft(self, draft: str) -> list[DraftHead | DraftPart]:
-        return [decode_draft(packed) for packed in self.drafts.get(draft, [])]
+    async def read_partial(self, partial: str) -> list[PartialHead | PartialPart]:
+        return [decode_partial(packed) for packed in self.partials.get(partial, [])]
 
     async def kept_answers(self, group_id: str, names: Sequence[str]) -> list[bytes | None]:
         return [self.answers.get(name) for name in names]

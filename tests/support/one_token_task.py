@@ -24,10 +24,10 @@ def play(
         prompt = [20 + number, 30 + step % 4]
         with torch.inference_mode():
             logprobs = model(input_ids=torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-        drawn = torch.multinomial(logprobs.exp(), 8, replacement=True, generator=generator).tolist()
+        sampled = torch.multinomial(logprobs.exp(), 8, replacement=True, generator=generator).tolist()
         if greedy_baseline:
-            drawn[0] = int(logprobs.argmax())
-        for member, token in enumerate(drawn):
+            sampled[0] = int(logprobs.argmax())
+        for member, token in enumerate(sampled):
             rollouts.append(
                 a_rollout(
                     [a_segment(prompt, [token], [float(logprobs[token])], [version])],

@@ -15,7 +15,7 @@ from typing import Any
 
 from rollout_server.chat.renderer import ChatRenderer
 from rollout_server.chat.tokenizer import Renderer
-from rollout_server.completions.base import Caller, Making, Means, new_call_id
+from rollout_server.completions.base import AnswerContext, AnswerDeps, AnswerService, new_call_id
 from rollout_server.completions.chat import ChatCalls
 from rollout_server.completions.chunks import TokenTexts
 from rollout_server.completions.text import CompletionCalls
@@ -24,7 +24,7 @@ from rollout_server.journal.records import encode_record
 from rollout_server.journal.replay import Now, began, group_began, replay
 from rollout_server.lifecycle.takeover import restore_answers
 from rollout_server.sessions.group import Group
-from rollout_server.sessions.responses import Marks
+from rollout_server.sessions.responses import RequestKey
 from rollout_server.sessions.session import Terms
 from services.wire.errors import RollmeshError
 from services.wire.openai_api import ChatCall, CompletionCall
@@ -105,7 +105,7 @@ class Episode:
         self.moves = 0
         self.journal = MemoryJournal()
         self.journal.written = [encode_record(group_began(self.group)), encode_record(began(self.session, NOW))]
-        self._caller = Caller(Means(self.engine, self.journal, _clear, 8), lambda error: None)  # type: ignore[arg-type]
+        self._caller = AnswerService(AnswerDeps(self.engine, self.journal, _clear, 8), lambda error: None)  # type: ignore[arg-type]
         texts = TokenTexts(chat.table)
         self._chat = ChatCalls(self.engine, chat, texts, "m")  # type: ignore[arg-type]
         self._texts = CompletionCalls(self.engine, renderer, chat, texts, "m")  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ class Episode:
         self._conversations: list[list[Message]] = []
         self._transcripts: list[str] = []
         self._paths: list[list[int]] = []
-        self._repeatable: list[tuple[Marks, bytes]] = []
+        self._repeatable: list[tuple[RequestKey, bytes]] = []
         self._number = 0
         self._renderer = chat
 
@@ -228,16 +228,16 @@ class Episode:
                 self._hear(call_id, choice, lambda _: self._renderer.text_stream())
                 self._paths.append([*prompt, *choice["token_ids"]])
 
-    async def _ask(self, call_id: str, produce: Callable[[Making], Awaitable[None]]) -> bytes | None:
+    async def _ask(self, call_id: str, produce: Callable[[AnswerContext], Awaitable[None]]) -> bytes | None:
         """The answer's bytes; None where the agent hung up."""
         chance, answers = self.chance, self.session.memory.answers
         self._number += 1
-        marks = Marks(
+        request_key = RequestKey(
             f"{self._number}".encode(),
             key=f"k{self._number}" if chance.random() < 0.3 else None,
             call=f"call{self._number}" if chance.random() < 0.5 else None,
         )
-        answer = await self._caller.ask(self.session, marks, call_id, produce)
+        answer = await self._caller.ask(self.session, request_key, call_id, produce)
         if chance.random() < 0.1:
             with answers.listening(answer, 5.0):
                 await answer.begun() if chance.random() < 0.5 else None
@@ -250,37 +250,37 @@ class Episode:
                 return None
         with answers.listening(answer, 5.0):
             raw = await answer.whole()
-        if marks.key or marks.call:  # of others nobody keeps the bytes when the server dies
-            self._repeatable.append((marks, raw))
+        if request_key.key or request_key.call:  # of others nobody keeps the bytes when the server dies
+            self._repeatable.append((request_key, raw))
         return raw
 
     async def _retry(self) -> None:
         """Send a call again, as a retry: it must be answered with the very bytes of the first time."""
         if not self._repeatable:
             return
-        marks, before = self.chance.choice(self._repeatable[-8:])
-        again = Marks(marks.body, marks.key, 0 if marks.key else marks.retry + 1)
-        if marks.call and self.chance.random() < 0.5:  # the gateway sends it again
-            again = marks
+        request_key, before = self.chance.choice(self._repeatable[-8:])
+        again = RequestKey(request_key.body, request_key.key, 0 if request_key.key else request_key.retry + 1)
+        if request_key.call and self.chance.random() < 0.5:  # the gateway sends it again
+            again = request_key
 
-        async def fail(_: Making) -> None:
+        async def fail(_: AnswerContext) -> None:
             raise AssertionError("a retry was taken for a new call")
 
         answer = await self._caller.ask(self.session, again, "again", fail)
         with self.session.memory.answers.listening(answer, 5.0):
             assert await answer.whole() == before
-        if not marks.key and again is not marks:
-            self._repeatable.remove((marks, before))
+        if not request_key.key and again is not request_key:
+            self._repeatable.remove((request_key, before))
 
     def _hear(self, request_id: str, choice: Message, reader: Callable[[list[int]], Any]) -> None:
         """The agent was answered this. `reader`: reads an answer to a prompt as the call asked for."""
-        drawn = self.engine.drawn[request_id, choice["index"]]
+        sampled = self.engine.sampled[request_id, choice["index"]]
         tokens = choice["token_ids"]
-        assert drawn.tokens[: len(tokens)] == tokens
+        assert sampled.tokens[: len(tokens)] == tokens
         stop = choice.get("stop_reason")
-        assert len(tokens) == len(drawn.tokens) or isinstance(stop, str)
+        assert len(tokens) == len(sampled.tokens) or isinstance(stop, str)
         if isinstance(stop, str):  # the last token completes the stop string, and none before it does
-            early, late = reader(drawn.prompt), reader(drawn.prompt)
+            early, late = reader(sampled.prompt), reader(sampled.prompt)
             early.feed(tokens[:-1])
             late.feed(tokens)
             assert (early.stopped, late.stopped) == (None, stop)

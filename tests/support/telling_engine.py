@@ -27,7 +27,7 @@ _LIKELY = range(20, 40)
 
 
 @dataclass
-class Drawn:
+class Sampled:
     """One sample that was drawn, in whole or in part, whoever heard it."""
 
     prompt: list[int]
@@ -81,7 +81,7 @@ class TellingEngine(ScriptedEngine):
         self._ends: tuple[int, ...] = (tokenizer.convert_tokens_to_ids(TURN_END),)
         self._answers = [list(answer) for answer in answers] or [spell("Well.")]
         self._told = 0
-        self.drawn: list[Drawn] = []
+        self.sampled: list[Sampled] = []
         """Every sample, in the order of their beginning."""
         self.hold_after: int | None = None
         self.stride = 1
@@ -100,16 +100,16 @@ class TellingEngine(ScriptedEngine):
         self._active[request.request_id] = True
         self._idle.clear()
         told = [self._next() for _ in range(request.n)]
-        drawn = [Drawn(list(request.prompt_token_ids)) for _ in told]
-        self.drawn += drawn
+        sampled = [Sampled(list(request.prompt_token_ids)) for _ in told]
+        self.sampled += sampled
         whole = False
         try:
-            for index, (answer, sample) in enumerate(zip(told, drawn, strict=True)):
+            for index, (answer, sample) in enumerate(zip(told, sampled, strict=True)):
                 ends = () if request.sampling.ignore_eos else self._ends
                 planned, reason = _cut(answer, (*ends, *request.sampling.stop_token_ids), request.sampling.max_tokens)
                 sent = 0
                 for token in planned:
-                    await self._may_draw(request, len(sample.token_ids))
+                    await self._may_sample(request, len(sample.token_ids))
                     if not self._active[request.request_id]:
                         reason = "abort"
                         break
@@ -132,7 +132,7 @@ class TellingEngine(ScriptedEngine):
         self._told += 1
         return answer
 
-    async def _may_draw(self, request: GenerationRequest, place: int) -> None:
+    async def _may_sample(self, request: GenerationRequest, place: int) -> None:
         """Return when the next token may be drawn, or the request was aborted."""
         await asyncio.sleep(self._step_s)
         while self._active[request.request_id]:
@@ -143,7 +143,7 @@ class TellingEngine(ScriptedEngine):
             await asyncio.sleep(0.002)
 
     def _delta(
-        self, request: GenerationRequest, index: int, sample: Drawn, sent: int, reason: FinishReason | None
+        self, request: GenerationRequest, index: int, sample: Sampled, sent: int, reason: FinishReason | None
     ) -> GenerationDelta:
         token_ids, logprobs = sample.token_ids[sent:], sample.logprobs[sent:]
         top = [

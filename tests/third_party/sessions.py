@@ -9,7 +9,7 @@ from typing import Any
 from rollout_server.api.trajectories import as_tokens
 from services.wire.trajectory import Trajectory
 from tests.support.rollout_host import Host
-from tests.support.telling_engine import Drawn
+from tests.support.telling_engine import Sampled
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,14 @@ class Opened:
         published = {each.trajectory_id: each for each in await self.host.published()}
         return published[self.session_id]
 
-    async def ends_with(self, drawn: Sequence[Drawn], break_reasons: Sequence[str | None] = (None,)) -> Trajectory:
-        """Finish, having checked that capture and trajectory hold each of `drawn` once, token for token, and nothing else.
+    async def ends_with(self, sampled: Sequence[Sampled], break_reasons: Sequence[str | None] = (None,)) -> Trajectory:
+        """Finish, having checked that capture and trajectory hold each of `sampled` once, token for token, and nothing
+        else.
 
         `break_reasons`: of the segments there must be.
         """
         segments = await self.segments()
-        check_segments(segments, drawn)
+        check_segments(segments, sampled)
         reasons = [segment["break_reason"] for segment in segments]
         assert reasons == list(break_reasons), f"segments broke for {reasons}"
         trajectory = await self.finish()
@@ -60,9 +61,9 @@ async def opened(host: Host, **terms: Any) -> Opened:
     return Opened(host, body["session_id"], body["base_url"], body["api_key"])
 
 
-def check_segments(segments: Sequence[dict[str, Any]], drawn: Sequence[Drawn]) -> None:
+def check_segments(segments: Sequence[dict[str, Any]], sampled: Sequence[Sampled]) -> None:
     """Each sample is trained in exactly one segment, behind its own prompt, with its own logprobs; nothing else is."""
-    for sample in drawn:
+    for sample in sampled:
         begin, end = len(sample.prompt), len(sample.prompt) + len(sample.token_ids)
         homes = [
             segment
@@ -73,6 +74,6 @@ def check_segments(segments: Sequence[dict[str, Any]], drawn: Sequence[Drawn]) -
         ]
         assert len(homes) >= 1, f"{sample.token_ids} after {begin} tokens is in no segment"
     trained = sum(sum(segment["loss_mask"]) for segment in segments)
-    assert trained == sum(len(sample.token_ids) for sample in drawn)
+    assert trained == sum(len(sample.token_ids) for sample in sampled)
     spans = sum(length for segment in segments for _, length, _ in segment["version_spans"])
     assert spans == trained

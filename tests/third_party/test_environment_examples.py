@@ -44,7 +44,7 @@ async def test_an_openai_agent_is_trained_by_changing_its_base_url_and_key(host:
     assert trajectory.reward_components["letters"] == float(len(f"It is {problem.solution}."))
     (segment,) = trajectory.segments
     mask = unpack_mask(segment.loss_mask).tolist()
-    assert sum(mask) == sum(len(sample.token_ids) for sample in engine.drawn)
+    assert sum(mask) == sum(len(sample.token_ids) for sample in engine.sampled)
     assert sum(1 for before, now in zip([0, *mask], mask, strict=False) if now > before) == 2
 
 

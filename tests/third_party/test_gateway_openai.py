@@ -83,13 +83,13 @@ async def test_sessions_through_the_gateway_are_captured_to_the_token(mesh: Mesh
             assert session.base_url == f"{front.url}/sessions/{session.session_id}/v1"
             heard = await converse(session, stream=number % 2 == 0)
             captured = (await client.trajectory_tokens(session.session_id)).segments
-            drawn = [
+            sampled = [
                 token
                 for segment in captured
                 for token, mask in zip(segment.token_ids, segment.loss_mask, strict=True)
                 if mask
             ]
-            assert sorted(drawn) == sorted(heard)
+            assert sorted(sampled) == sorted(heard)
             finished = await client.finish_session(session.session_id, FinishSession(reward=1.0))
             assert (finished.sampled_tokens, finished.reward) == (len(heard), 1.0)
 

@@ -56,14 +56,14 @@ async def test_a_tool_loop_is_one_segment(host: Host, engine: TellingEngine, fir
     engine.tell(spell(first), spell("it is fine"))
     result = await run(agent_of(session), "how is the weather in Oslo", streamed=streamed)
     assert result.final_output == "it is fine"
-    assert len(engine.drawn) == 2
-    trajectory = await session.ends_with(engine.drawn)
+    assert len(engine.sampled) == 2
+    trajectory = await session.ends_with(engine.sampled)
     (segment,) = trajectory.segments
     tokens, mask = unpack_tokens(segment.token_ids).tolist(), unpack_mask(segment.loss_mask).tolist()
-    given = chat_tokenizer().decode([token for token, drawn in zip(tokens, mask, strict=True) if not drawn])
+    given = chat_tokenizer().decode([token for token, sampled in zip(tokens, mask, strict=True) if not sampled])
     assert "Be brief." in given and "how is the weather in Oslo" in given
     assert given.count("20 degrees in") == first.count("city")
-    said = [token for token, drawn in zip(tokens, mask, strict=True) if drawn]
+    said = [token for token, sampled in zip(tokens, mask, strict=True) if sampled]
     assert said == spell(first) + spell("it is fine")
 
 
@@ -79,8 +79,8 @@ async def test_a_conversation_goes_on_after_its_tool_calls(
     question = [*first.to_input_list(), {"role": "user", "content": "and Rome?"}]
     second = await run(agent, question, streamed=streamed)
     assert second.final_output == "fine too"
-    assert len(engine.drawn) == 4
-    trajectory = await session.ends_with(engine.drawn)
+    assert len(engine.sampled) == 4
+    trajectory = await session.ends_with(engine.sampled)
     assert [sampling.temperature for sampling in trajectory.samplings] == [0.7]
 
 
@@ -94,4 +94,4 @@ async def test_an_agent_that_hands_over_is_a_conversation_of_its_own(host: Host,
     result = await run(agent, "and tomorrow?", streamed=False)
     assert (result.final_output, result.last_agent.name) == ("it will rain", "Expert")
     # Another system message and other tools: nothing that was captured goes on.
-    await session.ends_with(engine.drawn, [None, "compaction"])
+    await session.ends_with(engine.sampled, [None, "compaction"])

@@ -49,7 +49,7 @@ async def test_a_prompt_that_is_too_long_says_so_in_the_words_that_agents_look_f
         with pytest.raises(BadRequestError, match="maximum context length"):
             await client.completions.create(model="any", prompt="x" * 5000)
         await ask(client)
-    await session.ends_with(engine.drawn)
+    await session.ends_with(engine.sampled)
 
 
 async def test_keys_that_nobody_issued_and_keys_of_others_open_nothing(host: Host) -> None:
@@ -73,7 +73,7 @@ async def test_a_session_that_was_concluded_refuses_at_once(host: Host, engine: 
     finished, aborted = await opened(host), await opened(host)
     async with sdk(finished) as client:
         await ask(client)
-        await finished.ends_with(engine.drawn)
+        await finished.ends_with(engine.sampled)
         with pytest.raises(ConflictError) as refused:
             await ask(client)
         # The SDK would send a conflict again, twice: it is told that it need not.
@@ -150,7 +150,7 @@ async def test_what_cannot_be_is_named_and_changes_nothing(host: Host, engine: T
             with pytest.raises(BadRequestError):
                 await ask(client, stream=stream, **wish)
         await ask(client)
-    await session.ends_with(engine.drawn)
+    await session.ends_with(engine.sampled)
 
 
 async def test_a_budget_that_is_spent_is_said(host: Host, engine: TellingEngine) -> None:
@@ -161,7 +161,7 @@ async def test_a_budget_that_is_spent_is_said(host: Host, engine: TellingEngine)
         with pytest.raises(BadRequestError) as refused:
             await ask(client)
     assert refused.value.code == "token_budget_exhausted"
-    await session.ends_with(engine.drawn)
+    await session.ends_with(engine.sampled)
 
 
 async def test_an_engine_that_fails_is_an_error_of_the_server_and_captures_nothing(
@@ -175,7 +175,7 @@ async def test_an_engine_that_fails_is_an_error_of_the_server_and_captures_nothi
                 await ask(client, stream=stream)
         engine.crash = None
         await ask(client)
-    await session.ends_with(engine.drawn[-1:])
+    await session.ends_with(engine.sampled[-1:])
 
 
 async def test_a_full_server_is_a_rate_limit_with_a_time_to_wait(
@@ -194,4 +194,4 @@ async def test_a_full_server_is_a_rate_limit_with_a_time_to_wait(
         # What is open goes on undisturbed.
         async with sdk(session) as client:
             await ask(client)
-        await session.ends_with(engine.drawn)
+        await session.ends_with(engine.sampled)

@@ -44,7 +44,7 @@ async def test_an_answer_that_was_lost_on_its_way_is_given_again(
     assert said["content"] == "the first"
     assert len(engine.requests) == 2
     assert proxy.connections >= 2
-    await session.ends_with(engine.drawn)
+    await session.ends_with(engine.sampled)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -61,7 +61,7 @@ async def test_a_retry_joins_the_answer_that_is_still_being_drawn(
         engine.hold_after = None
         assert await asking == "the first"
     assert len(engine.requests) == 1
-    await session.ends_with(engine.drawn)
+    await session.ends_with(engine.sampled)
 
 
 async def test_the_sync_client_tries_again_with_the_same_result(
@@ -78,7 +78,7 @@ async def test_the_sync_client_tries_again_with_the_same_result(
 
     assert await asyncio.to_thread(talk) == "the first"
     assert proxy.connections == 3
-    await session.ends_with(engine.drawn)
+    await session.ends_with(engine.sampled)
 
 
 async def test_two_agents_with_the_same_body_get_each_their_own_answer_again(
@@ -90,7 +90,7 @@ async def test_two_agents_with_the_same_body_get_each_their_own_answer_again(
     async with behind(proxy, session) as one, behind(proxy, session) as other:
         answers = await asyncio.gather(ask(one, False), ask(other, False))
     assert sorted(answers) == ["the first", "the second"]
-    await session.ends_with(engine.drawn, [None, "branch"])
+    await session.ends_with(engine.sampled, [None, "branch"])
 
 
 async def test_an_idempotency_key_replays_a_stream_that_broke_in_the_middle(
@@ -113,7 +113,7 @@ async def test_an_idempotency_key_replays_a_stream_that_broke_in_the_middle(
             await ask(client, False, marked)
     assert refused.value.code == "idempotency_key_reused"
     assert len(engine.requests) == 1
-    await session.ends_with(engine.drawn)
+    await session.ends_with(engine.sampled)
 
 
 async def test_the_same_body_without_a_mark_is_a_new_sample(host: Host, engine: TellingEngine) -> None:
@@ -121,7 +121,7 @@ async def test_the_same_body_without_a_mark_is_a_new_sample(host: Host, engine: 
     engine.tell(spell("the first"), spell("the second"))
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         assert [await ask(client, False), await ask(client, False)] == ["the first", "the second"]
-    await session.ends_with(engine.drawn, [None, "branch"])
+    await session.ends_with(engine.sampled, [None, "branch"])
 
 
 async def test_a_client_that_gives_up_leaves_no_answer_behind(
@@ -136,7 +136,7 @@ async def test_a_client_that_gives_up_leaves_no_answer_behind(
             await ask(client.with_options(max_retries=0), False)
         engine.hold_after = None
         assert await ask(client, False) == "heard"
-    await session.ends_with(engine.drawn[1:])
+    await session.ends_with(engine.sampled[1:])
 
 
 async def ask(client: AsyncOpenAI, stream: bool, headers: dict[str, str] | None = None) -> str:

@@ -46,7 +46,7 @@ async def test_a_conversation_of_the_async_client_is_one_segment_of_the_drawn_to
             model="gpt-4o", messages=[*HELLO, said, {"role": "user", "content": "and the answer?"}]
         )
     assert second.choices[0].message.content == "and the answer is 4"
-    one, two = engine.drawn
+    one, two = engine.sampled
     choice = first.choices[0]
     assert (choice.finish_reason, second.choices[0].finish_reason) == ("stop", "stop")
     assert choice.model_extra is not None and first.model_extra is not None
@@ -85,8 +85,8 @@ async def test_the_sync_client_streams_and_asks_for_tools_as_the_async_one(host:
             return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
     assert await asyncio.to_thread(talk) == "fine"
-    assert "20 degrees" in chat_tokenizer().decode(engine.drawn[1].prompt)
-    await session.ends_with(engine.drawn)
+    assert "20 degrees" in chat_tokenizer().decode(engine.sampled[1].prompt)
+    await session.ends_with(engine.sampled)
 
 
 async def test_streams_add_up_to_the_tokens_that_were_drawn(host: Host, engine: TellingEngine) -> None:
@@ -112,14 +112,14 @@ async def test_streams_add_up_to_the_tokens_that_were_drawn(host: Host, engine: 
                 reasoning += (choice.delta.model_extra or {}).get("reasoning_content") or ""
                 calls += choice.delta.tool_calls or []
                 finished += [choice.finish_reason] if choice.finish_reason else []
-        (drawn,) = engine.drawn
-        assert (ids, logprobs) == (drawn.token_ids, drawn.logprobs)
+        (sampled,) = engine.sampled
+        assert (ids, logprobs) == (sampled.token_ids, sampled.logprobs)
         assert (content, reasoning, finished) == ("let me see", "hmm", ["tool_calls"])
         (call,) = calls
         assert call.function is not None
         assert (call.index, call.function.name, call.function.arguments) == (0, "weather", '{"city": "Oslo"}')
         assert chunks[-1].usage is not None
-        assert chunks[-1].usage.completion_tokens == len(drawn.token_ids)
+        assert chunks[-1].usage.completion_tokens == len(sampled.token_ids)
         # The client puts the message together from the pieces, as agents that stream do, its JSON in its own spelling.
         said: Any = {
             "role": "assistant",
@@ -131,7 +131,7 @@ async def test_streams_add_up_to_the_tokens_that_were_drawn(host: Host, engine: 
         }
         answer: Any = {"role": "tool", "tool_call_id": call.id, "content": "20 degrees"}
         await client.chat.completions.create(model="any", messages=[*HELLO, said, answer], tools=[WEATHER])
-    await session.ends_with(engine.drawn)
+    await session.ends_with(engine.sampled)
 
 
 async def test_the_stream_helper_of_the_sdk_accumulates_the_same_message(host: Host, engine: TellingEngine) -> None:
@@ -147,7 +147,7 @@ async def test_the_stream_helper_of_the_sdk_accumulates_the_same_message(host: H
         (call,) = said.tool_calls or []
         messages: list[Any] = [*HELLO, said, {"role": "tool", "tool_call_id": call.id, "content": "20 degrees"}]
         await client.chat.completions.create(model="any", messages=messages, tools=[WEATHER])
-    await session.ends_with(engine.drawn)
+    await session.ends_with(engine.sampled)
 
 
 async def test_text_completions_go_on_from_the_drawn_tokens(host: Host, engine: TellingEngine) -> None:
@@ -165,7 +165,7 @@ async def test_text_completions_go_on_from_the_drawn_tokens(host: Host, engine: 
         async for chunk in stream:
             text += "".join(each.text for each in chunk.choices)
             usage = chunk.usage or usage
-    one, two = engine.drawn
+    one, two = engine.sampled
     assert (choice.text, text) == (" is the answer", " to of in")
     assert choice.model_extra is not None and choice.logprobs is not None
     assert choice.model_extra["token_ids"] == one.token_ids
@@ -189,8 +189,8 @@ async def test_n_answers_are_branches_and_each_is_trained_once(host: Host, engin
         )
     (asked, _) = engine.requests
     assert (asked.n, asked.sampling.seed, asked.sampling.temperature) == (3, 7, 0.5)
-    assert engine.drawn[3].prompt[: len(engine.drawn[1].prompt)] == engine.drawn[1].prompt
-    trajectory = await session.ends_with(engine.drawn, [None, "branch", "branch"])
+    assert engine.sampled[3].prompt[: len(engine.sampled[1].prompt)] == engine.sampled[1].prompt
+    trajectory = await session.ends_with(engine.sampled, [None, "branch", "branch"])
     assert {sampling.seed for sampling in trajectory.samplings} == {7}
 
 
@@ -219,7 +219,7 @@ async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
         assert ended.model_extra["stop_reason"] == "Question:"
         said: Any = {"role": "assistant", "content": content}
         await client.chat.completions.create(model="any", messages=[*HELLO, said, {"role": "user", "content": "so?"}])
-    cut, follows = engine.drawn
+    cut, follows = engine.sampled
     cut.token_ids = cut.token_ids[: len(spell("the answer is 4\n\nQuestion:", ended=False))]
     assert follows.prompt[: len(cut.prompt) + len(cut.token_ids)] == cut.prompt + cut.token_ids
     await session.ends_with([cut, follows])
@@ -237,8 +237,8 @@ async def test_url_key_and_header_name_the_session(host: Host, engine: TellingEn
     await ask(root, session.api_key)
     await ask(root, "no key at all", **{"X-Session-ID": session.session_id})
     # The same body three times, with no mark of a repetition: three samples.
-    assert len(engine.drawn) == 3
-    await session.ends_with(engine.drawn, [None, "branch", "branch"])
+    assert len(engine.sampled) == 3
+    await session.ends_with(engine.sampled, [None, "branch", "branch"])
 
 
 async def test_the_model_list_tells_how_long_a_context_may_be(host: Host) -> None:
@@ -267,7 +267,7 @@ async def test_hanging_up_in_mid_stream_leaves_nothing_of_the_answer(
         engine.hold_after = None
         answer = await client.chat.completions.create(model="any", messages=HELLO)
     assert answer.choices[0].message.content == "fine"
-    unheard, heard = engine.drawn
+    unheard, heard = engine.sampled
     assert unheard.token_ids
     await session.ends_with([heard])
 
@@ -288,7 +288,7 @@ async def test_unknown_fields_of_newer_sdks_change_nothing(host: Host, engine: T
             extra_body={"quantum": {"entangled": True}},
         )
     assert engine.requests[0].sampling.max_tokens == 3
-    trajectory = await session.ends_with(engine.drawn)
+    trajectory = await session.ends_with(engine.sampled)
     assert trajectory.finish_reason == "length"
 
 
@@ -298,7 +298,7 @@ async def test_calls_that_nothing_marks_at_once_are_samples_of_their_own(host: H
     async with sdk(session) as client:
         answers = await asyncio.gather(*(client.chat.completions.create(model="any", messages=HELLO) for _ in range(8)))
     assert len({answer.choices[0].message.content for answer in answers}) == 8
-    await session.ends_with(engine.drawn, [None] + ["branch"] * 7)
+    await session.ends_with(engine.sampled, [None] + ["branch"] * 7)
 
 
 async def test_rewards_name_the_answers_by_the_ids_that_the_sdk_reads(host: Host, engine: TellingEngine) -> None:
@@ -310,8 +310,8 @@ async def test_rewards_name_the_answers_by_the_ids_that_the_sdk_reads(host: Host
         json={"reward": 0.5, "call_id": answer.id, "components": {"form": 1.0}},
     )
     assert given.status_code == 200
-    trajectory = await session.ends_with(engine.drawn)
+    trajectory = await session.ends_with(engine.sampled)
     (span,) = trajectory.reward_spans
-    (drawn,) = engine.drawn
-    assert (span.segment, span.start, span.length) == (0, len(drawn.prompt), len(drawn.token_ids))
+    (sampled,) = engine.sampled
+    assert (span.segment, span.start, span.length) == (0, len(sampled.prompt), len(sampled.token_ids))
     assert (span.reward, trajectory.reward) == (0.5, 1.5)

@@ -57,10 +57,10 @@ async def two_turns(client: AsyncOpenAI, renderer: Any) -> list[dict[str, Any]]:
 
 def check(read: list[dict[str, Any]], engine: TellingEngine) -> None:
     """What the client read is what the engine drew."""
-    for result, drawn in zip(read, engine.drawn, strict=True):
-        assert result["prompt_ids"] == drawn.prompt
-        assert result["completion_ids"] == drawn.token_ids
-        assert result["completion_logprobs"] == drawn.logprobs
+    for result, sampled in zip(read, engine.sampled, strict=True):
+        assert result["prompt_ids"] == sampled.prompt
+        assert result["completion_ids"] == sampled.token_ids
+        assert result["completion_logprobs"] == sampled.logprobs
 
 
 async def test_outside_sessions_every_token_comes_with_its_logprob(
@@ -78,7 +78,7 @@ async def test_in_a_session_two_bridged_turns_are_one_segment(host: Host, engine
     engine.tell(spell(f"let me see\n{CALL}"), spell("it is fine"))
     async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         check(await two_turns(client, renderer), engine)
-    trajectory = await session.ends_with(engine.drawn)
+    trajectory = await session.ends_with(engine.sampled)
     assert [sampling.temperature for sampling in trajectory.samplings] == [0.5]
 
 
@@ -103,4 +103,4 @@ async def test_the_key_of_a_session_that_was_deleted_opens_nothing(
     async with AsyncOpenAI(base_url=f"{host.url}/v1", api_key=session.api_key) as client:
         with pytest.raises(PermissionDeniedError):
             await two_turns(client, renderer)
-    assert engine.drawn == []
+    assert engine.sampled == []

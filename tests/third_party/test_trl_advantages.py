@@ -14,7 +14,7 @@ import pytest
 from services.config.algorithm import AdvantageSettings
 from tests.support.trajectories import a_rollout, a_segment, grouped
 from tests.support.trl_environment import NO_TRL, TRL_PYTHON
-from trainer.algorithms.advantages.compute import Crediting
+from trainer.algorithms.advantages.compute import AdvantageComputer
 
 SCRIPT = Path(__file__).with_name("trl_advantages.py")
 
@@ -42,7 +42,7 @@ def test_advantages_are_those_of_trl(tiny_policy: Path, tmp_path: Path) -> None:
         for member, reward in enumerate(group)
     ]
     for name, choice in choices.items():
-        credits, _ = Crediting(choice).of(grouped(played))
+        credits, _ = AdvantageComputer(choice).of(grouped(played))
         ours = [float(credit.advantages[0][-1]) for credit in credits.values()]
         assert len(theirs[name]) == len(ours) == 20
         np.testing.assert_allclose(ours, theirs[name], rtol=0.0, atol=1e-6, err_msg=name)

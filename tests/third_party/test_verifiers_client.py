@@ -43,10 +43,10 @@ async def run(base_url: str, key: str, model: Path, *trace_id: str) -> dict[str,
 def check(read: dict[str, Any], engine: TellingEngine) -> None:
     """Ids and logprobs that the client read are those that were drawn, and its own trace says the same."""
     first, second = read["turns"]
-    for turn, drawn in zip((first, second), engine.drawn, strict=True):
-        assert turn["prompt_ids"] == drawn.prompt
-        assert turn["completion_ids"] == drawn.token_ids
-        assert turn["logprobs"] == drawn.logprobs
+    for turn, sampled in zip((first, second), engine.sampled, strict=True):
+        assert turn["prompt_ids"] == sampled.prompt
+        assert turn["completion_ids"] == sampled.token_ids
+        assert turn["logprobs"] == sampled.logprobs
     assert (first["content"], first["finish_reason"], first["bridged"]) == ("let me see", "tool_calls", False)
     assert (second["content"], second["finish_reason"], second["bridged"]) == ("it is fine", "stop", True)
     assert {(request.sampling.temperature, request.sampling.seed) for request in engine.requests} == {(0.5, 3)}
@@ -74,4 +74,4 @@ async def test_in_a_session_its_bridged_turns_are_one_segment_and_its_trace_is_o
     check(read, engine)
     (segment,) = await session.segments()
     assert read["trace"] == {"token_ids": segment["token_ids"], "mask": segment["loss_mask"]}
-    await session.ends_with(engine.drawn)
+    await session.ends_with(engine.sampled)

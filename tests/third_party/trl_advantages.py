@@ -40,11 +40,11 @@ def main() -> None:
         "dr_grpo": (GRPOTrainer, GRPOConfig(scale_rewards="none", **shared)),
         "rloo": (RLOOTrainer, RLOOConfig(**shared)),
     }
-    found = {name: scored(base, config, arguments.model, groups) for name, (base, config) in runs.items()}
+    found = {name: reward_batch(base, config, arguments.model, groups) for name, (base, config) in runs.items()}
     arguments.out.write_text(json.dumps(found))
 
 
-def scored(base: Any, config: Any, model: Path, groups: list[list[float]]) -> list[float]:
+def reward_batch(base: Any, config: Any, model: Path, groups: list[list[float]]) -> list[float]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

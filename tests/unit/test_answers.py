@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from rollout_server.sessions.responses import Answer, AnswerLostError, Answers, Marks
+from rollout_server.sessions.responses import Answer, AnswerLostError, Answers, RequestKey
 from services.wire.errors import ConflictError, RollmeshError, UsageError
 from tests.support.rollout_host import until
 
-FIRST, AGAIN = Marks(b"a"), Marks(b"a", retry=1)
+FIRST, AGAIN = RequestKey(b"a"), RequestKey(b"a", retry=1)
 
 
-class Drawing:
+class Generating:
     """An answer of three chunks whose pace a test sets. `captured`: whether it came to count."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ async def read(answers: Answers, answer: Answer) -> list[bytes]:
 
 
 async def test_whoever_comes_later_gets_every_chunk_from_the_first() -> None:
-    answers, drawing = Answers(), Drawing()
+    answers, drawing = Answers(), Generating()
     answer = answers.start(FIRST, drawing)
     first = asyncio.create_task(read(answers, answer))
     await until(lambda: answer.listeners == 1)
@@ -44,14 +44,14 @@ async def test_whoever_comes_later_gets_every_chunk_from_the_first() -> None:
     second = asyncio.create_task(read(answers, joined))
     drawing.go.set()
     assert b"".join(await first) == b"".join(await second) == b"123"
-    replayed = answers.repeated(Marks(b"a", retry=2))
+    replayed = answers.repeated(RequestKey(b"a", retry=2))
     assert replayed is answer
     with answers.listening(replayed, 0.0):
         assert await replayed.whole() == b"123"
 
 
 async def test_an_answer_that_nobody_hears_never_counts() -> None:
-    answers, drawing = Answers(), Drawing()
+    answers, drawing = Answers(), Generating()
     answer = answers.start(FIRST, drawing)
     with answers.listening(answer, 0.05):
         await answer.begun()
@@ -63,7 +63,7 @@ async def test_an_answer_that_nobody_hears_never_counts() -> None:
 
 
 async def test_a_retry_within_the_patience_saves_the_answer() -> None:
-    answers, drawing = Answers(), Drawing()
+    answers, drawing = Answers(), Generating()
     answer = answers.start(FIRST, drawing)
     with answers.listening(answer, 30.0):
         await answer.begun()
@@ -77,11 +77,11 @@ async def test_a_retry_within_the_patience_saves_the_answer() -> None:
 
 
 async def test_giving_up_waits_until_the_unheard_have_ended_and_leaves_the_others() -> None:
-    answers, heard, unheard = Answers(), Drawing(), Drawing()
+    answers, heard, unheard = Answers(), Generating(), Generating()
     listened = answers.start(FIRST, heard)
     reading = asyncio.create_task(read(answers, listened))
     await until(lambda: listened.listeners == 1)
-    alone = answers.start(Marks(b"b"), unheard)
+    alone = answers.start(RequestKey(b"b"), unheard)
     await answers.give_up_unheard()
     assert alone.ended
     assert not listened.ended
@@ -113,7 +113,7 @@ async def test_a_bug_is_told_as_one_and_does_not_hang_the_listener() -> None:
 
 async def test_ending_all_tells_the_listeners_why() -> None:
     answers = Answers()
-    answer = answers.start(FIRST, Drawing())
+    answer = answers.start(FIRST, Generating())
     reading = asyncio.create_task(read(answers, answer))
     await until(lambda: answer.listeners == 1)
     answers.cancel_all(ConflictError("aborted"))
@@ -127,9 +127,9 @@ async def test_only_the_last_answers_are_kept() -> None:
 
     answers = Answers()
     for number in range(30):
-        answer = answers.start(Marks(str(number).encode()), say)
+        answer = answers.start(RequestKey(str(number).encode()), say)
         with answers.listening(answer, 0.0):
             await answer.whole()
     await until(lambda: not answers._tasks)
-    kept = [number for number in range(30) if answers.repeated(Marks(str(number).encode(), retry=1)) is not None]
+    kept = [number for number in range(30) if answers.repeated(RequestKey(str(number).encode(), retry=1)) is not None]
     assert kept == list(range(20, 30))  # a mebibyte of them

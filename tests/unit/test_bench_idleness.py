@@ -8,14 +8,14 @@ import statistics
 
 import pytest
 
-from benchmarks.harness.clock_engine import Pace, PacedEngine
+from benchmarks.harness.clock_engine import ClockEngine, ClockPace
 from rollout_server.engines.base import GenerationRequest, collect
 from services.wire.sampling import SamplingParams
 from tests.support.bus_fleet import manifest_of
 from tests.support.scripted_engine import ScriptedEngine
 from weight_bus.manifest.manifest import encode_manifest
 
-PACE = Pace(median=24, sigma=1.0, longest=200, token_s=0.002, places=3)
+PACE = ClockPace(median=24, sigma=1.0, longest=200, token_s=0.002, places=3)
 
 
 def test_lengths_are_heavy_tailed_and_the_typical_longest_is_typical() -> None:
@@ -33,7 +33,7 @@ def test_lengths_are_heavy_tailed_and_the_typical_longest_is_typical() -> None:
 
 
 async def test_an_engine_keeps_its_pace_and_its_places() -> None:
-    engine = PacedEngine(ScriptedEngine(), PACE, vocabulary=64, seed=3)
+    engine = ClockEngine(ScriptedEngine(), PACE, vocabulary=64, seed=3)
     clock = asyncio.get_running_loop().time
     began = clock()
     request = GenerationRequest("a", [5, 6], SamplingParams(max_tokens=60), n=8)
@@ -42,11 +42,11 @@ async def test_an_engine_keeps_its_pace_and_its_places() -> None:
     await asyncio.sleep(0)
     status = engine.status()
     assert (status.running, status.waiting) == (3, 5)
-    drawn = await drawing
+    sampled = await drawing
     took = clock() - began
-    lengths = [len(delta.token_ids) for delta in drawn]
+    lengths = [len(delta.token_ids) for delta in sampled]
     assert took >= max(max(lengths), sum(lengths) / PACE.places) * PACE.token_s
-    for delta in drawn:
+    for delta in sampled:
         length = len(delta.token_ids)
         assert [(span.start, span.length, span.version) for span in delta.versions] == [(0, length, 0)]
         assert len(delta.logprobs) == length <= 60
@@ -57,7 +57,7 @@ async def test_an_engine_keeps_its_pace_and_its_places() -> None:
 
 
 async def test_tokens_are_of_the_version_of_their_moment() -> None:
-    engine = PacedEngine(ScriptedEngine(), Pace(1000, 0.01, 2000, token_s=0.002, places=1), vocabulary=64, seed=3)
+    engine = ClockEngine(ScriptedEngine(), ClockPace(1000, 0.01, 2000, token_s=0.002, places=1), vocabulary=64, seed=3)
     clock = asyncio.get_running_loop().time
     request = GenerationRequest("a", [5, 6], SamplingParams(max_tokens=100))
     began = clock()

@@ -64,9 +64,9 @@ def test_the_lagged_policy_is_the_one_of_k_steps_before() -> None:
         with torch.no_grad():
             weight.fill_(float(version))
         lagged.keep(version, model)
-        drawn_by, policy = lagged.before(version)
-        seen.append(drawn_by)
-        assert torch.equal(policy.model.embed_tokens.weight, torch.full_like(weight, float(drawn_by)))
+        sampled_by, policy = lagged.before(version)
+        seen.append(sampled_by)
+        assert torch.equal(policy.model.embed_tokens.weight, torch.full_like(weight, float(sampled_by)))
     assert seen == [0, 0, 0, 1, 2, 3]
 
 
@@ -82,9 +82,9 @@ def test_rollouts_are_trajectories_with_the_logprobs_of_who_drew_them() -> None:
             [span] = segment.version_spans
             assert (span.start, span.version) == (2, 7) and 1 <= span.length <= 6
             ids = torch.frombuffer(bytearray(segment.token_ids), dtype=torch.int32).long()[None]
-            drawn = torch.frombuffer(bytearray(segment.logprobs), dtype=torch.float32)[2:]
+            sampled = torch.frombuffer(bytearray(segment.logprobs), dtype=torch.float32)[2:]
             with torch.no_grad():
-                assert torch.allclose(token_logprobs(model, ids, 2)[0], drawn, atol=1e-5)
+                assert torch.allclose(token_logprobs(model, ids, 2)[0], sampled, atol=1e-5)
             text = tokenizer.decode(ids[0, 2:])
             assert member.payload.reward == float(text[1:] == "3$" and text[0].isdigit())
 
@@ -122,8 +122,8 @@ def test_outcomes_become_the_table_by_correction_and_k(tmp_path: Path) -> None:
     assert finals(outcomes, SAMPLED)["PPO"][4] == [0.05, 0.1]
     assert as_table(outcomes, GREEDY).row_count == 2
     plot_finals(finals(outcomes, GREEDY), tmp_path / "plot.svg")
-    drawn = (tmp_path / "plot.svg").read_text()
-    assert drawn.startswith("<?xml") and ">PPO<" in drawn
+    sampled = (tmp_path / "plot.svg").read_text()
+    assert sampled.startswith("<?xml") and ">PPO<" in sampled
 
 
 def test_an_interrupted_table_goes_on_and_other_runs_do_not_count(tmp_path: Path) -> None:

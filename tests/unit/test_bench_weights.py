@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.weights.arms import Drawn, Episode, Span, Update
+from benchmarks.weights.arms import Episode, Sampled, Span, Update
 from benchmarks.weights.exact import compare
 from benchmarks.weights.report import CROWDED, Exactness, Setting, WeightsBench, as_tables, judge, judge_engine
-from rollout_server.engines.step_timing import Cadence
+from rollout_server.engines.step_timing import StepTiming
 
 STEP_S = 0.010
 EXACT = Exactness(updates=50, tokens=128, tokens_equal=True, max_logprob_error=1e-6)
@@ -72,15 +72,15 @@ def test_a_stall_is_what_the_engine_itself_calls_one() -> None:
         for commit in commits:
             for near in (commit - 1, commit, commit + 1):
                 gaps[near] = rng.uniform(8.0, 30.0)
-        cadence, times = Cadence(), arrivals(gaps)
+        timing, times = StepTiming(), arrivals(gaps)
         for number, time in enumerate(times):
-            cadence.step(time, 4)
+            timing.step(time, 4)
             if number in commits:
-                cadence.commit()
+                timing.commit()
         moments = [times[commit] + 0.002 for commit in commits]
         updates = [Update(Span(at - 0.012, at), Span(at, at)) for at in moments]
         seen = Episode("ours", 0.0, [times], updates)
-        assert [seen.stall_ms(update) for update in updates] == pytest.approx(cadence.stalls_ms())
+        assert [seen.stall_ms(update) for update in updates] == pytest.approx(timing.stalls_ms())
 
 
 def test_a_pause_stalls_by_what_it_adds_to_a_step() -> None:
@@ -165,7 +165,7 @@ def test_bars_are_met_only_by_the_medians_that_meet_them() -> None:
     ],
 )
 def test_exact_is_token_for_token(found: list[int], logprobs: list[float], equal: bool, error: float) -> None:
-    seen = compare(50, Drawn([found], [logprobs]), Drawn([[1, 2, 3]], [[-1.0, -2.0, -3.0]]))
+    seen = compare(50, Sampled([found], [logprobs]), Sampled([[1, 2, 3]], [[-1.0, -2.0, -3.0]]))
     assert (seen.tokens_equal, seen.max_logprob_error) == (equal, error)
     assert seen.exact is (equal and error <= 1e-5)
 

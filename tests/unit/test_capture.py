@@ -102,8 +102,8 @@ def test_a_conversation_that_only_grows_is_one_segment_with_every_token_as_it_wa
     for part in parts:
         record(capture, capture.tip, part)
         expected += [(token, 0, 0.0, None, None) for token in part.prompt]
-        drawn = zip(part.token_ids, part.logprobs, part.versions, strict=True)
-        expected += [(token, 1, logprob, version, part.sampling) for token, logprob, version in drawn]
+        sampled = zip(part.token_ids, part.logprobs, part.versions, strict=True)
+        expected += [(token, 1, logprob, version, part.sampling) for token, logprob, version in sampled]
     segments = capture.segments()
     check_trajectory(as_trajectory(segments, capture.samplings))
     encode_trajectory(as_trajectory(segments, capture.samplings))
@@ -145,8 +145,8 @@ def test_in_a_tree_every_drawn_token_is_trained_in_exactly_one_segment(branches:
         if not part.token_ids:
             continue
         segment, start = layout.places[node]
-        drawn = zip(part.token_ids, part.logprobs, part.versions, strict=True)
-        expected = [(token, 1, logprob, version, part.sampling) for token, logprob, version in drawn]
+        sampled = zip(part.token_ids, part.logprobs, part.versions, strict=True)
+        expected = [(token, 1, logprob, version, part.sampling) for token, logprob, version in sampled]
         assert laid[segment][start : start + len(expected)] == expected
         # ... and what stands before it is what the engine saw.
         before = [token for token, *_ in laid[segment][:start]]

@@ -158,7 +158,7 @@ def _split(text: str, markers: Sequence[str]) -> list[str]:
 PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "<|im_start|>"]
 PIECES += ["\n", " ", "\n\n", "a", "{", "é", "the weather", '{"name": "f", "arguments": {}}']
 SPACE_AFTER_TEXT = [[TOKENIZER.convert_tokens_to_ids(token)] for token in (".Ċ", "}Ċ")]
-drawn = st.lists(
+sampled = st.lists(
     st.sampled_from([*map(encode, PIECES), spelled("the weather é"), *SPACE_AFTER_TEXT])
     | st.lists(st.integers(0, len(TOKENIZER) + 2), max_size=3),
     max_size=12,
@@ -167,7 +167,7 @@ drawn = st.lists(
 
 @families
 @given(
-    drawn,
+    sampled,
     st.sampled_from([OPENING, THINKING]),
     st.sampled_from([TOOLS, None]),
     st.lists(st.integers(0, 60), max_size=8),
@@ -201,7 +201,7 @@ def called(answer: ParsedAnswer) -> list[tuple[str, str]]:
 
 
 @families
-@given(drawn, st.sampled_from([OPENING, THINKING]))
+@given(sampled, st.sampled_from([OPENING, THINKING]))
 def test_a_streamed_answer_is_what_the_familys_own_parser_reads(family: str, ids: list[int], prompt: str) -> None:
     tested = RENDERERS[family]
     ids = [token for token in ids if token not in tested.stop_token_ids]
@@ -243,7 +243,7 @@ def test_text_is_passed_on_while_it_is_drawn(family: str) -> None:
 
 
 @families
-@given(drawn, st.lists(st.sampled_from(["the", "e a", "\n", "a\n", "é", "weather", "<"]), max_size=2))
+@given(sampled, st.lists(st.sampled_from(["the", "e a", "\n", "a\n", "é", "weather", "<"]), max_size=2))
 def test_stop_strings_end_the_content_and_nothing_else(family: str, ids: list[int], stops: list[str]) -> None:
     tested = RENDERERS[family]
     stream = tested.answer_stream(encode(OPENING), TOOLS, stops)

@@ -138,14 +138,14 @@ ordinary = st.lists(st.integers(0, len(TOKENIZER) - 1).filter(lambda token: toke
 @families
 @given(ordinary, st.sampled_from([[], [END], [OTHER_END]]), new_messages, st.sampled_from([None, TOOLS]))
 def test_an_extended_prompt_begins_with_what_was_drawn_and_adds_what_the_template_adds(
-    family: str, drawn: list[int], stop: list[int], new: list[dict[str, Any]], tools: Any
+    family: str, sampled: list[int], stop: list[int], new: list[dict[str, Any]], tools: Any
 ) -> None:
     tested = RENDERERS[family]
     prompt = tested.render(ASKED, tools)
-    extended = tested.extend(prompt, [*drawn, *stop], new, tools)
+    extended = tested.extend(prompt, [*sampled, *stop], new, tools)
     assert extended is not None
-    assert extended[: len(prompt) + len(drawn) + len(stop)] == [*prompt, *drawn, *stop]
-    added = decode(extended[len(prompt) + len(drawn) + len(stop) :])
+    assert extended[: len(prompt) + len(sampled) + len(stop)] == [*prompt, *sampled, *stop]
+    added = decode(extended[len(prompt) + len(sampled) + len(stop) :])
     whole = by_template([*ASKED, {"role": "assistant", "content": "MARK"}, *new], tools)
     expected = whole.partition("MARK")[2]
     # A reasoning that was cut off may be closed before the turn is.
@@ -156,11 +156,11 @@ def test_an_extended_prompt_begins_with_what_was_drawn_and_adds_what_the_templat
 @families
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1) | st.sampled_from([END, OTHER_END]), max_size=20), new_messages)
 def test_a_prompt_extends_whatever_was_drawn_even_past_stop_tokens(
-    family: str, drawn: list[int], new: list[Any]
+    family: str, sampled: list[int], new: list[Any]
 ) -> None:
-    extended = RENDERERS[family].extend(encode("the weather"), drawn, new)
+    extended = RENDERERS[family].extend(encode("the weather"), sampled, new)
     assert extended is not None
-    assert extended[: len(drawn) + len(encode("the weather"))] == [*encode("the weather"), *drawn]
+    assert extended[: len(sampled) + len(encode("the weather"))] == [*encode("the weather"), *sampled]
 
 
 def test_an_assistant_s_message_is_never_rendered_into_an_extension() -> None:
@@ -201,10 +201,10 @@ def test_a_template_that_closes_a_turn_after_a_space_is_extended() -> None:
     tested = renderer(CLOSES_IN_TEXT)
     assert OTHER_END in tested.stop_token_ids
     prompt = tested.render([QUESTION])
-    for drawn, added in (([*encode("fine"), OTHER_END], "[and?] "), (encode("fine"), " <|endoftext|>[and?] ")):
-        extended = tested.extend(prompt, drawn, [{"role": "user", "content": "and?"}])
+    for sampled, added in (([*encode("fine"), OTHER_END], "[and?] "), (encode("fine"), " <|endoftext|>[and?] ")):
+        extended = tested.extend(prompt, sampled, [{"role": "user", "content": "and?"}])
         assert extended is not None
-        assert decode(extended) == decode([*prompt, *drawn]) + added
+        assert decode(extended) == decode([*prompt, *sampled]) + added
     assert tested.extend(prompt, encode("fine"), [{"role": "system", "content": "and?"}]) is None
 
 
@@ -214,8 +214,8 @@ def test_a_template_that_closes_a_turn_with_the_next_role_s_marker_is_extended(t
     tokenizer.chat_template = CLOSES_BY_THE_NEXT
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {start}}}')
     tested = ChatRenderer(tokenizer, tmp_path, "auto", keep_reasoning=True)
-    for drawn in (encode("fine"), [*encode("fine"), start]):
-        extended = tested.extend(encode("a"), drawn, [QUESTION])
+    for sampled in (encode("fine"), [*encode("fine"), start]):
+        extended = tested.extend(encode("a"), sampled, [QUESTION])
         assert extended is not None
         assert decode(extended) == "afine<|im_start|>user\nthe weather?<|im_start|>assistant\n"
 
@@ -241,9 +241,9 @@ def test_drawn_reasoning_is_kept_or_the_template_is_followed_as_asked() -> None:
             encode("a"), [*encode("b</think>"), END], [QUESTION]
         )
         assert (None if extended is None else decode(extended[4:])) == expected
-    drawn = [*encode("<think>b</think>c"), END]
-    assert QWEN3.extend(encode("a"), drawn, [QUESTION]) is not None
-    assert renderer(DROPS_REASONING, "qwen3", keep_reasoning=False).extend(encode("a"), drawn, [QUESTION]) is None
+    sampled = [*encode("<think>b</think>c"), END]
+    assert QWEN3.extend(encode("a"), sampled, [QUESTION]) is not None
+    assert renderer(DROPS_REASONING, "qwen3", keep_reasoning=False).extend(encode("a"), sampled, [QUESTION]) is None
 
 
 def test_text_that_looks_like_the_stand_in_answer_is_not_taken_for_it() -> None:

@@ -16,13 +16,13 @@ from services.gateway.stateless_generate import (
     weight_spans,
     what_is_left,
 )
-from services.wire.vllm_api import Choice, DrawnLogprob, Logprobs
+from services.wire.vllm_api import Choice, Logprobs, SampledLogprob
 
 
 def part(tokens: list[int], versions: list[int], finish: str | None) -> Choice:
     """A sample of one try. `versions`: one a token."""
     starts = [(version, at) for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
-    entries = [DrawnLogprob(f"token_id:{token}", token, -0.5, None, []) for token in tokens]
+    entries = [SampledLogprob(f"token_id:{token}", token, -0.5, None, []) for token in tokens]
     reason = "abort" if finish is None else "length"
     return Choice(
         index=2,
@@ -39,24 +39,24 @@ def test_parts_join_to_the_whole(versions: list[int], cuts: list[int]) -> None:
     tokens = list(range(len(versions)))
     ends = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     call = {"token_ids": [7, 8], "sampling_params": {"max_tokens": len(tokens) + 1, "n": 4, "seed": 5}, "model": "m"}
-    drawn = Choice(index=2, token_ids=[], logprobs=Logprobs([]), finish_reason="abort", policy_versions=[])
+    sampled = Choice(index=2, token_ids=[], logprobs=Logprobs([]), finish_reason="abort", policy_versions=[])
     for begin, end in pairwise(ends):
-        left = what_is_left(call, drawn)
+        left = what_is_left(call, sampled)
         assert left is not None
         # The engine sees each time what it would have seen, and is asked for what is missing.
         assert left["token_ids"] == [7, 8, *tokens[:begin]]
         assert left["sampling_params"] == {"max_tokens": len(tokens) + 1 - begin, "n": 1, "seed": 5}
         assert (left["resumed"], left["first_index"], left["model"]) == (begin, 2, "m")
-        drawn = join(drawn, part(tokens[begin:end], versions[begin:end], "length" if end == ends[-1] else None))
-    assert drawn == part(tokens, versions, "length")
-    assert usage(2, [drawn, drawn]).total_tokens == 2 + 2 * len(tokens)
+        sampled = join(sampled, part(tokens[begin:end], versions[begin:end], "length" if end == ends[-1] else None))
+    assert sampled == part(tokens, versions, "length")
+    assert usage(2, [sampled, sampled]).total_tokens == 2 + 2 * len(tokens)
 
 
 def test_nothing_is_left_of_a_sample_that_has_all_its_tokens() -> None:
-    drawn = part([1, 2], [0, 0], None)
-    assert what_is_left({"token_ids": [5], "sampling_params": {"max_tokens": 2}}, drawn) is None
-    assert what_is_left({"token_ids": [5], "sampling_params": {}}, drawn) is not None
-    assert ended(drawn, "length") == part([1, 2], [0, 0], "length")
+    sampled = part([1, 2], [0, 0], None)
+    assert what_is_left({"token_ids": [5], "sampling_params": {"max_tokens": 2}}, sampled) is None
+    assert what_is_left({"token_ids": [5], "sampling_params": {}}, sampled) is not None
+    assert ended(sampled, "length") == part([1, 2], [0, 0], "length")
 
 
 def test_versions_that_one_part_does_not_tell_are_not_made_up() -> None:

@@ -46,7 +46,7 @@ def test_it_credits_and_learns(own: AdvantageSettings) -> None:
     for step in range(30):
         rollouts = play(roles.learner.model, step, roles.learner.version, generator)
         groups = grouped(rollouts)
-        credits, _ = roles.crediting.of(groups)
+        credits, _ = roles.advantage_computer.of(groups)
         rewards = [member.payload.reward for member in groups[0].members]
         for member in groups[0].members:
             beaten = sum(np.sign(member.payload.reward - reward) for reward in rewards)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from rollout_server.engines.torch.kv_cache import KvShape, KvSlots
+from rollout_server.engines.torch.kv_cache import KvCache, KvShape
 
 SHAPE = KvShape(layers=2, heads=3, key_dim=4, value_dim=5)
 
@@ -16,7 +16,7 @@ class Ledger:
     """What each row must hold: one number a token, written to keys as it is and to values negated."""
 
     def __init__(self, max_rows: int) -> None:
-        self.slots = KvSlots(SHAPE, max_rows=max_rows, dtype=torch.float32, device=torch.device("cpu"))
+        self.slots = KvCache(SHAPE, max_rows=max_rows, dtype=torch.float32, device=torch.device("cpu"))
         self.rows: list[list[float]] = []
         self._next = 0.0
 

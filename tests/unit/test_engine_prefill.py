@@ -11,10 +11,10 @@ import torch
 
 from rollout_server.engines.base import GenerationDelta, GenerationRequest
 from rollout_server.engines.torch.forward import PolicyForward
-from rollout_server.engines.torch.kv_cache import KvSlots
+from rollout_server.engines.torch.kv_cache import KvCache
 from rollout_server.engines.torch.prefill import Newcomer, Prefill, PrefixCache, as_tokens
 from rollout_server.engines.torch.sampler import Sampler
-from rollout_server.engines.torch.scheduler import RunningBatch
+from rollout_server.engines.torch.scheduler import Scheduler
 from services.wire.sampling import KvPolicy, SamplingParams
 from trainer.sft.tiny_model import build_model
 
@@ -31,8 +31,8 @@ def forward(model: Any) -> PolicyForward:
     return PolicyForward(model)
 
 
-def slots_for(forward: PolicyForward) -> KvSlots:
-    return KvSlots(forward.shape, max_rows=32, dtype=torch.float32, device=CPU)
+def slots_for(forward: PolicyForward) -> KvCache:
+    return KvCache(forward.shape, max_rows=32, dtype=torch.float32, device=CPU)
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -128,8 +128,8 @@ def test_rows_are_computed_anew_under_other_weights(
     check_logits(other, step, [[*row, 11] for row in held])
 
 
-def batch_of(forward: PolicyForward, policy: KvPolicy) -> RunningBatch:
-    return RunningBatch(
+def batch_of(forward: PolicyForward, policy: KvPolicy) -> Scheduler:
+    return Scheduler(
         forward,
         slots_for(forward),
         Sampler(0, 64, CPU),

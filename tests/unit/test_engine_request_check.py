@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout_server.engines.base import GenerationDelta, GenerationRequest, collect
-from rollout_server.engines.request_check import check_request, drawable_stops
+from rollout_server.engines.request_check import check_request, reachable_stops
 from services.wire.errors import ContextLengthError, UsageError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import VersionSpan
@@ -36,9 +36,9 @@ def test_a_refusal_names_the_value_and_what_would_do() -> None:
 
 def test_stops_that_cannot_be_drawn_are_left_out() -> None:
     sampling = SamplingParams(max_tokens=4, stop_token_ids=(3, 10, -1, 3))
-    assert drawable_stops(sampling, 10, (1, 99)) == {1, 3}
+    assert reachable_stops(sampling, 10, (1, 99)) == {1, 3}
     without_eos = SamplingParams(max_tokens=4, stop_token_ids=(3,), ignore_eos=True)
-    assert drawable_stops(without_eos, 10, (1,)) == {3}
+    assert reachable_stops(without_eos, 10, (1,)) == {3}
 
 
 @pytest.mark.parametrize(

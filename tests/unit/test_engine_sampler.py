@@ -24,8 +24,8 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def draw(sampler: Sampler, values: torch.Tensor, rows: list[SamplingParams]) -> tuple[list[int], list[float]]:
-    drawn = sampler.draw(values, RowParameters(rows, VOCABULARY, CPU), [])
-    return drawn.tokens, drawn.logprobs
+    sampled = sampler.draw(values, RowParameters(rows, VOCABULARY, CPU), [])
+    return sampled.tokens, sampled.logprobs
 
 
 @pytest.mark.parametrize(
@@ -95,22 +95,22 @@ def test_an_impossible_token_is_never_drawn() -> None:
 def test_a_seeded_row_is_its_own_whatever_is_beside_it() -> None:
     values = logits(1)
     alone = [
-        draw_seeded(Sampler(6, VOCABULARY, CPU), values, 0, source)
+        sample_seeded(Sampler(6, VOCABULARY, CPU), values, 0, source)
         for source in [seeded_source(9, 0)]
         for _ in range(20)
     ]
     crowd = Sampler(7, VOCABULARY, CPU)
     source = seeded_source(9, 0)
     beside = [
-        draw_seeded(crowd, logits(8, seed=step).index_copy(0, torch.tensor([3]), values), 3, source)
+        sample_seeded(crowd, logits(8, seed=step).index_copy(0, torch.tensor([3]), values), 3, source)
         for step in range(20)
     ]
     assert alone == beside
     other = seeded_source(9, 1)
-    assert alone != [draw_seeded(crowd, values, 0, other) for _ in range(20)]
+    assert alone != [sample_seeded(crowd, values, 0, other) for _ in range(20)]
 
 
-def draw_seeded(sampler: Sampler, values: torch.Tensor, row: int, source: object) -> int:
+def sample_seeded(sampler: Sampler, values: torch.Tensor, row: int, source: object) -> int:
     rows = RowParameters([params(seed=9)] * values.shape[0], VOCABULARY, CPU)
     return sampler.draw(values, rows, [(row, source)]).tokens[row]  # type: ignore[list-item]
 
@@ -121,26 +121,26 @@ def test_a_neighbours_cuts_and_alternatives_do_not_shift_a_seeded_row() -> None:
     for batch, found in (([params()] * 3, alone), ([params(), params(top_k=2), params(temperature=0.0)], beside)):
         source, sampler = seeded_source(11, 0), Sampler(8, VOCABULARY, CPU)
         for _ in range(200):
-            drawn = sampler.draw(values, RowParameters(batch, VOCABULARY, CPU), [(0, source)])
-            found.append((drawn.tokens[0], drawn.logprobs[0]))
+            sampled = sampler.draw(values, RowParameters(batch, VOCABULARY, CPU), [(0, source)])
+            found.append((sampled.tokens[0], sampled.logprobs[0]))
     source, sampler = seeded_source(11, 0), Sampler(8, VOCABULARY, CPU)
     for _ in range(200):
-        drawn = sampler.draw(values, RowParameters([params()] * 3, VOCABULARY, CPU, [0, 4, 0]), [(0, source)])
-        told.append((drawn.tokens[0], drawn.logprobs[0]))
+        sampled = sampler.draw(values, RowParameters([params()] * 3, VOCABULARY, CPU, [0, 4, 0]), [(0, source)])
+        told.append((sampled.tokens[0], sampled.logprobs[0]))
     assert alone == beside == told
 
 
 def test_alternatives_are_the_likeliest_of_each_rows_own_distribution() -> None:
     values = logits(1).expand(3, -1)
     rows = [params(top_k=2, temperature=0.5), params(temperature=0.0), params()]
-    drawn = Sampler(9, VOCABULARY, CPU).draw(values, RowParameters(rows, VOCABULARY, CPU, [5, 3, 0]), [])
-    assert drawn.likeliest is not None
-    cut, greedy, none = drawn.likeliest
+    sampled = Sampler(9, VOCABULARY, CPU).draw(values, RowParameters(rows, VOCABULARY, CPU, [5, 3, 0]), [])
+    assert sampled.likeliest is not None
+    cut, greedy, none = sampled.likeliest
     order = values[0].argsort(descending=True).tolist()
     assert [token for token, _ in cut] == order[:2]
     assert sum(math.exp(logprob) for _, logprob in cut) == pytest.approx(1.0, abs=1e-5)
     assert [token for token, _ in greedy] == order[:3]
-    assert greedy[0] == (drawn.tokens[1], pytest.approx(drawn.logprobs[1], abs=1e-6))
+    assert greedy[0] == (sampled.tokens[1], pytest.approx(sampled.logprobs[1], abs=1e-6))
     assert none == []
 
 

@@ -12,13 +12,13 @@ from services.run_store.stream import StreamEntry
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import encode_trajectory
 from tests.support.trajectories import a_rollout, a_segment
-from trainer.data.validation import Screen
+from trainer.data.validation import Validator
 
-SCREEN = Screen("r", vocabulary=64, longest=32, greedy_baseline=True)
+VALIDATOR = Validator("r", vocabulary=64, longest=32, greedy_baseline=True)
 
 
 def verdict(
-    screen: Screen, number: int, sampling: SamplingParams, components: dict[str, float] | None = None
+    screen: Validator, number: int, sampling: SamplingParams, components: dict[str, float] | None = None
 ) -> object:
     one = a_rollout([a_segment([5], [6], [-1.0], [0])], 1.0, member=number, sampling=sampling)
     if components is not None:
@@ -32,22 +32,22 @@ def verdict(
     [(0, 0.0, None), (0, 1.0, DropCause.SAMPLING), (1, 1.0, None), (1, 0.0, DropCause.SAMPLING)],
 )
 def test_the_first_sibling_alone_is_greedy(number: int, temperature: float, cause: DropCause | None) -> None:
-    assert verdict(SCREEN, number, SamplingParams(max_tokens=4, temperature=temperature)) == cause
+    assert verdict(VALIDATOR, number, SamplingParams(max_tokens=4, temperature=temperature)) == cause
 
 
 def test_without_a_baseline_nobody_is_greedy() -> None:
     for number in (0, 1):
         greedy = SamplingParams(max_tokens=4, temperature=0.0)
-        assert verdict(replace(SCREEN, greedy_baseline=False), number, greedy) == DropCause.SAMPLING
+        assert verdict(replace(VALIDATOR, greedy_baseline=False), number, greedy) == DropCause.SAMPLING
 
 
 def test_a_penalty_makes_no_baseline() -> None:
     shifted = SamplingParams(max_tokens=4, temperature=0.0, presence_penalty=1.0)
-    assert verdict(SCREEN, 0, shifted) == DropCause.SAMPLING
+    assert verdict(VALIDATOR, 0, shifted) == DropCause.SAMPLING
 
 
 def test_a_cost_that_is_not_told_is_not_nothing() -> None:
-    screen = Screen("r", vocabulary=64, longest=32, cost="harm")
+    screen = Validator("r", vocabulary=64, longest=32, cost="harm")
     plain = SamplingParams(max_tokens=4)
     assert verdict(screen, 0, plain) == DropCause.NO_COST
     assert verdict(screen, 0, plain, {"harm": 0.0}) is None

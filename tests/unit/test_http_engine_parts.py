@@ -12,16 +12,16 @@ import msgspec
 import pytest
 
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.engines.http.client import EngineLostError, EventReader, peer_error, stream_error
-from rollout_server.engines.http.health import Standing
+from rollout_server.engines.http.client import EngineLostError, EventReader, engine_error, stream_error
+from rollout_server.engines.http.health import EngineHealth
 from rollout_server.engines.http.wire import (
+    EngineChoice,
+    EngineChunk,
+    EngineLogprob,
+    EngineLogprobs,
+    EngineSampled,
     Flow,
     OtherWeightsError,
-    PeerChoice,
-    PeerChunk,
-    PeerDrawn,
-    PeerLogprob,
-    PeerLogprobs,
     generate_body,
 )
 from services.wire.errors import ContextLengthError, NotFoundError, RollmeshError, WireError
@@ -47,10 +47,12 @@ def asked(**changes: Any) -> GenerationRequest:
     return replace(GenerationRequest("r", [5, 6], SamplingParams(max_tokens=20), stream=True), **changes)
 
 
-def chunk(*tokens: int, index: int = 0, reason: str | None = None, spans: list[VersionSpan] | None = None) -> PeerChunk:
-    content = [PeerDrawn(logprob=-0.5, token=f"token_id:{token}") for token in tokens]
-    choice = PeerChoice(index, list(tokens), PeerLogprobs(content), finish_reason=reason, version_spans=spans)
-    return PeerChunk([choice])
+def chunk(
+    *tokens: int, index: int = 0, reason: str | None = None, spans: list[VersionSpan] | None = None
+) -> EngineChunk:
+    content = [EngineSampled(logprob=-0.5, token=f"token_id:{token}") for token in tokens]
+    choice = EngineChoice(index, list(tokens), EngineLogprobs(content), finish_reason=reason, version_spans=spans)
+    return EngineChunk([choice])
 
 
 def test_deltas_come_in_steps_and_an_abort_hands_out_what_was_held_back() -> None:
@@ -82,8 +84,10 @@ def test_versions_must_be_among_those_committed_since_the_request_was_sent() -> 
 
 
 def test_alternatives_are_the_likeliest_whatever_was_drawn() -> None:
-    entry = PeerDrawn(-3.0, 9, top_logprobs=[PeerLogprob(-3.0, 9), PeerLogprob(-0.1, 4), PeerLogprob(-9999.0, 2)])
-    (delta,) = Flow(asked(top_logprobs=2), 0, {0}).take(PeerChunk([PeerChoice(0, [9], PeerLogprobs([entry]))]))
+    entry = EngineSampled(
+        -3.0, 9, top_logprobs=[EngineLogprob(-3.0, 9), EngineLogprob(-0.1, 4), EngineLogprob(-9999.0, 2)]
+    )
+    (delta,) = Flow(asked(top_logprobs=2), 0, {0}).take(EngineChunk([EngineChoice(0, [9], EngineLogprobs([entry]))]))
     assert delta.top_logprobs == [[(4, -0.1), (9, -3.0)]]
 
 
@@ -102,30 +106,30 @@ def test_a_peer_that_cannot_go_on_from_drawn_tokens_is_asked_for_fewer_barred_st
 
 
 def test_weights_are_known_from_the_first_look_or_a_commit_and_from_nothing_else() -> None:
-    standing = Standing("http://engine")
+    health = EngineHealth("http://engine")
     with pytest.raises(EngineLostError):
-        standing.check()
-    standing.find("default")
-    standing.check()
-    standing.committing(4)
-    assert standing.serves("0") and standing.serves("4")
-    standing.committed(4)
-    assert standing.version == 4 and not standing.serves("0")
-    standing.lose("it ended")
-    standing.find("4")
-    standing.check()
-    standing.lose("it ended")
-    standing.find("default")
+        health.check()
+    health.find("default")
+    health.check()
+    health.committing(4)
+    assert health.serves("0") and health.serves("4")
+    health.committed(4)
+    assert health.version == 4 and not health.serves("0")
+    health.lose("it ended")
+    health.find("4")
+    health.check()
+    health.lose("it ended")
+    health.find("default")
     # What it says is told to the weight bus, which then brings it up to date; until then it draws nothing.
-    assert standing.version == 0
+    assert health.version == 0
     with pytest.raises(OtherWeightsError, match="version default where 4 was committed"):
-        standing.check()
-    standing.committing(5)
-    standing.committed(5)
-    standing.check()
-    standing.find("step-12")
+        health.check()
+    health.committing(5)
+    health.committed(5)
+    health.check()
+    health.find("step-12")
     with pytest.raises(OtherWeightsError, match="which is no version"):
-        standing.check()
+        health.check()
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ def test_weights_are_known_from_the_first_look_or_a_commit_and_from_nothing_else
     ],
 )
 def test_error_answers_of_any_server_are_typed(status: int, content: bytes, kind: type[RollmeshError]) -> None:
-    error = peer_error("http://engine/x", status, None, content)
+    error = engine_error("http://engine/x", status, None, content)
     assert isinstance(error, kind)
     assert "http://engine/x" in str(error)
 

@@ -16,8 +16,8 @@ from services.security.permissions import (
     GIVEN,
     OFF_LOOPBACK,
     OPENED_BY,
+    AuthScope,
     BearerName,
-    Door,
     KeyName,
     Keys,
     lacking,
@@ -31,21 +31,21 @@ from weight_bus.vllm.endpoints import read_settings
 
 NAMES = get_args(KeyName)
 BEARERS = get_args(BearerName)
-DOORS = get_args(Door)
+SCOPES = get_args(AuthScope)
 keyrings = st.builds(Keys, **{name: st.sampled_from([None, f"key-of-{name}"]) for name in NAMES})
 
 
-@given(keys=keyrings, door=st.sampled_from(DOORS), shown=st.sampled_from([f"key-of-{name}" for name in NAMES] + [""]))
+@given(keys=keyrings, scope=st.sampled_from(SCOPES), shown=st.sampled_from([f"key-of-{name}" for name in NAMES] + [""]))
 def test_a_door_opens_to_its_own_keys_and_to_any_other_bearer_only_for_want_of_them(
-    keys: Keys, door: Door, shown: str
+    keys: Keys, scope: AuthScope, shown: str
 ) -> None:
-    refused = refusal(shown, keys, door)
+    refused = refusal(shown, keys, scope)
     bearers = {name for name in BEARERS if keys.get(name) is not None}
     if not bearers:
         assert refused is None, "a service without keys is open"
         return
     name = shown.removeprefix("key-of-")
-    own = bearers & set(OPENED_BY[door])
+    own = bearers & set(OPENED_BY[scope])
     if name in bearers and (name in own or not own):
         assert refused is None
     elif name in bearers:
@@ -55,17 +55,17 @@ def test_a_door_opens_to_its_own_keys_and_to_any_other_bearer_only_for_want_of_t
     assert refused is None or shown not in refused.remedy or not shown
 
 
-@given(keys=keyrings, door=st.sampled_from(DOORS))
-def test_a_service_with_any_bearer_has_no_open_door(keys: Keys, door: Door) -> None:
-    assert bool(openers(keys, door)) == any(keys.get(name) is not None for name in BEARERS)
-    assert (refusal("", keys, door) is None) == (not openers(keys, door))
+@given(keys=keyrings, scope=st.sampled_from(SCOPES))
+def test_a_service_with_any_bearer_has_no_open_door(keys: Keys, scope: AuthScope) -> None:
+    assert bool(openers(keys, scope)) == any(keys.get(name) is not None for name in BEARERS)
+    assert (refusal("", keys, scope) is None) == (not openers(keys, scope))
 
 
 @pytest.mark.parametrize("service", OFF_LOOPBACK)
 def test_a_service_that_may_leave_loopback_has_a_key_of_its_own_for_every_door_but_the_peers(service: str) -> None:
     keys = Keys(**dict.fromkeys(OFF_LOOPBACK[service], "k" * 16))  # type: ignore[index]
     assert lacking(keys, service) == ()  # type: ignore[arg-type]
-    assert all(openers(keys, door) for door in DOORS)
+    assert all(openers(keys, scope) for scope in SCOPES)
     with pytest.raises(UsageError, match="there is no "):
         require_loopback("0.0.0.0", lacking(Keys(), service))  # type: ignore[arg-type]
     for host in ("127.0.0.1", "::1", "localhost", "127.8.8.8"):

@@ -30,9 +30,9 @@ def test_there_is_no_negative_length() -> None:
 def test_sums_and_means_are_exact(one: list[int], other: list[int]) -> None:
     both = Lengths.of(Counter(one)) + Lengths.of(Counter(other))
     assert both == Lengths.of(Counter(one + other))
-    drawn = one + other
-    assert both.count == len(drawn)
-    assert both.mean == (sum(drawn) / len(drawn) if drawn else None)
+    sampled = one + other
+    assert both.count == len(sampled)
+    assert both.mean == (sum(sampled) / len(sampled) if sampled else None)
 
 
 @given(lengths, lengths)
@@ -41,10 +41,10 @@ def test_the_distance_is_that_of_the_empirical_distributions_of_buckets(one: lis
     if not one or not other:
         assert measured is None
         return
-    buckets = [[bucket_of(length) for length in drawn] for drawn in (one, other)]
+    buckets = [[bucket_of(length) for length in sampled] for sampled in (one, other)]
     shares = [
-        [sum(each <= edge for each in drawn) / len(drawn) for edge in sorted({*buckets[0], *buckets[1]})]
-        for drawn in buckets
+        [sum(each <= edge for each in sampled) / len(sampled) for edge in sorted({*buckets[0], *buckets[1]})]
+        for sampled in buckets
     ]
     assert measured == pytest.approx(max(abs(a - b) for a, b in zip(*shares, strict=True)))
 

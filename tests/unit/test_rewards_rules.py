@@ -217,8 +217,8 @@ def sample(answer: str, **changes: Any) -> Sample:
 
 
 def test_batches_are_spelt_as_vllm_reads_them() -> None:
-    scored = ModelScoring(url="http://x", model="m", activation=False)
-    body = msgspec.json.decode(encode_batch(scored, [sample("a"), sample("b", prompt="q")]))
+    reward_batch = ModelScoring(url="http://x", model="m", activation=False)
+    body = msgspec.json.decode(encode_batch(reward_batch, [sample("a"), sample("b", prompt="q")]))
     assert body == {"text_1": ["p", "q"], "text_2": ["a", "b"], "use_activation": False, "model": "m"}
     classified = ModelScoring(url="http://x", api="classify", text="{prompt}>{answer}", class_index=1)
     body = msgspec.json.decode(encode_batch(classified, [sample("a")]))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.wire.demonstrations import Question
 from services.wire.errors import UsageError
-from trainer.sft.accuracy import Drawn, draw, is_right, sampled_accuracy
+from trainer.sft.accuracy import Sampled, draw, is_right, sampled_accuracy
 from trainer.sft.cache import deliver, is_delivered, keep, take_cached, warm_start_key
 from trainer.sft.data import folder_digest, read_recipe
 from trainer.sft.tiny_model import build_model, build_tokenizer, save_policy
@@ -123,9 +123,9 @@ def test_a_question_may_say_what_a_right_answer_looks_like(text: str, right: boo
     tokenizer = build_tokenizer()
     tokens = tokenizer.encode(text + "$", add_special_tokens=False)
     strict, lax = Question("1=", "3", r"(?:<[0-4]+>)?3"), Question("1=", "3")
-    assert is_right(tokenizer, strict, Drawn(tokens, [0.0] * len(tokens), ended=True)) is right
-    assert is_right(tokenizer, lax, Drawn(tokens, [0.0] * len(tokens), ended=True))
-    assert not is_right(tokenizer, strict, Drawn(tokens[:-1], [0.0] * (len(tokens) - 1), ended=False))
+    assert is_right(tokenizer, strict, Sampled(tokens, [0.0] * len(tokens), ended=True)) is right
+    assert is_right(tokenizer, lax, Sampled(tokens, [0.0] * len(tokens), ended=True))
+    assert not is_right(tokenizer, strict, Sampled(tokens[:-1], [0.0] * (len(tokens) - 1), ended=False))
 
 
 def test_the_key_follows_everything_that_goes_in(tmp_path: Path) -> None:

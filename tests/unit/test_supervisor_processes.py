@@ -17,7 +17,7 @@ import pytest
 
 from services.policies.backoff import RestartPolicy
 from services.supervisor.launch_plan import PortReservation
-from services.supervisor.processes import Child, Janitor, Keeper, Post, ProcessSpec, Role, ServiceFailedError
+from services.supervisor.processes import Child, ManagedProcess, Post, ProcessSpec, Reaper, Role, ServiceFailedError
 from services.wire.errors import UsageError
 
 # A parent that starts a child of its own in the same group, says so, and lives on.
@@ -49,15 +49,15 @@ def gone(pid: int) -> bool:
 
 
 @pytest.fixture
-async def janitor(tmp_path: Path) -> AsyncIterator[Janitor]:
-    async with Janitor(tmp_path / "shm-run-") as janitor:
-        yield janitor
+async def reaper(tmp_path: Path) -> AsyncIterator[Reaper]:
+    async with Reaper(tmp_path / "shm-run-") as reaper:
+        yield reaper
 
 
 @pytest.mark.parametrize("code", [_FAMILY, _STUBBORN], ids=["obedient", "stubborn"])
-async def test_stopping_a_child_ends_what_it_started(code: str, tmp_path: Path, janitor: Janitor) -> None:
+async def test_stopping_a_child_ends_what_it_started(code: str, tmp_path: Path, reaper: Reaper) -> None:
     log = tmp_path / "child.log"
-    child = await Child.start(python(code), log, janitor)
+    child = await Child.start(python(code), log, reaper)
     await until("the child says its child's id", lambda: log.read_text().endswith("\n"))
     grandchild = int(log.read_text())
     assert not gone(grandchild)
@@ -68,21 +68,21 @@ async def test_stopping_a_child_ends_what_it_started(code: str, tmp_path: Path, 
     await until("the grandchild is gone", lambda: gone(grandchild))
 
 
-async def test_a_child_that_dies_leaves_no_child_of_its_own(tmp_path: Path, janitor: Janitor) -> None:
+async def test_a_child_that_dies_leaves_no_child_of_its_own(tmp_path: Path, reaper: Reaper) -> None:
     log = tmp_path / "child.log"
-    child = await Child.start(python(_FAMILY), log, janitor)
+    child = await Child.start(python(_FAMILY), log, reaper)
     await until("the child says its child's id", lambda: log.read_text().endswith("\n"))
     os.kill(child.pid, signal.SIGKILL)
     assert await child.wait() == -signal.SIGKILL
     await until("the grandchild is gone", lambda: gone(int(log.read_text())))
 
 
-def keeper(code: str, role: Role, logs: Path, janitor: Janitor, said: list[str], restarts: int = 3) -> Keeper:
+def managed(code: str, role: Role, logs: Path, reaper: Reaper, said: list[str], restarts: int = 3) -> ManagedProcess:
     policy = RestartPolicy(max_restarts=restarts, first_delay_s=0.01)
-    return Keeper(Post(python(code), role, policy), logs, janitor, said.append)
+    return ManagedProcess(Post(python(code), role, policy), logs, reaper, said.append)
 
 
-async def test_a_job_that_dies_is_started_again_until_it_is_done(tmp_path: Path, janitor: Janitor) -> None:
+async def test_a_job_that_dies_is_started_again_until_it_is_done(tmp_path: Path, reaper: Reaper) -> None:
     code = f"""
 from pathlib import Path
 tries = Path({str(tmp_path / "tries")!r})
@@ -90,7 +90,7 @@ tries.write_text((tries.read_text() if tries.exists() else "") + "x")
 raise SystemExit(0 if len(tries.read_text()) == 3 else 1)
 """
     said: list[str] = []
-    job = keeper(code, "job", tmp_path, janitor, said)
+    job = managed(code, "job", tmp_path, reaper, said)
     await job.run()
     assert (tmp_path / "tries").read_text() == "xxx"
     assert job.restarts == 2
@@ -98,30 +98,30 @@ raise SystemExit(0 if len(tries.read_text()) == 3 else 1)
     assert "exit code 1" in said[0]
 
 
-async def test_a_service_that_keeps_dying_fails_with_the_end_of_its_log(tmp_path: Path, janitor: Janitor) -> None:
+async def test_a_service_that_keeps_dying_fails_with_the_end_of_its_log(tmp_path: Path, reaper: Reaper) -> None:
     said: list[str] = []
-    service = keeper("raise RuntimeError('no such disk')", "service", tmp_path, janitor, said, restarts=1)
+    service = managed("raise RuntimeError('no such disk')", "service", tmp_path, reaper, said, restarts=1)
     with pytest.raises(ServiceFailedError, match=r"2 times in a row(.|\n)*no such disk"):
         await service.run()
     assert len(said) == 1
 
 
-async def test_a_service_that_refuses_its_command_line_is_misuse_in_one_line(tmp_path: Path, janitor: Janitor) -> None:
+async def test_a_service_that_refuses_its_command_line_is_misuse_in_one_line(tmp_path: Path, reaper: Reaper) -> None:
     code = "import sys; sys.stderr.write('rollmesh: no engine here: install one\\n'); sys.exit(2)"
     with pytest.raises(UsageError) as refused:
-        await keeper(code, "service", tmp_path, janitor, []).run()
+        await managed(code, "service", tmp_path, reaper, []).run()
     assert str(refused.value) == "child cannot start: no engine here: install one"
 
 
-async def test_even_a_service_that_ends_well_is_started_again(tmp_path: Path, janitor: Janitor) -> None:
+async def test_even_a_service_that_ends_well_is_started_again(tmp_path: Path, reaper: Reaper) -> None:
     said: list[str] = []
     with pytest.raises(ServiceFailedError):
-        await keeper("pass", "service", tmp_path, janitor, said, restarts=2).run()
+        await managed("pass", "service", tmp_path, reaper, said, restarts=2).run()
     assert len(said) == 2
 
 
-async def test_a_cancelled_keeper_leaves_its_process_to_stop(tmp_path: Path, janitor: Janitor) -> None:
-    kept = keeper("import time; time.sleep(600)", "service", tmp_path, janitor, [])
+async def test_a_cancelled_keeper_leaves_its_process_to_stop(tmp_path: Path, reaper: Reaper) -> None:
+    kept = managed("import time; time.sleep(600)", "service", tmp_path, reaper, [])
     running = asyncio.create_task(kept.run())
     await until("the process runs", lambda: kept.child is not None)
     running.cancel()
@@ -137,11 +137,11 @@ async def test_a_cancelled_keeper_leaves_its_process_to_stop(tmp_path: Path, jan
 _SUPERVISOR = """
 import asyncio, sys
 from pathlib import Path
-from services.supervisor.processes import Child, Janitor, ProcessSpec
+from services.supervisor.processes import Child, Reaper, ProcessSpec
 
 async def main():
     folder = Path(sys.argv[1])
-    async with Janitor(folder / "shm-run-") as janitor:
+    async with Reaper(folder / "shm-run-") as janitor:
         await Child.start(ProcessSpec("child", (sys.executable, "-c", sys.argv[2])), folder / "child.log", janitor)
         await asyncio.sleep(600)
 

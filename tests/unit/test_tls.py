@@ -194,7 +194,7 @@ def test_redis_is_verified_by_the_same_authority(certificates: Certificates) -> 
 
 
 def test_the_folder_is_handed_on_and_kept_back() -> None:
-    told = KeyPlaces(tls=Path("/tls")).surroundings()
+    told = KeyPlaces(tls=Path("/tls")).environ()
     assert told == {"ROLLMESH_TLS_DIR": "/tls"}
     assert without_keys(told | {"HOME": "/root"}) == {"HOME": "/root"}
 

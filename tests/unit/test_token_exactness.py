@@ -57,9 +57,9 @@ def answered(episode: Episode) -> list[Fact]:
     """What the agent was answered."""
     facts = []
     for (request_id, index), count in episode.heard.items():
-        drawn = episode.engine.drawn[request_id, index]
-        before = checksum(drawn.prompt)
-        for token, version in list(zip(drawn.tokens, drawn.versions, strict=True))[:count]:
+        sampled = episode.engine.sampled[request_id, index]
+        before = checksum(sampled.prompt)
+        for token, version in list(zip(sampled.tokens, sampled.versions, strict=True))[:count]:
             facts.append((before, token, logprob_of(before, token, version), version))
             before = crc32(token.to_bytes(4, "little"), before)
     return facts

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from services.config.traces import TraceSettings, as_surroundings, with_surroundings
+from services.config.traces import TraceSettings, as_environ, with_environ
 from services.wire.errors import UsageError
 
 OFF = """
@@ -34,11 +34,11 @@ main()
 """
 
 
-def run(code: str, **surroundings: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLMESH_")}
     return subprocess.run(
         [sys.executable, "-c", code],
-        env=environment | surroundings,
+        env=environment | environ,
         capture_output=True,
         text=True,
         timeout=60,
@@ -83,10 +83,10 @@ def test_errors_of_a_command_are_a_json_line_too_where_logs_are() -> None:
 
 def test_surroundings_go_before_settings_and_hand_them_on() -> None:
     settings = TraceSettings(traces="otlp", traces_ratio=0.5)
-    changed = with_surroundings(settings, {"ROLLMESH_TRACES_RATIO": "0.25", "OTHER": "1", "ROLLMESH_TRACES": ""})
+    changed = with_environ(settings, {"ROLLMESH_TRACES_RATIO": "0.25", "OTHER": "1", "ROLLMESH_TRACES": ""})
     assert changed == TraceSettings(traces="otlp", traces_ratio=0.25)
-    assert with_surroundings(TraceSettings(), as_surroundings(changed)) == changed
-    assert as_surroundings(TraceSettings()) == {}
+    assert with_environ(TraceSettings(), as_environ(changed)) == changed
+    assert as_environ(TraceSettings()) == {}
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,4 @@ def test_surroundings_go_before_settings_and_hand_them_on() -> None:
 )
 def test_a_value_that_is_none_is_named(name: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"{name}={value} "):
-        with_surroundings(TraceSettings(), {name: value})
+        with_environ(TraceSettings(), {name: value})

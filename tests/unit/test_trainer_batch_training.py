@@ -16,7 +16,7 @@ from services.policies.token_budget import split_rows
 from services.wire.packed import unpack_tokens
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories
-from trainer.algorithms.advantages.compute import Crediting
+from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.data.packing import PackedBatch, micro_batch, pack
 from trainer.data.rows import rows_of
 from trainer.model.learner import Learner
@@ -32,12 +32,12 @@ def fresh_model() -> Qwen3ForCausalLM:
 
 
 def roles_of(model: Qwen3ForCausalLM, settings: RunSettings) -> Roles:
-    return Roles(Learner(copy.deepcopy(model), settings.trainer), Crediting(AdvantageSettings()))
+    return Roles(Learner(copy.deepcopy(model), settings.trainer), AdvantageComputer(AdvantageSettings()))
 
 
-def drawn_by(model: Qwen3ForCausalLM, trajectories: Sequence[Trajectory]) -> list[Group[Trajectory]]:
+def sampled_by(model: Qwen3ForCausalLM, trajectories: Sequence[Trajectory]) -> list[Group[Trajectory]]:
     """The same answers with the model's own logprobs, so that behaviour and proximal policy are one."""
-    drawn = []
+    sampled = []
     for one in trajectories:
         (segment,) = one.segments
         ids = torch.from_numpy(unpack_tokens(segment.token_ids).astype("int64"))[None]
@@ -47,8 +47,8 @@ def drawn_by(model: Qwen3ForCausalLM, trajectories: Sequence[Trajectory]) -> lis
         tokens = ids[0].tolist()
         again = a_segment(tokens[:start], tokens[start:], logprobs, [0] * len(logprobs))
         group, size = (one.group_id, one.group_ordinal), one.group_size
-        drawn.append(a_rollout([again], one.reward, group=group[0], ordinal=group[1], size=size, member=one.member))
-    return grouped(drawn)
+        sampled.append(a_rollout([again], one.reward, group=group[0], ordinal=group[1], size=size, member=one.member))
+    return grouped(sampled)
 
 
 def test_parts_are_whole_groups_judged_by_their_own_step(fresh_model: Qwen3ForCausalLM) -> None:
@@ -79,7 +79,7 @@ def test_groups_that_make_no_equal_parts_are_refused(count: int) -> None:
 
 def test_every_step_is_held_against_the_policy_before_the_batch(fresh_model: Qwen3ForCausalLM) -> None:
     """Where that policy drew the batch, `proximal` and `behaviour` are the same anchor, to the last step."""
-    groups = drawn_by(fresh_model, random_trajectories(2, groups=6, size=4))
+    groups = sampled_by(fresh_model, random_trajectories(2, groups=6, size=4))
     ends = []
     for anchor in ("behaviour", "proximal"):
         loss = LossSettings.model_validate({"anchor": anchor})

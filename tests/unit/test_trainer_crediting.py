@@ -18,7 +18,7 @@ from services.wire.trajectory import RewardSpan, Trajectory
 from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment, grouped
 from trainer.algorithms.advantages.batch import Float64Array
-from trainer.algorithms.advantages.compute import Credit, Crediting, divergences
+from trainer.algorithms.advantages.compute import AdvantageComputer, Credit, divergences
 from trainer.algorithms.advantages.rewards import Batch, CostPrice, Keep, kept, overlong_fine, score
 from trainer.data.rows import rows_of
 
@@ -68,12 +68,12 @@ def test_the_filter_keeps_whose_reward_is_reliable(rewards: list[float], seed: i
 
 def test_the_drawn_sibling_is_another_for_another_group_or_seed() -> None:
     values = np.array([1.0, *[0.0] * 40])
-    drawn = {
+    sampled = {
         tuple(np.flatnonzero(kept(values, "best_random", seed, ordinal)).tolist())
         for seed in range(4)
         for ordinal in range(4)
     }
-    assert len(drawn) > 10
+    assert len(sampled) > 10
 
 
 @examples(100)
@@ -98,35 +98,37 @@ def test_a_cost_has_the_price_that_safe_rlhf_gives_it(
 
 
 def test_a_price_rises_while_the_cost_is_too_high_and_falls_after() -> None:
-    crediting = Crediting(AdvantageSettings(cost=CostSettings(component="harm", limit=0.5, learning_rate=0.5)))
-    assert crediting.price is not None
+    advantage_computer = AdvantageComputer(
+        AdvantageSettings(cost=CostSettings(component="harm", limit=0.5, learning_rate=0.5))
+    )
+    assert advantage_computer.price is not None
     prices = []
     for cost in (1.0, 1.0, 1.0, 0.0, 0.0):
         groups = grouped(turns(1.0, 0.0, costs=(cost, cost)))
-        _, statistics = crediting.of(groups)
-        assert (statistics.cost_mean, statistics.cost_price) == (cost, crediting.price.value)
-        crediting.learn(groups)
-        prices.append(crediting.price.value)
+        _, statistics = advantage_computer.of(groups)
+        assert (statistics.cost_mean, statistics.cost_price) == (cost, advantage_computer.price.value)
+        advantage_computer.learn(groups)
+        prices.append(advantage_computer.price.value)
     assert prices[0] < prices[1] < prices[2] > prices[3] > prices[4]
     with pytest.raises(UsageError, match="has no reward component 'harm'"):
-        crediting.of(grouped(turns(1.0, 0.0)))
+        advantage_computer.of(grouped(turns(1.0, 0.0)))
 
 
 @examples(100)
 @given(st.lists(st.tuples(logprob, logprob), min_size=1, max_size=8))
 def test_divergences_in_the_reward_are_their_formulas(pairs: list[tuple[float, float]]) -> None:
-    drawn, first = (np.array(column) for column in zip(*pairs, strict=True))
+    sampled, first = (np.array(column) for column in zip(*pairs, strict=True))
     gaps = [a - b for a, b in pairs]
-    assert divergences(drawn, first, "k1").tolist() == pytest.approx(gaps, rel=1e-9, abs=1e-9)
-    assert divergences(drawn, first, "k2").tolist() == pytest.approx([g * g / 2 for g in gaps], rel=1e-9, abs=1e-9)
+    assert divergences(sampled, first, "k1").tolist() == pytest.approx(gaps, rel=1e-9, abs=1e-9)
+    assert divergences(sampled, first, "k2").tolist() == pytest.approx([g * g / 2 for g in gaps], rel=1e-9, abs=1e-9)
     k3 = [math.exp(-g) - 1 + g for g in gaps]
-    assert divergences(drawn, first, "k3").tolist() == pytest.approx(k3, rel=1e-9, abs=1e-9)
+    assert divergences(sampled, first, "k3").tolist() == pytest.approx(k3, rel=1e-9, abs=1e-9)
 
 
 def test_divergences_stay_numbers_where_logprobs_are_not() -> None:
-    drawn, first = np.array([-math.inf, -1.0, -math.inf]), np.array([-math.inf, -math.inf, -1.0])
+    sampled, first = np.array([-math.inf, -1.0, -math.inf]), np.array([-math.inf, -math.inf, -1.0])
     for estimator in ("k1", "k2", "k3"):
-        found = divergences(drawn, first, estimator)  # type: ignore[arg-type]
+        found = divergences(sampled, first, estimator)  # type: ignore[arg-type]
         assert np.isfinite(found).all() and found[0] == 0.0
 
 
@@ -142,9 +144,9 @@ def test_the_divergence_is_taken_off_at_each_token() -> None:
 
     beta = 0.25
     choice = AdvantageSettings(estimator="reinforce_pp", kl=beta)
-    credits, statistics = Crediting(choice, reference=of_reference).of(grouped(played))
+    credits, statistics = AdvantageComputer(choice, reference=of_reference).of(grouped(played))
     gaps = [(-1.0, -1.5), (-1.0, -0.5), (-0.5, -1.5), (-2.0, -2.0), (-2.0, -1.0), (-0.5, -0.25)]
-    delta = [drawn - first for drawn, first in gaps]
+    delta = [sampled - first for sampled, first in gaps]
     assert statistics.kl_in_reward == pytest.approx(fmean(delta))
     returns = [1.0 - beta * sum(delta[place:3]) for place in range(3)]
     returns += [0.0 - beta * sum(delta[place:]) for place in range(3, 6)]
@@ -157,7 +159,7 @@ def test_the_divergence_is_taken_off_at_each_token() -> None:
     assert all(float(each) == 0.0 for pair in found for each in (*pair[0][:2], *pair[1][:1]))
     assert len(seen) == 1
     with pytest.raises(UsageError, match="needs the policy that the run began with"):
-        Crediting(choice)
+        AdvantageComputer(choice)
 
 
 def test_rewards_of_calls_stand_at_their_calls() -> None:
@@ -165,10 +167,10 @@ def test_rewards_of_calls_stand_at_their_calls() -> None:
     spans = [RewardSpan(0, 2, 2, 0.5), RewardSpan(1, 1, 1, 1.5), RewardSpan(0, 0, 2, 7.0)]
     first = msgspec.structs.replace(first, reward_spans=spans)
     batch = Batch.of(grouped([first, second]))
-    scored = score(batch, AdvantageSettings(), 0, None, None, None)
+    reward_batch = score(batch, AdvantageSettings(), 0, None, None, None)
     # The last span ends on a prompt's token, as where another way through the tree drew it: it counts at the end.
-    assert scored.rewards.tolist() == [0.0, 0.5, 0.0, 1.5, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-    assert scored.outcomes.tolist() == [3.0, 0.0]
+    assert reward_batch.rewards.tolist() == [0.0, 0.5, 0.0, 1.5, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert reward_batch.outcomes.tolist() == [3.0, 0.0]
     charged = score(
         Batch.of(grouped(turns(3.0, 1.0, costs=(1.0, 0.0)))),
         AdvantageSettings(cost=CostSettings(component="harm")),
@@ -185,8 +187,8 @@ def test_rewards_of_calls_stand_at_their_calls() -> None:
 def test_who_is_filtered_is_compared_with_and_not_trained(rewards: list[float], seed: int) -> None:
     choice = AdvantageSettings(estimator="rloo", keep="best_random")
     groups = grouped(turns(*rewards))
-    credits, statistics = Crediting(choice, seed).of(groups)
-    everybody, _ = Crediting(AdvantageSettings(estimator="rloo")).of(groups)
+    credits, statistics = AdvantageComputer(choice, seed).of(groups)
+    everybody, _ = AdvantageComputer(AdvantageSettings(estimator="rloo")).of(groups)
     assert len(credits) == 2 and statistics.left_out == len(rewards) - 2
     for entry, credit in credits.items():
         assert [piece.tolist() for piece in credit.advantages] == [
@@ -198,7 +200,7 @@ def test_who_is_filtered_is_compared_with_and_not_trained(rewards: list[float], 
 
 def test_a_greedy_baseline_is_never_trained() -> None:
     groups = grouped(turns(1.0, 3.0, 0.0))
-    credits, statistics = Crediting(AdvantageSettings(estimator="remax")).of(groups)
+    credits, statistics = AdvantageComputer(AdvantageSettings(estimator="remax")).of(groups)
     assert sorted(credits) == ["g0-1", "g0-2"] and statistics.left_out == 1
     assert credits["g0-1"].advantages[0].tolist() == [0.0, 0.0, 2.0, 2.0, 2.0]
     assert credits["g0-2"].advantages[1].tolist() == [0.0, -1.0, -1.0]
@@ -208,7 +210,7 @@ def test_a_greedy_baseline_is_never_trained() -> None:
 
 def test_rows_without_a_signal_are_kept_where_somebody_learns_from_them() -> None:
     groups = grouped(turns(1.0, 1.0))
-    credits, _ = Crediting(AdvantageSettings()).of(groups)
+    credits, _ = AdvantageComputer(AdvantageSettings()).of(groups)
     skipped, counted = rows_of(groups, 0, 0, credits)
     everything, same = rows_of(groups, 0, 0, credits, skip_idle=False)
     assert (len(skipped), len(everything)) == (0, 4)
@@ -217,6 +219,6 @@ def test_rows_without_a_signal_are_kept_where_somebody_learns_from_them() -> Non
 
 def test_what_nobody_was_credited_with_is_left_out() -> None:
     groups = grouped(turns(1.0, 0.0))
-    one: dict[str, Credit] = {"g0-1": Crediting(AdvantageSettings()).of(groups)[0]["g0-1"]}
+    one: dict[str, Credit] = {"g0-1": AdvantageComputer(AdvantageSettings()).of(groups)[0]["g0-1"]}
     rows, tally = rows_of(groups, 0, 0, one)
     assert (len(rows), tally.fresh) == (2, 5)

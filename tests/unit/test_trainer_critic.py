@@ -64,7 +64,7 @@ def the_critic(roles: Roles) -> Critic:
 
 def credited(roles: Roles, trajectories: list[Trajectory], *, k: int = 100) -> PackedBatch:
     groups = grouped(trajectories)
-    credits, _ = roles.crediting.of(groups)
+    credits, _ = roles.advantage_computer.of(groups)
     rows, tally = rows_of(groups, roles.learner.version, k, credits, skip_idle=roles.skips_idle)
     return pack(rows, tally, 4096)
 
@@ -74,7 +74,7 @@ def one_step(roles: Roles, seed: int) -> None:
     batch = credited(roles, trajectories)
     roles.learner.step(batch)
     the_critic(roles).step(batch)
-    roles.crediting.learn(grouped(trajectories))
+    roles.advantage_computer.learn(grouped(trajectories))
 
 
 def test_a_value_is_of_the_state_before_its_token_whatever_stands_beside_it() -> None:
@@ -145,7 +145,7 @@ def test_no_token_over_k_reaches_the_critics_loss() -> None:
     batch = credited(roles, played, k=2)
     assert [len(micro.chosen) for micro in batch.micro_batches] == [2]
     # Before its first step its values are those that it was credited with: what is left is the advantage.
-    credits, _ = roles.crediting.of(grouped(played))
+    credits, _ = roles.advantage_computer.of(grouped(played))
     left = credits["g0-1"].advantages[0][3:]
     assert len(left) == 2
     assert the_critic(roles).step(batch).value_loss == pytest.approx(0.5 * float((left**2).mean()), rel=1e-4)
@@ -165,8 +165,8 @@ def test_a_restored_critic_and_price_go_on_with_the_same_bytes(tmp_path: Path) -
     assert checkpoint.restore_newest(tmp_path, again, "r") == 2
     for roles in (first, again):
         one_step(roles, 3)
-    assert first.crediting.price is not None and again.crediting.price is not None
-    assert first.crediting.price.log_value == again.crediting.price.log_value != 0.0
+    assert first.advantage_computer.price is not None and again.advantage_computer.price is not None
+    assert first.advantage_computer.price.log_value == again.advantage_computer.price.log_value != 0.0
     mine, theirs = (checkpoint.snapshot(roles, "r", "f").tensors for roles in (first, again))
     assert mine.keys() == theirs.keys() and len(mine) == 4
     for file, tensors in mine.items():

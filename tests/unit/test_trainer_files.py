@@ -16,7 +16,7 @@ from services.config.settings import RunSettings, TrainerSettings
 from services.host.files import appearing
 from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
-from trainer.algorithms.advantages.compute import Crediting
+from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.step_log import StepLog, StepLogError, StepRecord
 from trainer.data.packing import pack
@@ -28,7 +28,7 @@ from trainer.sft.tiny_model import build_model, save_policy
 
 
 def alone(learner: Learner) -> Roles:
-    return Roles(learner, Crediting(AdvantageSettings()))
+    return Roles(learner, AdvantageComputer(AdvantageSettings()))
 
 
 def one_step(learner: Learner, seed: int) -> None:

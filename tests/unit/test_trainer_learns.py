@@ -39,7 +39,7 @@ def test_success_climbs(loss: LossSettings, advantage: AdvantageSettings) -> Non
             roles.learner.model, step, roles.learner.version, generator, greedy_baseline=advantage.greedy_baseline
         )
         groups = grouped(rollouts)
-        credits, _ = roles.crediting.of(groups)
+        credits, _ = roles.advantage_computer.of(groups)
         rows, tally = rows_of(groups, roles.learner.version, 0, credits, skip_idle=roles.skips_idle)
         packed = pack(rows, tally, settings.trainer.micro_batch_tokens)
         statistics = roles.learner.step(packed)

@@ -125,10 +125,10 @@ def test_ordinary_calls_are_answered_as_before(name: str, tmp_path: Path) -> Non
         assert torch.equal(model(input_ids=ids).logits, before(input_ids=ids).logits)
         masked = [each(input_ids=padded, attention_mask=mask).logits[:, 3:] for each in (model, before)]
     assert torch.equal(*masked)
-    drawn = [
+    sampled = [
         each.generate(input_ids=ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for each in (model, before)
     ]
-    assert torch.equal(*drawn)
+    assert torch.equal(*sampled)
     for folder, each in (("after", model), ("before", before)):
         each.save_pretrained(tmp_path / folder)
     assert (tmp_path / "after" / "config.json").read_text() == (tmp_path / "before" / "config.json").read_text()

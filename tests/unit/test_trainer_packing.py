@@ -21,10 +21,10 @@ from trainer.data.staleness import NOT_SAMPLED, OVER_K, StalenessTally, judge
 def test_the_window_agrees_with_one_token_at_a_time(runs: list[tuple[int, int]], k: int, version: int) -> None:
     """`runs`: (length, version) of sampled runs, one unsampled token before each."""
     spans, position, expected = [], 0, []
-    for length, drawn_by in runs:
+    for length, sampled_by in runs:
         position += 1
-        spans.append(VersionSpan(position, length, drawn_by))
-        expected += [NOT_SAMPLED] + [version - drawn_by if version - drawn_by <= k else OVER_K] * length
+        spans.append(VersionSpan(position, length, sampled_by))
+        expected += [NOT_SAMPLED] + [version - sampled_by if version - sampled_by <= k else OVER_K] * length
         position += length
     tally = StalenessTally()
     ages = judge(spans, position, version, k, tally)

@@ -19,16 +19,16 @@ from services.wire.tokenizer_digest import vocabulary_digest
 from services.wire.trajectory import RewardSpan, Segment, Trajectory, VersionSpan, encode_trajectory
 from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment
-from trainer.data.validation import Rejected, Screen, group_of
+from trainer.data.validation import Rejected, Validator, group_of
 
 VOCABULARY = vocabulary_digest({"a": 0, "b": 1})
-SCREEN = Screen("r", vocabulary=64, longest=32, tokenizer=VOCABULARY)
+VALIDATOR = Validator("r", vocabulary=64, longest=32, tokenizer=VOCABULARY)
 SOUND = a_rollout([a_segment([5, 6], [7, 8], [-1.0, -2.0], [3, 3])], 1.0)
 _SEGMENT = SOUND.segments[0]
 
 
 def judged(trajectory: Trajectory, newest: int = 3) -> Member[Trajectory] | Rejected:
-    return SCREEN.judge(StreamEntry("1-0", encode_trajectory(trajectory)), newest)
+    return VALIDATOR.judge(StreamEntry("1-0", encode_trajectory(trajectory)), newest)
 
 
 def segment(**changes: object) -> dict[str, list[Segment]]:
@@ -86,7 +86,7 @@ def test_what_cannot_be_trained_is_rejected_for_what_is_wrong(cause: DropCause, 
 
 def test_a_trainer_without_a_tokenizer_judges_by_ids() -> None:
     entry = StreamEntry("1-0", encode_trajectory(msgspec.structs.replace(SOUND, tokenizer="another")))
-    assert isinstance(replace(SCREEN, tokenizer="").judge(entry, 3), Member)
+    assert isinstance(replace(VALIDATOR, tokenizer="").judge(entry, 3), Member)
 
 
 def test_a_vocabulary_is_its_tokens_with_their_ids() -> None:
@@ -105,7 +105,7 @@ def test_any_bytes_are_judged(chance: object) -> None:
         place, width = int(numbers.integers(len(payload))), int(numbers.integers(0, 9))
         payload[place : place + width * int(numbers.integers(2))] = numbers.bytes(int(numbers.integers(0, 9)))
     entry = StreamEntry("1-0", bytes(payload))
-    verdict = SCREEN.judge(entry, 3)
+    verdict = VALIDATOR.judge(entry, 3)
     if isinstance(verdict, Rejected):
         assert verdict.why
         return

@@ -88,7 +88,7 @@ class Served:
         await self.engine.commit(self.version)
         return manifest.root_digest
 
-    def redraw(self, names: list[str] | None = None, *, spread: float = 0.3) -> None:
+    def resample(self, names: list[str] | None = None, *, spread: float = 0.3) -> None:
         """New random values for the named parameters (all, for None). `spread`: standard deviation of a matrix's."""
         for name, parameter in self.model.named_parameters():
             if names is None or name in names:
@@ -139,7 +139,7 @@ def _core(engine: VllmEngine) -> psutil.Process:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_weight_follows_also_the_fused_padded_biased_and_tied(served: Served) -> None:
     for _ in range(3):
-        served.redraw()
+        served.resample()
         digest = await served.publish()
         assert await served.engine.weights_digest() == digest
         for sample in await served.draw("all", [5, 6, 7], 40, n=4):
@@ -155,13 +155,13 @@ async def test_no_token_is_mis_tagged_in_a_storm_of_commits(served: Served) -> N
     norms = {}
     name = "model.norm.weight"
     # Matrices of 0.3 amplify the rounding of two float32 forwards to 1e-4, where versions could not be told apart.
-    served.redraw(spread=0.05)
+    served.resample(spread=0.05)
     await served.publish()
     running = [asyncio.create_task(served.draw(f"storm{i}", [5 + i, 6], 150, n=2)) for i in range(12)]
     # What is drawn before the first commit here carries the version of the test before.
     norms[served.version] = served.model.model.norm.weight.clone()
     while not all(task.done() for task in running):
-        served.redraw([name])
+        served.resample([name])
         await served.publish()
         norms[served.version] = served.model.model.norm.weight.clone()
     answers = [await task for task in running]

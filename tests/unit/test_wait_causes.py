@@ -31,7 +31,7 @@ def causes(
 
 
 def test_a_run_that_goes_on_has_no_cause() -> None:
-    assert causes([seen(), seen("s1", running=4, drawn=0, apart_s=3.0)], [group(1)], waits=False) == []
+    assert causes([seen(), seen("s1", running=4, sampled=0, apart_s=3.0)], [group(1)], waits=False) == []
 
 
 def test_a_silent_server_is_named_with_its_groups_before_anybody_waits() -> None:
@@ -60,8 +60,8 @@ def test_what_a_service_says_of_itself_is_passed_on() -> None:
 
 
 def test_an_engine_that_draws_nothing_is_likely_where_nothing_sure_is() -> None:
-    stuck = seen("s1", running=3, drawn=0, apart_s=2.5)
-    (cause,) = causes([seen(running=2, drawn=70, apart_s=2.5), stuck, seen("s2", running=2)], [group(1)])
+    stuck = seen("s1", running=3, sampled=0, apart_s=2.5)
+    (cause,) = causes([seen(running=2, sampled=70, apart_s=2.5), stuck, seen("s2", running=2)], [group(1)])
     assert (cause.kind, cause.service, cause.sure) == ("draws_nothing", "s1", False)
     (cause,) = causes([seen(probe="silent"), stuck])
     assert cause.service == "s0"
@@ -89,7 +89,7 @@ services_seen = st.lists(
         probe=st.sampled_from(["ready", "not_ready", "silent", "refused"]),
         reasons=st.just(("why",)),
         running=st.integers(0, 2),
-        drawn=st.sampled_from([None, 0, 5]),
+        sampled=st.sampled_from([None, 0, 5]),
     ),
     unique_by=lambda each: each.name,
 )

@@ -27,8 +27,8 @@ with background_threads("staging") as threads:
 
 
 def test_a_thread_that_stages_works_on_one_core_and_others_keep_theirs() -> None:
-    surroundings = os.environ | {"OMP_NUM_THREADS": "2"}
+    environ = os.environ | {"OMP_NUM_THREADS": "2"}
     ended = subprocess.run(
-        [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False, env=surroundings
+        [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=120, check=False, env=environ
     )
     assert ended.stdout.strip() == "True True", ended.stderr

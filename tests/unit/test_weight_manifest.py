@@ -171,11 +171,11 @@ SMALL = st.integers(-3, 300)
     st.lists(st.tuples(st.integers(-1, 3), SMALL, SMALL), max_size=6),
 )
 def test_whatever_shards_are_believed_hold_every_byte_exactly_once(
-    drawn: list[tuple[int, list[tuple[int, int, int, int]] | None]], cover: list[tuple[int, int, int]]
+    sampled: list[tuple[int, list[tuple[int, int, int, int]] | None]], cover: list[tuple[int, int, int]]
 ) -> None:
     owners = [
         Owner(total_bytes=total, sources=[], shards=None if shards is None else [shard(*one) for one in shards])
-        for total, shards in drawn
+        for total, shards in sampled
     ]
     exact = buckets(*(max(owner.total_bytes, 0) for owner in owners))
     for found in (exact, [Bucket(owner=o, offset=at, length=n, hash=HASH) for o, at, n in cover]):

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from trainer.model.learner import named_weights  # noqa: E402
 from trainer.sft.tiny_model import build_model  # noqa: E402
 from weight_bus.manifest.layout import plan_layout  # noqa: E402
-from weight_bus.publisher.arena_buffer import HalfArena  # noqa: E402
-from weight_bus.publisher.contiguous import lay_in_one_piece  # noqa: E402
+from weight_bus.publisher.arena_buffer import ArenaBuffer  # noqa: E402
+from weight_bus.publisher.contiguous import lay_contiguous  # noqa: E402
 from weight_bus.publisher.sharding import plan_owner  # noqa: E402
 from weight_bus.transports.select import make_exporter  # noqa: E402
 
@@ -31,7 +31,7 @@ def origins(weights: dict[str, torch.Tensor]) -> list[int]:
 def test_they_lie_as_the_layout_says_and_hold_what_they_held() -> None:
     weights, before = tensors(), tensors()
     objects = {name: id(tensor) for name, tensor in weights.items()}
-    assert lay_in_one_piece(weights)
+    assert lay_contiguous(weights)
     assert {name: id(tensor) for name, tensor in weights.items()} == objects
     layout = plan_layout(LARGE, "float32")
     base = weights["a"].data_ptr()
@@ -46,7 +46,7 @@ def test_a_model_learns_on_as_before_and_its_tied_head_stays_tied() -> None:
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, moved)]
     state = moved.state_dict(keep_vars=True)
     tied = [name for name in state if name not in named_weights(moved)]
-    assert tied and lay_in_one_piece(state)
+    assert tied and lay_contiguous(state)
     assert [name for name in state if name not in named_weights(moved)] == tied
     ids = torch.tensor([[1, 2, 3, 4]])
     for each, optimizer in zip((model, moved), optimizers, strict=True):
@@ -77,9 +77,9 @@ def test_what_cannot_be_moved_leaves_all_where_they_are(odd: object) -> None:
     weights = tensors()
     weights["odd"] = odd(weights)
     before = origins(weights)
-    assert not lay_in_one_piece(weights)
+    assert not lay_contiguous(weights)
     assert origins(weights) == before
-    assert not lay_in_one_piece({})
+    assert not lay_contiguous({})
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -89,7 +89,7 @@ def test_one_copy_puts_in_place_what_single_copies_do_and_nothing_that_lies_betw
     try:
         weights = tensors()
         apart = filled(weights)
-        lay_in_one_piece(weights)
+        lay_contiguous(weights)
         whole = torch.empty(0, dtype=torch.uint8).set_(weights["a"].untyped_storage())
         kept = {name: tensor.clone() for name, tensor in weights.items()}
         whole.fill_(0xEE)
@@ -103,7 +103,7 @@ def test_one_copy_puts_in_place_what_single_copies_do_and_nothing_that_lies_betw
 def filled(weights: dict[str, torch.Tensor]) -> bytes:
     exporter = make_exporter("shm", "one-piece")
     try:
-        half = HalfArena(exporter, plan_owner(weights, "float32", None), torch.float32)
+        half = ArenaBuffer(exporter, plan_owner(weights, "float32", None), torch.float32)
         half.fill(weights)
         return bytes(half.view)
     finally:

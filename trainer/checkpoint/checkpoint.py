@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.host.files import appearing, sweep
+from services.host.files import appearing, remove_unfinished
 from services.wire.errors import RollmeshError
 from trainer.model.learner import named_weights
 from trainer.model.roles import Roles
@@ -70,7 +70,7 @@ def snapshot(roles: Roles, run_id: str, fingerprint: str) -> Snapshot:
     for name, (model, optimizer) in roles.models().items():
         weights = {key: tensor.detach().to("cpu", copy=True) for key, tensor in named_weights(model).items()}
         tensors |= {f"{name}.safetensors": weights, _optimizer_file(name): _optimizer_state(model, optimizer)}
-    log_price = None if roles.crediting.price is None else roles.crediting.price.log_value
+    log_price = None if roles.advantage_computer.price is None else roles.advantage_computer.price.log_value
     return Snapshot(Meta(SCHEMA, run_id, roles.learner.version, fingerprint, log_price), tensors)
 
 
@@ -98,7 +98,7 @@ def restore_newest(folder: Path, roles: Roles, run_id: str) -> int | None:
 
     Raises CheckpointError when none that is there can be used.
     """
-    sweep(folder)
+    remove_unfinished(folder)
     known = versions(folder)
     for version in reversed(known):
         try:
@@ -127,7 +127,7 @@ def _restore(path: Path, roles: Roles, run_id: str) -> None:
     meta = msgspec.json.decode((path / "meta.json").read_bytes(), type=Meta)
     if (meta.schema, meta.run_id) != (SCHEMA, run_id):
         raise CheckpointError(f"{path} belongs to run {meta.run_id}", "choose another --run-dir")
-    if (meta.log_price is None) != (roles.crediting.price is None):
+    if (meta.log_price is None) != (roles.advantage_computer.price is None):
         raise CheckpointError(f"{path} is of a run with another advantage.cost", "continue it with its own config.toml")
     loaded = {
         name: (load_file(path / f"{name}.safetensors"), load_file(path / _optimizer_file(name)))
@@ -143,8 +143,8 @@ def _restore(path: Path, roles: Roles, run_id: str) -> None:
             for key, tensor in named_weights(model).items():
                 tensor.copy_(weights[key])
         _load_optimizer(model, optimizer, state)
-    if roles.crediting.price is not None and meta.log_price is not None:
-        roles.crediting.price.log_value = meta.log_price
+    if roles.advantage_computer.price is not None and meta.log_price is not None:
+        roles.advantage_computer.price.log_value = meta.log_price
     roles.learner.version = meta.version
 
 

@@ -15,7 +15,7 @@ from services.policies.batching import Group
 from services.wire.packed import Float32Array, Int32Array, unpack_logprobs, unpack_tokens
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Segment, Trajectory, VersionSpan
-from trainer.algorithms.advantages.compute import Crediting, Credits
+from trainer.algorithms.advantages.compute import AdvantageComputer, Credits
 from trainer.data.staleness import Ages, StalenessTally, count_only, judge
 
 
@@ -51,7 +51,7 @@ def rows_of(
     segments whose advantages are all 0 skip both passes: right where the loss is exactly 0 there. Where nothing is fresh it
     always is.
     """
-    credits = Crediting(AdvantageSettings()).of(groups)[0] if credits is None else credits
+    credits = AdvantageComputer(AdvantageSettings()).of(groups)[0] if credits is None else credits
     rows, tally = [], StalenessTally()
     for member in (member for group in groups for member in group.members):
         credit = credits.get(member.entry)

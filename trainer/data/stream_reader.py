@@ -26,7 +26,7 @@ from services.run_store.ledger import Ledger
 from services.run_store.stream import StreamEntry, TrajectoryReader
 from services.wire.errors import DeadlineError
 from services.wire.trajectory import Trajectory
-from trainer.data.validation import Rejected, Screen, group_of
+from trainer.data.validation import Rejected, Validator, group_of
 
 _READ = 512
 _BLOCK_MS = 500
@@ -36,7 +36,7 @@ _RECONNECT_S = 0.5
 _SLICE_S = 0.1
 _POST_AFTER_S = 0.2
 _REPOST_S = 1.0
-_SWEEP_AFTER_S = 5.0
+_CLAIM_AFTER_S = 5.0
 _ASK_EVERY_S = 0.25
 
 _log = structlog.get_logger()
@@ -54,7 +54,7 @@ class Intake:
         self,
         open_reader: Callable[[], TrajectoryReader],
         ledger: Ledger,
-        screen: Screen,
+        validator: Validator,
         version: Callable[[], int],
         expire_after_s: float,
         smallest: int = 2,
@@ -62,7 +62,7 @@ class Intake:
     ) -> None:
         self._open_reader = open_reader
         self._reader = open_reader()
-        self._ledger, self._screen, self._version = ledger, screen, version
+        self._ledger, self._validator, self._version = ledger, validator, version
         self._expire_after_s = expire_after_s
         self._filter = group_filter or GroupFilter()
         self._assembler: GroupAssembler[Trajectory] = GroupAssembler(smallest, judge=self._judge)
@@ -88,9 +88,9 @@ class Intake:
                 entries = await self._reader.read(_READ, _BLOCK_MS)
                 await self._ingest(entries, trained, caught_up=self._reader.caught_up)
                 waiting_since = self._waiting_since
-                if waiting_since is not None and time.monotonic() - max(waiting_since, swept) > _SWEEP_AFTER_S:
+                if waiting_since is not None and time.monotonic() - max(waiting_since, swept) > _CLAIM_AFTER_S:
                     swept = time.monotonic()
-                    await self._sweep(trained)
+                    await self._claim_idle(trained)
             except (RedisConnectionError, RedisTimeoutError) as error:
                 self._trouble = f"Redis ({error})"
                 _log.warning("stream out of reach", why=str(error))
@@ -173,7 +173,7 @@ class Intake:
             if entry.stream_id in trained:
                 settled_before.append(entry)
             elif entry.stream_id not in self._known:
-                judged.append(self._screen.judge(entry, newest))
+                judged.append(self._validator.judge(entry, newest))
         with self._changed:
             # A sibling that an earlier life's batch went without is not the first of a new group.
             self._assembler.settle(group for group in map(group_of, settled_before) if group is not None)
@@ -234,7 +234,7 @@ class Intake:
             self.forget(reasons)
         self._owed = Verdict()
 
-    async def _sweep(self, trained: Collection[str]) -> None:
+    async def _claim_idle(self, trained: Collection[str]) -> None:
         """Read again what was delivered and never settled: the reply to a read may have been lost with its connection."""
         if await self._reader.pending() <= len(self._known):
             return

@@ -48,7 +48,7 @@ _headers = msgspec.msgpack.Decoder(_Header)
 
 
 @dataclass(frozen=True)
-class Screen:
+class Validator:
     """`vocabulary`: token ids lie below it. `longest`: tokens a segment may have. `tokenizer`: digest of the vocabulary.
 
     A trajectory of which the writer knew no tokenizer is judged by its ids alone. `greedy_baseline`: the first sibling of a

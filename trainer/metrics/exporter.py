@@ -26,7 +26,7 @@ from redis.exceptions import RedisError
 from services.config.settings import RunSettings
 from services.host.files import LineTail
 from services.http.app import Stop, make_app, make_server, open_port
-from services.http.auth import Doorkeeper, Threshold
+from services.http.auth import AuthMiddleware, Authorizer
 from services.observability import catalog
 from services.observability.metrics import Metrics, Reading
 from services.run_store.discovery import ServiceRecord, announced
@@ -72,7 +72,7 @@ def open_telemetry(
         ServiceRecord(name="weight-bus", kind="weight-bus", url=bus_url, told_by=NAME),
     )
     telemetry = Telemetry(
-        redis, run_id, metrics, StepTotals(settings.steps, settings.k), Doorkeeper(keys), tls.identity
+        redis, run_id, metrics, StepTotals(settings.steps, settings.k), Authorizer(keys), tls.identity
     )
     background.spawn(telemetry.run(listener, records), "telemetry")
     stack.callback(lambda: background.call(telemetry.close(), "closing telemetry", CLOSE_WITHIN_S))
@@ -87,12 +87,12 @@ class Telemetry:
         run_id: str,
         metrics: Path,
         totals: StepTotals,
-        doors: Doorkeeper,
+        authorizer: Authorizer,
         identity: Identity | None = None,
     ) -> None:
         self._redis, self._run_id, self._identity = redis, run_id, identity
         self._tail, self._totals = LineTail(metrics), totals
-        self._doors = doors
+        self._authorizer = authorizer
         self._wait: Wait | None = None
         self._ending, self._ended = asyncio.Event(), asyncio.Event()
         self._failing = False
@@ -103,9 +103,9 @@ class Telemetry:
         """Serve and tell until `close`."""
         metrics = Metrics()
         metrics.read(self._readings)
-        scraping = self._doors.of("service")
+        scraping = self._authorizer.of("service")
         app = make_app("trainer", version("rollmesh"), _nothing, self._not_ready, metrics, metrics_access=scraping)
-        app.add_middleware(Threshold, doors=self._doors)
+        app.add_middleware(AuthMiddleware, authorizer=self._authorizer)
         server = make_server(app, Stop(), shutdown_s=1, identity=self._identity)
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="telemetry")
         try:

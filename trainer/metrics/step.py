@@ -96,14 +96,14 @@ class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutco
 def outcome(groups: Sequence[Group[Trajectory]]) -> BatchOutcome:
     trajectories = [member.payload for group in groups for member in group.members]
     count = len(trajectories)
-    drawn = [trajectory.sampled_tokens() for trajectory in trajectories]
-    lengths = Lengths.of(Counter(drawn))
+    sampled = [trajectory.sampled_tokens() for trajectory in trajectories]
+    lengths = Lengths.of(Counter(sampled))
     return BatchOutcome(
         groups=len(groups),
         trajectories=count,
         reward=sum(trajectory.reward for trajectory in trajectories) / count,
         success=sum(_success(trajectory) for trajectory in trajectories) / count,
-        response_length=sum(drawn) / count,
+        response_length=sum(sampled) / count,
         response_lengths={str(bucket): count for bucket, count in sorted(lengths.buckets.items())},
         lost_siblings=sum(group.lost for group in groups),
         mixed_segments=sum(

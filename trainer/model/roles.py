@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from services.config.settings import RunSettings
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
-from trainer.algorithms.advantages.compute import Crediting
+from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.algorithms.advantages.registry import find_estimator
 from trainer.data.packing import MicroBatch
 from trainer.model.critic import Critic, ValueModel
@@ -32,7 +32,7 @@ class Roles:
     """Everything that a run's steps change."""
 
     learner: Learner
-    crediting: Crediting
+    advantage_computer: AdvantageComputer
     critic: Critic | None = None
 
     def models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
@@ -64,10 +64,10 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
 
         return measure(trajectories, logprobs, trainer.micro_batch_tokens, reference.device)
 
-    crediting = Crediting(
+    advantage_computer = AdvantageComputer(
         advantage,
         settings.seed,
         reference=None if reference is None else of_reference,
         critic=None if critic is None else critic.values,
     )
-    return Roles(Learner(load(), trainer, version, packed), crediting, critic)
+    return Roles(Learner(load(), trainer, version, packed), advantage_computer, critic)

@@ -56,9 +56,9 @@ def parts_of(groups: Part, updates: int) -> list[Part]:
 
 def train_batch(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> list[Trained]:
     """Train on `groups` in `updates` optimizer steps; one result for each."""
-    learner, critic, crediting = roles.learner, roles.critic, roles.crediting
+    learner, critic, advantage_computer = roles.learner, roles.critic, roles.advantage_computer
     parts, version, began = parts_of(groups, updates), learner.version, time.perf_counter()
-    credits, credited = crediting.of(groups)
+    credits, credited = advantage_computer.of(groups)
     judged = [
         rows_of(part, version + number, settings.k, credits, skip_idle=roles.skips_idle)
         for number, part in enumerate(parts)
@@ -87,5 +87,5 @@ def train_batch(roles: Roles, settings: RunSettings, groups: Part, updates: int)
             )
         )
         pack_s, ready = 0.0, ended
-    crediting.learn(groups)
+    advantage_computer.learn(groups)
     return trained

@@ -32,13 +32,13 @@ def sampled_accuracy(
     right = 0
     for same_length in by_length.values():
         prompts = torch.tensor([prompt for prompt, _ in same_length])
-        answers = draw(model, prompts, tokenizer.eos_token_id, max_new_tokens, generator)
+        answers = sample_answers(model, prompts, tokenizer.eos_token_id, max_new_tokens, generator)
         for answer, (_, check) in zip(answers, same_length, strict=True):
             right += is_right(tokenizer, check, answer)
     return right / len(checks)
 
 
-def is_right(tokenizer: PreTrainedTokenizerBase, question: Question, answer: Drawn) -> bool:
+def is_right(tokenizer: PreTrainedTokenizerBase, question: Question, answer: Sampled) -> bool:
     """Whether an answer ended and is right, as `Question.accepts` says."""
     if not answer.ended:
         return False
@@ -53,7 +53,7 @@ def is_right(tokenizer: PreTrainedTokenizerBase, question: Question, answer: Dra
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Sampled:
     """One answer: its `n` tokens, the end token included if it `ended`, and the logprob with which each was drawn."""
 
     tokens: list[int]
@@ -67,9 +67,9 @@ class Drawn:
 
 
 @torch.inference_mode()
-def draw(
+def sample_answers(
     model: PreTrainedModel, prompts: Tensor, end: int, max_new_tokens: int, generator: torch.Generator | None
-) -> list[Drawn]:
+) -> list[Sampled]:
     """One answer to each row of `prompts` (int64 `[B, P]`), at temperature 1; greedily without a `generator`."""
     tokens: list[Tensor] = []
     logprobs: list[Tensor] = []
@@ -87,10 +87,10 @@ def draw(
         logprobs.append(logits.log_softmax(-1).gather(-1, inputs))
         ended |= inputs.squeeze(1) == end
     rows = zip(torch.cat(tokens, dim=1).tolist(), torch.cat(logprobs, dim=1).tolist(), strict=True)
-    return [_until_end(row, drawn_at, end) for row, drawn_at in rows]
+    return [_until_end(row, sampled_at, end) for row, sampled_at in rows]
 
 
-def _until_end(tokens: Sequence[int], logprobs: Sequence[float], end: int) -> Drawn:
+def _until_end(tokens: Sequence[int], logprobs: Sequence[float], end: int) -> Sampled:
     ended = end in tokens
     length = tokens.index(end) + 1 if ended else len(tokens)
-    return Drawn(list(tokens[:length]), list(logprobs[:length]), ended)
+    return Sampled(list(tokens[:length]), list(logprobs[:length]), ended)

@@ -10,7 +10,7 @@ from importlib.metadata import version as package_version
 from fastapi import FastAPI
 
 from services.http.app import BodyLimit, Stop, make_app
-from services.http.auth import Doorkeeper, Threshold
+from services.http.auth import AuthMiddleware, Authorizer
 from services.observability.metrics import Metrics
 from services.observability.middleware import trace_calls
 from services.observability.tracing import NO_TRACING, Tracing
@@ -64,12 +64,12 @@ def build_app(
                 await leases
             await coordinator.close()
 
-    doors = Doorkeeper(keys)
-    scraping = doors.of("service")
+    authorizer = Authorizer(keys)
+    scraping = authorizer.of("service")
     app = make_app("weight-bus", package_version("rollmesh"), lifespan, list, metrics, metrics_access=scraping)
     app.add_middleware(BodyLimit, limit_bytes=MANIFEST_LIMIT)
     trace_calls(app, tracing)
-    app.add_middleware(Threshold, doors=doors)
+    app.add_middleware(AuthMiddleware, authorizer=authorizer)
     calls, snapshots = FleetCalls(coordinator, client), Snapshots(coordinator, run_id, keys.weights)
-    app.include_router(admin_routes(doors, coordinator, calls, snapshots))
+    app.include_router(admin_routes(authorizer, coordinator, calls, snapshots))
     return app

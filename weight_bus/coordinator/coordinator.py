@@ -186,7 +186,7 @@ class Coordinator:
         """An operator's commit. Raises NotFoundError, and ConflictError for a version that is past."""
         self._record(version)
         try:
-            self._adopt(self._machine.release(version))
+            self._register_again(self._machine.release(version))
         except ValueError as error:
             raise ConflictError(f"version {version} cannot be committed: {error}") from error
         self._pump()
@@ -200,7 +200,7 @@ class Coordinator:
         except ValueError as error:
             raise ConflictError(f"version {version} cannot be cancelled: {error}") from error
         if (current := self._machine.current) is not None:
-            self._adopt(current)
+            self._register_again(current)
         self._pump()
         return self.view(version)
 
@@ -212,8 +212,8 @@ class Coordinator:
             raise ConflictError(f"nothing is rolled back: {error}") from error
         withdrawn = update.withdraws
         assert withdrawn is not None
-        self._adopt(self._machine.withdrawn[withdrawn])
-        self._adopt(update)
+        self._register_again(self._machine.withdrawn[withdrawn])
+        self._register_again(update)
         self._pump()
         return RollbackView(withdrawn=withdrawn, update=self.view(update.version))
 
@@ -270,7 +270,7 @@ class Coordinator:
             self._machine.offer_again()
             self._pump()
 
-    def _adopt(self, update: Update) -> None:
+    def _register_again(self, update: Update) -> None:
         """Keep an update that the machine made by itself under its version."""
         record = self._records.get(update.version)
         if record is None:

@@ -29,14 +29,14 @@ class EngineCallError(RollmeshError):
     code = "engine"
 
 
-class _Drawn(msgspec.Struct):
+class _Sampled(msgspec.Struct):
     token_ids: list[int]
 
 
 class _GenerateAnswer(msgspec.Struct):
     """As much of vLLM's answer to a token call as a canary needs."""
 
-    choices: list[_Drawn]
+    choices: list[_Sampled]
 
 
 _generate_decoder = msgspec.json.Decoder(_GenerateAnswer)
@@ -69,7 +69,7 @@ class EngineClient:
     async def digest(self, url: str) -> DigestAnswer:
         return await self._call(DigestAnswer, "GET", f"{url}/weights/digest", None, None)
 
-    async def draw(self, url: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    async def generate(self, url: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """The tokens that greedy decoding draws after `prompt`."""
         sampling = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
         body = msgspec.json.encode({"token_ids": list(prompt), "sampling_params": sampling})

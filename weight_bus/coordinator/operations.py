@@ -72,13 +72,15 @@ class FleetCalls:
 
     async def _canary(self, order: VerifyOrder, urls: dict[str, str]) -> CanaryView:
         prompts = order.prompts or CANARY_PROMPTS
-        drawn = await asyncio.gather(*(self._draw(*item, prompts, order.max_tokens) for item in urls.items()))
-        agree = bool(drawn) and all(each.why is None and each.tokens == drawn[0].tokens for each in drawn)
-        return CanaryView(prompts=prompts, engines=list(drawn), agree=agree)
+        sampled = await asyncio.gather(*(self._generate(*item, prompts, order.max_tokens) for item in urls.items()))
+        agree = bool(sampled) and all(each.why is None and each.tokens == sampled[0].tokens for each in sampled)
+        return CanaryView(prompts=prompts, engines=list(sampled), agree=agree)
 
-    async def _draw(self, engine_id: str, url: str, prompts: Sequence[Sequence[int]], max_tokens: int) -> CanaryTokens:
+    async def _generate(
+        self, engine_id: str, url: str, prompts: Sequence[Sequence[int]], max_tokens: int
+    ) -> CanaryTokens:
         try:
-            tokens = [await self._client.draw(url, prompt, max_tokens) for prompt in prompts]
+            tokens = [await self._client.generate(url, prompt, max_tokens) for prompt in prompts]
         except RollmeshError as error:
             return CanaryTokens(engine_id=engine_id, tokens=[], why=str(error))
         return CanaryTokens(engine_id=engine_id, tokens=tokens)

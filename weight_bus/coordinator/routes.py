@@ -8,7 +8,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.responses import StreamingResponse
 
 from services.http.app import declared_errors
-from services.http.auth import Doorkeeper
+from services.http.auth import Authorizer
 from services.wire.weights_api import (
     EngineRegistered,
     EnginesView,
@@ -52,13 +52,15 @@ Wait = Annotated[
 Hold = Annotated[bool, Query(description="Stage only; `POST /v1/updates/{version}/commit` flips")]
 
 
-def admin_routes(doors: Doorkeeper, coordinator: Coordinator, calls: FleetCalls, snapshots: Snapshots) -> APIRouter:
+def admin_routes(
+    authorizer: Authorizer, coordinator: Coordinator, calls: FleetCalls, snapshots: Snapshots
+) -> APIRouter:
     """What trainers and engines call is a service's door, what only a person does an operator's."""
-    services = APIRouter(prefix="/v1", responses=_ERRORS, dependencies=doors.of("service"))
+    services = APIRouter(prefix="/v1", responses=_ERRORS, dependencies=authorizer.of("service"))
     _engine_routes(services, coordinator)
     _update_routes(services, coordinator)
     _reading_routes(services, coordinator, calls)
-    operators = APIRouter(prefix="/v1", responses=_ERRORS, dependencies=doors.of("operator"))
+    operators = APIRouter(prefix="/v1", responses=_ERRORS, dependencies=authorizer.of("operator"))
     _steering_routes(operators, coordinator, snapshots)
     _operator_routes(operators, coordinator, calls)
     both = APIRouter()

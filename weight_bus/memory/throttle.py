@@ -36,7 +36,7 @@ def _stay_on_one_core() -> None:
     threadpool_limits(limits=1, user_api="openmp")
 
 
-class Pace:
+class CpuThrottle:
     """Keeps a thread's work to a share of one core: call `rest` between pieces. Waiting for others is no work."""
 
     def __init__(self, share: float) -> None:

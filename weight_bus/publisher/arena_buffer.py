@@ -21,7 +21,7 @@ from weight_bus.publisher.sharding import OwnerPlan, local_part
 from weight_bus.transports.base import Exporter
 
 
-class HalfArena:
+class ArenaBuffer:
     """What this rank owns of a version, as views into the arena. An owner of nothing has no arena."""
 
     def __init__(self, exporter: Exporter, plan: OwnerPlan, dtype: torch.dtype) -> None:

@@ -16,17 +16,17 @@ from typing import Literal
 from services.wire.errors import DeadlineError
 
 Hold = Literal["being copied", "being hashed", "announced and not settled", "the base of a delta"]
-HALVES = 2
+BUFFERS = 2
 
 
-class Halves:
+class BufferLeases:
     """Thread-safe. A hold is named by what for and for which version; letting go of one that is not held is nothing."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._versions: list[int | None] = [None] * HALVES
-        self._holds: list[set[tuple[Hold, int]]] = [set() for _ in range(HALVES)]
-        self._waiting = [0] * HALVES
+        self._versions: list[int | None] = [None] * BUFFERS
+        self._holds: list[set[tuple[Hold, int]]] = [set() for _ in range(BUFFERS)]
+        self._waiting = [0] * BUFFERS
 
     def begin(self, half: int, version: int, *, leased: bool, wait_s: float) -> None:
         """Take the half to copy `version` into it, and lease it until it is settled where `leased`.

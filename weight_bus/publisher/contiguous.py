@@ -19,7 +19,7 @@ from weight_bus.manifest.tensors import dtype_name, flat_bytes, tensor_at
 from weight_bus.memory.arena import private_arena
 
 
-def lay_in_one_piece(tensors: Mapping[str, torch.Tensor]) -> bool:
+def lay_contiguous(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Move what the tensors hold into one piece, in the order given (the publisher's); whether they were moved.
 
     The tensors stay the same objects: optimizers and modules need not hear of it. Those that are one memory under two names

@@ -27,8 +27,8 @@ from weight_bus.manifest.layout import ITEM_BYTES, hash_bytes, plan_buckets, roo
 from weight_bus.manifest.manifest import Bucket, Delta, DeltaBucket, Layout, Manifest, Owner, check_manifest, sign
 from weight_bus.manifest.tensors import dtype_of
 from weight_bus.memory.arena import Arena
-from weight_bus.publisher.arena_buffer import HalfArena
-from weight_bus.publisher.buffer_leases import HALVES, Halves
+from weight_bus.publisher.arena_buffer import ArenaBuffer
+from weight_bus.publisher.buffer_leases import BUFFERS, BufferLeases
 from weight_bus.publisher.sharding import Ranks, plan_owner
 from weight_bus.transports.base import Exporter
 
@@ -76,10 +76,10 @@ class Publisher:
         self._plan = plan_owner(tensors, dtype, None if ranks is None else ranks.rank)
         self._ranges = plan_buckets(self._plan.total_bytes, bucket_bytes)
         # Both before the first export: a source may describe all registered memory.
-        self._arenas = [HalfArena(exporter, self._plan, dtype_of(dtype)) for _ in range(HALVES)]
+        self._arenas = [ArenaBuffer(exporter, self._plan, dtype_of(dtype)) for _ in range(BUFFERS)]
         offers = ranks is None and exporter.name in _DELTA_TRANSPORTS and delta_max_ratio > 0
         self._deltas = DeltaMaker(exporter, self.layout, delta_max_ratio) if offers else None
-        self._halves = Halves()
+        self._leases = BufferLeases()
         self._newest: int | None = None
         """The version whose bytes were put in place last, and its half; the training thread's."""
         self._newest_half = 1
@@ -112,20 +112,20 @@ class Publisher:
         self._check(tensors)
         again = version == newest
         half = 1 - self._newest_half
-        self._halves.begin(half, version, leased=leased and not again, wait_s=self._wait_s)
+        self._leases.begin(half, version, leased=leased and not again, wait_s=self._wait_s)
         try:
             self._arenas[half].fill(tensors)
         except BaseException:
-            self._halves.abandon(half, version)
+            self._leases.abandon(half, version)
             raise
-        self._halves.copied(half, version)
+        self._leases.copied(half, version)
         if not again:
             self._newest, self._newest_half = version, half
         return Publication(version, self._background.submit(self._make, version, half, again))
 
     def release(self, version: int) -> None:
         """The version has settled: its half may be written over. A version that is not leased is nothing to release."""
-        self._halves.let_go("announced and not settled", version)
+        self._leases.let_go("announced and not settled", version)
 
     def close(self) -> None:
         """Withdraw the arenas. Engines keep what they serve; nothing more can be staged."""
@@ -152,12 +152,12 @@ class Publisher:
             manifest = self._offered(draft, half)
         except BaseException:
             if again:
-                self._halves.abandon(half, version)
+                self._leases.abandon(half, version)
             else:
                 self.release(version)
             raise
         finally:
-            self._halves.let_go("being hashed", version, half)
+            self._leases.let_go("being hashed", version, half)
         self._latest, self._latest_half = manifest, half
         return manifest
 
@@ -239,13 +239,13 @@ class Publisher:
         base, other = self._latest, 1 - half
         if self._deltas is None or base is None or self._latest_half != other:
             return None
-        if not self._halves.hold_base(other, base.version):
+        if not self._leases.hold_base(other, base.version):
             return None
         try:
             old, new = self._arenas[other].view, self._arenas[half].view
-            return self._deltas.make(half, base, old, new, lambda: self._halves.wanted(other))
+            return self._deltas.make(half, base, old, new, lambda: self._leases.wanted(other))
         finally:
-            self._halves.let_go("the base of a delta", base.version, other)
+            self._leases.let_go("the base of a delta", base.version, other)
 
 
 def _hash(data: memoryview) -> str:
@@ -354,7 +354,7 @@ class DeltaMaker:
     def _arena(self, half: int) -> Arena | None:
         if not self._arenas:
             try:
-                self._arenas = [self._exporter.allocate(max(self._most, 1)) for _ in range(HALVES)]
+                self._arenas = [self._exporter.allocate(max(self._most, 1)) for _ in range(BUFFERS)]
             except RollmeshError as error:
                 # Dense bytes do for everyone: a delta only saves some of their way.
                 _log.warning("no arenas for weight deltas: publishing dense bytes alone", why=str(error))

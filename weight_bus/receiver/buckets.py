@@ -21,7 +21,7 @@ from weight_bus.manifest.layout import Piece, bucket_pieces, plan_buckets, plan_
 from weight_bus.manifest.manifest import Layout, Manifest, Shard
 from weight_bus.manifest.tensors import bytes_under, dtype_name, flat_bytes, host_bytes
 from weight_bus.memory.arena import copy_bytes
-from weight_bus.memory.throttle import BESIDE_DECODING, Pace
+from weight_bus.memory.throttle import BESIDE_DECODING, CpuThrottle
 
 DEFAULT_BUCKET_BYTES = 16 << 20
 _ZEROS = bytes(4096)
@@ -248,17 +248,17 @@ def write_slice(tensor: torch.Tensor, part: Slice, offset: int, data: memoryview
 def digest_of(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> str:
     """Root digest of what lies in `tensors`, in the buckets of `plan`."""
     memory = Memory(plan.layout, tensors)
-    pace = pace_beside(memory)
+    throttle = throttle_beside(memory)
     hashes = []
     for (_, _, length), pieces in zip(plan.ranges, plan.pieces, strict=True):
         hashes.append(bucket_hash(pieces, length, memory))
-        pace.rest()
+        throttle.rest()
     return root_digest(hashes)
 
 
-def pace_beside(memory: Memory) -> Pace:
+def throttle_beside(memory: Memory) -> CpuThrottle:
     """How fast to work beside decoding from such memory: a GPU has its own."""
-    return Pace(BESIDE_DECODING if memory.on_host else 1.0)
+    return CpuThrottle(BESIDE_DECODING if memory.on_host else 1.0)
 
 
 def check_fits(layout: Layout, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> None:

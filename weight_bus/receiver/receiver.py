@@ -26,9 +26,9 @@ from services.wire.errors import RollmeshError
 from weight_bus.errors import StageError
 from weight_bus.manifest.layout import root_digest
 from weight_bus.manifest.manifest import Manifest, check_manifest, check_signature
-from weight_bus.receiver.buckets import BucketPlan, Memory, Slice, check_fits, default_plan, digest_of, pace_beside
+from weight_bus.receiver.buckets import BucketPlan, Memory, Slice, check_fits, default_plan, digest_of, throttle_beside
 from weight_bus.receiver.staging import DeltaStage, DenseStage, Progress, Scratch, StageJob
-from weight_bus.receiver.weight_slots import Held, Whole
+from weight_bus.receiver.weight_slots import WeightSlots, Whole
 from weight_bus.transports.base import Reader
 
 _log = structlog.get_logger()
@@ -89,7 +89,7 @@ class Receiver:
         """Held for moments: guards the fields below, and the flip."""
         self._memory = threading.Lock()
         """Held while shadow memory is written or live memory is hashed."""
-        self._held = Held(Whole(version, None))
+        self._slots = WeightSlots(Whole(version, None))
         self._wanted = version
         self._staged: Staged | None = None
         self._plan: BucketPlan | None = None
@@ -103,18 +103,18 @@ class Receiver:
     @property
     def version(self) -> int:
         """The version that is served."""
-        return self._held.served.version
+        return self._slots.served.version
 
     @property
     def staged_version(self) -> int | None:
         """The version that a commit would flip to."""
-        staged = self._held.staged
+        staged = self._slots.staged
         return None if staged is None else staged.version
 
     @property
     def kept_version(self) -> int | None:
         """The version that a rollback would flip to."""
-        kept = self._held.kept
+        kept = self._slots.kept
         return None if kept is None else kept.version
 
     @property
@@ -144,11 +144,11 @@ class Receiver:
             if self._prepare is not None:
                 self._prepare(manifest.version)
             kept = _own_digest(self.target.shadow()) if self._slices else None
-            pace_beside(Memory(plan.layout, self.target.shadow(), self._slices)).settle(progress.seconds)
+            throttle_beside(Memory(plan.layout, self.target.shadow(), self._slices)).settle(progress.seconds)
             staged = Staged(manifest.version, manifest.root_digest, read, progress.seconds)
             with self._state:
                 self._check_current(manifest)
-                self._held = self._held.with_staged(Whole(manifest.version, manifest.root_digest))
+                self._slots = self._slots.with_staged(Whole(manifest.version, manifest.root_digest))
                 self._staged, self._plan = staged, plan
                 self._remember(manifest.version, plan, kept)
         return staged
@@ -157,7 +157,7 @@ class Receiver:
         """Flip to the staged `version`; nothing to do where it is served already. Raises ConflictError if neither."""
         with self._state:
             if version != self.version:
-                self._serve(self._held.committed(version))
+                self._serve(self._slots.committed(version))
 
     def rollback(self, version: int) -> None:
         """Flip back to `version`, which was served before; nothing to do where it is served already.
@@ -166,14 +166,14 @@ class Receiver:
         """
         with self._state:
             if version != self.version:
-                self._serve(self._held.rolled_back(version))
+                self._serve(self._slots.rolled_back(version))
                 self._wanted = version
 
     def undo(self, version: int) -> None:
         """Take the flip that served `version` back, where that was the last thing to happen: another rank refused it."""
         with self._state:
             if version == self.version:
-                self._serve(self._held.undone())
+                self._serve(self._slots.undone())
 
     def digest(self) -> str:
         """Root digest of the bytes that are really served, in the layout and buckets of their manifest.
@@ -184,10 +184,10 @@ class Receiver:
         with self._memory:
             while True:
                 with self._state:
-                    served, live = self._held.served, self.target.live()
+                    served, live = self._slots.served, self.target.live()
                 found = self._digest_of(served, live)
                 # A flip meanwhile may have changed what was hashed; no stage can run, so there are few.
-                if served == self._held.served:
+                if served == self._slots.served:
                     return found
 
     def close(self) -> None:
@@ -202,20 +202,20 @@ class Receiver:
         as_kept = found == self._kept_digests.get(served.version)
         return served.root_digest if as_kept and served.root_digest is not None else found
 
-    def _serve(self, held: Held) -> None:
-        if held.served != self._held.served:
+    def _serve(self, held: WeightSlots) -> None:
+        if held.served != self._slots.served:
             self.target.flip()
-        self._held, self._staged = held, None
+        self._slots, self._staged = held, None
 
     def _known(self, manifest: Manifest) -> Staged | None:
         """The answer for a version that lies in the shadow already. Raises StageError where that has other bytes."""
-        staged = self._held.staged
+        staged = self._slots.staged
         if staged is not None and staged.version == manifest.version and staged.root_digest != manifest.root_digest:
             raise StageError(f"version {manifest.version} is staged with other bytes")
-        if not self._held.has(manifest.version, manifest.root_digest):
+        if not self._slots.has(manifest.version, manifest.root_digest):
             return None
         if self._staged is None:
-            self._held = self._held.with_staged(Whole(manifest.version, manifest.root_digest))
+            self._slots = self._slots.with_staged(Whole(manifest.version, manifest.root_digest))
             self._staged = Staged(manifest.version, manifest.root_digest, 0, 0.0)
         return self._staged
 
@@ -281,7 +281,7 @@ class Receiver:
 
     def _delta_to_take(self, job: StageJob) -> DeltaStage | None:
         """The delta, where this engine serves its base, byte for byte, and has a source of it within reach."""
-        manifest, delta, served = job.manifest, job.manifest.delta, self._held.served
+        manifest, delta, served = job.manifest, job.manifest.delta, self._slots.served
         if delta is None or served.version != delta.base_version or self._slices:
             return None
         # Loaded from a folder, these bytes were never hashed in the manifest's buckets.
@@ -299,8 +299,8 @@ class Receiver:
         """What is served, and the shadow: nothing can flip any more until a version is staged."""
         with self._state:
             self._check_current(manifest)
-            self._held, self._staged = self._held.writing(), None
-            return self._held.served, Memory(plan.layout, self.target.shadow(), self._slices)
+            self._slots, self._staged = self._slots.writing(), None
+            return self._slots.served, Memory(plan.layout, self.target.shadow(), self._slices)
 
     def _remember(self, version: int, plan: BucketPlan, kept: str | None) -> None:
         held = {self.version, version}

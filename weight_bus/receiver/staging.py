@@ -23,8 +23,8 @@ from weight_bus.manifest.delta import DecodedDelta, decode
 from weight_bus.manifest.layout import Piece, bucket_pieces, hash_bytes
 from weight_bus.manifest.manifest import Delta, DeltaBucket, Manifest, Source
 from weight_bus.memory.arena import Arena, private_arena
-from weight_bus.memory.throttle import Pace
-from weight_bus.receiver.buckets import BucketPlan, Memory, bucket_hash, pace_beside
+from weight_bus.memory.throttle import CpuThrottle
+from weight_bus.receiver.buckets import BucketPlan, Memory, bucket_hash, throttle_beside
 from weight_bus.transports.base import Reader
 
 _log = structlog.get_logger()
@@ -97,13 +97,13 @@ class DenseStage:
     def __init__(self, job: StageJob) -> None:
         self._job = job
         self._plan = job.plan
-        self._pace = Pace(1.0)
+        self._throttle = CpuThrottle(1.0)
         what = f"version {job.manifest.version}"
         self._candidates = [sources_in_reach(job.readers, owner.sources, what) for owner in job.manifest.owners]
 
     def run(self, memory: Memory) -> None:
         """Fill `memory`. Raises StageError for a source that cannot be read, or a bucket with other bytes."""
-        self._pace = pace_beside(memory)
+        self._throttle = throttle_beside(memory)
         for number, candidates in enumerate(self._candidates):
             buckets = [index for index, (owner, _, _) in enumerate(self._plan.ranges) if owner == number]
             for reader, source in candidates[:-1]:
@@ -155,7 +155,7 @@ class DenseStage:
                     self._verify(index, [reads[each][1] for each in arrived[index]])
                     for each in arrived[index]:
                         self._hand_on(index, belongs[each][1], reads[each][1], memory)
-                self._pace.rest()
+                self._throttle.rest()
 
     def _arrivals(
         self, reader: Reader, source: Source, reads: list[tuple[int, memoryview]], window: list[int]
@@ -172,7 +172,7 @@ class DenseStage:
         digest = blake3()
         for part in data:
             digest.update(part)
-            self._pace.rest()
+            self._throttle.rest()
         check_hash(self._job.manifest, index, str(digest.hexdigest()))
 
     def _hand_on(self, index: int, part: Part, data: memoryview, memory: Memory) -> None:
@@ -268,18 +268,18 @@ class DeltaStage:
     def run(self, live: Memory, shadow: Memory) -> None:
         """Raises StageError for a source that cannot be read, or bytes that are not those of the manifest."""
         self._job.progress.total_bytes = self._delta.total_bytes
-        pace = pace_beside(shadow)
-        shadow.copy_from(live, pace.rest)
+        throttle = throttle_beside(shadow)
+        shadow.copy_from(live, throttle.rest)
         for number, bucket in enumerate(self._delta.buckets):
             self._job.check()
             self._apply(bucket, decode(self._read(number, bucket), bucket.target_length), shadow)
             self._job.progress.bytes_read += bucket.length
-            pace.rest()
+            throttle.rest()
         shadow.finish()
         for index, (pieces, (_, _, length)) in enumerate(zip(self._plan.pieces, self._plan.ranges, strict=True)):
             self._job.check()
             check_hash(self._job.manifest, index, bucket_hash(pieces, length, shadow))
-            pace.rest()
+            throttle.rest()
 
     def _read(self, number: int, bucket: DeltaBucket) -> memoryview:
         code = self._job.scratch.of(bucket.length)

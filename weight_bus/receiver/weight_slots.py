@@ -26,7 +26,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Held:
+class WeightSlots:
     """`spare` is None while it is written, or was written in part."""
 
     served: Whole
@@ -47,32 +47,32 @@ class Held:
         """Whether these very bytes lie spare, so that to stage them needs no reading."""
         return self.spare == Whole(version, root_digest) and self.role != "kept"
 
-    def writing(self) -> Held:
+    def writing(self) -> WeightSlots:
         """A stage begins to write: what lay spare is gone."""
-        return Held(self.served)
+        return WeightSlots(self.served)
 
-    def with_staged(self, whole: Whole) -> Held:
-        return Held(self.served, whole, "staged")
+    def with_staged(self, whole: Whole) -> WeightSlots:
+        return WeightSlots(self.served, whole, "staged")
 
-    def committed(self, version: int) -> Held:
+    def committed(self, version: int) -> WeightSlots:
         """Raises ConflictError unless exactly `version` is staged."""
         if self.staged is None or self.staged.version != version:
             found = "nothing" if self.staged is None else f"version {self.staged.version}"
             raise ConflictError(
                 f"version {version} cannot be committed: {found} is staged, {self.served.version} served"
             )
-        return Held(self.staged, self.served, "kept")
+        return WeightSlots(self.staged, self.served, "kept")
 
-    def rolled_back(self, version: int) -> Held:
+    def rolled_back(self, version: int) -> WeightSlots:
         """Raises ConflictError unless exactly `version` was served before and has not been written over."""
         if self.kept is None or self.kept.version != version:
             raise ConflictError(
                 f"version {version} cannot be served again: {self._found()}",
                 "one step back is kept, until the next version begins to be staged; publish the old weights as a new one",
             )
-        return Held(self.kept, self.served, "withdrawn")
+        return WeightSlots(self.kept, self.served, "withdrawn")
 
-    def undone(self) -> Held:
+    def undone(self) -> WeightSlots:
         """The last flip taken back, whichever way it went; as it is where the spare was written since."""
         if self.spare is None or self.role == "staged":
             return self

@@ -105,7 +105,7 @@ class NixlReader:
         while len(self._buffers) > _KNOWN_BUFFERS:
             self._forget_buffer(next(iter(self._buffers)))
         waiting = enumerate(pieces)
-        flying: deque[_Flight] = deque()
+        flying: deque[_InflightRead] = deque()
         more = True
         try:
             while more or flying:
@@ -166,46 +166,46 @@ class NixlReader:
         self._agent.deregister_memory(registration)
         view.release()
 
-    def _post(self, source: NixlSource, index: int, offset: int, out: memoryview) -> _Flight:
+    def _post(self, source: NixlSource, index: int, offset: int, out: memoryview) -> _InflightRead:
         check_range(source.length, offset, len(out))
-        flight = _Flight(index, len(out), time.monotonic() + self._deadline_s)
+        inflight = _InflightRead(index, len(out), time.monotonic() + self._deadline_s)
         if not len(out):
-            return flight
+            return inflight
         self._meet(source)
         self._register_buffer(out)
         try:
-            flight.handle = self._agent.initialize_xfer(
+            inflight.handle = self._agent.initialize_xfer(
                 "READ",
                 self._agent.get_xfer_descs([(address_of(out), len(out), 0)], _MEMORY),
                 self._agent.get_xfer_descs([(source.address + offset, len(out), source.device)], _MEMORY),
                 source.agent,
             )
-            flight.state = str(self._agent.transfer(flight.handle))
+            inflight.state = str(self._agent.transfer(inflight.handle))
         except Exception as error:
-            flight.release()
-            raise self._lost(source, flight, f"failed ({error})") from error
-        return flight
+            inflight.release()
+            raise self._lost(source, inflight, f"failed ({error})") from error
+        return inflight
 
-    def _land(self, source: NixlSource, flight: _Flight) -> None:
+    def _land(self, source: NixlSource, inflight: _InflightRead) -> None:
         """Poll until the transfer is done, its deadline has passed or it has failed."""
         try:
-            while flight.state == "PROC" and time.monotonic() < flight.deadline:
+            while inflight.state == "PROC" and time.monotonic() < inflight.deadline:
                 time.sleep(_POLL_S)
-                flight.state = str(self._agent.check_xfer_state(flight.handle))
+                inflight.state = str(self._agent.check_xfer_state(inflight.handle))
         except Exception as error:
-            raise self._lost(source, flight, f"failed ({error})") from error
-        if flight.state == "PROC":
-            raise self._lost(source, flight, f"did not end within {self._deadline_s} s")
-        if flight.state != "DONE":
-            raise self._lost(source, flight, f"ended as {flight.state}")
-        flight.release()
+            raise self._lost(source, inflight, f"failed ({error})") from error
+        if inflight.state == "PROC":
+            raise self._lost(source, inflight, f"did not end within {self._deadline_s} s")
+        if inflight.state != "DONE":
+            raise self._lost(source, inflight, f"ended as {inflight.state}")
+        inflight.release()
 
-    def _lost(self, source: NixlSource, flight: _Flight, what: str) -> TransportError:
-        return TransportError(f"READ of {flight.nbytes} bytes from {source.agent} {what}", "is the publisher gone?")
+    def _lost(self, source: NixlSource, inflight: _InflightRead, what: str) -> TransportError:
+        return TransportError(f"READ of {inflight.nbytes} bytes from {source.agent} {what}", "is the publisher gone?")
 
 
 @dataclass
-class _Flight:
+class _InflightRead:
     """One READ under way. `state` is NIXL's: DONE, PROC (still going) or an error."""
 
     index: int
@@ -220,7 +220,7 @@ class _Flight:
             handle.release()
 
 
-def _release(flying: deque[_Flight]) -> None:
+def _release(flying: deque[_InflightRead]) -> None:
     while flying:
         flying.popleft().release()
 

@@ -29,7 +29,7 @@ import structlog
 from fastapi import Depends, FastAPI, Header, Request, Response
 
 from services.http.app import error_answer
-from services.http.auth import Doorkeeper
+from services.http.auth import Authorizer
 from services.security.keys import KEYS_DIR, read_key, read_keys
 from services.security.permissions import NO_KEYS, Keys, is_loopback
 from services.security.tls import TLS_DIR, Tls, read_tls
@@ -164,13 +164,13 @@ class PlainEngine:
         self.policy_version = 0
         self.staged_version: int | None = None
         self.ranks = 1
-        self._doors = Doorkeeper(NO_KEYS)
+        self._authorizer = Authorizer(NO_KEYS)
         self._core: Any = None
 
     async def attach(self, engine_client: Any, settings: EngineSettings) -> None:
         """Build views into the live weights, in the core. Raises what stands against it, with what to change."""
         self._core = engine_client.engine_core
-        self._doors = Doorkeeper(settings.keys)
+        self._authorizer = Authorizer(settings.keys)
         try:
             async with asyncio.timeout(_CALL_S):
                 await self._core.call_utility_async("rollmesh_extend")
@@ -188,8 +188,8 @@ class PlainEngine:
         )
 
     async def admit(self, authorization: Annotated[str | None, Header()] = None) -> None:
-        """A dependency of the routes: with keys each call must show one of a service's. See `Doorkeeper.require`."""
-        self._doors.require(authorization, "service")
+        """A dependency of the routes: with keys each call must show one of a service's. See `Authorizer.require`."""
+        self._authorizer.require(authorization, "service")
 
     async def stage(self, manifest: bytes) -> StageAnswer:
         self.staged_version = None

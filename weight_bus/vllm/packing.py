@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from weight_bus.memory.throttle import BESIDE_DECODING, Pace
+from weight_bus.memory.throttle import BESIDE_DECODING, CpuThrottle
 
 _SHARE = 0.12
 """Of a core. Packed products decode as fast as memory can be read, and packing reads and writes as many bytes: at half a
@@ -80,10 +80,10 @@ class PackedLinears:
             # The version before is being written over. Freed first, its memory is there for what follows.
             self._kept = None
         small = sum(storage[name].nbytes for name, _ in self._layers) < _SMALL_BYTES
-        pace, packed = Pace(BESIDE_DECODING if small else _SHARE), []
+        throttle, packed = CpuThrottle(BESIDE_DECODING if small else _SHARE), []
         for name, _ in self._layers:
             packed.append(_pack(storage[name]))
-            pace.rest()
+            throttle.rest()
         with self._lock:
             # One that was superseded while it was packed may come late, and its bytes be another's.
             if self._ready is None or self._ready[0] < version:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from clients.environments.base import Answer, Ended, NextTurn, Problem, Split, draws, split_of
+from clients.environments.base import Answer, Ended, NextTurn, Problem, Split, problem_rng, split_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class GameEnvironment:
         self._unfinished_reward = unfinished_reward
 
     def problem(self, split: Split, index: int, seed: int) -> Problem:
-        numbers = draws(self.name, split, index, seed)
+        numbers = problem_rng(self.name, split, index, seed)
         while True:
             dealt = numbers.randrange(1 << 31)
             if split_of(str(dealt)) == split:

@@ -23,7 +23,7 @@ import msgspec
 import structlog
 
 from clients.environments.adapters.options import refuse_unknown, values
-from clients.environments.base import Answer, Judging, Problem, Split, draws, split_of
+from clients.environments.base import Answer, Judging, Problem, Split, problem_rng, split_of
 from clients.environments.rewards import RewardsAddress, RewardsClient
 from services.wire.errors import UsageError
 from services.wire.reward_api import JudgeSample
@@ -115,7 +115,7 @@ class PromptEpisode:
 
 @lru_cache(maxsize=8)
 def _order(name: str, split: Split, times: int, seed: int, count: int) -> tuple[int, ...]:
-    return tuple(draws(name, split, times, seed).sample(range(count), count))
+    return tuple(problem_rng(name, split, times, seed).sample(range(count), count))
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

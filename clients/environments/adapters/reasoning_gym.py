@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from clients.environments.adapters.options import no_such, refuse_unknown, values
-from clients.environments.base import Answer, Ended, Problem, Split, draws, split_of
+from clients.environments.base import Answer, Ended, Problem, Split, problem_rng, split_of
 from services.wire.errors import UsageError
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -56,7 +56,7 @@ class ReasoningGym:
 
     def problem(self, split: Split, index: int, seed: int) -> Problem:
         """Raises UsageError for a data set with so few questions that none was found for the split."""
-        numbers = draws(self.name, split, index, seed)
+        numbers = problem_rng(self.name, split, index, seed)
         for _ in range(_TRIES):
             number = numbers.randrange(_NUMBERS)
             entry = self._dataset[number if self._endless else number % len(self._dataset)]

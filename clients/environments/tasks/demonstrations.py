@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from clients.environments.base import Split, draws
+from clients.environments.base import Split, problem_rng
 from clients.environments.registry import make_environment
 from clients.environments.tasks.guess_number import HIGHEST, LOWEST, TURNS, GuessNumber, compare
 from clients.environments.tasks.running_sums import RunningSums, right_answer, running_sums
@@ -83,11 +83,11 @@ def _think(index: int, seed: int) -> Parts:
 
 
 def _mostly_direct(index: int, seed: int) -> Parts:
-    return demonstrate_sum(index, seed, thinking=draws("sums-mix", "train", index, seed).random() < 0.1)
+    return demonstrate_sum(index, seed, thinking=problem_rng("sums-mix", "train", index, seed).random() < 0.1)
 
 
 def _mostly_scanning(index: int, seed: int) -> Parts:
-    return demonstrate_game(index, seed, bisecting=draws("guess-mix", "train", index, seed).random() < 0.2)
+    return demonstrate_game(index, seed, bisecting=problem_rng("guess-mix", "train", index, seed).random() < 0.2)
 
 
 _RECIPES: dict[str, list[tuple[Phase, Demonstrator]]] = {

@@ -19,7 +19,7 @@ import re
 import string
 from dataclasses import dataclass
 
-from clients.environments.base import Answer, Ended, NextTurn, Problem, Split, draws, split_of
+from clients.environments.base import Answer, Ended, NextTurn, Problem, Split, problem_rng, split_of
 
 LOWEST, HIGHEST = 1, 31
 TURNS = 5
@@ -36,7 +36,7 @@ class GuessNumber:
     name = "guess-number"
 
     def problem(self, split: Split, index: int, seed: int) -> Problem:
-        numbers = draws(self.name, split, index, seed)
+        numbers = problem_rng(self.name, split, index, seed)
         hidden = numbers.randint(LOWEST, HIGHEST)
         while True:
             opening = "".join(numbers.choices(string.ascii_lowercase, k=3))

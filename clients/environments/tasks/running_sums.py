@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from clients.environments.base import Answer, Ended, NextTurn, Problem, Split, draws, split_of
+from clients.environments.base import Answer, Ended, NextTurn, Problem, Split, problem_rng, split_of
 
 DIGITS = 8
 BASE = 5
@@ -40,7 +40,7 @@ class RunningSums:
     name = "running-sums"
 
     def problem(self, split: Split, index: int, seed: int) -> Problem:
-        numbers = draws(self.name, split, index, seed)
+        numbers = problem_rng(self.name, split, index, seed)
         while True:
             digits = "".join(str(numbers.randrange(BASE)) for _ in range(DIGITS))
             if split_of(digits) == split:

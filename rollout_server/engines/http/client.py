@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from rollout_server.engines.base import PauseMode
-from rollout_server.engines.http.wire import PeerChunk, read_chunk
+from rollout_server.engines.http.wire import EngineChunk, read_chunk
 from services.security.tls import PUBLIC, Trust
 from services.wire.error_answer import PromptTooLongError, typed_error
 from services.wire.errors import (
@@ -65,7 +65,7 @@ class _Checksums(msgspec.Struct):
     checksums: dict[str, str]
 
 
-class Peer:
+class EngineClient:
     """`key`: shown as bearer with every call. Every method raises EngineLostError where nobody answers.
 
     UntrustedError where `trust` does not take the certificate of who does.
@@ -141,7 +141,7 @@ class Peer:
     async def checksums(self) -> dict[str, str]:
         return (await self._call(_Checksums, "POST", "/weight_checker", _BYTES_S, {"action": "checksum"})).checksums
 
-    async def generate(self, body: bytes) -> AsyncGenerator[PeerChunk, None]:
+    async def generate(self, body: bytes) -> AsyncGenerator[EngineChunk, None]:
         """The chunks of one answer. Closing it hangs up, which aborts the request there.
 
         No deadline: a request may wait for a place as long as its caller does.
@@ -151,7 +151,7 @@ class Peer:
         try:
             answer = await self._opened().post(self.url + GENERATE, data=body)
             if answer.status != 200:
-                raise peer_error(
+                raise engine_error(
                     self.url + GENERATE, answer.status, answer.headers.get("Retry-After"), await answer.read()
                 )
             async for piece in answer.content.iter_any():
@@ -194,7 +194,7 @@ class Peer:
         except OSError as error:
             raise self._lost(error) from error
         if answer.status != 200:
-            raise peer_error(self.url + path, answer.status, answer.headers.get("Retry-After"), content)
+            raise engine_error(self.url + path, answer.status, answer.headers.get("Retry-After"), content)
         return content
 
     def _lost(self, error: Exception) -> RollmeshError:
@@ -264,7 +264,7 @@ class _Body(msgspec.Struct):
 _bodies = msgspec.json.Decoder(_Body)
 
 
-def peer_error(call: str, status: int, retry_after: str | None, content: bytes) -> RollmeshError:
+def engine_error(call: str, status: int, retry_after: str | None, content: bytes) -> RollmeshError:
     """What the peer meant by answering `call` with the error `status`. `retry_after`: that header, in seconds."""
     try:
         body = _bodies.decode(content)
@@ -289,7 +289,7 @@ def stream_error(call: str, raw: bytes) -> RollmeshError:
         status = code if isinstance(code, int) else status
     except msgspec.DecodeError:
         pass
-    return peer_error(call, status, None, b'{"error":' + raw + b"}")
+    return engine_error(call, status, None, b'{"error":' + raw + b"}")
 
 
 def _by_status(what: str, status: int) -> RollmeshError:

@@ -27,12 +27,12 @@ from rollout_server.engines.base import (
     PauseMode,
     StageReport,
 )
-from rollout_server.engines.http.client import EngineLostError, Peer
-from rollout_server.engines.http.health import Standing, Traits, Watch
+from rollout_server.engines.http.client import EngineClient, EngineLostError
+from rollout_server.engines.http.health import EngineHealth, Traits, Watch
 from rollout_server.engines.http.weights import Updates
 from rollout_server.engines.http.wire import Flow, OtherWeightsError, generate_body
 from rollout_server.engines.request_check import check_request, eos_token_ids, vocabulary_size
-from rollout_server.engines.step_timing import Cadence
+from rollout_server.engines.step_timing import StepTiming
 from rollout_server.engines.streams import DeltaStream, DeltaStreams
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import NotReadyError, RollmeshError, UsageError
@@ -54,32 +54,32 @@ class HttpEngine:
         self, model: Path, *, url: str, key: str | None, run_id: str, transport: str, trust: Trust = PUBLIC
     ) -> None:
         self._folder = model
-        self._peer = Peer(url, key, trust)
-        self._standing = Standing(self._peer.url)
+        self._client = EngineClient(url, key, trust)
+        self._health = EngineHealth(self._client.url)
         self._updates = Updates(
-            self._peer, self._standing, run_id, transport, stand_still=self._stand_still, go_on=self._go_on
+            self._client, self._health, run_id, transport, stand_still=self._stand_still, go_on=self._go_on
         )
         self._watch = Watch(
-            self._peer,
-            self._standing,
+            self._client,
+            self._health,
             on_lost=self._fail_all,
             on_met=self._met_again,
             busy=lambda: self._updates.busy,
         )
         self._watching: asyncio.Task[None] | None = None
         self._streams = DeltaStreams()
-        self._flights: dict[str, Flight] = {}
+        self._inflight: dict[str, InflightRequest] = {}
         self._tails: set[asyncio.Task[None]] = set()
         self._open = asyncio.Event()
         self._paused = self._kept = self._committing = False
-        self._cadence = Cadence()
+        self._timing = StepTiming()
         self._commits = 0
         self._vocabulary = 0
         self._eos: tuple[int, ...] = ()
 
     @property
     def policy_version(self) -> int:
-        return self._standing.version
+        return self._health.version
 
     @property
     def max_model_len(self) -> int:
@@ -93,15 +93,15 @@ class HttpEngine:
         """Meet the engine, which may take a while to come up. Raises UsageError for one that cannot serve."""
         self._vocabulary = vocabulary_size(self._folder)
         self._eos = eos_token_ids(self._folder)
-        await self._peer.open()
+        await self._client.open()
         await self._watch.meet_within(START_WITHIN_S)
         self._open.set()
-        self._watching = asyncio.create_task(self._watch.run(), name=f"watch of {self._peer.url}")
+        self._watching = asyncio.create_task(self._watch.run(), name=f"watch of {self._client.url}")
         traits = self._traits()
         _log.info(
             "engine_ready",
             engine="http",
-            url=self._peer.url,
+            url=self._client.url,
             max_model_len=traits.max_model_len,
             version=self.policy_version,
             rollout_server=traits.ours,
@@ -111,29 +111,31 @@ class HttpEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
         traits = self._traits()
         check_request(request, max_model_len=traits.max_model_len, vocabulary=self._vocabulary, eos_token_ids=self._eos)
-        traits.check_sampling(request.sampling, self._peer.url)
+        traits.check_sampling(request.sampling, self._client.url)
         with self._streams.open(request.request_id) as stream:
-            flight = self._flights[request.request_id] = Flight(request, stream)
+            inflight = self._inflight[request.request_id] = InflightRequest(request, stream)
             if self._kept:
-                flight.freeze()
-            flight.task = asyncio.create_task(self._fly(flight), name=f"engine request {request.request_id}")
+                inflight.freeze()
+            inflight.task = asyncio.create_task(self._fly(inflight), name=f"engine request {request.request_id}")
             left = request.n
             try:
                 while left:
                     for delta in await stream.next():
-                        await flight.thawed()
+                        await inflight.thawed()
                         left -= delta.finish_reason is not None
                         yield delta
             finally:
-                del self._flights[request.request_id]
-                await self._land(flight)
+                del self._inflight[request.request_id]
+                await self._land(inflight)
 
     async def abort(self, request_ids: list[str] | None = None) -> int:
         self._traits()
-        named = list(self._flights) if request_ids is None else request_ids
-        found = [flight for name in named if (flight := self._flights.get(name)) is not None and not flight.ended]
-        for flight in found:
-            flight.abort()
+        named = list(self._inflight) if request_ids is None else request_ids
+        found = [
+            inflight for name in named if (inflight := self._inflight.get(name)) is not None and not inflight.ended
+        ]
+        for inflight in found:
+            inflight.abort()
         return len(found)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -141,7 +143,7 @@ class HttpEngine:
         traits = self._traits()
         if mode == "keep" and not traits.operated:
             raise UsageError(
-                f"the engine at {self._peer.url} has no /pause",
+                f"the engine at {self._client.url} has no /pause",
                 "start it with VLLM_SERVER_DEV_MODE=1, or abort or wait",
             )
         self._paused = True
@@ -149,24 +151,26 @@ class HttpEngine:
         if mode == "abort":
             await self.abort()
         elif mode == "wait":
-            tasks = [flight.task for flight in self._flights.values() if flight.flow is not None and flight.task]
+            tasks = [
+                inflight.task for inflight in self._inflight.values() if inflight.flow is not None and inflight.task
+            ]
             if tasks:
                 await asyncio.wait(tasks)
         else:
             self._kept = True
-            for flight in self._flights.values():
-                flight.freeze()
+            for inflight in self._inflight.values():
+                inflight.freeze()
             try:
-                await self._peer.pause("keep", clear_cache=False)
+                await self._client.pause("keep", clear_cache=False)
             except BaseException:
                 self._let_go()
                 raise
-        self._cadence.break_off()
+        self._timing.break_off()
 
     async def resume(self) -> None:
         self._traits()
         if self._kept:
-            await self._peer.resume()
+            await self._client.resume()
         self._let_go()
 
     async def stage(self, manifest: bytes) -> StageReport:
@@ -180,10 +184,10 @@ class HttpEngine:
 
     async def _serve(self, version: int, change: Callable[[int, Traits, int], Awaitable[CommitReport]]) -> CommitReport:
         again = self._updates.serves(version)
-        report = await change(version, self._traits(), len(self._flights))
+        report = await change(version, self._traits(), len(self._inflight))
         if not again:
             self._commits += 1
-            self._cadence.commit()
+            self._timing.commit()
         return report
 
     async def weights_digest(self) -> str:
@@ -191,18 +195,18 @@ class HttpEngine:
         return await self._updates.digest()
 
     def status(self) -> EngineStatus:
-        running = sum(flight.running for flight in self._flights.values())
-        asked = sum(flight.request.n for flight in self._flights.values() if not flight.ended)
+        running = sum(inflight.running for inflight in self._inflight.values())
+        asked = sum(inflight.request.n for inflight in self._inflight.values() if not inflight.ended)
         return EngineStatus(
             name="http",
             policy_version=self.policy_version,
             running=running,
             waiting=max(0, asked - running),
             paused=self._paused,
-            tokens_generated=self._cadence.tokens,
+            tokens_generated=self._timing.tokens,
             commits=self._commits,
-            stalls_ms=self._cadence.stalls_ms(),
-            failure="not started" if self._watching is None else self._standing.failure,
+            stalls_ms=self._timing.stalls_ms(),
+            failure="not started" if self._watching is None else self._health.failure,
             staged_version=self._updates.staged_version,
         )
 
@@ -214,31 +218,31 @@ class HttpEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._peer.close()
+        await self._client.close()
 
-    async def _fly(self, flight: Flight) -> None:
+    async def _fly(self, inflight: InflightRequest) -> None:
         """Send the request and hand out what comes; whatever happens, its reader learns of it."""
         try:
             await self._open.wait()
-            self._standing.check()
-            flight.flow = flow = Flow(
-                flight.request, self._standing.version, self._standing.known, self._standing.older
-            )
+            self._health.check()
+            inflight.flow = flow = Flow(inflight.request, self._health.version, self._health.known, self._health.older)
             try:
-                await self._draw(flight, flow)
+                await self._generate(inflight, flow)
             except EngineLostError:
                 # A kept connection that the engine had closed: nothing was drawn, so nothing is drawn twice.
-                if flow.tokens or flight.ended:
+                if flow.tokens or inflight.ended:
                     raise
-                await self._draw(flight, flow)
+                await self._generate(inflight, flow)
         except RollmeshError as error:
-            self._fail(flight, error)
+            self._fail(inflight, error)
         except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and its reader must not wait for ever
-            _log.exception("engine request failed", request=flight.request.request_id)
-            self._fail(flight, RollmeshError(f"request {flight.request.request_id} failed ({error!r})", "see the log"))
+            _log.exception("engine request failed", request=inflight.request.request_id)
+            self._fail(
+                inflight, RollmeshError(f"request {inflight.request.request_id} failed ({error!r})", "see the log")
+            )
 
-    async def _draw(self, flight: Flight, flow: Flow) -> None:
-        traits, request = self._traits(), flight.request
+    async def _generate(self, inflight: InflightRequest, flow: Flow) -> None:
+        traits, request = self._traits(), inflight.request
         body = generate_body(
             request,
             name=f"{request.request_id[:200]}-{secrets.token_hex(4)}",
@@ -248,48 +252,48 @@ class HttpEngine:
             eos_token_ids=self._eos,
         )
         with suppress(TimeoutError):
-            async with asyncio.timeout(None) as limit, aclosing(self._peer.generate(body)) as chunks:
+            async with asyncio.timeout(None) as limit, aclosing(self._client.generate(body)) as chunks:
                 async for chunk in chunks:
                     before = flow.tokens
-                    flight.put(flow.take(chunk))
-                    self._cadence.step(time.monotonic(), flow.tokens - before)
-                    if flow.ended and not flight.ended:
-                        flight.ended = True
+                    inflight.put(flow.take(chunk))
+                    self._timing.step(time.monotonic(), flow.tokens - before)
+                    if flow.ended and not inflight.ended:
+                        inflight.ended = True
                         limit.reschedule(asyncio.get_running_loop().time() + _TAIL_S)
         if not flow.ended:
-            raise EngineLostError(f"the engine at {self._peer.url} ended a stream early", "send the request again")
+            raise EngineLostError(f"the engine at {self._client.url} ended a stream early", "send the request again")
 
-    async def _land(self, flight: Flight) -> None:
+    async def _land(self, inflight: InflightRequest) -> None:
         """Hang up, unless only the stream's last word is due."""
-        task = flight.task
+        task = inflight.task
         assert task is not None
-        if not self._flights:
-            self._cadence.break_off()
-        if flight.flow is not None and flight.flow.ended and flight.ended and not task.done():
+        if not self._inflight:
+            self._timing.break_off()
+        if inflight.flow is not None and inflight.flow.ended and inflight.ended and not task.done():
             self._tails.add(task)
             task.add_done_callback(self._tails.discard)
             return
         task.cancel()
         await asyncio.wait({task})
 
-    def _fail(self, flight: Flight, error: RollmeshError) -> None:
+    def _fail(self, inflight: InflightRequest, error: RollmeshError) -> None:
         if isinstance(error, EngineLostError):
             self._watch.lose(error)
-        elif isinstance(error, OtherWeightsError) and self._standing.failure is None:
-            self._standing.estrange(error.what)
-        if not flight.ended:
-            flight.fail(error)
+        elif isinstance(error, OtherWeightsError) and self._health.failure is None:
+            self._health.estrange(error.what)
+        if not inflight.ended:
+            inflight.fail(error)
 
     def _fail_all(self, error: RollmeshError) -> None:
-        for flight in list(self._flights.values()):
-            if not flight.ended:
-                flight.fail(error)
+        for inflight in list(self._inflight.values()):
+            if not inflight.ended:
+                inflight.fail(error)
 
     async def _stand_still(self) -> int:
         """End all requests that were sent, and hold new ones back."""
         self._committing = True
         self._gate()
-        sent = [name for name, flight in self._flights.items() if flight.flow is not None]
+        sent = [name for name, inflight in self._inflight.items() if inflight.flow is not None]
         return await self.abort(sent)
 
     def _go_on(self) -> None:
@@ -305,14 +309,14 @@ class HttpEngine:
     def _let_go(self) -> None:
         self._paused = self._kept = False
         self._gate()
-        for flight in self._flights.values():
-            flight.thaw()
+        for inflight in self._inflight.values():
+            inflight.thaw()
 
     async def _met_again(self) -> None:
         """What was agreed with the engine is forgotten there."""
         self._updates.forget()
         if self._kept:
-            await self._peer.pause("keep", clear_cache=False)
+            await self._client.pause("keep", clear_cache=False)
 
     def _traits(self) -> Traits:
         if self._watch.traits is None:
@@ -323,7 +327,7 @@ class HttpEngine:
 # One request on its way: what was drawn for it, who reads it, and the task that listens to the engine.
 
 
-class Flight:
+class InflightRequest:
     """`flow` is None until the request may be sent. `ended`: its reader has, or will have, the last delta or an error."""
 
     def __init__(self, request: GenerationRequest, stream: DeltaStream) -> None:

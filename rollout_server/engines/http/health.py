@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import structlog
 
 from rollout_server.engines.base import GenerationRequest
-from rollout_server.engines.http.client import EngineLostError, Peer
+from rollout_server.engines.http.client import EngineClient, EngineLostError
 from rollout_server.engines.http.wire import OtherWeightsError, generate_body
 from rollout_server.engines.vllm.convert import version_number
 from services.wire.errors import DeadlineError, NotReadyError, RollmeshError, UsageError
@@ -27,22 +27,22 @@ _RETRY_S = 0.25
 
 
 class Watch:
-    """Keeps `standing` and `traits` true. `on_lost` ends what is in flight; `on_met` is called when it is back.
+    """Keeps `health` and `traits` true. `on_lost` ends what is in flight; `on_met` is called when it is back.
 
     `busy`: an update is under way, in which the engine may answer nothing else for long.
     """
 
     def __init__(
         self,
-        peer: Peer,
-        standing: Standing,
+        peer: EngineClient,
+        health: EngineHealth,
         *,
         on_lost: Callable[[RollmeshError], None],
         on_met: Callable[[], Awaitable[None]],
         busy: Callable[[], bool],
     ) -> None:
-        self._peer = peer
-        self._standing = standing
+        self._client = peer
+        self._health = health
         self._on_lost = on_lost
         self._on_met = on_met
         self._busy = busy
@@ -60,33 +60,33 @@ class Watch:
                         return
                     except NotReadyError as error:
                         if not said:
-                            _log.warning("waiting", waiting_for=f"the engine at {self._peer.url}", why=error.what)
+                            _log.warning("waiting", waiting_for=f"the engine at {self._client.url}", why=error.what)
                         said = True
-                        self._standing.lose(error.what)
+                        self._health.lose(error.what)
                     await asyncio.sleep(_RETRY_S)
         except TimeoutError as error:
-            raise NotReadyError(self._standing.failure or "", f"it had {deadline_s:g} s: see that it runs") from error
+            raise NotReadyError(self._health.failure or "", f"it had {deadline_s:g} s: see that it runs") from error
 
     def lose(self, error: RollmeshError) -> None:
         """Somebody found nobody there."""
-        if not self._standing.lost:
-            _log.warning("engine lost", url=self._peer.url, why=error.what)
-        self._standing.lose(error.what)
+        if not self._health.lost:
+            _log.warning("engine lost", url=self._client.url, why=error.what)
+        self._health.lose(error.what)
         self._poked.set()
 
     async def run(self) -> None:
         """Until cancelled."""
         try:
             while True:
-                if self._standing.lost:
+                if self._health.lost:
                     await self._find_again()
                 else:
                     await self._sleep(_EVERY_S)
                     await self._probe()
         except Exception as error:  # a bug: unwatched, the engine must not seem to be well
-            _log.exception("the watch of the engine failed", url=self._peer.url)
-            self._standing.lose(f"its watch failed ({error!r})")
-            self._on_lost(NotReadyError(self._standing.failure or "", "restart this rollout server"))
+            _log.exception("the watch of the engine failed", url=self._client.url)
+            self._health.lose(f"its watch failed ({error!r})")
+            self._on_lost(NotReadyError(self._health.failure or "", "restart this rollout server"))
             raise
 
     async def _find_again(self) -> None:
@@ -94,31 +94,31 @@ class Watch:
             await self._meet()
             await self._on_met()
         except RollmeshError as error:
-            self._standing.lose(error.what)
+            self._health.lose(error.what)
             await asyncio.sleep(_RETRY_S)
             return
-        _log.info("engine found again", url=self._peer.url, version=self._standing.version, why=self._standing.failure)
+        _log.info("engine found again", url=self._client.url, version=self._health.version, why=self._health.failure)
 
     async def _meet(self) -> None:
-        self.traits = traits = await meet(self._peer)
-        self._standing.find(traits.label)
+        self.traits = traits = await meet(self._client)
+        self._health.find(traits.label)
 
     async def _probe(self) -> None:
-        if self._standing.lost or self._busy():
+        if self._health.lost or self._busy():
             return
         try:
             label = None
             if self.traits is not None and self.traits.operated:
-                label = await self._peer.weight_label(_PROBE_S)
+                label = await self._client.weight_label(_PROBE_S)
             else:
-                await self._peer.health(_PROBE_S)
+                await self._client.health(_PROBE_S)
         except RollmeshError as error:
             self.lose(error)
             self._on_lost(error)
             return
-        if not self._busy() and not self._standing.serves(label):
-            self._standing.find(label)
-            _log.error("weights nobody committed here", url=self._peer.url, why=self._standing.failure)
+        if not self._busy() and not self._health.serves(label):
+            self._health.find(label)
+            _log.error("weights nobody committed here", url=self._client.url, why=self._health.failure)
 
     async def _sleep(self, seconds: float) -> None:
         try:
@@ -142,7 +142,7 @@ class Watch:
 FIRST_VERSION = 0
 
 
-class Standing:
+class EngineHealth:
     """`url` names the engine in errors."""
 
     def __init__(self, url: str) -> None:
@@ -267,7 +267,7 @@ def _plain(sampling: SamplingParams) -> bool:
     return sampling.whole and sampling.temperature == 1.0
 
 
-async def meet(peer: Peer) -> Traits:
+async def meet(peer: EngineClient) -> Traits:
     """Ask the engine what it is; one that stands paused is let go on, for nobody else would.
 
     Raises EngineLostError where nobody answers, UsageError for an engine that cannot serve, as it was started.
@@ -281,7 +281,7 @@ async def meet(peer: Peer) -> Traits:
     return Traits(longest, label, ours, processed)
 
 
-async def _rehearse(peer: Peer) -> tuple[bool, bool]:
+async def _rehearse(peer: EngineClient) -> tuple[bool, bool]:
     """Draw a few tokens, each the likeliest: what the engine refuses, it refuses here, with its reason."""
     asked = GenerationRequest("rehearsal", [0], SamplingParams(max_tokens=_REHEARSED, top_k=1, ignore_eos=True))
     body = generate_body(asked, name="rehearsal", limit=_REHEARSED, ours=False, vocabulary=1, eos_token_ids=())

@@ -15,8 +15,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 from rollout_server.engines.base import CommitReport, StageReport
-from rollout_server.engines.http.client import Peer
-from rollout_server.engines.http.health import Standing, Traits
+from rollout_server.engines.http.client import EngineClient
+from rollout_server.engines.http.health import EngineHealth, Traits
 from services.wire.errors import ConflictError, NotFoundError, NotReadyError, RollmeshError
 from weight_bus.errors import StageError
 from weight_bus.manifest.manifest import decode_manifest
@@ -33,16 +33,16 @@ class Updates:
 
     def __init__(
         self,
-        peer: Peer,
-        standing: Standing,
+        peer: EngineClient,
+        health: EngineHealth,
         run_id: str,
         transport: str,
         *,
         stand_still: Callable[[], Awaitable[int]],
         go_on: Callable[[], None],
     ) -> None:
-        self._peer = peer
-        self._standing = standing
+        self._client = peer
+        self._health = health
         self._run_id = run_id
         self._transport = transport
         self._stand_still = stand_still
@@ -62,17 +62,19 @@ class Updates:
         """Raises StageError for an engine that takes no manifests, and what the engine answers."""
         decoded = decode_manifest(manifest)
         if not traits.operated:
-            raise StageError(f"the engine at {self._peer.url} has no routes for new weights", _REMEDY)
+            raise StageError(f"the engine at {self._client.url} has no routes for new weights", _REMEDY)
         async with self._turn:
             started, self._staged = time.monotonic(), None
             try:
-                await self._peer.stage(manifest, self._run_id, self._transport)
+                await self._client.stage(manifest, self._run_id, self._transport)
             except NotReadyError:
                 raise
             except RollmeshError as error:
                 if traits.ours:
                     raise
-                raise StageError(f"the engine at {self._peer.url} took no manifest ({error.what})", _REMEDY) from error
+                raise StageError(
+                    f"the engine at {self._client.url} took no manifest ({error.what})", _REMEDY
+                ) from error
             self._staged = decoded.version
         return StageReport(
             version=decoded.version,
@@ -92,7 +94,7 @@ class Updates:
             if version != self._staged:
                 raise ConflictError(f"version {version} is not staged ({self._staged} is)", "stage it first")
             self._staged = None
-            return await self._serve(version, self._peer.finish_update, traits, in_flight)
+            return await self._serve(version, self._client.finish_update, traits, in_flight)
 
     async def rollback(self, version: int, traits: Traits, in_flight: int) -> CommitReport:
         """As `commit`. Raises ConflictError where the engine keeps no older version, or has no route for it."""
@@ -100,14 +102,14 @@ class Updates:
             if self.serves(version):
                 return CommitReport(version, 0.0, in_flight)
             try:
-                self._standing.rolling_back(version)
+                self._health.rolling_back(version)
                 if not traits.ours:
                     # Before requests are ended for it: the version that is served is answered, nothing changes.
-                    await self._peer.rollback(self._standing.version)
-                report = await self._serve(version, self._peer.rollback, traits, in_flight)
+                    await self._client.rollback(self._health.version)
+                report = await self._serve(version, self._client.rollback, traits, in_flight)
             except NotFoundError as error:
                 raise ConflictError(
-                    f"the engine at {self._peer.url} has no /weights/rollback, it keeps no older version",
+                    f"the engine at {self._client.url} has no /weights/rollback, it keeps no older version",
                     "publish the old weights as a new version, or start it with VLLM_PLUGINS=rollmesh",
                 ) from error
             self._staged = None
@@ -115,7 +117,7 @@ class Updates:
 
     def serves(self, version: int) -> bool:
         """Whether the engine is known to serve it already: a commit or rollback would change nothing."""
-        return self._standing.failure is None and version == self._standing.version
+        return self._health.failure is None and version == self._health.version
 
     async def _serve(
         self, version: int, change: Callable[[int], Awaitable[None]], traits: Traits, in_flight: int
@@ -129,10 +131,10 @@ class Updates:
 
     async def digest(self) -> str:
         """Raises NotFoundError where the engine does not tell it."""
-        root = (await self._peer.checksums()).get("root")
+        root = (await self._client.checksums()).get("root")
         if root is None:
             raise NotFoundError(
-                f"the engine at {self._peer.url} tells a checksum a tensor, not the manifest's root digest",
+                f"the engine at {self._client.url} tells a checksum a tensor, not the manifest's root digest",
                 "only a rollout server tells that",
             )
         return root
@@ -146,25 +148,25 @@ class Updates:
         try:
             ended = await self._stand_still()
             # Also what the engine has not yet noticed to be over, and prefixes that the old weights computed.
-            await self._peer.pause("abort", clear_cache=True)
+            await self._client.pause("abort", clear_cache=True)
             try:
                 await self._finish(version, change)
             finally:
-                await self._peer.resume()
+                await self._client.resume()
         finally:
             self._go_on()
         return ended
 
     async def _finish(self, version: int, change: Callable[[int], Awaitable[None]]) -> None:
-        self._standing.committing(version)
+        self._health.committing(version)
         try:
             await change(version)
         except RollmeshError:
             # It may have done it all the same: what it says now counts.
-            label = await self._peer.weight_label()
+            label = await self._client.weight_label()
             if label != str(version):
-                self._standing.commit_failed()
-                if not self._standing.serves(label):
-                    self._standing.find(label)
+                self._health.commit_failed()
+                if not self._health.serves(label):
+                    self._health.find(label)
                 raise
-        self._standing.committed(version)
+        self._health.committed(version)

@@ -1,7 +1,7 @@
 """What travels between a rollout server and the engine behind a URL. Pure: no socket, no clock.
 
 GenerationRequest ── generate_body ──► POST /inference/v1/generate
-GenerationDelta … ◄── to_delta ── PeerChoice … ◄── read_chunk ── events
+GenerationDelta … ◄── to_delta ── EngineChoice … ◄── read_chunk ── events
 
 vLLM's names are read with or without their texts (`token_id:N`), and rollmesh's own fields where the peer speaks them.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, join
-from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, drawable_stops
+from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, reachable_stops
 from rollout_server.engines.vllm.convert import version_number
 from services.wire.errors import NotReadyError, RollmeshError, WireError
 from services.wire.trajectory import VersionSpan
@@ -27,7 +27,7 @@ _NO_NUMBER = -9999.0
 _PREFIX = "token_id:"
 
 
-class PeerLogprob(msgspec.Struct):
+class EngineLogprob(msgspec.Struct):
     """One candidate; its id is told as a number, as `token_id:N`, or both."""
 
     logprob: float
@@ -45,23 +45,23 @@ class PeerLogprob(msgspec.Struct):
         return int(number)
 
 
-class PeerDrawn(PeerLogprob):
+class EngineSampled(EngineLogprob):
     """A drawn token; `top_logprobs` names it first, then the likeliest others."""
 
-    top_logprobs: list[PeerLogprob] = []
+    top_logprobs: list[EngineLogprob] = []
 
 
-class PeerLogprobs(msgspec.Struct):
-    content: list[PeerDrawn] | None = None
+class EngineLogprobs(msgspec.Struct):
+    content: list[EngineSampled] | None = None
 
 
-class PeerSpan(msgspec.Struct):
+class EngineSpan(msgspec.Struct):
     version: str
     start: int
     end: int
 
 
-class PeerChoice(msgspec.Struct):
+class EngineChoice(msgspec.Struct):
     """New tokens of one sample.
 
     `weight_versions`: vLLM's, over the whole sample, with its final chunk. `version_spans`: rollmesh's, over these tokens.
@@ -69,21 +69,21 @@ class PeerChoice(msgspec.Struct):
 
     index: int
     token_ids: list[int] | None = None
-    logprobs: PeerLogprobs | None = None
+    logprobs: EngineLogprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[PeerSpan] | None = None
+    weight_versions: list[EngineSpan] | None = None
     version_spans: list[VersionSpan] | None = None
 
 
-class PeerChunk(msgspec.Struct):
+class EngineChunk(msgspec.Struct):
     """One event. `error`: what went wrong after the stream began, as it was sent."""
 
-    choices: list[PeerChoice] = []
+    choices: list[EngineChoice] = []
     error: msgspec.Raw | None = None
 
 
 _encoder = msgspec.json.Encoder()
-_chunks = msgspec.json.Decoder(PeerChunk)
+_chunks = msgspec.json.Decoder(EngineChunk)
 
 
 def generate_body(
@@ -107,7 +107,7 @@ def generate_body(
         "min_tokens": min(barred, limit + (request.resumed if ours else 0)),
         "seed": sampling.seed,
         # All of them: a server without a tokenizer does not know the end-of-sequence ids by itself.
-        "stop_token_ids": sorted(drawable_stops(sampling, vocabulary, eos_token_ids)),
+        "stop_token_ids": sorted(reachable_stops(sampling, vocabulary, eos_token_ids)),
         "ignore_eos": True,
         # One more than wanted: the drawn token is always among those that are told.
         "logprobs": min(request.top_logprobs + 1, MAX_TOP_LOGPROBS) if request.top_logprobs else 0,
@@ -129,7 +129,7 @@ def generate_body(
     return _encoder.encode(call)
 
 
-def read_chunk(event: bytes) -> PeerChunk:
+def read_chunk(event: bytes) -> EngineChunk:
     """An event's data. Raises WireError for anything else than a chunk."""
     try:
         return _chunks.decode(event)
@@ -137,7 +137,7 @@ def read_chunk(event: bytes) -> PeerChunk:
         raise WireError(f"the engine sent {event[:200]!r}, which is no chunk of an answer ({error})") from error
 
 
-def to_delta(request: GenerationRequest, choice: PeerChoice, version: int) -> GenerationDelta:
+def to_delta(request: GenerationRequest, choice: EngineChoice, version: int) -> GenerationDelta:
     """A choice's tokens. `version`: theirs, where the peer names none. Raises WireError for one that contradicts itself."""
     tokens = choice.token_ids or []
     content = [] if choice.logprobs is None or choice.logprobs.content is None else choice.logprobs.content
@@ -157,7 +157,7 @@ def to_delta(request: GenerationRequest, choice: PeerChoice, version: int) -> Ge
     )
 
 
-def _spans(request: GenerationRequest, choice: PeerChoice, version: int) -> list[VersionSpan]:
+def _spans(request: GenerationRequest, choice: EngineChoice, version: int) -> list[VersionSpan]:
     count, end = len(choice.token_ids or []), 0
     if choice.version_spans is None:
         return [VersionSpan(0, count, version)] if count else []
@@ -170,7 +170,7 @@ def _spans(request: GenerationRequest, choice: PeerChoice, version: int) -> list
     return choice.version_spans
 
 
-def _reason(request: GenerationRequest, choice: PeerChoice) -> FinishReason | None:
+def _reason(request: GenerationRequest, choice: EngineChoice) -> FinishReason | None:
     if choice.finish_reason is None:
         return None
     reason = _FINISH.get(choice.finish_reason)
@@ -181,7 +181,7 @@ def _reason(request: GenerationRequest, choice: PeerChoice) -> FinishReason | No
     return reason
 
 
-def _likeliest(entry: PeerDrawn, wanted: int) -> list[tuple[int, float]]:
+def _likeliest(entry: EngineSampled, wanted: int) -> list[tuple[int, float]]:
     """Best first; those of probability 0 left out."""
     told = {other.id: other.logprob for other in entry.top_logprobs}
     ordered = sorted(told.items(), key=lambda each: -each[1])[:wanted]
@@ -213,7 +213,7 @@ class Flow:
         self._older = older
         # Greedy samples are drawn once (`generate_body`).
         self._copies = request.n if request.sampling.temperature == 0.0 else 1
-        self._drawn = [0] * (request.n // self._copies)
+        self._sampled = [0] * (request.n // self._copies)
         self._held: dict[int, GenerationDelta] = {}
         self._open = set(range(request.n))
         self.tokens = 0
@@ -227,10 +227,10 @@ class Flow:
     @property
     def begun(self) -> int:
         """Samples that drew something and go on."""
-        drawing = [index for index, count in enumerate(self._drawn) if count]
-        return min(len(drawing) * self._copies, len(self._open))
+        generating = [index for index, count in enumerate(self._sampled) if count]
+        return min(len(generating) * self._copies, len(self._open))
 
-    def take(self, chunk: PeerChunk) -> list[GenerationDelta]:
+    def take(self, chunk: EngineChunk) -> list[GenerationDelta]:
         """The deltas that are due. Raises OtherWeightsError and WireError."""
         return [delta for choice in chunk.choices for delta in self._choice(choice)]
 
@@ -238,15 +238,15 @@ class Flow:
         """The last delta of every sample that has none yet: what was held back, and `abort`."""
         return [self._end(index) for index in sorted(self._open)]
 
-    def _choice(self, choice: PeerChoice) -> list[GenerationDelta]:
-        if not 0 <= choice.index < len(self._drawn) or choice.index * self._copies not in self._open:
+    def _choice(self, choice: EngineChoice) -> list[GenerationDelta]:
+        if not 0 <= choice.index < len(self._sampled) or choice.index * self._copies not in self._open:
             raise WireError(f"request {self._request.request_id}: the engine answered a sample {choice.index} too much")
         self._check_versions(choice)
-        drawn = to_delta(self._request, choice, self._version)
-        self._drawn[choice.index] += len(drawn.token_ids)
+        sampled = to_delta(self._request, choice, self._version)
+        self._sampled[choice.index] += len(sampled.token_ids)
         copies = range(choice.index, choice.index + 1) if self._copies == 1 else range(self._copies)
-        self.tokens += len(drawn.token_ids) * len(copies)
-        return [due for index in copies if (due := self._hold(replace(drawn, index=index))) is not None]
+        self.tokens += len(sampled.token_ids) * len(copies)
+        return [due for index in copies if (due := self._hold(replace(sampled, index=index))) is not None]
 
     def _hold(self, delta: GenerationDelta) -> GenerationDelta | None:
         """Add to what is held back of a sample; all of it once it is due."""
@@ -268,7 +268,7 @@ class Flow:
         nothing: list[list[tuple[int, float]]] | None = [] if self._request.top_logprobs else None
         return GenerationDelta(self._request.request_id, index, [], [], [], "abort", nothing)
 
-    def _check_versions(self, choice: PeerChoice) -> None:
+    def _check_versions(self, choice: EngineChoice) -> None:
         """What the peer says about versions must agree with what was committed there."""
         if choice.version_spans is not None:
             seen = {span.version for span in choice.version_spans}

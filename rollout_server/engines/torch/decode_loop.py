@@ -25,8 +25,8 @@ import structlog
 import torch
 
 from rollout_server.engines.base import EngineCrashedError, GenerationRequest
-from rollout_server.engines.step_timing import Cadence
-from rollout_server.engines.torch.scheduler import Outcome, RunningBatch
+from rollout_server.engines.step_timing import StepTiming
+from rollout_server.engines.torch.scheduler import Outcome, Scheduler
 from services.wire.errors import DeadlineError, NotReadyError
 
 _log = structlog.get_logger()
@@ -45,14 +45,14 @@ _SWITCH_INTERVAL_S = 0.0005
 
 
 class DecodeLoop:
-    """Runs a `RunningBatch` on its own thread. Methods are for the event loop, but those with an underscore.
+    """Runs a `Scheduler` on its own thread. Methods are for the event loop, but those with an underscore.
 
     `deliver` is called on the event loop with the outcomes of a step; `on_crash` once, with the error, if the thread dies.
     """
 
     def __init__(
         self,
-        batch: RunningBatch,
+        batch: Scheduler,
         *,
         version: int,
         threads: int,
@@ -65,7 +65,7 @@ class DecodeLoop:
         self._threads = threads
         self._deliver = deliver
         self._on_crash = on_crash
-        self._cadence = Cadence()
+        self._timing = StepTiming()
         self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._pending: set[Future[object]] = set()
         self._mode: Mode = "run"
@@ -109,7 +109,7 @@ class DecodeLoop:
 
     @property
     def tokens(self) -> int:
-        return self._cadence.tokens
+        return self._timing.tokens
 
     @property
     def prefill_tokens(self) -> int:
@@ -117,10 +117,10 @@ class DecodeLoop:
 
     @property
     def commits(self) -> int:
-        return self._cadence.commits
+        return self._timing.commits
 
     def stalls_ms(self) -> list[float]:
-        return self._cadence.stalls_ms()
+        return self._timing.stalls_ms()
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; its outcomes come through `deliver`. Raises EngineCrashedError, NotReadyError."""
@@ -187,7 +187,7 @@ class DecodeLoop:
             flip()
             self.version = version
             self._batch.mark_version(version)
-            self._cadence.commit()
+            self._timing.commit()
             return (time.perf_counter() - started) * 1e3, self._batch.running
 
         return await self.call(f"the commit of version {version}", run)
@@ -195,7 +195,7 @@ class DecodeLoop:
     def _set_mode(self, mode: Mode) -> None:
         self._mode = mode
         if mode == "freeze":
-            self._cadence.break_off()
+            self._timing.break_off()
 
     def _close(self) -> None:
         self._closing = True
@@ -253,10 +253,10 @@ class DecodeLoop:
 
     def _step(self) -> None:
         if self._can_step() and not self._closing:
-            drawn = self._batch.step(self.version, admit=self._mode == "run")
-            self._cadence.step(time.perf_counter(), drawn)
+            sampled = self._batch.step(self.version, admit=self._mode == "run")
+            self._timing.step(time.perf_counter(), sampled)
             if not self._batch.running:
-                self._cadence.break_off()
+                self._timing.break_off()
         self._hand_out()
 
     def _hand_out(self) -> None:

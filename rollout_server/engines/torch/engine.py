@@ -2,7 +2,7 @@
 
 The reference that the tests compare against, and what runs where vLLM is not installed.
 
-    TorchEngine (event loop)          DecodeLoop (thread)        RunningBatch ─ KvSlots ─ PolicyForward ─ Sampler
+    TorchEngine (event loop)          DecodeLoop (thread)        Scheduler ─ KvCache ─ PolicyForward ─ Sampler
       generate ──submit──────────────────► inbox ─────────────────► add
       stage ──► Receiver (weight threads) ──► shadow memory
       commit ────────────────────────────► inbox ──between two steps──► Receiver.commit ──► ModelWeights.flip
@@ -33,9 +33,9 @@ from rollout_server.engines.request_check import check_request
 from rollout_server.engines.streams import DeltaStreams
 from rollout_server.engines.torch.decode_loop import DecodeLoop
 from rollout_server.engines.torch.forward import PolicyForward
-from rollout_server.engines.torch.kv_cache import KvSlots
+from rollout_server.engines.torch.kv_cache import KvCache
 from rollout_server.engines.torch.sampler import Sampler
-from rollout_server.engines.torch.scheduler import RunningBatch
+from rollout_server.engines.torch.scheduler import Scheduler
 from services.host.process import take_over_logs
 from services.wire.errors import NotReadyError, UsageError
 from services.wire.sampling import KvPolicy
@@ -246,7 +246,7 @@ class TorchEngine:
     def _check(self, request: GenerationRequest) -> None:
         check_request(request, max_model_len=self._max_model_len, vocabulary=self._vocabulary, eos_token_ids=self._eos)
 
-    def _load(self) -> tuple[RunningBatch, Receiver]:
+    def _load(self) -> tuple[Scheduler, Receiver]:
         torch.set_num_threads(self._threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = _load_model(self._folder, self._dtype).to(device)
@@ -255,9 +255,9 @@ class TorchEngine:
         self._max_model_len = int(config.max_position_embeddings)
         self._eos = _eos_token_ids(model)
         forward = PolicyForward(model)
-        slots = KvSlots(forward.shape, max_rows=self._max_running, dtype=self._dtype, device=device)
+        slots = KvCache(forward.shape, max_rows=self._max_running, dtype=self._dtype, device=device)
         outputs = int(model.get_output_embeddings().weight.shape[0])
-        batch = RunningBatch(
+        batch = Scheduler(
             forward,
             slots,
             Sampler(self._seed, outputs, device),

@@ -1,4 +1,4 @@
-"""One forward of a transformers model over `KvSlots`: ids in, next-token logits out.
+"""One forward of a transformers model over `KvCache`: ids in, next-token logits out.
 
     ids, starts, columns ─► positions, mask ─► model (writes its keys and values into the window) ─► logits
 
@@ -21,7 +21,7 @@ from torch.jit._trace import TracerWarning
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from rollout_server.engines.torch.kv_cache import KvShape, KvSlots, KvWindow
+from rollout_server.engines.torch.kv_cache import KvCache, KvShape, KvWindow
 from services.wire.errors import UsageError
 
 _log = structlog.get_logger()
@@ -231,8 +231,8 @@ def _kv_shape(model: PreTrainedModel) -> KvShape:
     return KvShape(layers=len(cache.layers), heads=heads, key_dim=key_dim, value_dim=value_dim)
 
 
-def _slots(shape: KvShape, model: PreTrainedModel) -> KvSlots:
-    return KvSlots(shape, max_rows=4, dtype=model.dtype, device=model.device)
+def _slots(shape: KvShape, model: PreTrainedModel) -> KvCache:
+    return KvCache(shape, max_rows=4, dtype=model.dtype, device=model.device)
 
 
 def _rehearse(

@@ -46,7 +46,7 @@ class KvWindow:
     starts: torch.Tensor
 
 
-class KvSlots:
+class KvCache:
     """Memory for at most `max_rows` samples at once. Belongs to one thread."""
 
     def __init__(self, shape: KvShape, *, max_rows: int, dtype: torch.dtype, device: torch.device) -> None:

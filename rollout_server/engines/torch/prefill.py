@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from rollout_server.engines.torch.forward import PolicyForward
-from rollout_server.engines.torch.kv_cache import KvSlots, KvWindow
+from rollout_server.engines.torch.kv_cache import KvCache, KvWindow
 
 # Keys and values of sequences computed lately, found again by the longest prefix that a new sequence shares with one.
 #
@@ -159,7 +159,7 @@ class Prefill:
     """Adds rows to `slots`. Without a `cache` every prompt is computed whole. `computed`: tokens prefilled so far."""
 
     def __init__(
-        self, forward: PolicyForward, slots: KvSlots, device: torch.device, cache: PrefixCache | None = None
+        self, forward: PolicyForward, slots: KvCache, device: torch.device, cache: PrefixCache | None = None
     ) -> None:
         self._forward = forward
         self._slots = slots

@@ -31,7 +31,7 @@ class UniformSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class Sampled:
     """One token and its logprob a row. `likeliest`: for each row the (id, logprob) asked for, best first."""
 
     tokens: list[int]
@@ -50,7 +50,7 @@ class RowParameters:
     ) -> None:
         self.likeliest = [min(count, vocabulary) for count in likeliest] if any(likeliest) else []
         greedy = [row.temperature == 0.0 for row in rows]
-        free = [no_draw or not row.cuts for row, no_draw in zip(rows, greedy, strict=True)]
+        free = [no_sampling or not row.cuts for row, no_sampling in zip(rows, greedy, strict=True)]
         self.all_greedy = all(greedy) and not self.likeliest
         self.plain = all(free) and not any(greedy) and not self.likeliest
         self.temperature = _column([row.temperature or 1.0 for row in rows], np.float32, device)
@@ -84,51 +84,51 @@ class Sampler:
         uniforms = torch.full((3, 1), 0.5, dtype=torch.float64, device=device)
         ones = torch.ones(3, 1, device=device)
         everything = (ones.bool(), -ones, ones.long(), ones.double())
-        self._greedy = record(draw_greedy, (logits,))
-        self._plain = record(draw_plain, (logits, uniforms, ones))
-        self._restricted = record(draw_restricted, (logits, uniforms, ones, *everything))
+        self._greedy = record(sample_greedy, (logits,))
+        self._plain = record(sample_plain, (logits, uniforms, ones))
+        self._restricted = record(sample_restricted, (logits, uniforms, ones, *everything))
 
-    def draw(self, logits: torch.Tensor, rows: RowParameters, seeded: Sequence[tuple[int, UniformSource]]) -> Drawn:
+    def sample(self, logits: torch.Tensor, rows: RowParameters, seeded: Sequence[tuple[int, UniformSource]]) -> Sampled:
         """Tokens and logprobs from float32 logits `[rows, vocabulary]`. `seeded`: (row, its source)."""
         likeliest = None
         if rows.all_greedy:
-            drawn = self._greedy(logits)
+            sampled = self._greedy(logits)
         else:
             uniforms = self._generator.random(logits.shape[0])
             for row, source in seeded:
                 uniforms[row] = source.random()
             column = torch.from_numpy(uniforms).to(self._device).unsqueeze(1)
             if rows.plain:
-                drawn = self._plain(logits, column, rows.temperature)
+                sampled = self._plain(logits, column, rows.temperature)
             else:
                 columns = (rows.temperature, rows.greedy, rows.floor, rows.top_k, rows.top_p)
-                drawn = self._restricted(logits, column, *columns)
+                sampled = self._restricted(logits, column, *columns)
                 likeliest = _likeliest(logits, rows) if rows.likeliest else None
-        both: npt.NDArray[np.float64] = drawn.cpu().numpy()
-        return Drawn(both[0].astype(np.int64).tolist(), both[1].tolist(), likeliest)
+        both: npt.NDArray[np.float64] = sampled.cpu().numpy()
+        return Sampled(both[0].astype(np.int64).tolist(), both[1].tolist(), likeliest)
 
 
-def seeded_source(seed: int, index: int, drawn: int = 0) -> UniformSource:
-    """The uniform numbers of sample `index` of a request with this seed, after the first `drawn` of them."""
+def seeded_source(seed: int, index: int, sampled: int = 0) -> UniformSource:
+    """The uniform numbers of sample `index` of a request with this seed, after the first `sampled` of them."""
     source = np.random.Generator(np.random.Philox(key=np.array([seed % (1 << 64), index], dtype=np.uint64)))
-    source.random(drawn)
+    source.random(sampled)
     return source
 
 
-def draw_greedy(logits: torch.Tensor) -> torch.Tensor:
+def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
     """float64 `[2, rows]`: token ids (exact up to 2^53) and logprobs."""
     tokens = logits.argmax(dim=-1, keepdim=True)
     return _pair(tokens, logits.log_softmax(dim=-1).gather(1, tokens))
 
 
-def draw_plain(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """As `draw_greedy`, from the whole distribution. `uniforms`: float64 `[rows, 1]` in [0, 1); `temperature` > 0."""
+def sample_plain(logits: torch.Tensor, uniforms: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """As `sample_greedy`, from the whole distribution. `uniforms`: float64 `[rows, 1]` in [0, 1); `temperature` > 0."""
     logprobs = (logits / temperature).log_softmax(dim=-1)
     tokens = _invert(logprobs, uniforms)
     return _pair(tokens, logprobs.gather(1, tokens))
 
 
-def draw_restricted(
+def sample_restricted(
     logits: torch.Tensor,
     uniforms: torch.Tensor,
     temperature: torch.Tensor,
@@ -137,7 +137,7 @@ def draw_restricted(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
 ) -> torch.Tensor:
-    """As `draw_plain`, from what `restricted_logprobs` leaves. `greedy`: bool `[rows, 1]`, rows that take the likeliest."""
+    """As `sample_plain`, from what `restricted_logprobs` leaves. `greedy`: bool `[rows, 1]`: take the likeliest."""
     logprobs = restricted_logprobs(logits, temperature, floor, top_k, top_p)
     tokens = torch.where(greedy, logits.argmax(dim=-1, keepdim=True), _invert(logprobs, uniforms))
     return _pair(tokens, logprobs.gather(1, tokens))
@@ -153,7 +153,7 @@ def restricted_logprobs(
     """Logprobs `[rows, vocabulary]` of the tokens less than −`floor` (a log) under the likeliest, of these the `top_k`
     likeliest, of these the fewest that hold `top_p` of their probability; −inf for the others. Parameters are `[rows, 1]`.
 
-    A row that cuts nothing comes out as `draw_plain` has it, to the bit: a neighbour's cuts must not shift its draws.
+    A row that cuts nothing comes out as `sample_plain` has it, to the bit: a neighbour's cuts must not shift its draws.
     """
     scaled = logits / temperature
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
@@ -200,12 +200,12 @@ def _column(values: Sequence[float], dtype: npt.DTypeLike, device: torch.device)
 
 @dataclass(frozen=True)
 class ShapedRow:
-    """A row of the batch whose parameters shift its logits. `drawn`: its tokens so far; `stops`: what may end it."""
+    """A row of the batch whose parameters shift its logits. `sampled`: its tokens so far; `stops`: what may end it."""
 
     row: int
     sampling: SamplingParams
     prompt: Sequence[int]
-    drawn: Sequence[int]
+    sampled: Sequence[int]
     stops: Collection[int]
 
 
@@ -221,9 +221,9 @@ class LogitShaping:
 
         self._rows = torch.tensor([each.row for each in rows], device=device)
         self._places = [each.row for each in rows]
-        self._until = [each.sampling.min_tokens - len(each.drawn) for each in rows]
+        self._until = [each.sampling.min_tokens - len(each.sampled) for each in rows]
         self._in_prompt = table([each.prompt for each in rows]) > 0
-        self._drawn = table([each.drawn for each in rows])
+        self._sampled = table([each.sampled for each in rows])
         self._stops = table([each.stops for each in rows]) > 0
         self._presence = column([each.sampling.presence_penalty for each in rows])
         self._frequency = column([each.sampling.frequency_penalty for each in rows])
@@ -235,16 +235,16 @@ class LogitShaping:
         if any(left > 0 for left in self._until):
             early = torch.tensor([left > 0 for left in self._until], device=own.device).unsqueeze(1)
             own = own.masked_fill(self._stops & early, float("-inf"))
-        drawn = self._drawn > 0
-        factor = torch.where(self._in_prompt | drawn, self._repetition, torch.ones_like(self._repetition))
+        sampled = self._sampled > 0
+        factor = torch.where(self._in_prompt | sampled, self._repetition, torch.ones_like(self._repetition))
         own = torch.where(own > 0, own / factor, own * factor)
-        own = own - self._frequency * self._drawn - self._presence * drawn
+        own = own - self._frequency * self._sampled - self._presence * sampled
         logits.index_copy_(0, self._rows, own)
 
     def drew(self, tokens: Sequence[int]) -> None:
         """Every row of the batch drew a token."""
-        own = torch.tensor([[tokens[row]] for row in self._places], device=self._drawn.device)
-        self._drawn.scatter_add_(1, own, torch.ones_like(own, dtype=torch.float32))
+        own = torch.tensor([[tokens[row]] for row in self._places], device=self._sampled.device)
+        self._sampled.scatter_add_(1, own, torch.ones_like(own, dtype=torch.float32))
         self._until = [left - 1 for left in self._until]
 
 

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, NonFiniteLogitsError
-from rollout_server.engines.request_check import drawable_stops
+from rollout_server.engines.request_check import reachable_stops
 from rollout_server.engines.torch.forward import PolicyForward
-from rollout_server.engines.torch.kv_cache import KvSlots
+from rollout_server.engines.torch.kv_cache import KvCache
 from rollout_server.engines.torch.prefill import PREFILL_TOKENS, Newcomer, Prefill, PrefixCache, Tokens, as_tokens
 from rollout_server.engines.torch.sampler import (
-    Drawn,
     LogitShaping,
     RowParameters,
+    Sampled,
     Sampler,
     ShapedRow,
     UniformSource,
@@ -74,13 +74,13 @@ class _Sample:
         return self.ticket.request.prompt_token_ids + self.tokens[:-1]
 
 
-class RunningBatch:
+class Scheduler:
     """`outbox`: deltas and failures since the caller last took them, in order."""
 
     def __init__(
         self,
         forward: PolicyForward,
-        slots: KvSlots,
+        slots: KvCache,
         sampler: Sampler,
         *,
         max_running: int,
@@ -128,7 +128,7 @@ class RunningBatch:
         """Queue a request; first come, first served."""
         sampling = request.sampling
         limit = min(sampling.max_tokens, self._max_model_len - len(request.prompt_token_ids))
-        self._waiting.append(_Ticket(request, limit, drawable_stops(sampling, self._vocabulary, self._eos)))
+        self._waiting.append(_Ticket(request, limit, reachable_stops(sampling, self._vocabulary, self._eos)))
 
     def step(self, version: int, *, admit: bool) -> int:
         """Extend every running sample by one token, start newcomers if `admit`; returns how many tokens were drawn."""
@@ -145,14 +145,14 @@ class RunningBatch:
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self._shaping is not None:
             self._shaping.apply(logits)
-        drawn = self._sampler.draw(logits, rows, self._seeded)
-        if not math.isfinite(sum(drawn.logprobs)):
+        sampled = self._sampler.sample(logits, rows, self._seeded)
+        if not math.isfinite(sum(sampled.logprobs)):
             self.fail_running(NonFiniteLogitsError(version))
             return 0
         if self._shaping is not None:
-            self._shaping.drew(drawn.tokens)
-        count = len(drawn.tokens)  # before `_record`, which drops finished rows from the list
-        self._record(drawn)
+            self._shaping.drew(sampled.tokens)
+        count = len(sampled.tokens)  # before `_record`, which drops finished rows from the list
+        self._record(sampled)
         return count
 
     def mark_version(self, version: int) -> None:
@@ -256,14 +256,16 @@ class RunningBatch:
             self._samples += together[number][1]
         return logits
 
-    def _record(self, drawn: Drawn) -> None:
+    def _record(self, sampled: Sampled) -> None:
         finished: list[tuple[int, FinishReason]] = []
-        self._newest = drawn.tokens
-        if drawn.likeliest is not None:
-            for sample, told in zip(self._samples, drawn.likeliest, strict=True):
+        self._newest = sampled.tokens
+        if sampled.likeliest is not None:
+            for sample, told in zip(self._samples, sampled.likeliest, strict=True):
                 if sample.ticket.request.top_logprobs:
                     sample.likeliest.append(told)
-        for row, (sample, token, logprob) in enumerate(zip(self._samples, drawn.tokens, drawn.logprobs, strict=True)):
+        for row, (sample, token, logprob) in enumerate(
+            zip(self._samples, sampled.tokens, sampled.logprobs, strict=True)
+        ):
             sample.tokens.append(token)
             sample.logprobs.append(logprob)
             ticket = sample.ticket

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, cast
 
 from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest
-from rollout_server.engines.request_check import check_request, drawable_stops
+from rollout_server.engines.request_check import check_request, reachable_stops
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.sampling import KvPolicy
 from services.wire.trajectory import VersionSpan
@@ -145,7 +145,7 @@ def vllm_parameters(
             seed=sampling.seed,
             max_tokens=limit,
             # All of them: vLLM has no tokenizer here and does not know the end-of-sequence ids by itself.
-            stop_token_ids=sorted(drawable_stops(sampling, vocabulary, eos_token_ids)),
+            stop_token_ids=sorted(reachable_stops(sampling, vocabulary, eos_token_ids)),
             ignore_eos=True,
             logprobs=min(request.top_logprobs, vocabulary),
             flat_logprobs=True,

@@ -247,7 +247,7 @@ class VllmEngine:
 
     def status(self) -> EngineStatus:
         unfinished = 0 if self._llm is None else self._llm.output_processor.get_num_unfinished_requests()
-        running = min(self._meter.drawing, unfinished)
+        running = min(self._meter.generating, unfinished)
         return EngineStatus(
             name="vllm",
             policy_version=self._version,
@@ -312,9 +312,9 @@ class VllmEngine:
             outputs = await receive()
             for sample_id in self._meter.observe(outputs):
                 state = self._llm.output_processor.request_states.get(sample_id)
-                drawn = 0 if state is None else state.detokenizer.num_output_tokens()
-                if drawn:
-                    self._computed_anew.setdefault(sample_id, []).append(drawn)
+                sampled = 0 if state is None else state.detokenizer.num_output_tokens()
+                if sampled:
+                    self._computed_anew.setdefault(sample_id, []).append(sampled)
             return outputs
 
         client.get_output_async = receive_and_observe

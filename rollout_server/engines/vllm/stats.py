@@ -9,48 +9,48 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from rollout_server.engines.step_timing import Cadence
+from rollout_server.engines.step_timing import StepTiming
 
 
 class StepMeter:
     """Feed it every message of the engine core (`observe`) and the time of every commit; times in seconds."""
 
     def __init__(self) -> None:
-        self._cadence = Cadence()
+        self._timing = StepTiming()
         self._commits: deque[float] = deque()
         self.commits = 0
-        self.drawing = 0
+        self.generating = 0
         """Samples that drew a token in the last step."""
         self.prefill_tokens = 0
 
     @property
     def tokens(self) -> int:
-        return self._cadence.tokens
+        return self._timing.tokens
 
     def stalls_ms(self) -> list[float]:
-        return self._cadence.stalls_ms()
+        return self._timing.stalls_ms()
 
     def observe(self, outputs: Any) -> list[str]:
         """One EngineCoreOutputs message; returns the ids of the requests whose prefill has just ended."""
-        tokens = drawing = 0
+        tokens = generating = 0
         prefilled = []
         for output in outputs.outputs:
-            drawn = len(output.new_token_ids)
-            tokens += drawn
-            drawing += drawn > 0
+            sampled = len(output.new_token_ids)
+            tokens += sampled
+            generating += sampled > 0
             if output.prefill_stats is not None:
                 self.prefill_tokens += output.prefill_stats.num_computed_tokens
                 prefilled.append(output.request_id)
         if tokens:
-            self._step(outputs.timestamp, tokens, drawing)
+            self._step(outputs.timestamp, tokens, generating)
         return prefilled
 
-    def _step(self, timestamp: float, tokens: int, drawing: int) -> None:
+    def _step(self, timestamp: float, tokens: int, generating: int) -> None:
         while self._commits and self._commits[0] <= timestamp:
             self._commits.popleft()
-            self._cadence.commit()
-        self._cadence.step(timestamp, tokens)
-        self.drawing = drawing
+            self._timing.commit()
+        self._timing.step(timestamp, tokens)
+        self.generating = generating
 
     def committed(self, at: float) -> None:
         """The engine core flipped at `at`, on the clock that its steps are stamped with."""
@@ -61,5 +61,5 @@ class StepMeter:
         """Nothing is left to decode, or decoding was paused."""
         while self._commits:
             self._commits.popleft()
-            self._cadence.commit()
-        self._cadence.break_off()
+            self._timing.commit()
+        self._timing.break_off()

@@ -66,7 +66,7 @@ class WorkerProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=MAX_REPLY_BYTES,
-            env=_surroundings(),
+            env=_environ(),
             start_new_session=True,
         )
         worker = cls(process, limits)
@@ -132,7 +132,7 @@ def lost(error: WorkerLostError) -> Failed:
     return Failed(RewardFailure.CRASH, str(error))
 
 
-def _surroundings() -> dict[str, str]:
+def _environ() -> dict[str, str]:
     """No keys: what the service knows from its environment is not the functions' to see."""
     kept = {
         name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)

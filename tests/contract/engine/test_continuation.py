@@ -17,15 +17,15 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 _LENGTH = 40
 
 
-def broken_off(asked: GenerationRequest, drawn: list[int], index: int = 0) -> GenerationRequest:
+def broken_off(asked: GenerationRequest, sampled: list[int], index: int = 0) -> GenerationRequest:
     """What is asked of an engine after an earlier try of sample `index` of `asked` drew these tokens."""
     return dataclasses.replace(
         asked,
-        request_id=f"{asked.request_id}-{index}-after-{len(drawn)}",
-        prompt_token_ids=[*asked.prompt_token_ids, *drawn],
-        sampling=msgspec.structs.replace(asked.sampling, max_tokens=asked.sampling.max_tokens - len(drawn)),
+        request_id=f"{asked.request_id}-{index}-after-{len(sampled)}",
+        prompt_token_ids=[*asked.prompt_token_ids, *sampled],
+        sampling=msgspec.structs.replace(asked.sampling, max_tokens=asked.sampling.max_tokens - len(sampled)),
         n=1,
-        resumed=len(drawn),
+        resumed=len(sampled),
         first_index=index,
     )
 

@@ -36,8 +36,8 @@ async def test_it_is_an_engine_and_describes_itself(case: EngineCase) -> None:
 async def test_every_drawn_token_is_counted(case: EngineCase) -> None:
     before = case.engine.status().tokens_generated
     answers = await case.many([request(prompt, 7, n=3, temperature=1.0) for prompt in prompts(5, seed=21)])
-    drawn = sum(len(sample.token_ids) for samples in answers for sample in samples)
-    assert case.engine.status().tokens_generated - before == drawn
+    sampled = sum(len(sample.token_ids) for samples in answers for sample in samples)
+    assert case.engine.status().tokens_generated - before == sampled
 
 
 async def test_siblings_differ_and_each_comes_once(case: EngineCase) -> None:

@@ -31,7 +31,7 @@ VLLM = [
     scope="module",
     loop_scope="module",
     params=[
-        *(pytest.param(("vllm", policy), marks=VLLM, id=f"vllm-{policy}") for policy in POLICIES),
+        *(pytest.param(("vllm", policy), request_key=VLLM, id=f"vllm-{policy}") for policy in POLICIES),
         *(pytest.param(("torch", policy), id=f"torch-{policy}") for policy in POLICIES),
     ],
 )
@@ -46,7 +46,7 @@ async def test_200_commits_under_load_abort_nothing_and_every_logprob_is_its_spa
     first = kv.version
     async with kv.asking(clients=6, seed=71):
         for _ in range(COMMITS):
-            await kv.drawn(8)
+            await kv.sampled(8)
             await kv.next_version()
     assert kv.engine.status().commits - first == COMMITS
     for asked, sample in kv.answered:
@@ -127,7 +127,7 @@ async def test_what_another_version_began_is_carried_on_as_its_span_says(kv: Cas
     asked = dataclasses.replace(asked, resumed=40)
     await kv.stage_next()
     running = asyncio.create_task(kv.ask(asked))
-    await kv.drawn(5)
+    await kv.sampled(5)
     await kv.commit_next()
     rest = await running
     assert [(span.version, span.kv) for span in rest.versions] == [
@@ -145,7 +145,7 @@ async def test_weights_that_change_while_decoding_is_frozen_are_no_exception(kv:
     kv.answered.clear()
     asked = [request(prompt, 60, stream=True, ignore_eos=True) for prompt in prompts(4, 50, seed=78)]
     running = [asyncio.create_task(kv.ask(each)) for each in asked]
-    await kv.drawn(40)
+    await kv.sampled(40)
     await kv.engine.pause("keep")
     for _ in range(2):
         await kv.next_version()
@@ -178,7 +178,7 @@ async def test_a_request_that_lost_its_memory_says_where_it_went_on(kv: Case) ->
     kv.answered.clear()
     async with kv.asking(clients=12, seed=77):
         for _ in range(40):
-            await kv.drawn(40)
+            await kv.sampled(40)
             await kv.next_version()
     stamped = {span.kv for _, sample in kv.answered for span in sample.versions}
     assert stamped == {kv.policy, "recompute"}

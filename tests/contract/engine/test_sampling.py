@@ -107,18 +107,18 @@ async def test_a_seeded_request_draws_the_same_beside_any_neighbours(case: Engin
 
 
 def distribution(
-    logits: torch.Tensor, sampling: SamplingParams, prompt: list[int], drawn: list[int], stops: set[int]
+    logits: torch.Tensor, sampling: SamplingParams, prompt: list[int], sampled: list[int], stops: set[int]
 ) -> torch.Tensor:
     """float64 logprobs that `SamplingParams` promises for the next token, worked out token by token from its docstring."""
     values = logits.tolist()
-    if len(drawn) < sampling.min_tokens:
+    if len(sampled) < sampling.min_tokens:
         for stop in stops:
             values[stop] = -math.inf
-    for token in {*prompt, *drawn}:
+    for token in {*prompt, *sampled}:
         penalty = sampling.repetition_penalty
         values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
-    for token in set(drawn):
-        values[token] -= sampling.presence_penalty + sampling.frequency_penalty * drawn.count(token)
+    for token in set(sampled):
+        values[token] -= sampling.presence_penalty + sampling.frequency_penalty * sampled.count(token)
     if sampling.temperature == 0.0:
         return torch.tensor(values, dtype=torch.float64).log_softmax(0)
     scaled = torch.tensor(values, dtype=torch.float64) / sampling.temperature
@@ -183,8 +183,8 @@ async def test_logprobs_are_of_the_distribution_that_the_parameters_promise(
             for place, (token, logprob, likeliest) in enumerate(
                 zip(sample.token_ids, sample.logprobs, sample.top_logprobs, strict=True)
             ):
-                drawn = sample.token_ids[:place]
-                expected = distribution(logits[place], each.sampling, each.prompt_token_ids, drawn, stops)
+                sampled = sample.token_ids[:place]
+                expected = distribution(logits[place], each.sampling, each.prompt_token_ids, sampled, stops)
                 assert logprob == pytest.approx(float(expected[token]), abs=1e-4)
                 chances = sorted((chance for chance in expected.tolist() if chance > -math.inf), reverse=True)[:6]
                 assert [chance for _, chance in likeliest] == pytest.approx(chances, abs=1e-4)

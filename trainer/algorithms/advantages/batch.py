@@ -24,7 +24,7 @@ SMALLEST_STD = 1e-8
 
 
 @dataclass(frozen=True)
-class Scored:
+class RewardBatch:
     """`outcomes`: float64 `[T]`, a trajectory's whole reward. `rewards`: float64 `[N]`, the same at the tokens that earned
     it; they add up to the outcome where anything was sampled. `trajectory`: int64 `[N]`, ascending: whose token it is.
     `group`: int64 `[T]`, ascending from 0.

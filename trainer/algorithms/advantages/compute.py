@@ -57,7 +57,7 @@ class CreditStatistics:
     """Trajectories that were only compared with: greedy baselines, and those that PF-PPO filtered."""
 
 
-class Crediting:
+class AdvantageComputer:
     """Raises UsageError for settings of which one would have no effect, or for a measure that they need and do not get.
 
     `seed`: the run's. `reference`: logprobs of the run's first policy; `critic`: values; where the settings need them.
@@ -87,13 +87,13 @@ class Crediting:
         kl = None if self._reference is None else self._divergence(batch, self._reference)
         values = None if self._critic is None else self._critic(batch.trajectories)
         penalty = None if kl is None else self._settings.kl * kl
-        scored = score(batch, self._settings, self._seed, self.price, penalty, values)
-        found = self._estimate(scored, self._settings)
+        reward_batch = score(batch, self._settings, self._seed, self.price, penalty, values)
+        found = self._estimate(reward_batch, self._settings)
         entries = [member.entry for group in groups for member in group.members]
         credits = {
             entry: credit
             for entry, credit, trained in zip(
-                entries, _cut(batch, found.advantages, values, found.returns), scored.trained, strict=True
+                entries, _cut(batch, found.advantages, values, found.returns), reward_batch.trained, strict=True
             )
             if trained
         }
@@ -113,8 +113,8 @@ class Crediting:
     def _costs(self, trajectories: Sequence[Trajectory]) -> list[float]:
         if self.price is None:
             return []
-        drawn = (one for one in trajectories if not (self._settings.greedy_baseline and one.member == 0))
-        return [self.price.cost_of(one) for one in drawn]
+        sampled = (one for one in trajectories if not (self._settings.greedy_baseline and one.member == 0))
+        return [self.price.cost_of(one) for one in sampled]
 
     def _divergence(self, batch: Batch, reference: Measure) -> Float64Array:
         behaviour = [
@@ -122,8 +122,8 @@ class Crediting:
             for trajectory, segments in zip(batch.trajectories, batch.places, strict=True)
             for segment, places in zip(trajectory.segments, segments, strict=True)
         ]
-        drawn = np.concatenate(behaviour) if behaviour else np.zeros(0)
-        return divergences(drawn, reference(batch.trajectories), self._settings.kl_estimator)
+        sampled = np.concatenate(behaviour) if behaviour else np.zeros(0)
+        return divergences(sampled, reference(batch.trajectories), self._settings.kl_estimator)
 
 
 def _needed(measure: Measure | None, needed: bool, what: str) -> Measure | None:

@@ -12,17 +12,17 @@ from __future__ import annotations
 import numpy as np
 
 from services.config.algorithm import AdvantageSettings
-from trainer.algorithms.advantages.batch import Scored, TokenAdvantages
+from trainer.algorithms.advantages.batch import RewardBatch, TokenAdvantages
 
 
-def gae(scored: Scored, settings: AdvantageSettings) -> TokenAdvantages:
+def gae(reward_batch: RewardBatch, settings: AdvantageSettings) -> TokenAdvantages:
     """See the module's docstring. Raises ValueError without a critic's values."""
-    values = scored.values
-    if len(values) != len(scored.rewards):
-        raise ValueError(f"{len(values)} values for {len(scored.rewards)} tokens: gae needs a critic")
+    values = reward_batch.values
+    if len(values) != len(reward_batch.rewards):
+        raise ValueError(f"{len(values)} values for {len(reward_batch.rewards)} tokens: gae needs a critic")
     behind = np.append(values[1:], 0.0)[: len(values)]
-    behind[np.append(np.diff(scored.trajectory) != 0, True)[: len(values)]] = 0.0
-    errors = scored.rewards + settings.discount * behind - values
-    advantages = scored.sums_to_the_end(errors, settings.discount * settings.trace)
+    behind[np.append(np.diff(reward_batch.trajectory) != 0, True)[: len(values)]] = 0.0
+    errors = reward_batch.rewards + settings.discount * behind - values
+    advantages = reward_batch.sums_to_the_end(errors, settings.discount * settings.trace)
     returns = advantages + values
-    return TokenAdvantages(scored.normalised(advantages) if settings.whiten else advantages, returns)
+    return TokenAdvantages(reward_batch.normalised(advantages) if settings.whiten else advantages, returns)

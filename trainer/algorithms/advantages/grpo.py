@@ -10,14 +10,16 @@ from __future__ import annotations
 import numpy as np
 
 from services.config.algorithm import AdvantageSettings
-from trainer.algorithms.advantages.batch import Float64Array, Scored, TokenAdvantages
+from trainer.algorithms.advantages.batch import Float64Array, RewardBatch, TokenAdvantages
 
 EPSILON = 1e-4
 
 
-def grpo(scored: Scored, settings: AdvantageSettings) -> TokenAdvantages:
+def grpo(reward_batch: RewardBatch, settings: AdvantageSettings) -> TokenAdvantages:
     """See the module's docstring: the same at every token of a trajectory."""
-    return TokenAdvantages(scored.spread(scored.by_group(lambda rewards: group_relative(rewards, std=settings.std))))
+    return TokenAdvantages(
+        reward_batch.spread(reward_batch.by_group(lambda rewards: group_relative(rewards, std=settings.std)))
+    )
 
 
 def group_relative(rewards: Float64Array, *, std: bool = True) -> Float64Array:

@@ -1,7 +1,7 @@
 """All estimators by name: where each is, what it computes as text, and which settings it reads. No torch here.
 
 An estimator of your own needs no line here: set `trainer.advantage.estimator = "your_package.your_module:yours"`, a
-function of `(Scored, AdvantageSettings)` with an attribute `entry`, an `AdvantageEntry`.
+function of `(RewardBatch, AdvantageSettings)` with an attribute `entry`, an `AdvantageEntry`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from services.config.algorithm import GREEDY_BASELINE, AdvantageSettings
 from trainer.algorithms.plugins import find_entry, load_function
 
 if TYPE_CHECKING:
-    from trainer.algorithms.advantages.batch import Scored, TokenAdvantages
+    from trainer.algorithms.advantages.batch import RewardBatch, TokenAdvantages
 
-Estimator = Callable[["Scored", AdvantageSettings], "TokenAdvantages"]
+Estimator = Callable[["RewardBatch", AdvantageSettings], "TokenAdvantages"]
 _WHAT = "trainer.advantage.estimator"
 
 

@@ -8,17 +8,19 @@ then  (A_t − mean(A)) / (std(A) + 1e-8)             over all tokens of the bat
 from __future__ import annotations
 
 from services.config.algorithm import AdvantageSettings
-from trainer.algorithms.advantages.batch import Scored, TokenAdvantages
+from trainer.algorithms.advantages.batch import RewardBatch, TokenAdvantages
 from trainer.algorithms.advantages.grpo import group_relative
 
 
-def reinforce_pp(scored: Scored, settings: AdvantageSettings) -> TokenAdvantages:
+def reinforce_pp(reward_batch: RewardBatch, settings: AdvantageSettings) -> TokenAdvantages:
     """See the module's docstring."""
-    return TokenAdvantages(scored.normalised(scored.sums_to_the_end(scored.rewards, settings.discount)))
+    return TokenAdvantages(
+        reward_batch.normalised(reward_batch.sums_to_the_end(reward_batch.rewards, settings.discount))
+    )
 
 
-def reinforce_pp_baseline(scored: Scored, settings: AdvantageSettings) -> TokenAdvantages:
+def reinforce_pp_baseline(reward_batch: RewardBatch, settings: AdvantageSettings) -> TokenAdvantages:
     """See the module's docstring. Raises ValueError for a group of one."""
     del settings
-    gaps = scored.by_group(lambda rewards: group_relative(rewards, std=False))
-    return TokenAdvantages(scored.normalised(scored.spread(gaps)))
+    gaps = reward_batch.by_group(lambda rewards: group_relative(rewards, std=False))
+    return TokenAdvantages(reward_batch.normalised(reward_batch.spread(gaps)))

@@ -8,15 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 from services.config.algorithm import AdvantageSettings
-from trainer.algorithms.advantages.batch import Scored, TokenAdvantages
+from trainer.algorithms.advantages.batch import RewardBatch, TokenAdvantages
 
 
-def remax(scored: Scored, settings: AdvantageSettings) -> TokenAdvantages:
+def remax(reward_batch: RewardBatch, settings: AdvantageSettings) -> TokenAdvantages:
     """See the module's docstring. Raises ValueError for a group that has not exactly one greedy sibling."""
     del settings
-    baselines = np.zeros(int(scored.group.max(initial=-1)) + 1)
-    found = np.bincount(scored.group[scored.greedy], minlength=len(baselines))
+    baselines = np.zeros(int(reward_batch.group.max(initial=-1)) + 1)
+    found = np.bincount(reward_batch.group[reward_batch.greedy], minlength=len(baselines))
     if bool((found != 1).any()):
         raise ValueError(f"group number {int((found != 1).argmax())} has not one greedy sibling to compare with")
-    baselines[scored.group[scored.greedy]] = scored.outcomes[scored.greedy]
-    return TokenAdvantages(scored.spread(scored.outcomes - baselines[scored.group]))
+    baselines[reward_batch.group[reward_batch.greedy]] = reward_batch.outcomes[reward_batch.greedy]
+    return TokenAdvantages(reward_batch.spread(reward_batch.outcomes - baselines[reward_batch.group]))

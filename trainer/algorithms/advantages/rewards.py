@@ -18,7 +18,7 @@ from services.config.algorithm import AdvantageSettings, CostSettings
 from services.policies.batching import Group
 from services.wire.errors import UsageError
 from services.wire.trajectory import Segment, Trajectory
-from trainer.algorithms.advantages.batch import BoolArray, Float64Array, Int64Array, Scored
+from trainer.algorithms.advantages.batch import BoolArray, Float64Array, Int64Array, RewardBatch
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def score(
     price: CostPrice | None,
     penalty: Float64Array | None,
     values: Float64Array | None,
-) -> Scored:
+) -> RewardBatch:
     """`penalty`: `[N]`, what each token's reward is less by (β · divergence); `values`: `[N]`, a critic's."""
     outcomes = np.array([_outcome(one, settings, price) for one in batch.trajectories])
     scale = 1.0 if price is None else 1.0 / (1.0 + price.value)
@@ -82,7 +82,7 @@ def score(
         rewards -= penalty
         outcomes = outcomes - np.bincount(owner, penalty, minlength=len(outcomes))
     greedy = np.array([settings.greedy_baseline and one.member == 0 for one in batch.trajectories], dtype=np.bool_)
-    return Scored(
+    return RewardBatch(
         outcomes=outcomes,
         rewards=rewards,
         trajectory=owner,
@@ -102,9 +102,9 @@ def _place(trajectory: Trajectory, places: list[Int64Array], scale: float, own: 
     """Rewards of calls at their last tokens; one whose token was not drawn in its segment stays in the rest."""
     first = np.cumsum([0, *(len(segment) for segment in places)])
     for span in trajectory.reward_spans:
-        drawn, last = places[span.segment], span.start + span.length - 1
-        found = int(np.searchsorted(drawn, last))
-        if found < len(drawn) and drawn[found] == last:
+        sampled, last = places[span.segment], span.start + span.length - 1
+        found = int(np.searchsorted(sampled, last))
+        if found < len(sampled) and sampled[found] == last:
             own[first[span.segment] + found] += scale * span.reward
 
 

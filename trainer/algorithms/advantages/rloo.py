@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from services.config.algorithm import AdvantageSettings
-from trainer.algorithms.advantages.batch import Float64Array, Scored, TokenAdvantages
+from trainer.algorithms.advantages.batch import Float64Array, RewardBatch, TokenAdvantages
 
 
-def rloo(scored: Scored, settings: AdvantageSettings) -> TokenAdvantages:
+def rloo(reward_batch: RewardBatch, settings: AdvantageSettings) -> TokenAdvantages:
     """See the module's docstring: the same at every token of a trajectory."""
     del settings
-    return TokenAdvantages(scored.spread(scored.by_group(leave_one_out)))
+    return TokenAdvantages(reward_batch.spread(reward_batch.by_group(leave_one_out)))
 
 
 def leave_one_out(rewards: Float64Array) -> Float64Array:
