@@ -41,7 +41,7 @@ from rich.console import Console
 
 from benchmarks.gateway.failover import Kill, Killed, kill_under_load
 from benchmarks.gateway.report import RATIOS, GatewayBench, Prefilled, Setting, judge
-from benchmarks.harness.processes import running_redis, versions
+from benchmarks.harness.processes import cpu_s, running_redis, versions
 from benchmarks.harness.servers import BareEngine, Fleet, Opened, client, plan_mesh, running_bare_engine, running_fleet
 from benchmarks.harness.timing import (
     Arms,
@@ -366,9 +366,9 @@ class GatewaySpeed:
     async def _through_gateway(self, way: _Way) -> Rate:
         """All at the gateway, each in a session of its own; they are given up outside the clock and the count of CPU."""
         gateway = self._fleet.gateway
-        gateway_before, http_before = gateway.child.cpu_s(), await self._http_cpu_s()
+        gateway_before, http_before = cpu_s(gateway.child), await self._http_cpu_s()
         rate, opened = await gateway.arm.as_agents(self._exchanges, self._concurrency, way)
-        self.gateway_cpu_s[way] += gateway.child.cpu_s() - gateway_before
+        self.gateway_cpu_s[way] += cpu_s(gateway.child) - gateway_before
         self.http_cpu_s[way] += await self._http_cpu_s() - http_before
         await gateway.arm.give_up(opened)
         return rate

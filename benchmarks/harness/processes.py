@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,76 +16,24 @@ import psutil
 
 from services.http.app import open_port
 from services.security.keys import without_keys
+from services.supervisor.processes import Child
 from services.wire.errors import RollmeshError, UsageError
 
 LOOPBACK = "127.0.0.1"
 # -P: the folder that the user stands in must not shadow our packages.
 PYTHON = (sys.executable, "-P", "-m")
-_POLL_S = 0.05
 _STOP_WITHIN_S = 15.0
-_TAIL_BYTES = 8000
 
 
-class Child:
-    """One running process."""
+def rss_bytes(child: Child) -> int:
+    """Resident memory of this process alone."""
+    return int(psutil.Process(child.pid).memory_info().rss)
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
-        self.name = name
-        self.process = process
-        self._log = log
 
-    async def until(self, ready: Callable[[], Awaitable[bool]], deadline_s: float) -> None:
-        """Return once `ready` says so. Raises RollmeshError, with the end of the log, when the process ends or is late."""
-        try:
-            async with asyncio.timeout(deadline_s):
-                while not await ready():
-                    self.check()
-                    await asyncio.sleep(_POLL_S)
-        except TimeoutError as error:
-            raise RollmeshError(f"{self.name} was not ready within {deadline_s:.0f} s", self.tail()) from error
-
-    def check(self) -> None:
-        """Raise RollmeshError if the process has ended."""
-        if self.process.returncode is not None:
-            raise RollmeshError(f"{self.name} ended with exit code {self.process.returncode}", self.tail())
-
-    def tail(self) -> str:
-        """The end of its log."""
-        return self._log.read_text(errors="replace")[-_TAIL_BYTES:].strip() or "it wrote no log"
-
-    def rss_bytes(self) -> int:
-        """Resident memory of this process alone."""
-        return int(psutil.Process(self.process.pid).memory_info().rss)
-
-    def cpu_s(self) -> float:
-        """CPU seconds of this process alone, all its threads, so far."""
-        times = psutil.Process(self.process.pid).cpu_times()
-        return float(times.user + times.system)
-
-    async def kill(self) -> None:
-        """kill -9, with all of its group, and gone."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
-
-    async def stop(self, within_s: float = _STOP_WITHIN_S) -> None:
-        """End it and whatever is left of its group, which is killed after `within_s`."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.terminate()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(within_s):
-                    await self.process.wait()
-                    await self._group_gone()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        await self.process.wait()
-
-    async def _group_gone(self) -> None:
-        """Its children may outlive it a little: they still give back memory that they share."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            while True:
-                os.killpg(self.process.pid, 0)
-                await asyncio.sleep(_POLL_S)
+def cpu_s(child: Child) -> float:
+    """CPU seconds of this process alone, all its threads, so far."""
+    times = psutil.Process(child.pid).cpu_times()
+    return float(times.user + times.system)
 
 
 @asynccontextmanager
@@ -121,7 +67,7 @@ async def running(
         yield child
     finally:
         # An interrupted benchmark must not be interrupted in this, too.
-        await asyncio.shield(child.stop(stop_within_s))
+        await asyncio.shield(child.stop(stop_within_s, group=True))
 
 
 @asynccontextmanager

@@ -20,7 +20,6 @@ import msgspec
 from benchmarks.harness.processes import (
     LOOPBACK,
     PYTHON,
-    Child,
     Piped,
     answer_lines,
     free_port,
@@ -33,6 +32,7 @@ from benchmarks.harness.workload import TIMED_KV_POLICY, Exchange, load_workload
 from rollout_server.engines.base import Engine, GenerationRequest
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
+from services.supervisor.processes import Child
 from services.wire.errors import RollmeshError
 from services.wire.sampling import KvPolicy
 
@@ -373,7 +373,9 @@ class Fleet:
 
     async def kill(self, server_id: str) -> None:
         """kill -9, and gone."""
-        await self.servers.pop(server_id).child.kill()
+        child = self.servers.pop(server_id).child
+        child.kill()
+        await child.wait()
         await self._stacks.pop(server_id).aclose()
 
     async def close(self) -> None:

@@ -35,11 +35,12 @@ import msgspec
 import typer
 from rich.console import Console
 
-from benchmarks.harness.processes import Child, running_redis, versions
+from benchmarks.harness.processes import rss_bytes, running_redis, versions
 from benchmarks.harness.servers import HttpArm, Way, client, running_bare_engine, running_ours, running_vllm_serve
 from benchmarks.harness.timing import Arms, Rate, SingleArms, Speeds, in_rounds, one_at_a_time, said, warm_up
 from benchmarks.harness.workload import Exchange, make_workload, save_random_policy, save_workload
 from benchmarks.rollout.report import RATIOS, Latencies, RolloutBench, Setting, judge
+from services.supervisor.processes import Child
 from services.wire.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -298,4 +299,4 @@ class _Bench:
     async def _settled(self, child: Child) -> int:
         """Resident bytes of a server to which nothing happens."""
         await asyncio.sleep(_SETTLE_S)
-        return child.rss_bytes()
+        return rss_bytes(child)

@@ -34,7 +34,7 @@ import aiohttp
 import typer
 from rich.console import Console
 
-from benchmarks.harness.processes import LOOPBACK, PYTHON, Child, free_port, running, running_redis, versions
+from benchmarks.harness.processes import LOOPBACK, PYTHON, cpu_s, free_port, running, running_redis, versions
 from benchmarks.harness.servers import HttpArm, client, plan_mesh, running_server
 from benchmarks.harness.timing import Arms, Rate, Speeds, by_round, in_parallel, in_rounds, warm_up
 from benchmarks.harness.workload import Exchange, make_workload, save_random_policy
@@ -49,6 +49,7 @@ from benchmarks.telemetry.report import (
     share_alone,
 )
 from services.observability.tracing import TRACEPARENT
+from services.supervisor.processes import Child
 from services.wire.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -227,11 +228,11 @@ async def _run(server: _Server, arm: Arm, exchanges: list[Exchange], concurrency
     """As agents do, each opening a session and asking in it; and the CPU seconds that it cost the server."""
     calls = server.calls.through(server.recorded if arm in _TRACED else server.unrecorded)
     async with _scraping(server, arm):
-        before = server.child.cpu_s()
+        before = cpu_s(server.child)
         rate, opened = await calls.as_agents(exchanges, concurrency, "plain")
-        cpu_s = server.child.cpu_s() - before
+        used_s = cpu_s(server.child) - before
     await server.calls.give_up(opened)
-    return rate, cpu_s
+    return rate, used_s
 
 
 @asynccontextmanager
@@ -300,18 +301,18 @@ async def _pairs(arm: HttpArm, child: Child, count: int) -> float:
         await arm.give_up([await arm.open_one()])
         return 0
 
-    before = child.cpu_s()
+    before = cpu_s(child)
     await in_parallel(range(count), _AT_ONCE, play)
     await asyncio.sleep(_HANDED_IN_S)
-    return child.cpu_s() - before
+    return cpu_s(child) - before
 
 
 async def _scrapes(arm: HttpArm, child: Child, count: int) -> float:
     """CPU seconds of so many calls of `/metrics`, one after the other."""
-    before = child.cpu_s()
+    before = cpu_s(child)
     for _ in range(count):
         await arm.scrape()
-    return child.cpu_s() - before
+    return cpu_s(child) - before
 
 
 # A collector that takes whatever it is sent and forgets it: `python -m benchmarks.telemetry.run PORT`.

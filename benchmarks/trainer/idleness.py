@@ -24,12 +24,13 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.harness.processes import LOOPBACK, PYTHON, Child, free_port, running, running_redis
+from benchmarks.harness.processes import LOOPBACK, PYTHON, cpu_s, free_port, running, running_redis
 from benchmarks.trainer.report import Measured
 from services.config.load import dump_settings
 from services.config.settings import RolloutSettings, RunSettings, TrainerSettings, WeightSettings
 from services.host.files import remove_shm_files
 from services.host.run_folder import RunFolder
+from services.supervisor.processes import Child
 from services.wire.errors import RollmeshError
 from trainer.metrics.files import read_metrics
 from trainer.metrics.step import StepMetrics
@@ -183,7 +184,7 @@ async def _until_steps(run: RunFolder, steps: int, trainer: Child, others: Seque
 
 
 def _cpu_s(children: Sequence[Child]) -> float:
-    return sum(child.cpu_s() for child in children)
+    return sum(cpu_s(child) for child in children)
 
 
 async def _finished(name: str, command: Sequence[str], folder: Path) -> None:

@@ -28,7 +28,7 @@ from services.config.traces import as_environ
 from services.host.run_folder import RunFolder
 from services.policies.backoff import RestartPolicy
 from services.security.keys import NO_PLACES, KeyPlaces
-from services.supervisor.processes import OURS, Post, ProcessSpec, Role
+from services.supervisor.processes import OURS, ProcessSpec, Role
 from services.wire.errors import UsageError
 
 _ONCE = RestartPolicy(max_restarts=0)
@@ -55,14 +55,14 @@ class LaunchPlan:
     server_urls: tuple[str, ...]
     gateway_url: str | None
     rewards_url: str | None
-    valkey: Post | None
-    bus: Post
-    servers: tuple[Post, ...]
-    gateway: Post | None
-    rewards: Post | None
-    trainer: Post
-    environment: Post
-    warm_start: tuple[Post, ...]
+    valkey: ProcessSpec | None
+    bus: ProcessSpec
+    servers: tuple[ProcessSpec, ...]
+    gateway: ProcessSpec | None
+    rewards: ProcessSpec | None
+    trainer: ProcessSpec
+    environment: ProcessSpec
+    warm_start: tuple[ProcessSpec, ...]
 
 
 def plan_launch(
@@ -79,7 +79,7 @@ def plan_launch(
     gateway_url = f"{scheme}://{LOOPBACK}:{ports.gateway}" if has_gateway(settings) else None
     rewards_url = f"{scheme}://{LOOPBACK}:{ports.rewards}" if settings.rewards.enabled else None
     model = settings.model.path or folder.model
-    desk = _Desk(run_id, keys)
+    commands = _Commands(run_id, keys)
     run = ("--run-id", run_id, "--config", str(folder.config))
     mesh = (*run, "--redis-url", redis_url, "--bus-url", bus_url, "--model", str(model))
     return LaunchPlan(
@@ -88,10 +88,10 @@ def plan_launch(
         server_urls=server_urls,
         gateway_url=gateway_url,
         rewards_url=rewards_url,
-        valkey=None if valkey is None else Post(ProcessSpec("valkey", valkey.command()), "service"),
-        bus=desk.post("weight-bus", "weight-bus", *run, "--host", LOOPBACK, "--port", str(ports.bus)),
+        valkey=None if valkey is None else ProcessSpec("valkey", valkey.command()),
+        bus=commands.command("weight-bus", "weight-bus", *run, "--host", LOOPBACK, "--port", str(ports.bus)),
         servers=tuple(
-            desk.post(
+            commands.command(
                 f"rollout-server-{index}",
                 "rollout-server",
                 *mesh,
@@ -103,23 +103,23 @@ def plan_launch(
         ),
         gateway=None
         if gateway_url is None
-        else desk.post(
+        else commands.command(
             *("gateway", "gateway", *run, "--redis-url", redis_url),
             *("--host", LOOPBACK, "--port", str(ports.gateway)),
         ),
         rewards=None
         if rewards_url is None
-        else desk.post("rewards", "rewards", *run, "--host", LOOPBACK, "--port", str(ports.rewards)),
-        trainer=desk.post(
+        else commands.command("rewards", "rewards", *run, "--host", LOOPBACK, "--port", str(ports.rewards)),
+        trainer=commands.command(
             "trainer", "train", *mesh, "--run-dir", str(folder.root), role="job", threads=settings.trainer.threads
         ),
         environment=_environment(
             environment_command(settings, run_id, folder.root, server_urls if gateway_url is None else (gateway_url,)),
             rewards_url,
-            desk,
+            commands,
             as_environ(settings.telemetry),
         ),
-        warm_start=_warm_start(settings, folder, desk),
+        warm_start=_warm_start(settings, folder, commands),
     )
 
 
@@ -130,11 +130,11 @@ def has_gateway(settings: RunSettings) -> bool:
 
 
 @dataclass(frozen=True)
-class _Desk:
+class _Commands:
     run_id: str
     keys: KeyPlaces
 
-    def post(
+    def command(
         self,
         name: str,
         command: str,
@@ -143,8 +143,8 @@ class _Desk:
         threads: int = 1,
         once: bool = False,
         environ: Mapping[str, str] = MappingProxyType({}),
-    ) -> Post:
-        """A post that runs one of our own commands."""
+    ) -> ProcessSpec:
+        """One of our own commands."""
         environ = {
             **environ,
             **self.keys.environ(),
@@ -156,8 +156,8 @@ class _Desk:
             "HF_HUB_OFFLINE": "1",
             "DO_NOT_TRACK": "1",
         }
-        process = ProcessSpec(name, (*OURS, command, *flags), environ)
-        return Post(process, role, _ONCE) if once else Post(process, role)
+        restarts = _ONCE if once else RestartPolicy()
+        return ProcessSpec(name, (*OURS, command, *flags), environ, role, restarts)
 
 
 def environment_command(
@@ -183,11 +183,13 @@ def environment_command(
     return ("run-environment", *pairs, *urls)
 
 
-def _environment(command: tuple[str, ...], rewards_url: str | None, desk: _Desk, traced: Mapping[str, str]) -> Post:
+def _environment(
+    command: tuple[str, ...], rewards_url: str | None, commands: _Commands, traced: Mapping[str, str]
+) -> ProcessSpec:
     """`traced`: it reads no configuration; all others learn from there whether traces are wanted."""
     # In its surroundings, where a task of the user's own finds it too.
     judged = {} if rewards_url is None else {"ROLLMESH_REWARDS_URL": rewards_url}
-    return desk.post("environment", *command, role="job", environ={**judged, **traced})
+    return commands.command("environment", *command, role="job", environ={**judged, **traced})
 
 
 def warm_start_commands(settings: RunSettings, folder: RunFolder) -> tuple[tuple[str, ...], ...]:
@@ -200,12 +202,12 @@ def warm_start_commands(settings: RunSettings, folder: RunFolder) -> tuple[tuple
     return (("demonstrations", *written), ("sft", *learned, *cached, "--threads", str(threads)))
 
 
-def _warm_start(settings: RunSettings, folder: RunFolder, desk: _Desk) -> tuple[Post, ...]:
+def _warm_start(settings: RunSettings, folder: RunFolder, commands: _Commands) -> tuple[ProcessSpec, ...]:
     if settings.model.path is not None:
         return ()
     threads = settings.warm_start.threads
     return tuple(
-        desk.post(command[0], *command, role="job", threads=threads, once=True)
+        commands.command(command[0], *command, role="job", threads=threads, once=True)
         for command in warm_start_commands(settings, folder)
     )
 

@@ -31,7 +31,7 @@ from services.security.keys import NO_PLACES, KeyPlaces
 from services.security.tls import read_trust
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, PortReservation, plan_launch, write_users
 from services.supervisor.live_view import Observer, View, read_engine
-from services.supervisor.processes import ManagedProcess, Post, Reaper, ServiceFailedError
+from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, ServiceFailedError
 from services.supervisor.summary import (
     Summary,
     read_evaluation_figures,
@@ -140,18 +140,18 @@ class Mesh:
                     managed.child.kill()
 
     def _make_processes(self, plan: LaunchPlan, reaper: Reaper) -> MeshProcesses:
-        def keep(post: Post) -> ManagedProcess:
-            return ManagedProcess(post, self._folder.logs, reaper, self._view.say)
+        def manage(spec: ProcessSpec) -> ManagedProcess:
+            return ManagedProcess(spec, self._folder.logs, reaper, self._view.say)
 
         return MeshProcesses(
-            valkey=None if plan.valkey is None else keep(plan.valkey),
-            bus=keep(plan.bus),
-            servers=tuple(keep(post) for post in plan.servers),
-            gateway=None if plan.gateway is None else keep(plan.gateway),
-            rewards=None if plan.rewards is None else keep(plan.rewards),
-            trainer=keep(plan.trainer),
-            environment=keep(plan.environment),
-            warm_start=tuple(keep(post) for post in plan.warm_start),
+            valkey=None if plan.valkey is None else manage(plan.valkey),
+            bus=manage(plan.bus),
+            servers=tuple(manage(spec) for spec in plan.servers),
+            gateway=None if plan.gateway is None else manage(plan.gateway),
+            rewards=None if plan.rewards is None else manage(plan.rewards),
+            trainer=manage(plan.trainer),
+            environment=manage(plan.environment),
+            warm_start=tuple(manage(spec) for spec in plan.warm_start),
         )
 
     async def _train(self, plan: LaunchPlan, processes: MeshProcesses) -> Summary:
@@ -266,12 +266,12 @@ class Mesh:
 
 
 def _named_urls(plan: LaunchPlan) -> list[tuple[str, str]]:
-    named = [(plan.bus.process.name, plan.bus_url)]
-    named += [(post.process.name, url) for post, url in zip(plan.servers, plan.server_urls, strict=True)]
+    named = [(plan.bus.name, plan.bus_url)]
+    named += [(spec.name, url) for spec, url in zip(plan.servers, plan.server_urls, strict=True)]
     if plan.gateway is not None and plan.gateway_url is not None:
-        named.append((plan.gateway.process.name, plan.gateway_url))
+        named.append((plan.gateway.name, plan.gateway_url))
     if plan.rewards is not None and plan.rewards_url is not None:
-        named.append((plan.rewards.process.name, plan.rewards_url))
+        named.append((plan.rewards.name, plan.rewards_url))
     return named
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -22,17 +22,23 @@ from services.policies.backoff import MISUSE, GiveUp, RestartPolicy
 from services.supervisor import reaper as reaper
 from services.wire.errors import RollmeshError, UsageError
 
+Role = Literal["service", "job"]
 # -P: the folder that the user stands in must not shadow our packages.
 OURS = (sys.executable, "-P", "-m", "services")
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process to run. `environment` is added to the supervisor's own; `name` names its log."""
+    """A process to run. `environment` is added to the supervisor's own; `name` names its log.
+
+    A `service` runs until it is told to stop; a `job` ends with 0 when it is done. `restarts`: what follows its death.
+    """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    role: Role = "service"
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
 
 
 class Reaper:
@@ -71,10 +77,12 @@ class Reaper:
 
 
 class Child:
-    """One running process and its group."""
+    """One running process and its group. `log`: where its output goes."""
 
-    def __init__(self, process: asyncio.subprocess.Process, reaper: Reaper) -> None:
-        self._process = process
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path, reaper: Reaper | None = None) -> None:
+        self.name = name
+        self.process = process
+        self._log = log
         self._reaper = reaper
         self.started_at = time.monotonic()
 
@@ -91,44 +99,73 @@ class Child:
                 start_new_session=True,
             )
         reaper.started(process.pid)
-        return cls(process, reaper)
+        return cls(spec.name, process, log, reaper)
 
     @property
     def pid(self) -> int:
         """Also the id of its process group."""
-        return self._process.pid
+        return self.process.pid
 
     @property
     def running(self) -> bool:
-        return self._process.returncode is None
+        return self.process.returncode is None
+
+    async def until(self, ready: Callable[[], Awaitable[bool]], deadline_s: float) -> None:
+        """Return once `ready` says so. Raises RollmeshError, with the end of the log, when the process ends or is late."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not await ready():
+                    self.check()
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            raise RollmeshError(f"{self.name} was not ready within {deadline_s:.0f} s", self.tail()) from error
+
+    def check(self) -> None:
+        """Raise RollmeshError if the process has ended."""
+        if self.process.returncode is not None:
+            raise RollmeshError(f"{self.name} ended with {describe_exit(self.process.returncode)}", self.tail())
+
+    def tail(self) -> str:
+        """The end of its log."""
+        return log_tail(self._log, _CHILD_TAIL_LINES).strip() or "it wrote no log"
 
     async def wait(self) -> int:
         """Its exit code (negative: the signal that ended it), once it and the rest of its group are gone."""
-        code = await self._process.wait()
+        code = await self.process.wait()
         self.kill()
-        self._reaper.ended(self.pid)
+        if self._reaper is not None:
+            self._reaper.ended(self.pid)
         return code
 
     def terminate(self) -> None:
         """Ask the process to end. What it started is its own to end, or is killed after it."""
         if self.running:
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
+                self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the whole group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    async def stop(self, deadline_s: float) -> int:
-        """Terminate, and kill whatever is left after `deadline_s`."""
+    async def stop(self, deadline_s: float, *, group: bool = False) -> int:
+        """Terminate, and kill whatever is left after `deadline_s`. `group`: what it started has that long too."""
         self.terminate()
         try:
             async with asyncio.timeout(deadline_s):
-                await asyncio.shield(self._process.wait())
+                await asyncio.shield(self.process.wait())
+                if group:
+                    await self._group_gone()
         except TimeoutError:
             self.kill()
         return await self.wait()
+
+    async def _group_gone(self) -> None:
+        """Children may outlive their parent a little: they still give back memory that they share."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while True:
+                os.killpg(self.pid, 0)
+                await asyncio.sleep(_POLL_S)
 
 
 def log_tail(log: Path, lines: int) -> str:
@@ -144,11 +181,12 @@ def log_tail(log: Path, lines: int) -> str:
 
 # Keeping one process of the mesh: start it, watch it, start it again when it dies, say so, and give up in good time.
 
-Role = Literal["service", "job"]
 Say = Callable[[str], None]
 """Where a line for the user goes."""
 
 _TAIL_LINES = 15
+_CHILD_TAIL_LINES = 60
+_POLL_S = 0.05
 
 
 class ServiceFailedError(RollmeshError):
@@ -157,21 +195,12 @@ class ServiceFailedError(RollmeshError):
     code = "service_failed"
 
 
-@dataclass(frozen=True)
-class Post:
-    """A place in the mesh. A `service` runs until it is told to stop; a `job` ends with 0 when it is done."""
-
-    process: ProcessSpec
-    role: Role
-    restarts: RestartPolicy = field(default_factory=RestartPolicy)
-
-
 class ManagedProcess:
-    """Keeps one post filled. `run` returns when a job is done; cancelling it leaves the process to `stop`."""
+    """Keeps one process running. `run` returns when a job is done; cancelling it leaves the process to `stop`."""
 
-    def __init__(self, post: Post, logs: Path, reaper: Reaper, say: Say) -> None:
-        self.post = post
-        self.name = post.process.name
+    def __init__(self, spec: ProcessSpec, logs: Path, reaper: Reaper, say: Say) -> None:
+        self.spec = spec
+        self.name = spec.name
         self.log = logs / f"{self.name}.log"
         self.restarts = 0
         self.child: Child | None = None
@@ -182,12 +211,12 @@ class ManagedProcess:
         """Raises ServiceFailedError, with the end of its log, when it keeps dying; UsageError when it refuses to start."""
         in_a_row = 0
         while True:
-            self.child = await Child.start(self.post.process, self.log, self._reaper)
+            self.child = await Child.start(self.spec, self.log, self._reaper)
             code = await self.child.wait()
-            if code == 0 and self.post.role == "job":
+            if code == 0 and self.spec.role == "job":
                 return
             lived_s = time.monotonic() - self.child.started_at
-            decision = self.post.restarts.after_exit(code, lived_s, in_a_row)
+            decision = self.spec.restarts.after_exit(code, lived_s, in_a_row)
             ended = f"{self.name} ended with {describe_exit(code)} after {lived_s:.1f} s"
             if isinstance(decision, GiveUp):
                 raise self._failure(code, ended, decision.why)

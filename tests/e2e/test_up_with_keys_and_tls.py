@@ -35,7 +35,8 @@ SERVING = {
     "train": "trainer",
 }
 """By its command, what each service calls itself."""
-STEPS = 30
+STEPS = 100
+"""More than pass while everything is asked: a trainer that is done is no longer there to answer."""
 
 
 def test_a_mesh_with_keys_and_certificates_trains_and_lets_no_stranger_in(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -24,6 +25,14 @@ def of_the_run(mesh: Running) -> list[str]:
 
 def server(mesh: Running, name: str) -> psutil.Process:
     return next(each for each in mesh.descendants() if "rollout-server" in (words := each.cmdline()) and name in words)
+
+
+def open_group(server: psutil.Process) -> None:
+    """Open a group that nobody plays: whatever the run's own groups do, this server holds one."""
+    words = server.cmdline()
+    opening = {"task": "guess-number", "group_size": 2, "sampling": {"max_tokens": 4}, "wait_s": 20.0}
+    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/groups"
+    httpx.post(url, json=opening, timeout=30.0).raise_for_status()
 
 
 def status(mesh: Running) -> tuple[int, dict[str, Any], float]:
@@ -57,6 +66,7 @@ def test_status_names_the_server_that_stands_still_and_what_it_holds(
         assert report["queue"]["trained"] > 0
 
         stopped = server(mesh, "s1")
+        open_group(stopped)
         stopped.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         try:

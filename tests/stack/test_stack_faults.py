@@ -54,7 +54,7 @@ def test_a_stack_is_scaled_killed_crashed_and_cut_off(stack: Stack) -> None:
         return len(seen) == 3
 
     # Looked for seldom: what a look takes of the cores, the new servers lack.
-    stack.wait("three servers have had work", all_have_had_work, 20.0, every_s=1.0)
+    stack.wait("three servers have had work", all_have_had_work, RECOVERY_S, every_s=1.0)
 
     for service in ("gateway", "weight-bus", "redis", "rollout", "trainer", "environment", "rewards", "prometheus"):
         stack.compose("kill", service)

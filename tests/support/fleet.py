@@ -11,13 +11,14 @@ from pathlib import Path
 import httpx
 from redis.asyncio import Redis
 
-from benchmarks.harness.processes import PYTHON, Child, free_port, running
+from benchmarks.harness.processes import PYTHON, free_port, running
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
 from services.run_store.client import connect
 from services.run_store.discovery import Registry
 from services.run_store.ledger import Ledger
 from services.run_store.stream import TrajectoryLog
+from services.supervisor.processes import Child
 from services.wire.trajectory import Trajectory, decode_trajectory
 
 READY_WITHIN_S = 60.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import pytest
 
 from services.policies.backoff import RestartPolicy
 from services.supervisor.launch_plan import PortReservation
-from services.supervisor.processes import Child, ManagedProcess, Post, ProcessSpec, Reaper, Role, ServiceFailedError
+from services.supervisor.processes import Child, ManagedProcess, ProcessSpec, Reaper, Role, ServiceFailedError
 from services.wire.errors import UsageError
 
 # A parent that starts a child of its own in the same group, says so, and lives on.
@@ -79,7 +80,8 @@ async def test_a_child_that_dies_leaves_no_child_of_its_own(tmp_path: Path, reap
 
 def managed(code: str, role: Role, logs: Path, reaper: Reaper, said: list[str], restarts: int = 3) -> ManagedProcess:
     policy = RestartPolicy(max_restarts=restarts, first_delay_s=0.01)
-    return ManagedProcess(Post(python(code), role, policy), logs, reaper, said.append)
+    spec = dataclasses.replace(python(code), role=role, restarts=policy)
+    return ManagedProcess(spec, logs, reaper, said.append)
 
 
 async def test_a_job_that_dies_is_started_again_until_it_is_done(tmp_path: Path, reaper: Reaper) -> None:
