@@ -1,1 +1,1 @@
-"""The rollout server: sessions over an engine that stamps every token with the policy version that drew it."""
+"""The rollout server: sessions over an engine that stamps every token with the policy version that sampled it."""

@@ -103,7 +103,7 @@ def rollout_server(
     # Bound before anything slow: a port in use is known at once, and probes are answered while the model loads.
     listener = open_port(host, port, lacking=lacking(keys, "rollout-server"))
 
-    # Two servers that drew from one seed would draw alike.
+    # Two servers that sampled from one seed would generate the same.
     seed = (settings.seed * 1_000_003 + zlib.crc32(server_id.encode())) % (1 << 31)
     with heavy_imports():
         from rollout_server.app import make_rollout_app

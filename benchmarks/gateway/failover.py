@@ -1,6 +1,6 @@
 """Servers are killed under talking agents, one after another: how long does an agent hear nothing?
 
-    agents talk ─► each server has its share ─► a random moment ─► kill -9 ─► all that it drew go on ─► started anew ─► …
+    agents talk ─► each server has its share ─► a random moment ─► kill -9 ─► all that it sampled go on ─► started anew ─► …
 
 A call counts that was in flight in a session of the killed server: whose group Redis says it held, just before.
 """

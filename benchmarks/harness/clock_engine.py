@@ -1,6 +1,6 @@
-"""An engine that draws by the clock: answers of heavy-tailed lengths, a token every `token_s`, at no cost in computing.
+"""An engine that generates by the clock: answers of heavy-tailed lengths, a token every `token_s`, at no cost in computing.
 
-    generate ── place free? ──► the answer's length is drawn ──► sleep length · token_s ──► random tokens, each with the
+    generate ── place free? ──► the answer's length is sampled ──► sleep length · token_s ──► random tokens, each with the
                                                                                            version of its own moment
     stage, commit, digest ──► a real engine, which never decodes
 
@@ -41,8 +41,8 @@ from services.wire.trajectory import VersionSpan
 
 @dataclass(frozen=True)
 class ClockPace:
-    """Lengths are log-normal: the logarithm has the mean `ln(median)` and the deviation `sigma`; longer ones are drawn
-    again, so that nothing piles up at `longest`. `places`: answers that are drawn at once.
+    """Lengths are log-normal: the logarithm has the mean `ln(median)` and the deviation `sigma`; longer ones are sampled
+    again, so that nothing piles up at `longest`. `places`: answers that are sampled at once.
     """
 
     median: float
@@ -62,7 +62,7 @@ class ClockEngine:
     """Implements `rollout_server.engines.base.Engine`, but for pausing, which no benchmark of the trainer does."""
 
     def __init__(self, weights: Engine, pace: ClockPace, vocabulary: int, seed: int) -> None:
-        """`weights`: the engine that takes updates. `vocabulary`: tokens are drawn from 0 … vocabulary − 1."""
+        """`weights`: the engine that takes updates. `vocabulary`: tokens are sampled from 0 … vocabulary − 1."""
         self._weights = weights
         self._pace = pace
         self._vocabulary = vocabulary
@@ -189,7 +189,7 @@ class ClockEngine:
         await self._weights.close()
 
 
-# A rollout server over an engine that draws by the clock (`paced_engine`), for benchmarks that start it by command.
+# A rollout server over an engine that generates by the clock (`paced_engine`), for benchmarks that start it by command.
 #
 # python -m benchmarks.harness.clock_engine --run-id r --server-id s0 --port 8100 --redis-url … --bus-url … --model
 # FOLDER
@@ -209,9 +209,9 @@ def paced_server(
     config: Annotated[Path, typer.Option()],
     median: Annotated[float, typer.Option(help="Of answers' lengths, in tokens")],
     sigma: Annotated[float, typer.Option(help="Deviation of their logarithm")],
-    longest: Annotated[int, typer.Option(help="In tokens; longer answers are drawn again")],
+    longest: Annotated[int, typer.Option(help="In tokens; longer answers are sampled again")],
     token_s: Annotated[float, typer.Option(help="Seconds a token")],
-    places: Annotated[int, typer.Option(help="Answers that are drawn at once")],
+    places: Annotated[int, typer.Option(help="Answers that are sampled at once")],
 ) -> None:
     """Serve random answers at a given pace, and take weights as any engine does."""
     from rollout_server.app import make_rollout_app

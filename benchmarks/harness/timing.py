@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """`tokens` drawn in `seconds`."""
+    """`tokens` sampled in `seconds`."""
 
     tokens: int
     seconds: float

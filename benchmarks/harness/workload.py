@@ -50,7 +50,7 @@ class Exchange(msgspec.Struct, frozen=True):
 
     @property
     def sampling(self) -> SamplingParams:
-        """Plain sampling; the end of a turn ends nothing, so that all arms draw the same number of tokens."""
+        """Plain sampling; the end of a turn ends nothing, so that all arms generate the same number of tokens."""
         return SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
 
     def chat_body(self, *, stream: bool) -> dict[str, Any]:

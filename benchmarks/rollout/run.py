@@ -5,7 +5,7 @@
                              ──HTTP──► vllm serve                              its own processes
 
 Arms that are compared are up together and idle but for the one that is measured; each round runs them in a random order,
-so that a drift of the machine's speed touches all. Every arm answers the same requests (checked token for token), draws
+so that a drift of the machine's speed touches all. Every arm answers the same requests (checked token for token), generates
 the same number of tokens, and holds the same number in flight.
 
 `server_vs_engine`: tokens/s of chat completions, not streamed, each in a session of its own ÷ the bare engine.

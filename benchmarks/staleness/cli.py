@@ -1,7 +1,7 @@
 """`./dev bench staleness`: which correction keeps training sound on tokens that are K optimizer steps old.
 
 Each run trains a warm-started tiny policy on running-sums with the trainer's own window, packing, loss and optimizer step;
-all that differs is the loss and K: the policy that draws is always exactly K steps old (in the first K steps, the first
+all that differs is the loss and K: the policy that generates is always exactly K steps old (in the first K steps, the first
 one). Judged is the trainer's policy, on held-out problems: the rewards of the lagged one hide a late collapse.
 """
 
@@ -32,7 +32,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 def staleness(
     ks: Annotated[str, typer.Option(help="Ages of the tokens, in optimizer steps")] = "0,1,2,4,8,16",
     corrections: Annotated[str, typer.Option(help="all, or some of the corrections by name")] = "all",
-    seeds: Annotated[str, typer.Option(help="Seeds of warm start, problems and draws")] = "1,2,3",
+    seeds: Annotated[str, typer.Option(help="Seeds of warm start, problems and samples")] = "1,2,3",
     updates: Annotated[int, typer.Option(min=1, help="Optimizer steps a run")] = 60,
     workers: Annotated[int, typer.Option(min=1, help="Runs that train at once, one thread each")] = 2,
     out: Annotated[

@@ -38,9 +38,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     greedy: float
     """The likeliest answer: the mesh's own judge of held-out problems, and what the promises are about."""
     sampled: float
-    """One drawn at temperature 1: it also falls where the policy is only less sure."""
+    """One sampled at temperature 1: it also falls where the policy is only less sure."""
     behaviour_success: float
-    """Mean reward of the last fifth of the rollouts, which the policy of K steps before drew: it hides a late collapse."""
+    """Mean reward of the last fifth of the rollouts, sampled by the policy of K steps before: it hides a late collapse."""
     mean_staleness: float
     largest_staleness: int
     effective_samples: float | None

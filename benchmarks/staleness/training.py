@@ -4,10 +4,10 @@
              ▲                                                                            │
              └───────────────────────────── version + 1 ──────────────────────────────────┘
 
-Where a batch has several steps, all its parts are drawn first, each by the policy of K steps before its own step.
+Where a batch has several steps, all its parts are sampled first, each by the policy of K steps before its own step.
 
-Nothing is random but the warm start and the draws, both by the run's seed: all runs of a seed meet the same problems in the
-same order. Recipe: `RunSettings` as they are by default, but for K and the loss.
+Nothing is random but the warm start and the samples, both by the run's seed: all runs of a seed meet the same problems
+in the same order. Recipe: `RunSettings` as they are by default, but for K and the loss.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def train_stale(run: StaleRun, folder: Path, versions: dict[str, str]) -> Outcom
 
 
 class StaleTraining:
-    """A trainer and the policy of K steps before, which draws what it learns from. Lists hold a value a step."""
+    """A trainer and the policy of K steps before, which generates what it learns from. Lists hold a value a step."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class StaleTraining:
         return self._roles.learner.version
 
     def batch(self) -> None:
-        """The optimizer steps of one batch, each on groups of its own that the policy of K steps before that step draws."""
+        """The optimizer steps of one batch, each on groups of its own, by the policy of K steps before that step."""
         updates = min(self._settings.trainer.updates_per_batch, self._settings.steps - self.version)
         groups = [group for step in range(updates) for group in self._part(self.version + step)]
         for trained in train_batch(self._roles, self._settings, groups, updates):
@@ -138,7 +138,7 @@ class Rollouts:
     def play(
         self, model: PreTrainedModel, version: int, questions: Sequence[Question], first_ordinal: int
     ) -> list[Group[Trajectory]]:
-        """A group a question, drawn by `model`, which is policy `version`. Prompts are of one length."""
+        """A group a question, sampled by `model`, which is policy `version`. Prompts are of one length."""
         prompts = [self._tokenizer.encode(question.prompt, add_special_tokens=False) for question in questions]
         repeated = torch.tensor(prompts).repeat_interleave(self._group_size, dim=0)
         end = int(self._tokenizer.eos_token_id)

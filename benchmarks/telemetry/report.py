@@ -17,7 +17,7 @@ ARMS: tuple[Arm, ...] = get_args(Arm)
 BASE: Arm = "off"
 SCRAPE_EVERY_S = 1.0
 SPANS_A_CALL = 3
-"""Of a request: its session is opened, it is asked, tokens are drawn."""
+"""Of a request: its session is opened, it is asked, tokens are sampled."""
 _WORDS: Mapping[Arm, str] = {
     "control": "the same again: the noise",
     "scraped": "/metrics read every second",
@@ -48,7 +48,7 @@ class AloneFigures:
 
 
 class Alone(msgspec.Struct, frozen=True, kw_only=True):
-    """Telemetry's own CPU time, seen beside calls that draw nothing (`telemetry_alone`), and what share it comes to.
+    """Telemetry's own CPU time, seen beside calls that generate nothing (`telemetry_alone`), and what share it comes to.
 
     `span_us`: of recording a span and handing it in; `scrape_ms`: of answering `/metrics`; each the median of its rounds,
     with quartiles. `traced_percent`: of `SPANS_A_CALL` spans in the CPU time of a call; `scraped_percent`: of a scrape

@@ -262,10 +262,10 @@ async def _running_sink(folder: Path) -> AsyncIterator[str]:
         yield f"http://{LOOPBACK}:{port}/v1/traces"
 
 
-# What a server spends on telemetry itself, seen where nothing else happens: its CPU time over calls that draw no
+# What a server spends on telemetry itself, seen where nothing else happens: its CPU time over calls that generate no
 # token.
 #
-# A call that draws tokens costs a hundred times what telemetry adds to it, and differs from run to run by more than
+# A call that generates tokens costs a hundred times what telemetry adds to it, and differs from run to run by more than
 # that. Beside calls that only open and abort a session the same work stands out; its share is then reckoned.
 
 # Of a session that is opened and aborted.

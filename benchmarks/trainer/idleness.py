@@ -1,7 +1,7 @@
 """How long the trainer waits for batches, and what that is worth beside a synchronous run.
 
-Two meshes are alike but for K: `asynchronous` (K = 2) and `synchronous` (K = 0: the engines draw a batch, then the trainer
-trains on it, in turn). Engines draw by the clock (`paced_mesh`), so the trainer has its core to itself.
+Two meshes are alike but for K: `asynchronous` (K = 2) and `synchronous` (K = 0: the engines generate a batch, then the
+trainer trains on it, in turn). Engines generate by the clock (`paced_mesh`), so the trainer has its core to itself.
 
     quick    K = 0, engines in no hurry to be slow  ──► busy_s: what a step takes once its batch is there
     pace     token_s = stretch · busy_s / typical longest answer of a batch
@@ -9,7 +9,7 @@ trains on it, in turn). Engines draw by the clock (`paced_mesh`), so the trainer
     async    K = 2 at that pace                     ──► trained tokens a second, share of the time that was waited
 
 The pace is set by the trainer's own, or the figures would be the machine's: the longest answer of a batch takes `stretch`
-optimizer steps, K by default, as slow as answers may be whose first token is still to count when the last one is drawn.
+optimizer steps, K by default, as slow as answers may be whose first token is still to count when the last one is sampled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from services.wire.errors import RollmeshError
 from trainer.metrics.files import read_metrics
 from trainer.metrics.step import StepMetrics
 
-# One run of a mesh whose engines draw by the clock: every process real, started by command, judged by its metrics.
+# One run of a mesh whose engines generate by the clock: every process real, started by command, judged by its metrics.
 #
 # policy folder ─► Valkey ─► weight bus ─► paced rollout servers ─► environment, trainer ─► metrics.jsonl
 
@@ -47,7 +47,7 @@ _TASK = "python:benchmarks.harness.clock_engine:Coin"
 
 @dataclass(frozen=True, kw_only=True)
 class PacedPlan:
-    """`median`, `sigma`, `longest`: of the answers' lengths in tokens (log-normal). The fleet draws one batch at once."""
+    """`median`, `sigma`, `longest`: of the answers' lengths in tokens (log-normal). The fleet generates a batch at once."""
 
     groups_per_step: int
     group_size: int
@@ -283,7 +283,7 @@ async def measure_idleness(plan: PacedPlan, *, stretch: float, steps: int, sync_
     synchronous = await run_paced(
         plan, k=0, token_s=token_s, steps=sync_steps, warm_up=2, model=model, folder=folder / "sync"
     )
-    # The first K + 1 batches are drawn by the first version, before there is anything to train on.
+    # The first K + 1 batches are sampled by the first version, before there is anything to train on.
     asynchronous = await run_paced(
         plan, k=K, token_s=token_s, steps=steps, warm_up=2 * (K + 1), model=model, folder=folder / "async"
     )
@@ -291,7 +291,7 @@ async def measure_idleness(plan: PacedPlan, *, stretch: float, steps: int, sync_
 
 
 def typical_longest(median: float, sigma: float, cut: int, answers: int) -> float:
-    """The median of the longest of so many log-normal lengths, those above `cut` drawn again."""
+    """The median of the longest of so many log-normal lengths, those above `cut` sampled again."""
     normal = statistics.NormalDist()
     below = normal.cdf(math.log(cut / median) / sigma)
     return median * math.exp(sigma * normal.inv_cdf(below * 0.5 ** (1 / answers)))

@@ -23,7 +23,7 @@ def trainer(
         int, typer.Option(min=1, help="Steps of each arm, interleaved, after one that is not counted")
     ] = 5,
     paced_rounds: Annotated[
-        int, typer.Option(min=0, help="Pairs of meshes with engines that draw by the clock, some minutes each")
+        int, typer.Option(min=0, help="Pairs of meshes with engines that generate by the clock, some minutes each")
     ] = 1,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of each arm")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths and tokens")] = 1,

@@ -52,7 +52,7 @@ _FIRST_TOKEN = 2
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A prompt and what was drawn after it; `advantage`: of all its tokens."""
+    """A prompt and what was sampled after it; `advantage`: of all its tokens."""
 
     prompt: list[int]
     completion: list[int]
@@ -91,7 +91,7 @@ class HeavyTail:
 
 
 def as_groups(answers: Sequence[Answer], group_size: int) -> list[Group[Trajectory]]:
-    """What the trainer's intake would hand out, drawn by version 0."""
+    """What the trainer's intake would hand out, sampled by version 0."""
     return [
         Group(
             f"g{ordinal}",

@@ -2,7 +2,7 @@
 
 begin streams ─ quiet ─ update ─ quiet ─ update ─ … ─ quiet ─ end        `Ways.episode`
 
-nixl, shm    publish ─► stage, while tokens are drawn ─► commit between two steps
+nixl, shm    publish ─► stage, while tokens are sampled ─► commit between two steps
 file         save ─► pause · copy from the file over the live tensors · resume
 prefetch     save ─► read into the engine's memory ─► pause · copy over the live tensors · resume
 gloo         pause · receive a broadcast into the live tensors · resume
@@ -80,7 +80,7 @@ class Ways:
         async def update() -> Update:
             version, begin, staging = await self.staged(transport)
             committed = await self._engine.ask(Commit(version), Span)
-            # The engine answers right after the flip, before the step that draws the next token has ended.
+            # The engine answers right after the flip, before the step that generates the next token has ended.
             return Update(Span(begin, committed.end), Span(committed.end, committed.end), staging)
 
         return update
@@ -186,7 +186,7 @@ class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
 
 # To the engine.
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Decode so many streams at once until `End`. Answered (Done) when each has drawn a few tokens.
+    """Decode so many streams at once until `End`. Answered (Done) when each has sampled a few tokens.
 
     `again`: a stream that has come to `max_tokens` begins anew; else `End` fails if one has. `plain`: layers multiply their
     live weights, as they must where these are loaded in place; otherwise vLLM on a CPU multiplies packed copies.
@@ -234,7 +234,7 @@ class Reload(msgspec.Struct, frozen=True, tag="reload"):
 
 
 class Greedy(msgspec.Struct, frozen=True, tag="greedy"):
-    """Draw the likeliest tokens. Answer: Drawn."""
+    """Generate the likeliest tokens. Answer: Sampled."""
 
     prompts: list[list[int]]
     max_tokens: int
@@ -260,9 +260,9 @@ ToEngine = Join | Begin | End | Stage | Commit | Prefetch | Reload | Greedy
 #
 # What a **stall** is, `services.policies.stall` says; undisturbed is a gap outside of every update of the episode.
 # With `still` a moment (ours: when the engine said that it had flipped) and steps alike, it is what an engine's own
-# status says. **Tokens lost** = tokens that undisturbed decoding would have drawn from the update's begin until a gap
-# after its end, less those drawn. **Pace** = tokens drawn in a span ÷ those that undisturbed decoding would have
-# drawn.
+# status says. **Tokens lost** = tokens that undisturbed decoding would have sampled from the update's begin until a gap
+# after its end, less those sampled. **Pace** = tokens sampled in a span ÷ those that undisturbed decoding would have
+# sampled.
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,7 @@ class Episode:
         return [gap for gap in gaps if -reach_s <= gap[0] <= reach_s]
 
     def tokens_lost(self, update: Update) -> float:
-        """Of all streams together; below 0 where more were drawn than usual."""
+        """Of all streams together; below 0 where more were sampled than usual."""
         span = Span(update.whole.begin, self._after(update))
         return (span.seconds / fmean(self.quiet_s(update)) - self._sampled_in(span)) * len(self.streams)
 

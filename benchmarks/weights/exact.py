@@ -169,7 +169,7 @@ def _prompt(number: int, vocabulary: int) -> list[int]:
     return [int(token) for token in torch.randint(0, vocabulary, (12,), generator=generator)]
 
 
-# What an updated engine draws, beside what a freshly loaded one draws. Pure.
+# What an updated engine generates, beside what a freshly loaded one generates. Pure.
 
 
 def compare(updates: int, found: Sampled, expected: Sampled) -> Exactness:

@@ -129,7 +129,9 @@ def load_weights(model: Path) -> dict[str, torch.Tensor]:
 
     weights: dict[str, torch.Tensor] = load_file(model / "model.safetensors")
     if not lay_contiguous(weights):
-        raise RollmeshError(f"the weights of {model} could not be laid in one piece", "give it weights in host memory")
+        raise RollmeshError(
+            f"the weights of {model} could not be laid out contiguously", "give it weights in host memory"
+        )
     return weights
 
 

@@ -44,7 +44,7 @@ class ArmFigures(msgspec.Struct, frozen=True, kw_only=True):
     """As the stall, but of that one gap alone in which the update was over: of a commit it says what the flip costs."""
     own_gaps_ms: list[float]
     still_ms: float
-    """From the pause to the end of the resume, or of the commit's call: how long nothing may have been drawn."""
+    """From the pause to the end of the resume, or of the commit's call: how long nothing may have been sampled."""
     update_ms: float
     """From the first byte that moves until the new version is served."""
     tokens_lost: float
@@ -99,7 +99,7 @@ class WeightsBench(msgspec.Struct, frozen=True, kw_only=True):
     shm_vs_memcpy: float | None
     publish_vs_memcpy: float
     publish_apart_vs_memcpy: float
-    """The same of weights that lie wherever the allocator put them; our trainer's lie in one piece."""
+    """The same of weights that lie wherever the allocator put them; our trainer's are contiguous."""
     decode_while_staging: float
     exact: bool | None
     times_shorter: float

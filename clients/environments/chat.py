@@ -1,4 +1,4 @@
-"""Playing an Environment through the chat dialect: its texts become user messages, the policy's answers assistant messages.
+"""Playing an Environment through the chat API: its texts become user messages, the policy's answers assistant messages.
 
     first turn ──► [user] ──chat──► [user, assistant] ──respond──► [user, assistant, user] ──chat──► …
 

@@ -34,7 +34,7 @@ def run_environment(
     group_size: Annotated[int, typer.Option(min=1, help="Answers to each problem")] = 8,
     temperature: Annotated[float, typer.Option(min=0.0, help="For training groups; evaluation is greedy")] = 1.0,
     greedy_baseline: Annotated[
-        bool, typer.Option("--greedy-baseline", help="The first answer of a training group is drawn greedily (ReMax)")
+        bool, typer.Option("--greedy-baseline", help="The first answer of a training group is sampled greedily (ReMax)")
     ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens, a turn")] = 24,
     concurrency: Annotated[
@@ -66,7 +66,7 @@ def run_environment(
     from services.security.keys import read_keys
     from services.security.tls import read_trust
 
-    # It reads no configuration: its surroundings alone say whether it is traced.
+    # It reads no configuration: its environment variables alone say whether it is traced.
     tracing = open_tracing(with_environ(TraceSettings(), os.environ), "environment", run_id, "environment")
     trust = read_trust(tls_dir)
     key = read_keys("environment", keys_dir).agent

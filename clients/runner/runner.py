@@ -48,9 +48,10 @@ _PATIENCE_S = 0.2
 class RunnerPlan:
     """What to play. `concurrency`: groups in play at once, over all servers. `start_deadline_s`: for the servers' start.
 
-    `episode_timeout_s`: longest time from an episode's first call to its reward. `retries`: how often a problem whose group
-    was lost is played again. `api_key`: the agent key of servers that ask for one; `trust`: whose certificates they may
-    show. `greedy_baseline`: the first sibling of each training group is drawn greedily, for the others to be compared with.
+    `episode_timeout_s`: longest time from an episode's first call to its reward. `retries`: how often a problem whose
+    group was lost is played again. `api_key`: the agent key of servers that ask for one; `trust`: whose certificates
+    they may show. `greedy_baseline`: the first sibling of each training group is sampled greedily, for the others to be
+    compared with.
     """
 
     environment: AnyEnvironment

@@ -124,7 +124,7 @@ def rollback(
 
 @app.command(epilog="Example: rollmesh weights verify --no-canary")
 def verify(
-    canary: Annotated[bool, typer.Option(help="Also draw tokens greedily at every engine and compare them")] = True,
+    canary: Annotated[bool, typer.Option(help="Also generate tokens greedily at every engine and compare them")] = True,
     bus_url: BusUrl = URL,
     admin_key_file: KeyFile = None,
     keys_dir: KeysDir = None,

@@ -115,7 +115,7 @@ class WeightsClient:
         return self._call(RollbackView, "POST", "/v1/rollback", RollbackOrder(version=version))
 
     def verify(self, *, canary: bool = True) -> VerifyView:
-        """Have every engine hash what it serves, and draw a few tokens greedily."""
+        """Have every engine hash what it serves, and generate a few tokens greedily."""
         order = VerifyOrder(canary=canary)
         return self._call(VerifyView, "POST", "/v1/verify", order, timeout_s=SNAPSHOT_TIMEOUT_S)
 

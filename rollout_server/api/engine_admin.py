@@ -38,7 +38,7 @@ def engine_routes(server: RolloutServer) -> APIRouter:
 
     @router.post("/abort_requests")
     async def abort_requests(call: Annotated[AbortRequests | None, Body()] = None) -> AbortAnswer:
-        """End requests with what was drawn so far, finish reason `abort`. No body or no ids: all of them.
+        """End requests with what was sampled so far, finish reason `abort`. No body or no ids: all of them.
 
         `aborted`: how many were in flight.
         """

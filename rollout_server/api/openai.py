@@ -1,4 +1,4 @@
-"""The OpenAI dialect's routes: under `/sessions/{session_id}`, and at the root where key or header names the session."""
+"""The OpenAI API's routes: under `/sessions/{session_id}`, and at the root where key or header names the session."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def completion_routes(server: RolloutServer) -> APIRouter:
 
     @router.post("/sessions/{session_id}/v1/chat/completions", response_model=ChatCompletion, responses=_STREAMED)
     async def chat_in_session(session_id: str, call: ChatCall, request: Request) -> Response:
-        """A chat completion. Every drawn token is captured; token fields are answered only when asked for."""
+        """A chat completion. Every sampled token is captured; token fields are answered only when asked for."""
         return await chat(request, session_id, call)
 
     @router.post("/v1/completions", response_model=Completion, responses=_STREAMED)
@@ -97,7 +97,7 @@ def completion_routes(server: RolloutServer) -> APIRouter:
 
     @router.post("/sessions/{session_id}/v1/completions", response_model=Completion, responses=_STREAMED)
     async def complete_in_session(session_id: str, call: CompletionCall, request: Request) -> Response:
-        """A text completion. Every drawn token is captured; token fields are answered only when asked for."""
+        """A text completion. Every sampled token is captured; token fields are answered only when asked for."""
         return await complete(request, session_id, call)
 
     async def generate(request: Request, session: Session, call: GenerateCall) -> Response:
@@ -124,7 +124,7 @@ def completion_routes(server: RolloutServer) -> APIRouter:
 
     @router.post("/sessions/{session_id}/inference/v1/generate", response_class=Response, responses=GENERATE_ANSWERS)
     async def generate_in_session(session_id: str, call: GenerateCall, request: Request) -> Response:
-        """vLLM's token route, captured: the tokens given are the prompt, those drawn are trained."""
+        """vLLM's token route, captured: the tokens given are the prompt, those sampled are trained."""
         return await generate(request, await find(request, session_id), call)
 
     @router.get("/sessions/{session_id}/v1/models", response_model=ModelList, responses=ERRORS)

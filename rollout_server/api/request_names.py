@@ -16,11 +16,11 @@ _NAME = re.compile(r"[A-Za-z0-9]{16,64}")
 
 
 def call_name(request: Request) -> str | None:
-    """None for a call that came without a gateway. Raises UsageError for a name that nobody could have drawn at random."""
+    """None for a call that came without a gateway. Raises UsageError for a name that nobody could have chosen at random."""
     name = request.headers.get(CALL_HEADER)
     if name is not None and not _NAME.fullmatch(name):
         raise UsageError(
-            f"the header {CALL_HEADER} is {name[:80]!r}", "give 16 to 64 letters and digits, drawn at random"
+            f"the header {CALL_HEADER} is {name[:80]!r}", "give 16 to 64 letters and digits, chosen at random"
         )
     return name
 

@@ -31,7 +31,7 @@ GENERATE_ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 async def generate_stateless(server: RolloutServer, call: GenerateCall, request: Request) -> Response:
-    """Draw continuations of `token_ids`. Hanging up aborts the request."""
+    """Generate continuations of `token_ids`. Hanging up aborts the request."""
     engine = server.parts().engine
     asked = to_request(call, call.request_id or uuid.uuid4().hex, engine.max_model_len)
     wanted = Wanted.of(call, server.plan.model.name, engine.eos_token_ids)

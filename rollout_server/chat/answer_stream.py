@@ -1,4 +1,4 @@
-"""An answer as it is drawn: deltas of reasoning, content and tool calls whose sum is the answer that is recorded.
+"""An answer as it is sampled: deltas of reasoning, content and tool calls whose sum is the answer that is recorded.
 
     tokens    <think>  Hm  ⏎  </think>  It  is  ⏎  <tool_call>  {…}  </tool_call>  <|im_end|>
     deltas              Hm              It is                                       tool call 0
@@ -28,7 +28,7 @@ from rollout_server.chat.messages import Tools
 
 _FREE_READING = 4096
 _READING_A_TOKEN = 4
-"""Beyond the free ones, the grammar may read this many tokens for each token drawn, however many markers there are."""
+"""Beyond the free ones, the grammar may read this many tokens for each token sampled, however many markers there are."""
 
 
 class _Channel(Enum):
@@ -136,7 +136,7 @@ class AnswerStream:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the answer: draw no more."""
+        """The stop string that ended the answer: generate no more."""
         return self._stops.stopped
 
     def feed(self, token_ids: Sequence[int]) -> AnswerDelta:

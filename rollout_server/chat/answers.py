@@ -136,7 +136,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-# What can be wrong with a chat request before any token is drawn.
+# What can be wrong with a chat request before any token is sampled.
 
 
 class TemplateError(RollmeshError):

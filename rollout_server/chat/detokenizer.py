@@ -113,7 +113,7 @@ def _alphabet() -> dict[str, int]:
 _BYTE_OF = _alphabet()
 
 
-# Plain text of an answer as it is drawn: no grammar, special tokens left out.
+# Plain text of an answer as it is sampled: no grammar, special tokens left out.
 
 
 class TextStream:
@@ -129,7 +129,7 @@ class TextStream:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the answer: draw no more."""
+        """The stop string that ended the answer: generate no more."""
         return self._stops.stopped
 
     def feed(self, token_ids: Sequence[int]) -> str:

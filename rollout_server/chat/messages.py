@@ -1,4 +1,4 @@
-"""When two messages of OpenAI's dialect say the same: a canonical form and its digest.
+"""When two messages of OpenAI's API say the same: a canonical form and its digest.
 
 Clients send back what they were given in many spellings: content as a string, as parts or as null, tool arguments with
 other spaces or key order, fields of other clients' making. What counts is the role, the text, the tool calls
@@ -6,7 +6,7 @@ other spaces or key order, fields of other clients' making. What counts is the r
 digested apart (`reasoning_digest`), because it counts only where a client sends it at all.
 
 A digest is blake2b of 128 bits. Every function here raises UsageError for text that is no Unicode (lone surrogates) and
-for messages that are not shaped as the dialect says.
+for messages that are not shaped as the API says.
 """
 
 from __future__ import annotations

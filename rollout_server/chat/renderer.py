@@ -1,11 +1,11 @@
 """Messages ↔ tokens for one model folder: prompts, their exact extension, answers.
 
     first call     render(messages)                                          ──► prompt
-    next call      extend(prompt, drawn tokens, new messages)                ──► prompt ++ drawn tokens ++ what follows them
-    every answer   parse(prompt, drawn tokens)  or  answer_stream(prompt)    ──► reasoning, content, tool calls
+    next call      extend(prompt, sampled tokens, new messages)                ──► prompt ++ sampled tokens ++ the rest
+    every answer   parse(prompt, sampled tokens)  or  answer_stream(prompt)    ──► reasoning, content, tool calls
 
-What the model drew is never rendered or encoded again, however oddly it was tokenised. Rendering and answers are the kept
-library's (`renderers`) where it knows the model family; every other folder is rendered by its own template.
+What the model sampled is never rendered or encoded again, however oddly it was tokenised. Rendering and answers are the
+kept library's (`renderers`) where it knows the model family; every other folder is rendered by its own template.
 """
 
 from __future__ import annotations
@@ -107,8 +107,9 @@ class ChatRenderer:
     def from_folder(cls, path: Path, renderer_name: str = AUTO, *, keep_reasoning: bool = True) -> ChatRenderer:
         """Load the folder's tokenizer. A folder without a chat template loads too; using it for chat raises.
 
-        With `keep_reasoning` an agent's next question continues the tokens that were drawn even where the family's template
-        would drop the reasoning in them. Without it such turns cannot be extended, and start anew as the template says.
+        With `keep_reasoning` an agent's next question continues the tokens that were sampled even where the family's
+        template would drop the reasoning in them. Without it such turns cannot be extended, and start anew as the
+        template says.
 
         Raises UsageError for a renderer name that is unknown or does not fit the vocabulary, and for a folder without a
         tokenizer. Costs a second for imports, then milliseconds to half a second for a large vocabulary.
@@ -167,9 +168,9 @@ class ChatRenderer:
     ) -> list[int] | None:
         """The next prompt: `prompt_ids` and `completion_ids` as they are, then what follows them. None where nothing fits.
 
-        A stop token that was drawn closes the turn and is not doubled; a turn that was cut off is closed here. Never raises
-        for messages that the template refuses: rendering the conversation says what is wrong. Costs about 0.5 ms and what
-        encoding the new messages costs.
+        A stop token that was sampled closes the turn and is not doubled; a turn that was cut off is closed here. Never
+        raises for messages that the template refuses: rendering the conversation says what is wrong. Costs about 0.5 ms
+        and what encoding the new messages costs.
         """
         sampled = [*prompt_ids, *completion_ids]
         if any(role_of(message) == "assistant" for message in new_messages):
@@ -200,11 +201,11 @@ class ChatRenderer:
         stop: Sequence[str] = (),
         new_call_id: Callable[[], str] = new_tool_call_id,
     ) -> AnswerStream:
-        """For an answer that is being drawn; `stop` strings end it, `new_call_id` names its tool calls."""
+        """For an answer that is being sampled; `stop` strings end it, `new_call_id` names its tool calls."""
         return AnswerStream(self._grammar, prompt_ids, tools, stop, new_call_id)
 
     def text_stream(self, stop: Sequence[str] = ()) -> TextStream:
-        """For plain text that is being drawn."""
+        """For plain text that is being sampled."""
         return TextStream(self.table, stop)
 
     def _encode(self, text: str) -> list[int]:
@@ -229,7 +230,7 @@ class ChatRenderer:
         return None if bridged is None else bridged.token_ids
 
     def _after(self, completion_ids: Sequence[int], tail: Tail) -> list[int]:
-        """Tokens that follow what was drawn. What of the close was drawn already is left out."""
+        """Tokens that follow what was sampled. What of the close was sampled already is left out."""
         tail_ids = self._encode(tail.close + tail.rest)
         last = completion_ids[-1] if completion_ids else None
         if last not in self.stop_token_ids:

@@ -20,7 +20,7 @@ LONG_TEXT = 16_384
 
 
 class Renderer:
-    """Encodes what environments say, decodes what the policy drew."""
+    """Encodes what environments say, decodes what the policy sampled."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

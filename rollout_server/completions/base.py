@@ -1,7 +1,7 @@
 """Calls of agents: each an answer in a session, made once however often it is asked for, ended by whoever may end it.
 
 HTTP call ──► a retry? ──► the answer that is there
-                └─ no ──► task: render ─► draw ─► (heard) ─► captured ─► chunks
+                └─ no ──► task: render ─► generate ─► (heard) ─► captured ─► chunks
                              ends early: deadline, abort, expiry, nobody listens, the engine stands still
 """
 
@@ -37,9 +37,9 @@ from services.wire.trajectory import BreakReason, VersionSpan
 
 # One answer in the making: what every try of it has in common, and the way of its tokens from the engine.
 #
-#     engine ─► carried on through interruptions ─► (draft) ─► read, chunks ─► written down ─► applied, released
+#     engine ─► carried on through interruptions ─► (partial answer) ─► read, chunks ─► written down ─► applied, released
 #
-# `call_id` and `created` come from the draft where there is one, so that all tries say the same.
+# `call_id` and `created` come from the partial answer where there is one, so that all tries say the same.
 
 _KEPT_BYTES = 1 << 20
 _DIGITS = 24
@@ -166,7 +166,7 @@ class AnswerService:
         """The answer to a call: one that is there already, if the call is a retry, else a new one named `call_id`.
 
         Raises SessionConcludedError or SessionExpiredError for a session that takes no calls, KeyReusedError, and
-        NotReadyError where the draft of another server cannot be read.
+        NotReadyError where the partial answer of another server cannot be read.
         """
         known = await self._read_partial(session, request_key)
         session.check_open()
@@ -193,14 +193,16 @@ class AnswerService:
         return session.memory.answers.start(request_key, make)
 
     async def _read_partial(self, session: Session, request_key: RequestKey) -> list[PartialHead | PartialPart]:
-        """What another server has drawn of this call. A session that was always here needs no look."""
+        """What another server has sampled of this call. A session that was always here needs no look."""
         if request_key.call is None or not session.taken_over or session.memory.answers.knows(request_key):
             return []
         journal = self._deps.journal
         try:
             return await journal.read_partial(journal.partial_key(session.session_id, request_key.call))
         except RedisError as error:
-            raise NotReadyError(f"a draft cannot be read: Redis failed ({error})", "send the call again") from error
+            raise NotReadyError(
+                f"a partial answer cannot be read: Redis failed ({error})", "send the call again"
+            ) from error
 
     async def _make(self, session: Session, produce: Callable[[], Awaitable[None]]) -> None:
         left = session.seconds_left()
@@ -219,7 +221,7 @@ class AnswerService:
             raise
 
     async def watch(self, registry: GroupRegistry, patience_s: float) -> None:
-        """End all calls when the engine, not paused, draws nothing for `patience_s` seconds; until cancelled."""
+        """End all calls when the engine, not paused, generates nothing for `patience_s` seconds; until cancelled."""
         while True:
             progress = Progress(self._engine)
             calling = [session for session in _live(registry) if session.calls_in_flight]
@@ -283,7 +285,7 @@ def _live(registry: GroupRegistry) -> list[Session]:
     return [session for group in registry.all_open() for session in group.live]
 
 
-# The span of drawing tokens for a call in a session: how many, and by which policy versions.
+# The span of generating tokens for a call in a session: how many, and by which policy versions.
 
 NAME = "rollout.generate"
 
@@ -297,7 +299,7 @@ def generating(tracing: Tracing, trace: str) -> AbstractContextManager[Span]:
 
 
 def note_sampled(span: Span, samples: Sequence[Sequence[VersionSpan]], **names: str) -> None:
-    """`samples`: by which versions the tokens of each were drawn. `names`: of what they were drawn for, by kind."""
+    """`samples`: by which versions the tokens of each were sampled. `names`: of what they were sampled for, by kind."""
     spans = [each for sample in samples for each in sample]
     span.note(**names, samples=len(samples), tokens=sum(each.length for each in spans))
     if spans:

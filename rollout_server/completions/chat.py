@@ -1,4 +1,4 @@
-"""One chat completion: messages to a prompt that extends what was captured, drawn tokens to a message, both remembered.
+"""One chat completion: messages to a prompt that extends what was captured, sampled tokens to a message, both remembered.
 
 messages ──match──► the captured call they continue ──extend──► prompt      only new messages are rendered
             └─ none: rendered whole, a new segment that says why
@@ -56,7 +56,7 @@ class ChatCalls:
         self._model = model
 
     async def produce(self, call: ChatCall, answer_context: AnswerContext) -> None:
-        """Draw and capture the answer to `call`.
+        """Generate and capture the answer to `call`.
 
         Raises UnsupportedParameterError, TemplateError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """

@@ -1,4 +1,4 @@
-"""Server-sent events of the OpenAI dialect. Structs, because a stream encodes one for every token."""
+"""Server-sent events of the OpenAI API. Structs, because a stream encodes one for every token."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A request carried to its end whatever interrupts it: what was drawn stays, the rest is asked for again.
+"""A request carried to its end whatever interrupts it: what was sampled stays, the rest is asked for again.
 
-    engine ──delta──► … ──abort──► (until the engine takes requests again) ──prompt + drawn──► engine ──delta──► … ──► end
+    engine ──delta──► … ──abort──► (until the engine takes requests again) ──prompt + sampled──► engine ──delta──► … ──► end
                                         └── this server is being drained: DrainingError, and another server goes on
 
 So nobody ever sees `finish_reason` abort, and a sample that was interrupted by an update carries a span of each version.
@@ -31,10 +31,10 @@ class Progress:
         self._seen = engine.status().tokens_generated
 
     def check(self) -> None:
-        """Raise DeadlineError when the engine, not paused, drew no token at all since the last check."""
+        """Raise DeadlineError when the engine, not paused, sampled no token at all since the last check."""
         status = self._engine.status()
         if status.tokens_generated == self._seen and not status.paused:
-            raise DeadlineError("the engine has stopped drawing tokens", "see the rollout server's log")
+            raise DeadlineError("the engine has stopped generating tokens", "see the rollout server's log")
         self._seen = status.tokens_generated
 
 
@@ -139,17 +139,18 @@ def _rest(request: GenerationRequest, index: int, sample: _Sample, tries: int) -
     )
 
 
-# A draft: an answer as far as it is drawn, written down before its chunks are sent, so that another server can go on.
+# A partial answer: an answer as far as it is sampled, written down before its chunks are sent, so that another server
+# can go on.
 #
 #     engine ─► delta ─► journal ─► chunk ─► agent           the server dies here: no agent knows more than the journal
-#     another server:  parts of the draft, in their order, through the same code ─► the same chunks, byte for byte ─► engine
+#     another server:  parts of the partial answer, through the same code ─► the same chunks, byte for byte ─► engine
 #
 # A part belongs to one of the call's prompts. Parts are replayed in the order in which they were written, also where
-# the prompts are drawn at once, for the chunks of all are one stream.
+# the prompts are sampled at once, for the chunks of all are one stream.
 
 
 class PartialAnswer:
-    """The draft of one call in a session of group `group_id`, under `key`. `known`: what an earlier try wrote."""
+    """The partial answer of one call in a session of group `group_id`, under `key`. `known`: what an earlier try wrote."""
 
     def __init__(
         self, journal: Journal, group_id: str, key: str, head: PartialHead, known: Sequence[PartialPart]

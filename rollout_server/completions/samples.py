@@ -1,7 +1,7 @@
-"""Drawing the samples of one prompt: deltas from the engine, read as they come, cut where a stop string ends an answer.
+"""Generating the samples of one prompt: deltas from the engine, read as they come, cut where a stop string ends an answer.
 
 engine ──delta──► Sample: tokens, logprobs, versions ──reader──► piece of text, calls … ──► on_piece (a stream's chunk)
-                    └── a stop string is complete ──► the sample ends with that token; what the engine drew beyond it
+                    └── a stop string is complete ──► the sample ends with that token; what the engine sampled beyond it
                                                       is part of no answer
 """
 
@@ -35,7 +35,7 @@ class Reader(Protocol[PieceOut]):
 
 @dataclass(slots=True)
 class Sample(Generic[Piece]):
-    """One answer being drawn. `versions`: spans over its tokens."""
+    """One answer being sampled. `versions`: spans over its tokens."""
 
     index: int
     reader: Reader[Piece]
@@ -46,7 +46,7 @@ class Sample(Generic[Piece]):
     finish_reason: FinishReason | None = None
 
     def add(self, delta: GenerationDelta) -> tuple[Piece, int]:
-        """Take up what was drawn; returns what it says and how many of the tokens belong to the answer."""
+        """Take up what was sampled; returns what it says and how many of the tokens belong to the answer."""
         piece = self.reader.feed(delta.token_ids)
         offset, keep = len(self.token_ids), len(delta.token_ids)
         self.finish_reason = delta.finish_reason

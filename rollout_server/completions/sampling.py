@@ -1,7 +1,7 @@
-"""How a call's tokens are drawn: the session's word first, then the call's, then OpenAI's defaults. Pure.
+"""How a call's tokens are sampled: the session's word first, then the call's, then OpenAI's defaults. Pure.
 
-A trainer opens a session and needs its answers drawn in a way that it can train on; an agent that hard-codes a temperature
-must not be able to undo that. Of two limits on tokens the smaller holds.
+A trainer opens a session and needs its answers sampled in a way that it can train on; an agent that hard-codes a
+temperature must not be able to undo that. Of two limits on tokens the smaller holds.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def choose_sampling(
 
 
 def within(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
-    """The same with at most `max_tokens` tokens. What is recorded is the sampling asked for, what is drawn may be cut."""
+    """The same with at most `max_tokens` tokens. What is recorded is the sampling asked for, what is sampled may be cut."""
     if sampling.max_tokens <= max_tokens:
         return sampling
     return msgspec.structs.replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))

@@ -1,4 +1,4 @@
-"""The dialect's parts, made when the first call needs them: reading a chat template costs a second of imports."""
+"""The services of chat, text and token calls, made when the first call needs them: a chat template costs a second."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
     tokens  the path of a captured call, and more ──► a child of it
             anything else ──► a root, with the reason why
 
-An agent that keeps its transcript as text thereby goes on from the very tokens that were drawn.
+An agent that keeps its transcript as text thereby goes on from the very tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CompletionCalls:
         self._model = model
 
     async def produce(self, call: CompletionCall, answer_context: AnswerContext) -> None:
-        """Draw and capture the answers to all prompts of `call`.
+        """Generate and capture the answers to all prompts of `call`.
 
         Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """

@@ -1,4 +1,4 @@
-"""One call of vLLM's token route in a session: the client's tokens are the prompt, what is drawn is captured."""
+"""One call of vLLM's token route in a session: the client's tokens are the prompt, what is sampled is captured."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GenerateCalls:
         self._model = model
 
     async def produce(self, call: GenerateCall, answer_context: AnswerContext) -> None:
-        """Draw and capture the answer to `call`.
+        """Generate and capture the answer to `call`.
 
         Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
@@ -171,7 +171,7 @@ def to_request(call: GenerateCall, request_id: str, max_model_len: int) -> Gener
         sampling=_sampling(asked, room),
         n=asked.n,
         stream=bool(call.stream),
-        # With one entry of `top_logprobs` it is the drawn token's: nothing to ask the engine for.
+        # With one entry of `top_logprobs` it is the sampled token's: nothing to ask the engine for.
         top_logprobs=asked.logprobs if asked.logprobs is not None and asked.logprobs > 1 else 0,
         cache_salt=call.cache_salt,
         resumed=call.resumed,
@@ -317,7 +317,7 @@ def _logprobs(delta: GenerationDelta, entries: int) -> Logprobs:
 def _with_alternatives(
     token: int, logprob: float, likeliest: Sequence[tuple[int, float]], entries: int
 ) -> SampledLogprob:
-    """In vLLM's order: the drawn token first, then the others by rank, `entries` in all."""
+    """In vLLM's order: the sampled token first, then the others by rank, `entries` in all."""
     rank = None
     others = []
     for place, (other, chance) in enumerate(likeliest, start=1):

@@ -36,7 +36,7 @@ _KEPT_ANSWERS = 4
 
 
 def _sampling_in(group: Group, session: Session, asked: SamplingParams) -> SamplingParams:
-    """A session that was opened to be drawn greedily, other than its group, is."""
+    """A session that was opened to be sampled greedily, other than its group, is."""
     own, siblings = session.terms.sampling.temperature, None if group.sampling is None else group.sampling.temperature
     return msgspec.structs.replace(asked, temperature=0.0) if own == 0.0 and siblings != 0.0 else asked
 

@@ -1,4 +1,4 @@
-"""The engine interface: token ids in, token ids out, each stamped with the policy version that drew it.
+"""The engine interface: token ids in, token ids out, each stamped with the policy version that sampled it.
 
     generate(request) ──► delta ──► delta(finished)          one asynchronous iterator a request
     stage(manifest)   ──► shadow memory                      while requests run
@@ -25,18 +25,19 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Draw `n` continuations of `prompt_token_ids`.
+    """Generate `n` continuations of `prompt_token_ids`.
 
-    `stream`: deltas as tokens are drawn; otherwise one delta a sample, when it has finished. `top_logprobs`: how many of
+    `stream`: deltas as tokens are sampled; otherwise one delta a sample, when it has finished. `top_logprobs`: how many of
     the likeliest tokens to tell at every position, 0 … 20. `cache_salt`: only requests with the same one may share cached
     prefixes; engines without such a cache ignore it. `delta_every`: with `stream`, a delta of a sample comes after at
     least so many new tokens; its last delta always comes.
 
-    `resumed`: the last so many of `prompt_token_ids` were drawn by an earlier try of this request. They count as output,
-    not as prompt: for the penalties, for `min_tokens`, and a seed goes on where that try had come to. `max_tokens` counts
-    from here on. The torch engine's continuation is that of an unbroken try. vLLM cannot go on so exactly: there the
-    presence and frequency penalties leave resumed tokens out, and a seed begins anew. `first_index`: the samples draw by
-    the seed as numbers `first_index`, `first_index + 1` … of an unbroken request would; deltas count from 0 all the same.
+    `resumed`: the last so many of `prompt_token_ids` were sampled by an earlier try of this request. They count as
+    output, not as prompt: for the penalties, for `min_tokens`, and a seed goes on where that try had come to.
+    `max_tokens` counts from here on. The torch engine's continuation is that of an unbroken try. vLLM cannot go on so
+    exactly: there the presence and frequency penalties leave resumed tokens out, and a seed begins anew. `first_index`:
+    the samples generate by the seed as numbers `first_index`, `first_index + 1` … of an unbroken request would; deltas
+    count from 0 all the same.
     """
 
     request_id: str
@@ -53,7 +54,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class GenerationDelta:
-    """Tokens drawn for sample `index` since its last delta.
+    """Tokens sampled for sample `index` since its last delta.
 
     `token_ids`, `logprobs`: equal lengths. `versions` are spans over *this delta's* tokens (start 0 is its first token).
     `finish_reason` is set on the last delta of a sample. `top_logprobs`: for each token the likeliest (id, logprob), best
@@ -95,8 +96,8 @@ class EngineStatus:
 
     `stalls_ms`: for each commit of which enough decode steps around it were seen: the longest gap between tokens around
     it less the median undisturbed gap (`timing`). `prefill_tokens`: for how many tokens keys and values were computed
-    that were not being drawn: of prompts, and of running requests computed anew; those found in a prefix cache not counted.
-    `staged_version`: what a commit would serve. `ranks`: processes that the model is split over.
+    that were not being sampled: of prompts, and of running requests computed anew; those found in a prefix cache not
+    counted. `staged_version`: what a commit would serve. `ranks`: processes that the model is split over.
     """
 
     name: str
@@ -120,7 +121,7 @@ class Engine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """The version that the next token will be drawn with."""
+        """The version that the next token will be sampled with."""
         ...
 
     @property
@@ -139,12 +140,12 @@ class Engine(Protocol):
         """Yield deltas until each of the `n` samples has had one with a `finish_reason`.
 
         Closing the iterator early aborts the request. Raises ContextLengthError for a prompt that does not fit and
-        UsageError for ids or parameters that no engine can draw with (`request_check`).
+        UsageError for ids or parameters that no engine can generate with (`request_check`).
         """
         ...
 
     async def abort(self, request_ids: list[str] | None = None) -> int:
-        """Finish the named requests (all, for None) with what was drawn so far, `finish_reason` abort; returns how many."""
+        """Finish the named requests (all, for None) with the tokens so far, `finish_reason` abort; returns how many."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:

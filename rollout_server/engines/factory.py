@@ -33,9 +33,10 @@ def make_engine(
 ) -> Engine:
     """The engine `name` over a complete model folder, not started. `seed`: the settings' own, unless given.
 
-    Servers of one mesh must differ in it, or they draw alike. `url`, `key`: where http finds its engine, and what it shows
-    there; `trust`: whose certificate that may show. `weights_key`: manifests must bear its signature. Raises UsageError for
-    an unknown name, for http without a URL, for vllm where it is not installed, or where torch should be split over ranks.
+    Servers of one mesh must differ in it, or they generate the same. `url`, `key`: where http finds its engine, and
+    what it shows there; `trust`: whose certificate that may show. `weights_key`: manifests must bear its signature.
+    Raises UsageError for an unknown name, for http without a URL, for vllm where it is not installed, or where torch
+    should be split over ranks.
     """
     if name == "http":
         return _http_engine(model, run_id, settings, url, key, trust)

@@ -24,7 +24,7 @@ _SEEDS = (-(1 << 63), (1 << 63) - 1)
 def check_request(
     request: GenerationRequest, *, max_model_len: int, vocabulary: int, eos_token_ids: Iterable[int]
 ) -> None:
-    """Raise UsageError, or ContextLengthError for a prompt that leaves no room, unless an engine can draw for `request`."""
+    """Raise UsageError, or ContextLengthError for a prompt that leaves no room, unless an engine can do `request`."""
     prompt, sampling = request.prompt_token_ids, request.sampling
     if request.n < 1 or sampling.max_tokens < 1:
         raise UsageError(f"n={request.n}, max_tokens={sampling.max_tokens}", "ask for at least one token")
@@ -39,17 +39,17 @@ def check_request(
     _within("top_logprobs", request.top_logprobs, (0, MAX_TOP_LOGPROBS))
     _within("delta_every", request.delta_every, (1, math.inf))
     _within("first_index", request.first_index, (0, math.inf))
-    _within("resumed", request.resumed, (0, len(prompt) - 1), "the first prompt token was never drawn")
+    _within("resumed", request.resumed, (0, len(prompt) - 1), "the first prompt token was never sampled")
     _check_sampling(sampling)
     _within("min_tokens", sampling.min_tokens, (0, sampling.max_tokens + request.resumed), "at most max_tokens")
     if sampling.min_tokens and len(reachable_stops(sampling, vocabulary, eos_token_ids)) >= vocabulary:
         raise UsageError(
-            f"every token is a stop token and min_tokens is {sampling.min_tokens}", "leave a token that can be drawn"
+            f"every token is a stop token and min_tokens is {sampling.min_tokens}", "leave a token that can be sampled"
         )
 
 
 def reachable_stops(sampling: SamplingParams, vocabulary: int, eos_token_ids: Iterable[int]) -> frozenset[int]:
-    """The tokens that end a sample. Ids outside the vocabulary are left out: they are never drawn, and cannot be masked."""
+    """The tokens that end a sample. Ids outside the vocabulary are left out: they are never sampled."""
     stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
     return frozenset(token for token in stops if 0 <= token < vocabulary)
 

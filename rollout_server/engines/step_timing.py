@@ -1,4 +1,4 @@
-"""The cadence of decode steps, and by how much a weight commit disturbs it.
+"""The timing of decode steps, and by how much a weight commit disturbs it.
 
 What a stall is, `services.policies.stall` says. An undisturbed gap is one in no commit's window; the last ones before the
 commit's end count. Gaps count only while the engine ran without a break: `break_off` ends a stretch when nothing is left to
@@ -40,7 +40,7 @@ class StepTiming:
         self.commits = 0
 
     def step(self, time_s: float, tokens: int) -> None:
-        """A decode step ended at `time_s` and drew `tokens` tokens over all requests."""
+        """A decode step ended at `time_s` and sampled `tokens` tokens over all requests."""
         if tokens <= 0:
             return
         self.tokens += tokens

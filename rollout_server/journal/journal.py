@@ -47,7 +47,7 @@ _log = structlog.get_logger()
 T = TypeVar("T")
 
 # KEYS: owners; then for each item journal, draft and answer. ARGV: owner; then for each item group, position, payload,
-# '1' for a draft's part ('' for a record), answer. Answers 1 for each that is in the journal now.
+# '1' for a partial answer's part ('' for a record), answer. Answers 1 for each that is in the journal now.
 _WRITE = """
 local done = {}
 local at = 2
@@ -124,7 +124,7 @@ class _Item:
     group_id: str
     payload: bytes
     partial: str
-    """The draft's key: to append to, or to remove."""
+    """The partial answer's key: to append to, or to remove."""
     part: bool
     answer_key: str
     answer: bytes
@@ -196,7 +196,7 @@ class Journal:
         return await self._enqueue(item)  # type: ignore[no-any-return]
 
     async def add_partial(self, group_id: str, partial: str, part: PartialHead | PartialPart) -> None:
-        """Append to a draft. Raises as `append` does."""
+        """Append to a partial answer. Raises as `append` does."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         await self._enqueue(_Item(group_id, encode_record(part), partial, True, partial, b"", _nothing, done))
 
@@ -261,7 +261,7 @@ class Journal:
         self._lengths.pop(group_id, None)
 
     async def let_go(self, group_ids: Sequence[str]) -> None:
-        """Anybody may adopt these groups now. Raises RedisError."""
+        """Anybody may take over these groups now. Raises RedisError."""
         if group_ids:
             await self._let_go(keys=[self._keys.owners], args=[self.owner, *group_ids])
         for group_id in group_ids:
@@ -301,7 +301,7 @@ class Journal:
         return self._keys.partial(session_id, call)
 
     async def read_partial(self, partial: str) -> list[PartialHead | PartialPart]:
-        """What there is of a draft, in order, nothing twice."""
+        """What there is of a partial answer, in order, nothing twice."""
         parts: list[PartialHead | PartialPart] = []
         numbers: set[int] = set()
         for packed in _bytes(await self._redis.lrange(partial, 0, -1)):
@@ -345,7 +345,7 @@ def _bytes(reply: object) -> list[bytes]:
 
 
 def _nothing() -> None:
-    """A part of a draft changes nothing here."""
+    """A part of a partial answer changes nothing here."""
 
 
 def _lost(group_id: str) -> DrainingError:

@@ -1,9 +1,9 @@
-"""What a group's journal holds: everything that whoever adopts the group must know, in the order in which it happened.
+"""What a group's journal holds: everything that whoever takes over the group must know, in the order in which it happened.
 
     GroupBegan ─ SessionBegan … ─ Answered | TurnsAnswered | Rewarded | SessionEnded … ─ GroupEnded
 
-One record is one element of a Redis list, msgpack with a tag. Arrays are packed as `services.wire.packed` says. A draft is
-a list of its own: the deltas of an answer that is not whole yet.
+One record is one element of a Redis list, msgpack with a tag. Arrays are packed as `services.wire.packed` says. A
+partial answer is a list of its own: the deltas of an answer that is not whole yet.
 """
 
 from __future__ import annotations
@@ -137,15 +137,15 @@ Record = GroupBegan | SessionBegan | Answered | TurnsAnswered | Rewarded | Sessi
 
 
 class PartialHead(msgspec.Struct, frozen=True, array_like=True, tag="head"):
-    """Which answer is being drawn: every try of it must say the same. `created`: Unix seconds."""
+    """Which answer is being sampled: every try of it must say the same. `created`: Unix seconds."""
 
     call_id: str
     created: int
 
 
 class PartialPart(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """A delta of sample `index` of prompt `prompt`. `number`: its place in the draft, from 1; one that came twice counts
-    once."""
+    """A delta of sample `index` of prompt `prompt`. `number`: its place in the partial answer, from 1; one that came
+    twice counts once."""
 
     number: int
     prompt: int
@@ -178,9 +178,9 @@ def decode_record(packed: bytes) -> Record:
 
 
 def decode_partial(packed: bytes) -> PartialHead | PartialPart:
-    """Raises WireError for bytes that are no part of a draft."""
+    """Raises WireError for bytes that are no part of a partial answer."""
     try:
         part: PartialHead | PartialPart = _partials.decode(packed)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise WireError(f"a part of a draft of {len(packed)} bytes cannot be read ({error})") from error
+        raise WireError(f"a part of a partial answer of {len(packed)} bytes cannot be read ({error})") from error
     return part

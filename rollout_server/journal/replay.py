@@ -1,6 +1,6 @@
 """Records applied: the same functions change a live session and build one anew from its journal, so both become alike.
 
-    live      record ─► journal ─► apply            adopted      journal ─► apply, apply, apply …
+    live      record ─► journal ─► apply            taken over      journal ─► apply, apply, apply …
 
 Pure but for the clocks, which the caller brings.
 """
@@ -139,7 +139,7 @@ def node_record(
     logprobs: Sequence[float],
     spans: Sequence[VersionSpan],
 ) -> NodeRecord:
-    """A sample to be written down: without a reason, and without what a dialect remembers of it."""
+    """A sample to be written down: without a reason, and without what a chat call remembers of it."""
     return NodeRecord(
         parent=-1 if parent is None else parent.number,
         prompt=array("i", prompt).tobytes(),

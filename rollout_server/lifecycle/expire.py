@@ -1,4 +1,4 @@
-"""Sweeping: sessions past their deadline or idle time expire, groups that nobody completes are dropped, ends forgotten."""
+"""Expiry: sessions past their deadline or idle time expire, groups that nobody completes are dropped, ends forgotten."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST_PAUSE_S = 1.0
 
 
 async def expire_idle(registry: GroupRegistry, finisher: Finisher, idle_timeout_s: float) -> None:
-    """Sweep until cancelled, often enough for the shortest idle time, `idle_timeout_s`, of this server's own."""
+    """Expire until cancelled, often enough for the shortest idle time, `idle_timeout_s`, of this server's own."""
     while True:
         await asyncio.sleep(min(_LONGEST_PAUSE_S, idle_timeout_s / 4))
         for group in registry.all_open():

@@ -169,7 +169,7 @@ class Finisher:
     async def settle(self, group: Group) -> bool:
         """Close a group in which nothing is left to happen; returns whether it is closed.
 
-        When Redis fails it stays as it is, to be settled by the sweeper.
+        When Redis fails it stays as it is, to be settled by the expiry.
         """
         async with group.closing:
             if self._registry.find_ended(group.group_id) is not None:

@@ -1,11 +1,11 @@
-"""Adoption: a group whose server has died, or let go of it, is taken over by whichever server is asked for it.
+"""Takeover: a group whose server has died, or let go of it, is taken over by whichever server is asked for it.
 
     call for a session ──here?──► yes
                           └ no: its group's owner ──alive──► HeldElsewhereError: there
                                                   ├─dead, or let go of──► claimed, journal replayed ──► here
                                                   └─none──► it has ended: its journal says how, for a while
 
-Nobody needs to ask: every sweep, each server takes the orphans that fall to it, so that groups which no agent asks for
+Nobody needs to ask: every round, each server takes the orphans that fall to it, so that groups which no agent asks for
 again expire and give their place in the account back. A server that is only believed to be dead does no harm: what it
 writes is refused, for it is not the owner any more.
 """
@@ -145,7 +145,7 @@ class Takeover:
             await restore_answers(self._journal, replayed)
             self._groups.add(replayed.group)
             _log.info(
-                "group adopted",
+                "group taken over",
                 group=group_id,
                 of=owner,
                 sessions=len(replayed.group.sessions),

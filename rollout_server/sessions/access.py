@@ -2,7 +2,7 @@
 
 | bearer            | opens                                                                                    |
 |-------------------|------------------------------------------------------------------------------------------|
-| a session's key   | the OpenAI dialect, status and heartbeat of that session, the list of models             |
+| a session's key   | the OpenAI API, status and heartbeat of that session, the list of models             |
 | the agent key     | every session, opening, rewarding and ending them                                        |
 | admin, peer       | what `services.security.permissions` says; no session                                               |
 | anything else     | everything where no key is configured (loopback only), nothing elsewhere                 |

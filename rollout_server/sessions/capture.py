@@ -1,15 +1,15 @@
-"""Token capture: what one session's engine saw and drew, exactly, as a tree of prefixes, and the segments it makes.
+"""Token capture: what one session's engine saw and sampled, exactly, as a tree of prefixes, and the segments it makes.
 
-    root ─ prompt ─ drawn ─┬─ prompt ─ drawn            a node is one answer: what was put before it, and what was drawn
-                           └─ prompt ─ drawn            two calls that extend the same tokens are two children
+    root ─ prompt ─ sampled ─┬─ prompt ─ sampled            a node is one answer: what came before it, and what was sampled
+                             └─ prompt ─ sampled            two calls that extend the same tokens are two children
 
-    segments     root ─ child 1      all drawn tokens trained
+    segments     root ─ child 1      all sampled tokens trained
                  root ─ child 2      the root's are context here, they are trained above; break_reason `branch`
 
-A node's path, from its root to its last drawn token, is a context that some later prompt may extend. Every way from a root
-to a leaf is one segment. Every drawn token is captured once, with the id that the engine drew (no text is ever encoded
-again), and its mask is 1 in exactly one segment. Which one follows from the tree alone and not from the order in which
-branches came: the longest way is laid first. Pure.
+A node's path, from its root to its last sampled token, is a context that some later prompt may extend. Every way from a
+root to a leaf is one segment. Every sampled token is captured once, with the id that the engine sampled (no text is
+ever encoded again), and its mask is 1 in exactly one segment. Which one follows from the tree alone and not from the
+order in which branches came: the longest way is laid first. Pure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CaptureError(RollmeshError):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One answer. `spans` lie over `sampled` alone; `end` is the length of the path up to and with the last drawn token.
+    """One answer. `spans` lie over `sampled` alone; `end` is the length of the path up to and with the last sampled token.
 
     `number`: its place in the order of recording, from 0.
     """
@@ -54,7 +54,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Layout:
-    """`places`: for each node the segment in which its drawn tokens are trained, and the position of the first there."""
+    """`places`: for each node the segment in which its sampled tokens are trained, and the position of the first there."""
 
     segments: list[Segment]
     places: dict[Node, tuple[int, int]]
@@ -70,11 +70,11 @@ class Capture:
         """Answers that extend no other."""
         self._index: PrefixIndex[Node] = PrefixIndex()
         self.samplings: list[SamplingParams] = []
-        """How tokens were drawn; spans name them by their place here."""
+        """How tokens were sampled; spans name them by their place here."""
         self.tip: Node | None = None
         """The newest answer: what a turn that names no context extends."""
         self.sampled = 0
-        """Tokens drawn so far."""
+        """Tokens sampled so far."""
 
     @property
     def answers(self) -> int:
@@ -100,9 +100,9 @@ class Capture:
         sampling: SamplingParams,
         break_reason: BreakReason | None = None,
     ) -> Node:
-        """Add one answer. `prompt`: the tokens between `parent`'s path (nothing, for a root) and the first drawn one.
+        """Add one answer. `prompt`: the tokens between `parent`'s path (nothing, for a root) and the first sampled one.
 
-        `versions` are spans over these drawn tokens alone. Raises CaptureError, and records nothing, for lengths that
+        `versions` are spans over these sampled tokens alone. Raises CaptureError, and records nothing, for lengths that
         differ, spans that do not cover the tokens, or a logprob that is not finite.
         """
         check_sampled(token_ids, logprobs, versions)
@@ -131,11 +131,11 @@ class Capture:
         return node
 
     def segments(self) -> list[Segment]:
-        """The segments so far, packed. Empty before the first drawn token."""
+        """The segments so far, packed. Empty before the first sampled token."""
         return self.layout().segments
 
     def layout(self) -> Layout:
-        """Segments, and where in them each node's drawn tokens are trained."""
+        """Segments, and where in them each node's sampled tokens are trained."""
         sizes, prints = _measure(self.roots)
 
         def order(node: Node) -> tuple[bool, int, bytes]:
@@ -175,7 +175,7 @@ def leaves(capture: Capture) -> list[list[Node]]:
 
 
 def path(node: Node) -> list[int]:
-    """All tokens from the root up to and with the last drawn token of `node`."""
+    """All tokens from the root up to and with the last sampled token of `node`."""
     tokens: list[int] = []
     for each in _ancestry(node):
         tokens += each.prompt
@@ -210,7 +210,7 @@ def _ancestry(node: Node) -> list[Node]:
 
 
 def _measure(roots: Sequence[Node]) -> tuple[dict[Node, int], dict[Node, bytes]]:
-    """Of every node: the drawn tokens of the longest way down from it, and a digest of all that lies below it."""
+    """Of every node: the sampled tokens of the longest way down from it, and a digest of all that lies below it."""
     downwards = list(roots)
     for node in downwards:  # grows while it is walked, so long conversations need no recursion
         downwards += node.children
@@ -228,7 +228,7 @@ def _measure(roots: Sequence[Node]) -> tuple[dict[Node, int], dict[Node, bytes]]
 
 
 def _lay(nodes: Sequence[Node], number: int, places: dict[Node, tuple[int, int]]) -> Segment | None:
-    """Segment `number` along `nodes`: drawn tokens that have no place yet get theirs here. None if none lacked one."""
+    """Segment `number` along `nodes`: sampled tokens that have no place yet get theirs here. None if none lacked one."""
     tokens: list[int] = []
     mask = bytearray()
     logprobs = array("f")

@@ -1,6 +1,6 @@
 """Answers of one session that outlive the connection that asked for them, so that a retry replays or joins them.
 
-    call ──new──► Answer ◄── produce: draws tokens, puts chunks ──► (somebody hears it) ──► captured ──► done
+    call ──new──► Answer ◄── produce: generates tokens, puts chunks ──► (somebody hears it) ──► captured ──► done
       └──repeated──► listens to the same Answer from its first chunk on
 
     nobody listens ──► patience_s ──► cancelled, and nothing of it is captured: no agent ever saw it
@@ -186,7 +186,7 @@ class Answers:
         task = self._tasks.get(answer)
         if task is not None and not answer.ended:
             answer.end(error or AnswerLostError("nobody listened to this answer any more", "send the call again"))
-            # At once, not when the drawing has unwound: a retry in between would join what nobody makes any more.
+            # At once, not when the generation has unwound: a retry in between would join what nobody makes any more.
             self._index.forget(answer)
             task.cancel()
 

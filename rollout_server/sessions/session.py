@@ -99,7 +99,7 @@ DropCause = Literal["idle", "aborted", "run_concluded", "shutdown"]
 class Terms:
     """What sessions are opened on; siblings may share it. `sampling` wins over what calls say.
 
-    `trace`: the context of the call that opened them, where it is recorded; also after another server has adopted them.
+    `trace`: the context of the call that opened them, where it is recorded; also after another server has taken over them.
     """
 
     task: str
@@ -160,7 +160,7 @@ class Session:
     taking_turn: bool = False
     calls_in_flight: int = 0
     tokens_reserved: int = 0
-    """Tokens that calls in flight may still draw: what they leave of the budget is for others."""
+    """Tokens that calls in flight may still generate: what they leave of the budget is for others."""
     finish_reason: FinishReason = "stop"
     taken_over: bool = False
     """It was another server's, or an earlier life's: what calls it may repeat is in the journal."""
@@ -170,7 +170,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is being drawn, or the session is being ended."""
+        """Whether an answer is being sampled, or the session is being ended."""
         return self.taking_turn or self.calls_in_flight > 0 or self.ending
 
     @property
@@ -197,13 +197,13 @@ class Session:
         return max(0.0, min(idle, self.seconds_left()))
 
     def tokens_left(self) -> int | None:
-        """Tokens that a further call may draw; None where there is no bound."""
+        """Tokens that a further call may generate; None where there is no bound."""
         spent = self.capture.sampled + self.tokens_reserved
         return None if self.terms.max_tokens is None else max(0, self.terms.max_tokens - spent)
 
     @contextmanager
     def reserving(self, tokens: int) -> Iterator[None]:
-        """A call may draw so many tokens in the block."""
+        """A call may generate so many tokens in the block."""
         self.tokens_reserved += tokens
         try:
             yield

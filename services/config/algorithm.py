@@ -10,7 +10,7 @@ from services.config.base import Section
 
 
 class CorrectionSettings(Section):
-    """Weights of tokens that another policy drew; `trainer.algorithms.losses.correction` has the formulas and their
+    """Weights of tokens that another policy sampled; `trainer.algorithms.losses.correction` has the formulas and their
     sources.
 
     ρ = π_prox/π_beh at a token; of a segment, `sequence` takes the product, `geometric` the geometric mean.
@@ -57,7 +57,7 @@ class LossSettings(Section):
 # and refuses choices without effect.
 
 GREEDY_BASELINE = "remax"
-"""The estimator that compares with an answer drawn greedily: the first sibling of each group is that one."""
+"""The estimator that compares with an answer sampled greedily: the first sibling of each group is that one."""
 
 
 class CriticSettings(Section):
@@ -112,5 +112,5 @@ class AdvantageSettings(Section):
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether the first sibling of each group is drawn greedily, to compare the others with."""
+        """Whether the first sibling of each group is sampled greedily, to compare the others with."""
         return self.estimator == GREEDY_BASELINE

@@ -46,9 +46,9 @@ def _refuse_starvation(settings: RunSettings) -> None:
     updates, most = settings.trainer.updates_per_batch, most_updates(settings.k)
     if updates > most:
         raise UsageError(
-            f"trainer.updates_per_batch={updates} cannot be under k={settings.k}: a batch is drawn before its first step, "
-            f"so tokens of its last would be {updates - 1} steps old",
-            f"set k={updates - 1} or more ({2 * updates - 1} lets engines draw while the trainer trains), or "
+            f"trainer.updates_per_batch={updates} cannot be under k={settings.k}: a batch is sampled before its "
+            f"first step, so tokens of its last would be {updates - 1} steps old",
+            f"set k={updates - 1} or more ({2 * updates - 1} lets engines generate while the trainer trains), or "
             f"trainer.updates_per_batch={most} or less",
         )
 

@@ -1,4 +1,5 @@
-"""Whether traces are recorded, and where they go: settings of the run, which the surroundings of a process override.
+"""Whether traces are recorded, and where they go: settings of the run, which the environment variables of a process
+override.
 
 telemetry.traces = "otlp"           ROLLMESH_TRACES=otlp
 telemetry.traces_endpoint = "…"     ROLLMESH_TRACES_ENDPOINT=…

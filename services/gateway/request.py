@@ -1,4 +1,4 @@
-"""What the gateway reads off a call: which session or group it names, and whether it opens one or draws tokens. Pure.
+"""What the gateway reads off a call: which session or group it names, and whether it opens one or generates tokens. Pure.
 
 | named by                          | example                                      |
 |-----------------------------------|----------------------------------------------|
@@ -67,12 +67,12 @@ class ProxiedCall:
 
     @property
     def generates(self) -> bool:
-        """Whether it lets an engine draw tokens."""
+        """Whether it lets an engine generate tokens."""
         return self.method == "POST" and self.path.endswith(_GENERATING)
 
     @property
     def is_stateless(self) -> bool:
-        """Whether it draws tokens outside any session."""
+        """Whether it generates tokens outside any session."""
         return self.path == GENERATE and self.method == "POST" and self.session_id is None
 
     @property

@@ -29,7 +29,7 @@ _log = structlog.get_logger()
 
 
 class Server:
-    """One server. `in_flight`: calls that draw and that this gateway has sent it."""
+    """One server. `in_flight`: calls that generate and that this gateway has sent it."""
 
     def __init__(self, record: ServerRecord) -> None:
         self.record = record
@@ -45,7 +45,7 @@ class Server:
 
     @property
     def busy(self) -> int:
-        """Calls that it draws for or holds back: as announced, and what this gateway has added or taken since."""
+        """Calls that it generates for or holds back: as announced, and what this gateway has added or taken since."""
         announced = self.record.running + self.record.waiting
         return max(self.in_flight, announced + self.in_flight - self._in_flight_then)
 

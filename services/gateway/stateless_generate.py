@@ -1,7 +1,7 @@
-"""`POST /inference/v1/generate` outside any session: a draw that breaks off is continued from its own tokens.
+"""`POST /inference/v1/generate` outside any session: a generation that breaks off is continued from its own tokens.
 
-No server keeps such a draw, so sending the call again would draw something else. What has come is put behind the prompt
-instead, and the rest is asked for; the agent sees one answer, never `finish_reason: "abort"`.
+No server keeps such a generation, so sending the call again would generate something else. What has come is put behind
+the prompt instead, and the rest is asked for; the agent sees one answer, never `finish_reason: "abort"`.
 
     whole answer:   choices that ended by `abort` ──► each one's rest, on its own ──► joined
     stream, n = 1:  chunks pass on; after an `abort` or a broken connection those of the rest follow
@@ -108,7 +108,7 @@ class StatelessCalls:
         async def keep(server: Server, response: ClientResponse) -> None:
             body = await response.read()
             if rest_of is not None and b'"abort"' in body and not _answer.decode(body).choices[0].token_ids:
-                raise TryFailedError("it broke the draw off before the first token")
+                raise TryFailedError("it broke the generation off before the first token")
             got.append(_Got(server, response.status, response.raw_headers, body))
 
         await self._failover.deliver(call, keep, lambda: 0, apart_from=apart_from)
@@ -173,7 +173,7 @@ class StatelessStream:
 
     def __init__(self, asked: Call, agent: DownstreamResponse) -> None:
         options = asked.get("stream_options") or {}
-        # So that it is known of every token which version drew it, wherever the stream breaks off.
+        # So that it is known of every token which version sampled it, wherever the stream breaks off.
         self._asked = asked | {"stream_options": {**options, "version_spans": True}}
         self._prompt_tokens = len(asked["token_ids"])
         self._wants_usage = bool(options.get("include_usage"))
@@ -181,7 +181,7 @@ class StatelessStream:
         self._request_id = ""
         self._sampled = ChunkChoice(index=0, token_ids=[], policy_versions=[])
         self._earlier = 0
-        """Tokens that other servers drew before the one that draws now."""
+        """Tokens that other servers sampled before the one that generates now."""
 
     def first(self) -> Call:
         """What is asked of the first server."""
@@ -221,7 +221,7 @@ class StatelessStream:
                 await self._agent.begin(response.status, response.raw_headers)
                 await self._agent.pass_on(b"".join(passed))
             if aborted:
-                raise TryFailedError("it broke the draw off")
+                raise TryFailedError("it broke the generation off")
         raise TryFailedError("the stream ended before its end")
 
     async def close(self, reason: Literal["stop", "length"]) -> None:
@@ -285,18 +285,18 @@ def _event(chunk: GenerateChunk) -> bytes:
     return _DATA + _encoder.encode(chunk) + b"\n\n"
 
 
-# Continuing a draw that was broken off: what is left to ask for, and how the parts become one sample. Pure.
+# Continuing a generation that was broken off: what is left to ask for, and how the parts become one sample. Pure.
 #
-#     asked: token_ids, max_tokens     ──► drawn k tokens, then `abort` (or the server died)
-#     left : token_ids + drawn, max_tokens − k, resumed + k      ──► joined: drawn + the rest, versions moved on by k
+#     asked: token_ids, max_tokens     ──► sampled k tokens, then `abort` (or the server died)
+#     left : token_ids + sampled, max_tokens − k, resumed + k      ──► joined: sampled + the rest, versions moved on by k
 #
 # `resumed` tells the engine that the last k tokens of the prompt are output, so penalties, `min_tokens` and a seed go
-# on as in an unbroken draw; so does `first_index` for one of several samples.
+# on as in an unbroken generation; so does `first_index` for one of several samples.
 
 Call = dict[str, Any]
 """A decoded `GenerateCall`, with all that its sender wrote."""
 Versions = Sequence[tuple[int, int]]
-"""(policy version, the first output token that it drew), in order."""
+"""(policy version, the first output token that it sampled), in order."""
 
 
 def asks_for_one(call: Call) -> bool:
@@ -372,7 +372,7 @@ def weight_spans(versions: Versions | None, length: int) -> list[WeightVersionSp
 
 
 def usage(prompt_tokens: int, samples: Sequence[Choice]) -> Usage:
-    """Of the whole answer, as if it had been drawn in one go."""
+    """Of the whole answer, as if it had been sampled in one go."""
     sampled = sum(len(sample.token_ids) for sample in samples)
     return Usage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens + sampled, completion_tokens=sampled)
 

@@ -76,7 +76,7 @@ class Upstream:
     async def sending(self, server: Server, call: ProxiedCall) -> AsyncIterator[aiohttp.ClientResponse]:
         """The server's answer, its head read, its body not; only one that is worth telling the agent.
 
-        There is no time limit on an answer, for a draw takes as long as it takes: the wait ends with the server's lease,
+        There is no time limit on an answer, a generation takes as long as it takes: the wait ends with the server's lease,
         or when the agent hangs up. Raises TryFailedError, also for what happens while the block reads the body.
         """
         url = self._trusted(server)

@@ -2,7 +2,7 @@
 
     .making-<host>-<pid>-<random>/ ──write──► fsync ──rename──► name/
 
-A process that dies half-way leaves only a `.making-…` folder, which the next one sweeps away.
+A process that dies half-way leaves only a `.making-…` folder, which the next one removes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How glibc gives a process its memory, and how it copies. It reads GLIBC_TUNABLES once, when a process begins: so a
 process that wants it otherwise begins again.
 
-**Huge pages**, where the system gives them only to who asks. Weights, keys and values, and what a step allocates and frees
-again, are read and written faster from pages of 2 MB than from those of 4 KB (an engine on a CPU draws about a tenth more
-tokens a second).
+**Huge pages**, where the system gives them only to who asks. Weights, keys and values, and what a step allocates and
+frees again, are read and written faster from pages of 2 MB than from those of 4 KB (an engine on a CPU generates about
+a tenth more tokens a second).
 
 **Streamed copies**: those of 1 MiB and more go past the caches, straight to memory. A copy of weights is read by nobody
 soon, and takes a third less time or better; a training step on a CPU takes a twentieth less with both (measured on Zen 3,

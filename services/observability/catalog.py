@@ -45,11 +45,11 @@ SERVICE_BUILD = _gauge("rollmesh_service_build_info", "Which service this is", "
 SERVICE_NOT_READY = _gauge("rollmesh_service_not_ready_reasons", "Reasons that /readyz gives for not being ready")
 
 # Rollout servers
-ROLLOUT_VERSION = _gauge("rollmesh_rollout_policy_version", "Policy version that the next token is drawn with")
+ROLLOUT_VERSION = _gauge("rollmesh_rollout_policy_version", "Policy version that the next token is sampled with")
 ROLLOUT_STAGED = _gauge("rollmesh_rollout_staged_version", "Policy version that lies staged; absent where none does")
-ROLLOUT_SAMPLED = _counter("rollmesh_rollout_drawn_tokens_total", "Tokens drawn")
+ROLLOUT_SAMPLED = _counter("rollmesh_rollout_drawn_tokens_total", "Tokens sampled")
 ROLLOUT_PREFILLED = _counter("rollmesh_rollout_prefilled_tokens_total", "Tokens prefilled, cached prefixes left out")
-ROLLOUT_RUNNING = _gauge("rollmesh_rollout_running_samples", "Samples being drawn")
+ROLLOUT_RUNNING = _gauge("rollmesh_rollout_running_samples", "Samples being sampled")
 ROLLOUT_WAITING = _gauge("rollmesh_rollout_waiting_requests", "Requests that wait for a place in the engine")
 ROLLOUT_PAUSED = _gauge("rollmesh_rollout_paused_engines", "1 while an operator has paused the engine")
 ROLLOUT_COMMITS = _counter("rollmesh_rollout_committed_updates_total", "Weight updates that the engine has flipped to")
@@ -65,7 +65,7 @@ ROLLOUT_HTTP = _counter(
 GATEWAY_SERVERS = _gauge(
     "rollmesh_gateway_known_servers", "Rollout servers that are alive, by announced state", "state"
 )
-GATEWAY_IN_FLIGHT = _gauge("rollmesh_gateway_in_flight_calls", "Calls that draw and are not answered", "server")
+GATEWAY_IN_FLIGHT = _gauge("rollmesh_gateway_in_flight_calls", "Calls that generate and are not answered yet", "server")
 GATEWAY_RESENT = _counter("rollmesh_gateway_failed_tries_total", "Tries that failed, to be made elsewhere", "server")
 
 # Weight bus

@@ -38,7 +38,7 @@ PANELS = (
     Panel("Tokens over K", "percentunit", ((over_k_share("5m"), "over K"),)),
     Panel("Effective samples", "percentunit", ((catalog.TRAINER_ESS.name, "effective"),)),
     Panel("Trajectories dropped", "cps", ((rate(catalog.TRAINER_DROPPED, "5m", "cause"), "{{cause}}"),)),
-    Panel("Tokens drawn", "cps", ((rate(catalog.ROLLOUT_SAMPLED, "1m", "instance"), "{{instance}}"),)),
+    Panel("Tokens sampled", "cps", ((rate(catalog.ROLLOUT_SAMPLED, "1m", "instance"), "{{instance}}"),)),
     Panel(
         "Samples",
         "none",

@@ -18,10 +18,10 @@ synchronous.
 (2) A straggler is not consumed, so it keeps its place under (1). Not so a group that the trainer has dropped, or
 consumed, and that its server has not closed yet: (1) would let another in beside it for as long as it stays open.
 
-Where the trainer takes `U` optimizer steps a batch, that is U · batch groups, drawn before the first of them, and no
-version between is published. The last step's tokens are then at least U − 1 steps old, and (1) admits a whole batch under
-the version before it only where K ≥ U − 1: with less the trainer would wait for ever. With K = U − 1 drawing and training
-take turns; with K ≥ 2 · U − 1 the next batch is drawn whole while one is trained.
+Where the trainer takes `U` optimizer steps a batch, that is U · batch groups, sampled before the first of them, and no
+version between is published. The last step's tokens are then at least U − 1 steps old, and (1) admits a whole batch
+under the version before it only where K ≥ U − 1: with less the trainer would wait for ever. With K = U − 1 generating
+and training take turns; with K ≥ 2 · U − 1 the next batch is sampled whole while one is trained.
 
 (3) A batch does not wait for a straggler: without a bound the run would pass it for ever, and all that it has to say
 would be too old. At the bound everybody waits for that one group. It ends, at the latest by the idle time or the deadline

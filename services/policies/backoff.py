@@ -38,7 +38,7 @@ class RestartPolicy:
     def after_exit(self, exit_code: int, lived_s: float, in_a_row: int) -> Restart | GiveUp:
         """What follows when a process ended that should not have, after `in_a_row` restarts without a healthy life."""
         if exit_code == MISUSE:
-            return GiveUp("it refuses its command line or surroundings")
+            return GiveUp("it refuses its command line or environment variables")
         restart = 1 if lived_s >= self.healthy_after_s else in_a_row + 1
         if restart > self.max_restarts:
             return GiveUp(f"it died {restart} times in a row" if restart > 1 else "it is not started again")

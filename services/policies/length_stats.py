@@ -3,7 +3,7 @@
     length      1 … 7   8 … 9   10 … 11   12 … 13   14 … 15   16 … 19   20 … 23   …      four buckets an octave
     bucket      itself    8        10        12        14        16        20     …      named by its least length
 
-What is trained may differ from what was drawn: long answers expire, come too late, or are cut off with the run. The
+What is trained may differ from what was sampled: long answers expire, come too late, or are cut off with the run. The
 distance is Kolmogorov and Smirnov's: the largest difference of the two cumulative shares, 0 where they are alike.
 """
 

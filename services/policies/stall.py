@@ -1,6 +1,6 @@
 """By how much an update of the weights disturbs a stream of tokens: the rule that engines report and benchmarks judge by.
 
-    tokens   |   |   |   |   |       |   |   |   |        gaps between tokens, or between steps that drew some
+    tokens   |   |   |   |   |       |   |   |   |        gaps between tokens, or between steps that sampled some
     commit                      ^                         falls into one gap (a pause: into one or more)
     window                 └───────────┘                  WINDOW gaps before, those it falls into, WINDOW after
     quiet    └─────────────┘           └─────────┘        the undisturbed gaps next to it

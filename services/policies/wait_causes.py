@@ -6,7 +6,7 @@
 | `silent`        | it takes connections and answers nothing: stopped, hung, or cut off   | yes  |
 | `unheard`       | it answers, but Redis does not hear of it any more                    | yes  |
 | `not_ready`     | it says itself why it cannot do its work                              | yes  |
-| `draws_nothing` | a server has samples to draw and drew no token between two looks      | no   |
+| `draws_nothing` | a server has samples to generate and generated no token between two looks      | no   |
 | `open_group`    | the trainer waits, and this is the oldest group that is not whole     | no   |
 | `nobody_plays`  | the trainer waits, no group is open and nobody waits to open one      | no   |
 
@@ -28,7 +28,7 @@ ProbeOutcome = Literal["ready", "not_ready", "silent", "refused"]
 class SeenService:
     """One service as it was found. `alive`: its lease lasts; None where it holds none. `last_heard`: Unix seconds.
 
-    `reasons`: what it says of not being ready. `running`, `sampled`: samples being drawn, and tokens drawn between two
+    `reasons`: what it says of not being ready. `running`, `sampled`: samples being sampled, and tokens sampled between two
     looks `apart_s` apart; None where that is not known.
     """
 
@@ -104,7 +104,7 @@ def _of_service(seen: SeenService, groups: tuple[SeenGroup, ...], now: float) ->
         what = f"{seen.name} is not ready: {'; '.join(seen.reasons)}"
         return Cause("not_ready", seen.name, now, what, True, groups)
     if seen.running and seen.sampled == 0:
-        what = f"{seen.name} drew no token in {seen.apart_s:.1f} s, with {seen.running} samples to draw"
+        what = f"{seen.name} generated no token in {seen.apart_s:.1f} s, with {seen.running} samples to generate"
         return Cause("draws_nothing", seen.name, now - seen.apart_s, what, False, groups)
     return None
 

@@ -148,18 +148,18 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     server_id: str
     incarnation: str
-    """Random, drawn at each start."""
+    """Random, chosen at each start."""
     url: str
     state: ServerState
     model: str
     policy_version: int
     kv_policy: str = "keep"
     running: int = 0
-    """Samples being drawn."""
+    """Samples being sampled."""
     waiting: int = 0
     """Requests that wait for a place."""
     max_running: int = 0
-    """Samples that it draws at once."""
+    """Samples that it generates at once."""
     open_sessions: int = 0
     sampled_tokens: int = msgspec.field(default=0, name="drawn_tokens")
     """Since it started."""

@@ -39,7 +39,7 @@ class RunKeys:
 
     @property
     def lengths(self) -> str:
-        """Hash: bucket of lengths → sessions that drew so many tokens; `total` → tokens of all of them."""
+        """Hash: bucket of lengths → sessions that sampled so many tokens; `total` → tokens of all of them."""
         return self._key("lengths")
 
     @property
@@ -110,11 +110,11 @@ class RunKeys:
         return self._key(f"group-of:{session_id}")
 
     def journal(self, group_id: str) -> str:
-        """List: what happened in a group, to be read by whoever adopts it."""
+        """List: what happened in a group, to be read by whoever takes over it."""
         return self._key(f"journal:{group_id}")
 
     def partial(self, session_id: str, call: str) -> str:
-        """List: what was drawn so far for an answer that is not whole."""
+        """List: what was sampled so far for an answer that is not whole."""
         return self._key(f"draft:{session_id}:{call}")
 
     def answer(self, group_id: str, call: str) -> str:

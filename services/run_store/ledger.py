@@ -136,7 +136,7 @@ class Ledger:
         return {group_id for group_id, record in zip(group_ids, records, strict=True) if record is not None}
 
     async def session_secret(self) -> bytes:
-        """What the run's session keys are made with; the first server to ask draws it."""
+        """What the run's session keys are made with; the first server to ask makes it."""
         await self._redis.set(self._keys.session_secret, secrets.token_bytes(32), nx=True)
         secret = await self._redis.get(self._keys.session_secret)
         if not isinstance(secret, bytes):
@@ -154,14 +154,14 @@ class Ledger:
         return bool(await self._drop(keys=keys, args=[group_id]))
 
     async def count_given_up(self, sampled_tokens: int) -> None:
-        """A session drew so many tokens and will not be published: its length counts among those that were drawn."""
+        """A session sampled so many tokens and will not be published: its length counts among those that were sampled."""
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hincrby(self._keys.lengths, str(bucket_of(sampled_tokens)), 1)
             pipe.hincrby(self._keys.lengths, "total", sampled_tokens)
             await pipe.execute()
 
     async def lengths(self) -> Lengths:
-        """How many tokens sessions drew: of those that were published, and of those that were given up."""
+        """How many tokens sessions sampled: of those that were published, and of those that were given up."""
         found = await self._redis.hgetall(self._keys.lengths)
         counts = {as_text(name): int(count) for name, count in found.items()}
         total = counts.pop("total", 0)

@@ -3,7 +3,7 @@
 | door          | opened by               | behind it                                                             |
 |---------------|-------------------------|-----------------------------------------------------------------------|
 | `environment` | agent                   | sessions, groups, rewards; a session's own key opens that session too |
-| `reading`     | agent, admin, peer      | how the run and an engine stand, drawing tokens outside sessions      |
+| `reading`     | agent, admin, peer      | how the run and an engine stand, generating tokens outside sessions      |
 | `service`     | admin, peer             | what the mesh's parts ask of each other: weights, updates, pauses     |
 | `operator`    | admin                   | what only a person does: rollback, drain, pushing a snapshot          |
 

@@ -3,7 +3,7 @@
     directory, registry, accounts, open groups, waits, report ──at once──► services ──probed──► causes ──► MeshReport
 
 Every part has a deadline and fails alone. Where the trainer waits and nobody is plainly at fault, servers are looked at
-once more: whether they draw shows only over time.
+once more: whether they generate shows only over time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from services.wire.errors import DeadlineError, UsageError
 
 PART_WITHIN_S = 2.0
 LOOK_AGAIN_S = 2.2
-"""Servers announce what they have drawn every second: between two looks so far apart there is at least one."""
+"""Servers announce what they have sampled every second: between two looks so far apart there is at least one."""
 TRAINER = "trainer"
 
 _NO_WAITS: dict[str, Wait] = {}
@@ -55,7 +55,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """Tokens that a server's incarnation had drawn when it was looked at (monotonic clock)."""
+    """Tokens that a server's incarnation had sampled when it was looked at (monotonic clock)."""
 
     incarnation: str
     tokens: int
@@ -128,7 +128,7 @@ class StatusCollector:
         )
 
     def _remember(self, servers: Sequence[ServerRecord]) -> None:
-        """Only what has changed: who draws nothing is compared with when it last drew."""
+        """Only what has changed: who generates nothing is compared with when it last generated."""
         now = time.monotonic()
         for server in servers:
             before = self._sampled.get(server.server_id)
@@ -179,7 +179,7 @@ class StatusCollector:
             SeenGroup(
                 name,
                 opened[name].ordinal,
-                # Adopted groups are another server's than the one that opened them.
+                # Groups taken over are another server's than the one that opened them.
                 as_text(owner).partition("/")[0] if owner else opened[name].server_id,
                 opened[name].opened_at,
                 int(count or 0),

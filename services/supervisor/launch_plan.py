@@ -187,7 +187,7 @@ def _environment(
     command: tuple[str, ...], rewards_url: str | None, commands: _Commands, traced: Mapping[str, str]
 ) -> ProcessSpec:
     """`traced`: it reads no configuration; all others learn from there whether traces are wanted."""
-    # In its surroundings, where a task of the user's own finds it too.
+    # In its environment variables, where a task of the user's own finds it too.
     judged = {} if rewards_url is None else {"ROLLMESH_REWARDS_URL": rewards_url}
     return commands.command("environment", *command, role="job", environ={**judged, **traced})
 

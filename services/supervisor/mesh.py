@@ -1,8 +1,8 @@
 """The life of a mesh on one machine.
 
-reserve ports ─► janitor ─► Valkey ─► everything else at once ─► ready ─► … training … ─► trainer and environment done
+reserve ports ─► reaper ─► Valkey ─► everything else at once ─► ready ─► … training … ─► trainer and environment done
                                                │                                                     │
-                         a process dies: its keeper starts it again                        collect, write summary
+                         a process dies: its supervisor starts it again                        collect, write summary
                                                ▼                                                     ▼
                     gives up, or Ctrl-C, or the disk is full ─────────────────────► stop all (Valkey last), clean up
 """
@@ -53,7 +53,7 @@ MIN_FREE_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class MeshProcesses:
-    """The keepers of a plan's posts."""
+    """The supervisor of a plan's posts."""
 
     valkey: ManagedProcess | None
     bus: ManagedProcess

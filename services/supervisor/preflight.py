@@ -34,7 +34,7 @@ _TASK_CHECK_S = 120.0
 async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings, RunFolder, str]:
     """Settings with everything resolved, a run folder made for them (config.toml is not written yet), and a run id.
 
-    Raises UsageError, with nothing left behind, for surroundings in which the run cannot work.
+    Raises UsageError, with nothing left behind, for environment variables in which the run cannot work.
     """
     engine = choose_engine(settings.engine)
     task = find_task(settings.task)

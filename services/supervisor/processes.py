@@ -42,7 +42,7 @@ class ProcessSpec:
 
 
 class Reaper:
-    """The supervisor's end of the janitor's pipe."""
+    """The supervisor's end of the reaper's pipe."""
 
     def __init__(self, shm_prefix: Path) -> None:
         self._shm_prefix = shm_prefix
@@ -70,8 +70,8 @@ class Reaper:
 
     def _tell(self, line: str) -> None:
         if self._process is None or self._process.stdin is None:
-            raise RuntimeError("use the janitor as an async context manager")
-        # A janitor that was killed cannot be told anything; the run itself goes on.
+            raise RuntimeError("use the reaper as an async context manager")
+        # A reaper that was killed cannot be told anything; the run itself goes on.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._process.stdin.write(f"{line}\n".encode())
 

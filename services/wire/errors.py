@@ -59,7 +59,7 @@ class ContextLengthError(RollmeshError):
 
 
 class UnsupportedParameterError(RollmeshError):
-    """A parameter that would change what is drawn and that no engine here supports: HTTP 400, never ignored."""
+    """A parameter that would change what is sampled and that no engine here supports: HTTP 400, never ignored."""
 
     status = 400
     code = "unsupported_parameter"

@@ -22,7 +22,7 @@ class KnownServer(Body):
     max_running: int
     open_sessions: int
     in_flight: int
-    """Calls that draw, sent by this gateway and not answered."""
+    """Calls that generate, sent by this gateway and not answered."""
 
 
 class KnownServers(Body):

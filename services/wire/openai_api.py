@@ -1,7 +1,7 @@
-"""HTTP bodies of the OpenAI dialect: what existing agents send, and what their clients read.
+"""HTTP bodies of the OpenAI API: what existing agents send, and what their clients read.
 
 Names and meanings are OpenAI's; the extra sampling fields, `return_token_ids` and `return_tokens_as_token_ids` are vLLM's.
-Unknown fields are ignored, as OpenAI's clients expect. Fields that would change what is drawn and that are not supported
+Unknown fields are ignored, as OpenAI's clients expect. Fields that would change what is sampled and that are not supported
 are named in `unsupported`, so that they can be refused instead of ignored.
 """
 
@@ -86,7 +86,7 @@ class Sampled(SamplingFields, Lenient):
         return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
 
     def unsupported(self) -> list[str]:
-        """Fields that ask for a draw that no engine here makes."""
+        """Fields that ask for a generation that no engine here makes."""
         return ["logit_bias"] if self.logit_bias else []
 
 
@@ -102,7 +102,7 @@ class ChatCall(Sampled):
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[ToolDefinition] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    """`auto` and `none`; a forced call cannot be drawn."""
+    """`auto` and `none`; a forced call cannot be sampled."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -168,7 +168,7 @@ class TokenFields(BaseModel):
 
     token_ids: list[int] | None = None
     policy_versions: list[tuple[int, int]] | None = None
-    """(policy version, offset of the first drawn token that it drew)."""
+    """(policy version, offset of the first sampled token that it sampled)."""
 
 
 class ChatChoice(TokenFields):

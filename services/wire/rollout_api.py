@@ -42,7 +42,7 @@ class SamplingBody(Body):
 
 
 class SamplingFields(BaseModel):
-    """How tokens are drawn, as far as somebody decides it: None leaves it to others. Names and meanings are vLLM's."""
+    """How tokens are sampled, as far as somebody decides it: None leaves it to others. Names and meanings are vLLM's."""
 
     temperature: float | None = Field(default=None, ge=0.0, le=2.0)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
@@ -73,7 +73,7 @@ class OpenGroup(Body):
     wait_s: float = Field(default=0.0, ge=0.0, le=60.0)
     """How long the server may hold the call until admission opens, before it answers 429."""
     greedy_baseline: bool = False
-    """The first session is drawn greedily, whatever its calls say: an answer that the others are compared with (ReMax)."""
+    """The first session is sampled greedily, whatever its calls say: the baseline that the others are compared with."""
 
 
 class GroupOpened(Body):
@@ -158,7 +158,7 @@ class EngineReport(Body):
     paused: bool
     tokens_generated: int
     prefill_tokens: int
-    """Tokens whose keys and values were computed other than by drawing them; those of cached prefixes not counted."""
+    """Tokens whose keys and values were computed other than by generating them; those of cached prefixes not counted."""
     commits: int
     stalls_ms: list[float]
     """For each commit of which enough was seen: the longest gap between tokens around it less the median one."""

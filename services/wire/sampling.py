@@ -1,4 +1,4 @@
-"""How tokens are drawn, recorded with every trajectory so that the trainer can reproduce or refuse it."""
+"""How tokens are sampled, recorded with every trajectory so that the trainer can reproduce or refuse it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_p: float = 0.0
     """Cut tokens less likely than this share of the likeliest one's probability."""
     presence_penalty: float = 0.0
-    """Taken off the logits of tokens that were drawn already."""
+    """Taken off the logits of tokens that were sampled already."""
     frequency_penalty: float = 0.0
-    """Taken off the logits of drawn tokens as often as they were drawn."""
+    """Taken off the logits of sampled tokens as often as they were sampled."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies other logits of tokens in the prompt or drawn already."""
+    """Divides positive and multiplies other logits of tokens in the prompt or sampled already."""
     min_tokens: int = 0
-    """No stop token is drawn before so many others."""
+    """No stop token is sampled before so many others."""
     seed: int | None = None
     """None or −1: the engine's own random numbers."""
     stop_token_ids: tuple[int, ...] = ()

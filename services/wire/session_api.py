@@ -1,6 +1,6 @@
 """HTTP bodies of the session API: one conversation of an agent with the policy, from its opening to its trajectory.
 
-    POST /sessions ──► base_url + api_key ──► OpenAI dialect, any number of calls ──► /reward ──► /finish ──► stream id
+    POST /sessions ──► base_url + api_key ──► OpenAI API, any number of calls ──► /reward ──► /finish ──► stream id
                                                                               └──► /abort | idle | deadline
 
 A session is a member of a group; `POST /groups` (bodies in `services.wire.rollout_api`) opens a whole group at once.
@@ -113,7 +113,7 @@ class SegmentTokens(Body):
 
     token_ids: list[int]
     loss_mask: list[int]
-    """1 where the policy drew the token and it is trained in this segment."""
+    """1 where the policy sampled the token and it is trained in this segment."""
     logprobs: list[float]
     version_spans: list[tuple[int, int, int]]
     """(start, length, policy version)."""

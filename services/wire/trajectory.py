@@ -5,7 +5,7 @@
                              logprobs    0  0  0  l  l  0  l  l     behaviour logprobs, 0 where not sampled
                              version_spans        (3,2,v4) (6,2,v5)  position, length, policy version, …
 
-A session whose calls branched has a segment for each way through its tree of prefixes. What two ways share was drawn once
+A session whose calls branched has a segment for each way through its tree of prefixes. What two ways share was sampled once
 and is trained once: in one of them its mask is 1, in the others it is context.
 
 Invariants (`check_trajectory` holds them): the arrays of a segment have one length; every position whose mask is 1 lies in
@@ -36,14 +36,15 @@ messages out. `branch`: a conversation of its own, or another way on from one th
 
 
 class VersionSpan(msgspec.Struct, array_like=True, frozen=True):
-    """Sampled tokens `start … start + length − 1` (positions in the segment) were drawn by policy `version`.
+    """Sampled tokens `start … start + length − 1` (positions in the segment) were sampled by policy `version`.
 
     `sampling`: by which of the trajectory's `samplings` (its index); always 0 in what an engine answers.
 
-    `kv`: the keys and values before these tokens, when they were drawn. With `recompute`, `version` itself computed all of
-    them. Else they stayed as they were for the span before; for an answer's first span, all are of its version. (Those of a
-    token are computed when the next one is drawn, by the version that draws it.) An engine under `keep` or `salt` stamps
-    `recompute` where it had taken a request's memory back for a while, and where it carries on what another try began.
+    `kv`: the keys and values before these tokens, when they were sampled. With `recompute`, `version` itself computed
+    all of them. Else they stayed as they were for the span before; for an answer's first span, all are of its version.
+    (Those of a token are computed when the next one is sampled, by the version that generates it.) An engine under
+    `keep` or `salt` stamps `recompute` where it had taken a request's memory back for a while, and where it carries on
+    what another try began.
     """
 
     start: int
@@ -92,7 +93,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     trajectory_id: str
     group_id: str
     group_ordinal: int
-    """The group's place in the run's order of opening, from 0; environments draw their problem from it."""
+    """The group's place in the run's order of opening, from 0; environments choose their problem by it."""
     group_size: int
     member: int
     """Which sibling of the group this is, 0 … group_size − 1."""
@@ -104,7 +105,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reward_spans: list[RewardSpan] = msgspec.field(default_factory=list)
     """Where an environment rewarded single calls."""
     samplings: list[SamplingParams]
-    """How tokens were drawn: spans name one of these by its index."""
+    """How tokens were sampled: spans name one of these by its index."""
     task_id: str = ""
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
     tokenizer: str = ""
@@ -118,7 +119,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`traceparent` of the call that opened its session, where that is recorded (`services.observability.tracing`)."""
 
     def sampled_tokens(self) -> int:
-        """How many tokens of all segments were drawn by the policy."""
+        """How many tokens of all segments were sampled by the policy."""
         return sum(span.length for segment in self.segments for span in segment.version_spans)
 
 

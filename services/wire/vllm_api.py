@@ -27,7 +27,7 @@ class Call(BaseModel):
 
 
 class SamplingCall(Call):
-    """vLLM's SamplingParams. Fields that neither change what is drawn nor what is answered are ignored.
+    """vLLM's SamplingParams. Fields that neither change what is sampled nor what is answered are ignored.
 
     Those of the second half would change it and are not supported: anything but their neutral value is refused (400).
     """
@@ -49,7 +49,7 @@ class SamplingCall(Call):
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0, lt=1 << 31)
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    """None: no logprobs in the answer. k: the drawn token's, and `max(k, 1)` entries of `top_logprobs`, it among them."""
+    """None: no logprobs in the answer. k: the sampled token's, and `max(k, 1)` entries of `top_logprobs`, it among them."""
 
     stop: JsonValue = None
     structured_outputs: JsonValue = None
@@ -75,7 +75,7 @@ class StreamOptions(Call):
 
 
 class GenerateCall(Call):
-    """`POST /inference/v1/generate`: draw continuations of `token_ids`.
+    """`POST /inference/v1/generate`: generate continuations of `token_ids`.
 
     `model` and `priority` are read and ignored: a server has one model and serves who came first. The last five fields
     are not supported: anything but None (for `output_mode`: `tokens`) is refused (400).
@@ -93,9 +93,9 @@ class GenerateCall(Call):
     return_token_ids: bool | None = None
     """Answer with `prompt_token_ids` too; in a stream on its first chunk."""
     resumed: int = Field(default=0, ge=0)
-    """Ours: the last so many of `token_ids` were drawn by an earlier try of this call, and count as output."""
+    """Ours: the last so many of `token_ids` were sampled by an earlier try of this call, and count as output."""
     first_index: int = Field(default=0, ge=0)
-    """Ours: a seed draws as it would for the samples from this one on of an unbroken call."""
+    """Ours: a seed generates as it would for the samples from this one on of an unbroken call."""
 
     output_mode: str | None = None
     features: JsonValue = None
@@ -114,7 +114,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class SampledLogprob(msgspec.Struct):
-    """A drawn token. `top_logprobs`: itself and then the likeliest others, best first."""
+    """A sampled token. `top_logprobs`: itself and then the likeliest others, best first."""
 
     token: str
     token_id: int
@@ -124,13 +124,13 @@ class SampledLogprob(msgspec.Struct):
 
 
 class Logprobs(msgspec.Struct):
-    """One entry a drawn token, finite, of the distribution really drawn from."""
+    """One entry a sampled token, finite, of the distribution really sampled from."""
 
     content: list[SampledLogprob]
 
 
 class WeightVersionSpan(msgspec.Struct):
-    """Output tokens `start … end − 1` were drawn by the weights labelled `version`."""
+    """Output tokens `start … end − 1` were sampled by the weights labelled `version`."""
 
     version: str
     start: int
@@ -250,7 +250,7 @@ class Message(BaseModel):
 
 class WeightInfo(BaseModel):
     weight_version: str
-    """The policy version that the next token will be drawn with."""
+    """The policy version that the next token will be sampled with."""
 
 
 class WeightCheck(Call):

@@ -139,7 +139,7 @@ class VerifyOrder(Body):
     """`POST /v1/verify`. Without a body: digests only."""
 
     canary: bool = False
-    """Also draw tokens greedily at every engine and compare them."""
+    """Also generate tokens greedily at every engine and compare them."""
     prompts: list[list[TokenId]] | None = Field(default=None, max_length=64)
     """Token ids of the canary's prompts; left out: three short ones of small ids."""
     max_tokens: int = Field(default=8, ge=1, le=256)
@@ -157,12 +157,12 @@ class EngineDigest(Body):
 class CanaryTokens(Body):
     engine_id: str
     tokens: list[list[int]]
-    """What it drew, prompt by prompt; empty if it could not."""
+    """What it generated, prompt by prompt; empty if it could not."""
     why: str | None = None
 
 
 class CanaryView(Body):
-    """`agree`: every engine drew, and all drew the same."""
+    """`agree`: every engine answered, and all with the same tokens."""
 
     prompts: list[list[int]]
     engines: list[CanaryTokens]

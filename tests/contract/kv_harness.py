@@ -72,7 +72,7 @@ class Case:
         return sample
 
     async def prefilled_by(self, asked: GenerationRequest) -> tuple[GenerationDelta, int]:
-        """A request's answer, and how many tokens the engine computed for it that it did not draw."""
+        """A request's answer, and how many tokens the engine computed for it that it did not generate."""
         before = self.engine.status().prefill_tokens
         sample = await self.ask(asked)
         return sample, self.engine.status().prefill_tokens - before
@@ -101,7 +101,7 @@ class Case:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def sampled(self, tokens: int) -> None:
-        """Return when the engine has drawn so many more tokens."""
+        """Return when the engine has sampled so many more tokens."""
         wanted = self.engine.status().tokens_generated + tokens
         await until(lambda: self.engine.status().tokens_generated >= wanted, deadline_s=30.0)
 

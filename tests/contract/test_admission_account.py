@@ -166,7 +166,7 @@ async def test_a_lost_answer_is_given_again_and_to_nobody_else(redis: Redis, run
 
 
 class _Mesh(RuleBasedStateMachine):
-    """Servers, killed and adopted from, and trainers, killed and succeeded, on one run's accounts."""
+    """Servers, killed and taken over from, and trainers, killed and succeeded, on one run's accounts."""
 
     runner: asyncio.Runner
     redis: Redis

@@ -171,7 +171,7 @@ async def test_a_stream_that_broke_off_goes_on_from_its_exact_tokens(pair: Pair,
     reference = await say(pair.second, unbroken, 9, "tell me", n=n)
     assert _streamed(rest.content, n) == [choice["token_ids"] for choice in reference.json()["choices"]]
     request = pair.engines[1].requests[0]
-    assert request.resumed > 0, "the tokens that the agent had seen were drawn again"
+    assert request.resumed > 0, "the tokens that the agent had seen were sampled again"
     finished = await pair.second.http.post(f"/sessions/{session['session_id']}/finish", json={"reward": 1.0})
     assert finished.json()["sampled_tokens"] == 7 * n
 

@@ -39,7 +39,7 @@ async def test_a_group_of_which_too_few_finished_is_a_dead_letter(make_bench: Ca
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "a NaN logprob": ("bad_number", {"segments": [a_segment([5], [6], [math.nan], [3])]}),
     "a NaN reward": ("bad_number", {"reward": math.nan}),
-    "nothing drawn": ("empty", {"segments": []}),
+    "nothing sampled": ("empty", {"segments": []}),
     "a mask longer than its tokens": (
         "malformed",
         {"segments": [msgspec.structs.replace(a_segment([5], [6], [-1.0], [3]), loss_mask=bytes([0, 1, 1]))]},

@@ -111,7 +111,7 @@ async def test_logprobs_are_written_as_clients_of_vllm_read_them(host: Host, eng
     first = choice["logprobs"]["content"][0]
     own = {"token": "token_id:5", "token_id": 5, "logprob": -0.125, "rank": None}
     assert first == own | {"top_logprobs": [own]}
-    assert engine.requests[-1].top_logprobs == 0  # one alternative is the drawn token itself: nothing to compute
+    assert engine.requests[-1].top_logprobs == 0  # one alternative is the sampled token itself: nothing to compute
 
     answer = await host.http.post(GENERATE, json=call(sampling_params={"logprobs": 3}))
     first = answer.json()["choices"][0]["logprobs"]["content"][0]

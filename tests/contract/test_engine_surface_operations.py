@@ -45,7 +45,7 @@ def manifest(publisher: WeightPublisher, folder: Path) -> dict[str, Any]:
 
 
 async def drawing(host: Host, engine: ScriptedEngine, **changes: Any) -> asyncio.Task[httpx.Response]:
-    """A request that has drawn some tokens."""
+    """A request that has sampled some tokens."""
     before = engine.status().tokens_generated
     task = asyncio.create_task(host.http.post(GENERATE, json=LONG | changes))
     await until(lambda: engine.status().tokens_generated > before + 3)

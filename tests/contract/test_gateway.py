@@ -108,7 +108,7 @@ async def test_streams_pass_as_they_come(redis_url: str, run_id: str) -> None:
         async with host.http.stream("POST", chat(session), json=CHAT | {"stream": True}) as answer:
             assert answer.headers["content-type"] == "text/event-stream"
             chunks = answer.aiter_raw()
-            # The rest is not drawn before the first has arrived here.
+            # The rest is not sampled before the first has arrived here.
             assert (await anext(chunks)).startswith(b"data: 1/0")
             server.hold.set()
             rest = b"".join([chunk async for chunk in chunks])

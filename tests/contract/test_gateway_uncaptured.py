@@ -1,4 +1,4 @@
-"""Draws outside any session that break off: the gateway continues them from their own tokens, and nobody sees it."""
+"""Generates outside any session that break off: the gateway continues them from their own tokens, and nobody sees it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def choice(index: int, tokens: list[int], finish: str | None, version: int | Non
 
 
 def engine(version: int, breaks_after: Callable[[int], int] = lambda _: EVERY) -> Callable[[Seen], Any]:
-    """Draws 0, 1, 2 … whatever it is asked, so an unbroken sample is known; sample `index` breaks off as told."""
+    """Generates 0, 1, 2 … whatever it is asked, so an unbroken sample is known; sample `index` breaks off as told."""
 
     def answer(seen: Seen) -> tuple[int, list[bytes]]:
         asked = seen.json()
@@ -79,7 +79,7 @@ def _events(asked: dict[str, Any], tokens: list[int], finish: str, version: int)
 
 
 def only_first_breaks(servers: list[FakeServer], breaks_after: Callable[[int], int]) -> None:
-    """Whichever server is asked first breaks off, all others draw to the end. Versions: 1 for the first, 2 for others."""
+    """Whichever server is asked first breaks off, all others go on to the end. Versions: 1 for the first, 2 for others."""
 
     def first(seen: Seen) -> Any:
         for server in servers:
@@ -205,7 +205,7 @@ async def test_a_rest_that_does_not_fit_the_model_is_no_rest(
 async def test_a_session_id_that_names_nothing_makes_no_difference_and_one_that_does_does(
     redis_url: str, run_id: str
 ) -> None:
-    """A draw in a session is its server's to continue: the gateway passes on what it says."""
+    """A generation in a session is its server's to continue: the gateway passes on what it says."""
     redis = connect(redis_url)
     try:
         await redis.set(RunKeys(run_id).group_of("real"), "group")

@@ -1,4 +1,4 @@
-"""A group with a greedy baseline on a real engine: the first sibling takes the likeliest tokens, the others draw."""
+"""A group with a greedy baseline on a real engine: the first sibling takes the likeliest tokens, the others generate."""
 
 from __future__ import annotations
 

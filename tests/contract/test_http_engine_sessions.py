@@ -149,7 +149,7 @@ async def test_an_agent_sees_nothing_of_a_commit_that_ended_its_request_in_the_e
             choice = (await asyncio.wait_for(call, 10.0)).json()["choices"][0]
             assert choice["finish_reason"] == "length"
             assert choice["policy_versions"] == [[0, 0], [7, 3]]
-            # The scripted engine begins at 5 again: what it drew before the commit was not drawn anew.
+            # The scripted engine begins at 5 again: what it sampled before the commit was not sampled anew.
             assert choice["token_ids"] == [5, 6, 7, 5, 6, 7, 8, 9]
             first, second = (each for each in peer.calls if each["sampling_params"]["top_k"] != 1)
             assert second["token_ids"] == [*first["token_ids"], 5, 6, 7]

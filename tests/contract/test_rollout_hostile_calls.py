@@ -49,7 +49,7 @@ class Talk:
         self.host, self.engine, self.session_id = host, engine, session_id
 
     async def goes_on(self) -> None:
-        """One more answer, and a trajectory of exactly the two that were drawn."""
+        """One more answer, and a trajectory of exactly the two that were sampled."""
         messages = [*CHAT["messages"], {"role": "assistant", "content": "fine"}, {"role": "user", "content": "and?"}]
         answer = await self.post("v1/chat/completions", json={"messages": messages})
         assert answer.status_code == 200, answer.text
@@ -147,7 +147,7 @@ async def test_one_prompt_that_cannot_be_refuses_the_whole_call(talk: Talk) -> N
     prompts: list[Any] = [[[1, 2], [400]], [[1, 2], []], ["x", ""], ["x", "y" * 5000]]
     for prompt in prompts:
         refused(await talk.post("v1/completions", json={"prompt": prompt}), 400, 422)
-        # A stream may have begun with what the other prompt drew: then it ends with the error, and counts for nothing.
+        # A stream may have begun with what the other prompt sampled: then it ends with the error, and counts for nothing.
         streamed = await talk.post("v1/completions", json={"prompt": prompt, "stream": True})
         assert '"error"' in streamed.text and "[DONE]" not in streamed.text
     del talk.engine.sampled[1:]

@@ -130,7 +130,7 @@ async def test_an_engine_that_draws_nothing_shows_between_two_looks_of_one_comma
     assert [(cause.service, cause.kind, cause.sure) for cause in report.causes] == [("stuck", "draws_nothing", False)]
     assert report.trainer_waits is not None
     assert report.well, "a guess alone is no failure"
-    assert {cause.service for cause in at_once.causes} == {"busy", "stuck"}, "neither drew between its two looks"
+    assert {cause.service for cause in at_once.causes} == {"busy", "stuck"}, "neither sampled between its two looks"
 
 
 async def test_a_redis_that_stands_still_is_told_part_by_part(

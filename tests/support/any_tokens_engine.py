@@ -1,4 +1,5 @@
-"""An engine that draws anything: random, non-canonical token sequences whose logprobs follow from what stands before them.
+"""An engine that generates anything: random, non-canonical token sequences whose logprobs follow from what stands
+before them.
 
 Its "model" is a checksum: the logprob of a token is a function of all tokens before it, the token itself and the policy
 version. Whoever has a segment can therefore work every logprob out again, and finds at once if a single token of the
@@ -29,7 +30,7 @@ def checksum(tokens: Sequence[int]) -> int:
 
 @dataclass
 class Sampled:
-    """What the engine drew for one sample, whoever heard it."""
+    """What the engine sampled for one sample, whoever heard it."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)

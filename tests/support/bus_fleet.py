@@ -42,7 +42,7 @@ async def _nothing(_: FastAPI) -> AsyncIterator[None]:
 
 
 class PretendEngine:
-    """`broken`: why every stage fails. `go_on`: stages wait for it. `token`: what its canary draws.
+    """`broken`: why every stage fails. `go_on`: stages wait for it. `token`: what its canary generates.
 
     `ranks`: what each rank claims to have staged; None for an engine of one. `key`: what callers must show.
     """

@@ -242,7 +242,7 @@ class Episode:
             with answers.listening(answer, 5.0):
                 await answer.begun() if chance.random() < 0.5 else None
             heard = answer.ended
-            for _ in range(60):  # time enough to be drawn to its end
+            for _ in range(60):  # time enough to be sampled to its end
                 await asyncio.sleep(0)
             assert answer.ended == heard or answer.error is not None, "an answer counts that nobody heard"
             if not answer.ended:

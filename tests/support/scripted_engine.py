@@ -1,8 +1,8 @@
-"""A small engine behind the Engine interface that draws tokens by a rule, so that tests know what must come out.
+"""A small engine behind the Engine interface that generates tokens by a rule, so that tests know what must come out.
 
 Sample `index` of a prompt answers `2 + (sum(prompt) + index + i) % 9` for `i = 0, 1, …`, then the end token after
 `answer_length` tokens (or is cut by `max_tokens`); logprobs are `-(i + 1) / 8`. Alternatives, where asked for, are the
-drawn token and then ids from 20 on, each `0.125` less likely than the one before. A streamed request gets one delta a
+sampled token and then ids from 20 on, each `0.125` less likely than the one before. A streamed request gets one delta a
 token. One decode step a turn of the event loop. A request that resumes an earlier one goes on where that one ended.
 """
 
@@ -172,7 +172,7 @@ def _delta(
     answer_length: int,
     reason: FinishReason | None,
 ) -> GenerationDelta:
-    """Tokens from place `sent` on of those drawn so far, one for each of `versions`."""
+    """Tokens from place `sent` on of those sampled so far, one for each of `versions`."""
     before = request.resumed
     seed = sum(request.prompt_token_ids[: len(request.prompt_token_ids) - before])
     seed += request.first_index + index

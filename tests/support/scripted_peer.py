@@ -1,4 +1,4 @@
-"""A server that speaks vLLM's token route and draws what a test tells it, on a real socket in the test's event loop."""
+"""A server that speaks vLLM's token route and generates what a test tells it, on a real socket in the test's event loop."""
 
 from __future__ import annotations
 

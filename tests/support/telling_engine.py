@@ -1,4 +1,4 @@
-"""An engine that says what it was told to, token for token, and remembers what it drew.
+"""An engine that says what it was told to, token for token, and remembers what it sampled.
 
 The samples of requests take the told answers in order; when none is left, they repeat the last. A token's logprob tells
 its place and itself: `-(1 + place) / 8 - token / 4096`, exact in float32. A streamed request gets a delta for every
@@ -28,7 +28,7 @@ _LIKELY = range(20, 40)
 
 @dataclass
 class Sampled:
-    """One sample that was drawn, in whole or in part, whoever heard it."""
+    """One sample that was sampled, in whole or in part, whoever heard it."""
 
     prompt: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def logprob_of(place: int, token: int) -> float:
-    """Of the token drawn as number `place` (from 0) of its sample."""
+    """Of the token sampled as number `place` (from 0) of its sample."""
     return -(1 + place) / 8 - token / 4096
 
 
@@ -133,7 +133,7 @@ class TellingEngine(ScriptedEngine):
         return answer
 
     async def _may_sample(self, request: GenerationRequest, place: int) -> None:
-        """Return when the next token may be drawn, or the request was aborted."""
+        """Return when the next token may be sampled, or the request was aborted."""
         await asyncio.sleep(self._step_s)
         while self._active[request.request_id]:
             if self.crash is not None:
@@ -162,7 +162,7 @@ class TellingEngine(ScriptedEngine):
 
 
 def _cut(answer: Sequence[int], ends: Sequence[int], limit: int) -> tuple[list[int], FinishReason]:
-    """What of an answer is drawn, and why it ends there."""
+    """What of an answer is sampled, and why it ends there."""
     for place, token in enumerate(answer[:limit]):
         if token in ends:
             return list(answer[: place + 1]), "stop"

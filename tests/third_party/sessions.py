@@ -1,4 +1,4 @@
-"""A session as a test sees it: opened, spoken in by somebody's client, compared with what the engine drew."""
+"""A session as a test sees it: opened, spoken in by somebody's client, compared with what the engine sampled."""
 
 from __future__ import annotations
 

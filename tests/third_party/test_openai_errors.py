@@ -135,7 +135,7 @@ WISHES: list[dict[str, Any]] = [
     {"response_format": {"type": "json_object"}},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
 ]
-"""What would change the draw, or could not be seen by the model."""
+"""What would change the generation, or could not be seen by the model."""
 
 
 @pytest.mark.parametrize("stream", [False, True])

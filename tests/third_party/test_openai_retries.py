@@ -1,4 +1,4 @@
-"""What the `openai` package sends again when a connection fails is answered with what was drawn the first time."""
+"""What the `openai` package sends again when a connection fails is answered with what was sampled the first time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `openai` package, unmodified, in sessions: what it reads is what the engine drew, and so is what is trained."""
+"""The `openai` package, unmodified, in sessions: what it reads is what the engine sampled, and so is what is trained."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ async def two_turns(client: AsyncOpenAI, renderer: Any) -> list[dict[str, Any]]:
 
 
 def check(read: list[dict[str, Any]], engine: TellingEngine) -> None:
-    """What the client read is what the engine drew."""
+    """What the client read is what the engine sampled."""
     for result, sampled in zip(read, engine.sampled, strict=True):
         assert result["prompt_ids"] == sampled.prompt
         assert result["completion_ids"] == sampled.token_ids

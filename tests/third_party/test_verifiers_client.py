@@ -41,7 +41,7 @@ async def run(base_url: str, key: str, model: Path, *trace_id: str) -> dict[str,
 
 
 def check(read: dict[str, Any], engine: TellingEngine) -> None:
-    """Ids and logprobs that the client read are those that were drawn, and its own trace says the same."""
+    """Ids and logprobs that the client read are those that were sampled, and its own trace says the same."""
     first, second = read["turns"]
     for turn, sampled in zip((first, second), engine.sampled, strict=True):
         assert turn["prompt_ids"] == sampled.prompt

@@ -22,7 +22,7 @@ WARM = SamplingParams(max_tokens=1, temperature=0.5)
 
 @dataclass(frozen=True)
 class Sampled:
-    """An answer: what stands before it, what was drawn, and one logprob, version and span cut a token."""
+    """An answer: what stands before it, what was sampled, and one logprob, version and span cut a token."""
 
     prompt: list[int]
     token_ids: list[int]

@@ -1,4 +1,4 @@
-"""Answers as messages and as streams: one and the same, whatever tokens were drawn."""
+"""Answers as messages and as streams: one and the same, whatever tokens were sampled."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def parse(family: str, text: str, tools: Any = TOOLS, prompt: str = OPENING) -> 
         (f"Yes.\n{call()}\n{call('{}', 'g')}<|im_end|>", "Yes.", None, [("f", '{"x": 1}'), ("g", "{}")]),
         (f"<think>\nHm\n</think>\n\n{call()}<|im_end|>", None, "Hm", [("f", '{"x": 1}')]),
         (f"<think>\nnot {call()} yet\n</think>\n\nNo.<|im_end|>", "No.", f"not {call()} yet", []),
-        ("It is.<|im_end|>and what an engine may still draw", "It is.", None, []),
+        ("It is.<|im_end|>and what an engine may still generate", "It is.", None, []),
         ("a<|im_start|>b", "ab", None, []),
     ],
 )

@@ -1,4 +1,4 @@
-"""Prompts and their extension: what was drawn stays, id for id, and only what is new is rendered."""
+"""Prompts and their extension: what was sampled stays, id for id, and only what is new is rendered."""
 
 from __future__ import annotations
 

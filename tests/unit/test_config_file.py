@@ -36,7 +36,7 @@ def test_the_resolved_tree_reads_back_the_same(tmp_path: Path) -> None:
             "unknown key 'trainer.lerning_rate': the nearest known key is 'trainer.learning_rate'",
         ),
         ("trainer.micro_batch=64", "'trainer.micro_batch' is gone: write trainer.micro_batch_tokens"),
-        ("trainer.updates_per_batch=4", "cannot be under k=2: a batch is drawn before its first step"),
+        ("trainer.updates_per_batch=4", "cannot be under k=2: a batch is sampled before its first step"),
         ("tsak=running-sums", "unknown key 'tsak': the nearest known key is 'task'"),
         ("learning_rate=1", "the nearest known key is 'trainer.learning_rate'"),
         ("task=running-sum", "task = 'running-sum' cannot be: did you mean 'running-sums'?"),

@@ -1,4 +1,4 @@
-"""A sample that was drawn in parts is, joined, the sample that would have been drawn in one go."""
+"""A sample that was sampled in parts is, joined, the sample that would have been sampled in one go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler draws from the distribution it reports."""
+"""The sampler samples from the distribution it reports."""
 
 from __future__ import annotations
 

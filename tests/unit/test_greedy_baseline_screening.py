@@ -1,4 +1,4 @@
-"""What ReMax and a cost ask of trajectories: a first sibling drawn greedily, the others by chance, and the cost itself."""
+"""What ReMax and a cost ask of trajectories: a first sibling sampled greedily, the others not, and the cost itself."""
 
 from __future__ import annotations
 

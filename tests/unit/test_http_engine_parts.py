@@ -120,7 +120,7 @@ def test_weights_are_known_from_the_first_look_or_a_commit_and_from_nothing_else
     health.check()
     health.lose("it ended")
     health.find("default")
-    # What it says is told to the weight bus, which then brings it up to date; until then it draws nothing.
+    # What it says is told to the weight bus, which then brings it up to date; until then it generates nothing.
     assert health.version == 0
     with pytest.raises(OtherWeightsError, match="version default where 4 was committed"):
         health.check()

@@ -1,4 +1,4 @@
-"""Child processes, ports and the janitor, with real small processes."""
+"""Child processes, ports and the reaper, with real small processes."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ from services.supervisor.processes import Child, Reaper, ProcessSpec
 
 async def main():
     folder = Path(sys.argv[1])
-    async with Reaper(folder / "shm-run-") as janitor:
-        await Child.start(ProcessSpec("child", (sys.executable, "-c", sys.argv[2])), folder / "child.log", janitor)
+    async with Reaper(folder / "shm-run-") as reaper:
+        await Child.start(ProcessSpec("child", (sys.executable, "-c", sys.argv[2])), folder / "child.log", reaper)
         await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -163,11 +163,11 @@ def test_a_killed_supervisor_leaves_no_process_and_no_shared_memory(code: str, t
         (tmp_path / "shm-run-arena").write_text("x")
         (tmp_path / "shm-other").write_text("x")
         descendants = psutil.Process(supervisor.pid).children(recursive=True)
-        assert len(descendants) == 3, "the janitor, the child, the child's child"
+        assert len(descendants) == 3, "the reaper, the child, the child's child"
     finally:
         supervisor.kill()
         supervisor.wait()
-    # The stubborn family is given the janitor's grace first.
+    # The stubborn family is given the reaper's grace first.
     _, alive = psutil.wait_procs(descendants, timeout=15.0)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     assert not (tmp_path / "shm-run-arena").exists()

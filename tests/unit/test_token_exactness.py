@@ -1,4 +1,4 @@
-"""Token exactness: whatever an agent does, every token that it was answered is trained once, as it was really drawn."""
+"""Token exactness: whatever an agent does, every token that it was answered is trained once, as it was really sampled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST = 5
 """Parts of a plain run: `./dev test --all` plays all."""
 
 Fact = tuple[int, int, float, int]
-"""A drawn token: checksum of all tokens before it, the token, its logprob, its policy version."""
+"""A sampled token: checksum of all tokens before it, the token, its logprob, its policy version."""
 
 
 @pytest.fixture(scope="module")

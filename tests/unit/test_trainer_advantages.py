@@ -197,7 +197,7 @@ def test_no_token_at_all_is_a_batch_too(name: str) -> None:
 
 
 def test_a_silent_sibling_is_compared_with() -> None:
-    """It drew no token, so that it gives no gradient, but its reward belongs to the mean."""
+    """It sampled no token, so that it gives no gradient, but its reward belongs to the mean."""
     heard = RewardBatch(
         outcomes=np.array([0.0, 3.0, 0.0]),
         rewards=np.array([1.0, 2.0, 0.0]),

@@ -78,7 +78,7 @@ def test_groups_that_make_no_equal_parts_are_refused(count: int) -> None:
 
 
 def test_every_step_is_held_against_the_policy_before_the_batch(fresh_model: Qwen3ForCausalLM) -> None:
-    """Where that policy drew the batch, `proximal` and `behaviour` are the same anchor, to the last step."""
+    """Where that policy sampled the batch, `proximal` and `behaviour` are the same anchor, to the last step."""
     groups = sampled_by(fresh_model, random_trajectories(2, groups=6, size=4))
     ends = []
     for anchor in ("behaviour", "proximal"):

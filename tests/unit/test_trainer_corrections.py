@@ -74,7 +74,7 @@ def test_a_veto_takes_the_whole_segment(rows: list[tuple[float, float, int]], le
 
 
 def test_what_is_no_ratio_is_left_out() -> None:
-    # The policy and the engine both say that what was drawn could not be drawn.
+    # The policy and the engine both say that what was sampled could not be sampled.
     broken = tokens_of([(-1.0, -1.0, 0), (-math.inf, -math.inf, 1), (-2.0, -2.0, 1)])
     for choice in (CorrectionSettings(mask="token"), CorrectionSettings(veto=1e-4)):
         _, kept = correction(broken, choice)

@@ -168,7 +168,7 @@ def test_rewards_of_calls_stand_at_their_calls() -> None:
     first = msgspec.structs.replace(first, reward_spans=spans)
     batch = Batch.of(grouped([first, second]))
     reward_batch = score(batch, AdvantageSettings(), 0, None, None, None)
-    # The last span ends on a prompt's token, as where another way through the tree drew it: it counts at the end.
+    # The last span ends on a prompt's token, as where another way through the tree sampled it: it counts at the end.
     assert reward_batch.rewards.tolist() == [0.0, 0.5, 0.0, 1.5, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert reward_batch.outcomes.tolist() == [3.0, 0.0]
     charged = score(

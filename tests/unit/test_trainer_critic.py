@@ -144,7 +144,7 @@ def test_no_token_over_k_reaches_the_critics_loss() -> None:
     played = [a_rollout([old], 1.0, size=2, member=0), a_rollout([both], 0.0, size=2, member=1)]
     batch = credited(roles, played, k=2)
     assert [len(micro.chosen) for micro in batch.micro_batches] == [2]
-    # Before its first step its values are those that it was credited with: what is left is the advantage.
+    # Before its first step its values are those that it was given advantages with: what is left is the advantage.
     credits, _ = roles.advantage_computer.of(grouped(played))
     left = credits["g0-1"].advantages[0][3:]
     assert len(left) == 2

@@ -1,4 +1,4 @@
-"""The whole training step, in process, on rollouts that the policy really drew: rewards climb because it learns."""
+"""The whole training step, in process, on rollouts that the policy really sampled: rewards climb because it learns."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ async def test_no_token_is_mis_tagged_in_a_storm_of_commits(served: Served) -> N
     served.resample(spread=0.05)
     await served.publish()
     running = [asyncio.create_task(served.draw(f"storm{i}", [5 + i, 6], 150, n=2)) for i in range(12)]
-    # What is drawn before the first commit here carries the version of the test before.
+    # What is sampled before the first commit here carries the version of the test before.
     norms[served.version] = served.model.model.norm.weight.clone()
     while not all(task.done() for task in running):
         served.resample([name])

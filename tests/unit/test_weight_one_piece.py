@@ -1,4 +1,4 @@
-"""Weights moved into one piece stay the same weights, and what is published of them is the same to the last byte."""
+"""Weights made contiguous stay the same weights, and what is published of them is the same to the last byte."""
 
 from __future__ import annotations
 

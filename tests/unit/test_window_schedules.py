@@ -1,6 +1,6 @@
 """K means K: ten thousand random schedules of a mesh through the policies that the live services call.
 
-Servers draw, lag behind, stop and come back; siblings finish, are lost, come late; admission, assembling and the window
+Servers generate, lag behind, stop and come back; siblings finish, are lost, come late; admission, assembling and the window
 are the real modules. What a step may train on is judged against each token's own version, one by one.
 """
 

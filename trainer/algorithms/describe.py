@@ -150,7 +150,7 @@ def _idle(name: str, value: object, under: str, remedy: str) -> UsageError:
 _KEPT = {
     "best": "only the best of each group is trained",
     "best_worst": "only the best and the worst of each group are trained",
-    "best_random": "only the best of each group and one more, drawn at random, are trained",
+    "best_random": "only the best of each group and one more, chosen at random, are trained",
 }
 
 

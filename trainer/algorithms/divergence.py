@@ -1,5 +1,5 @@
 """Estimates of the divergence of the policy from a reference, one sampled token at a time (Schulman 2020, "Approximating KL
-divergence"; δ = log π − log π_ref at a token that π drew):
+divergence"; δ = log π − log π_ref at a token that π sampled):
 
     k1   δ                        unbiased, may be negative; its gradient alone has mean 0, so it belongs in the reward
     k2   δ²/2                     biased, its gradient is that of the divergence

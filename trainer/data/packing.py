@@ -110,7 +110,7 @@ def pack(rows: Sequence[Row], tally: StalenessTally, budget: int, device: torch.
 def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> MicroBatch:
     """These rows, in their order, in one pass. Raises ValueError for none, and for one that begins with a sampled token."""
     if any(row.ages.values[0] != NOT_SAMPLED for row in rows):
-        raise ValueError("a row begins with a sampled token: there is nothing that it was drawn after")
+        raise ValueError("a row begins with a sampled token: there is nothing that it was sampled after")
     ages = np.concatenate([row.ages.values for row in rows])
     sampled = ages != NOT_SAMPLED
 
@@ -152,5 +152,5 @@ def _temperatures(row: Row) -> npt.NDArray[Any]:
 
 def _known(column: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
     if column is None:
-        raise ValueError("some rows were credited with a critic's values and some were not")
+        raise ValueError("some rows were given advantages with a critic's values and some were not")
     return column

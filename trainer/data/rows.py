@@ -23,9 +23,9 @@ from trainer.data.staleness import Ages, StalenessTally, count_only, judge
 class Row:
     """A segment of `n` tokens that gives a gradient: ids int32 `[n]`, behaviour logprobs float32 `[n]`, ages.
 
-    `advantages`: float32 `[n]`, 0 where the policy did not draw the token. `temperatures`: float32 `[n]`, with which each
-    sampled token was drawn, 1 elsewhere; None when all are 1. `values`, `returns`: float32 `[n]`, a critic's before the
-    batch and what they should have been; None without a critic.
+    `advantages`: float32 `[n]`, 0 where the policy did not generate the token. `temperatures`: float32 `[n]`, with
+    which each sampled token was sampled, 1 elsewhere; None when all are 1. `values`, `returns`: float32 `[n]`, a
+    critic's before the batch and what they should have been; None without a critic.
     """
 
     token_ids: Int32Array

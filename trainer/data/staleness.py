@@ -25,10 +25,10 @@ Int16Array = npt.NDArray[np.int16]
 class Ages:
     """Of one segment's `n` tokens.
 
-    `values`: int16 `[n]`: staleness in optimizer steps of tokens that may enter the loss, OVER_K of sampled ones that may
-    not, NOT_SAMPLED of those that the policy did not draw.
-    `current_until`: sampled tokens before this position were drawn by the very policy that the step starts from. Only there
-    do engine and trainer compute the same thing: after a commit, the engine's KV cache stays that of older weights.
+    `values`: int16 `[n]`: staleness in optimizer steps of tokens that may enter the loss, OVER_K of sampled ones that
+    may not, NOT_SAMPLED of those that the policy did not generate. `current_until`: sampled tokens before this position
+    were sampled by the very policy that the step starts from. Only there do engine and trainer compute the same thing:
+    after a commit, the engine's KV cache stays that of older weights.
     """
 
     values: Int16Array

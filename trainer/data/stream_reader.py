@@ -5,7 +5,7 @@
                       └── rejected ──┴── spoiled ──► settled as drops, counted by cause, kept as dead letters;
                                                      admission makes up for the group
 
-What was read is kept here until it is settled, so an entry that comes twice (a lost reply, a sweep) is taken once.
+What was read is kept here until it is settled, so an entry that comes twice (a lost reply, a claim) is taken once.
 """
 
 from __future__ import annotations

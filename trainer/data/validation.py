@@ -1,6 +1,6 @@
 """Screening: is a stream entry something this trainer can train on? If not, it is dropped with a cause, never silently.
 
-entry ──decode──► trajectory ──► ours? ──► drawn from the whole distribution? ──► fits the model? ──► Member
+entry ──decode──► trajectory ──► ours? ──► sampled from the whole distribution? ──► fits the model? ──► Member
   └──────────────────┴──────────────┴────────────────┴──────────────────────────────┴───────────────► Rejected(cause)
 
 One bad entry must not end a run, nor reach its loss: whatever bytes are in the stream, `judge` answers one of the two.
@@ -52,7 +52,7 @@ class Validator:
     """`vocabulary`: token ids lie below it. `longest`: tokens a segment may have. `tokenizer`: digest of the vocabulary.
 
     A trajectory of which the writer knew no tokenizer is judged by its ids alone. `greedy_baseline`: the first sibling of a
-    group was drawn greedily. `cost`: a reward component that there must be.
+    group was sampled greedily. `cost`: a reward component that there must be.
     """
 
     run_id: str
@@ -96,9 +96,9 @@ class Validator:
         baseline = self.greedy_baseline and trajectory.member == 0
         for sampling in trajectory.samplings:
             if baseline and (sampling.temperature != 0.0 or sampling.shifts):
-                return DropCause.SAMPLING, f"is its group's baseline and was drawn with {sampling}: not greedily"
+                return DropCause.SAMPLING, f"is its group's baseline and was sampled with {sampling}: not greedily"
             if not baseline and not sampling.whole:
-                return DropCause.SAMPLING, f"was drawn with {sampling}: not from the whole distribution"
+                return DropCause.SAMPLING, f"was sampled with {sampling}: not from the whole distribution"
         if trajectory.group_size < 2:
             return DropCause.INCONSISTENT_GROUP, f"is of a group of {trajectory.group_size}"
         for segment in trajectory.segments:

@@ -22,14 +22,14 @@ SAMPLES_A_STEP = 2
 
 
 class SampledSpan(msgspec.Struct, frozen=True):
-    """Text that one policy version drew."""
+    """Text that one policy version sampled."""
 
     version: int
     text: str
 
 
 class SampledSegment(msgspec.Struct, frozen=True):
-    """`text`: all of it, special tokens included. `spans`: the parts the policy drew."""
+    """`text`: all of it, special tokens included. `spans`: the parts the policy sampled."""
 
     text: str
     spans: list[SampledSpan]
@@ -167,7 +167,7 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
     weights_digest_match: bool
     root_digest: str | None
     mixed_segments: int
-    """Segments whose sampled tokens were drawn by more than one policy version."""
+    """Segments whose sampled tokens were sampled by more than one policy version."""
     commits: int
     """Weight updates that engines committed, the first version not counted."""
     reward_first: float | None
@@ -177,10 +177,10 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
     length_first: float | None
     length_last: float | None
     lengths_generated: LengthReport
-    """Of all sessions that were published or given up: what a session that expired had drawn by then counts."""
+    """Of all sessions that were published or given up: what a session that expired had sampled by then counts."""
     lengths_trained: LengthReport
     length_distance: float | None
-    """Between the two (`services.policies.length_stats.distance`): 0 where what is trained is what was drawn."""
+    """Between the two (`services.policies.length_stats.distance`): 0 where what is trained is what was sampled."""
     lost_siblings: int
     """Trajectories that groups were trained without."""
     dropped: dict[str, int]

@@ -28,7 +28,7 @@ class BatchOutcome:
     response_length: float
     """Mean number of sampled tokens a trajectory."""
     response_lengths: dict[str, int]
-    """How many trajectories drew so many tokens, by bucket (`services.policies.length_stats`)."""
+    """How many trajectories sampled so many tokens, by bucket (`services.policies.length_stats`)."""
     lost_siblings: int
     """Trajectories that its groups are trained without: they expired, were aborted, or their agents failed."""
     mixed_segments: int

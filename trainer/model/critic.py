@@ -1,4 +1,4 @@
-"""The critic: what a policy may still expect to earn, before each token that it draws.
+"""The critic: what a policy may still expect to earn, before each token that it generates.
 
     run's first policy ──its layers──► hidden state before token t ──head──► V_t          the head begins at 0
 
@@ -102,7 +102,7 @@ class Critic:
 
 def _targets(micro: MicroBatch) -> tuple[Tensor, Tensor]:
     if micro.values is None or micro.returns is None:
-        raise ValueError("the batch was not credited with a critic's values")
+        raise ValueError("the batch was not given advantages with a critic's values")
     return micro.values, micro.returns
 
 

@@ -22,9 +22,9 @@ from trainer.model.forward import PackedForward
 
 
 def sampled_terms(policy: PackedForward, micro: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Logprobs, float32 `[M]`, of the sampled tokens of a micro-batch at the temperatures that they were drawn with.
+    """Logprobs, float32 `[M]`, of the sampled tokens of a micro-batch at the temperatures that they were sampled with.
 
-    With `entropy` also that of the distribution that each was drawn from, in nats.
+    With `entropy` also that of the distribution that each was sampled from, in nats.
     """
     logits = policy.logits(micro.row, micro.places - 1)
     return _terms(logits, micro.row.input_ids[0, micro.places], micro.temperature, entropy=entropy)

@@ -1,9 +1,9 @@
 """The roles of one trainer: who learns, who judges, and who is only compared with.
 
 learner      the policy under training, and its optimizer
-crediting    what a token's reward is worth; holds the price of a cost
+advantages   what a token's reward is worth; holds the price of a cost
 critic       estimates what is still to be earned (`estimator = gae`)
-reference    the run's first policy, frozen, where a divergence from it is asked for; part of learner and crediting
+reference    the run's first policy, frozen, where a divergence from it is asked for; part of learner and advantage computer
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training on one batch: credited once, split by whole groups, one optimizer step a part.
+"""Training on one batch: advantages computed once, split by whole groups, one optimizer step a part.
 
     batch of U · n groups ──credit──► parts of n groups, in order ──window, pack──► step from v ─► from v + 1 ─► … ─► v + U
 
@@ -29,9 +29,11 @@ Part = Sequence[Group[Trajectory]]
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One optimizer step. `version`: that it made; `rows`: segments that gave a gradient; `credited`: of the whole batch.
+    """One optimizer step. `version`: that it made; `rows`: segments that gave a gradient; `given advantages`: of the
+    whole batch.
 
-    `pack_s`: seconds of crediting and packing the batch, 0 but for its first step; `train_s`: of the step itself.
+    `pack_s`: seconds of computing advantages and packing the batch, 0 but for its first step; `train_s`: of the step
+    itself.
     """
 
     version: int

@@ -21,7 +21,7 @@ def sampled_accuracy(
     max_new_tokens: int,
     generator: torch.Generator | None,
 ) -> float:
-    """Which part of `checks` one answer each gets right: drawn at temperature 1, or greedily without a `generator`.
+    """Which part of `checks` one answer each gets right: sampled at temperature 1, or greedily without a `generator`.
 
     Prompts of one length go through the model together.
     """
@@ -46,7 +46,7 @@ def is_right(tokenizer: PreTrainedTokenizerBase, question: Question, answer: Sam
     return re.fullmatch(question.accepts, text) is not None if question.accepts else text.endswith(question.answer)
 
 
-# Drawing answers from a policy with plain `transformers`: batched, a KV cache, no padding, no server.
+# Generating answers from a policy with plain `transformers`: batched, a KV cache, no padding, no server.
 #
 # For what stands beside the mesh (the warm start's bar, benchmarks); a run's own rollouts come from the rollout
 # servers.
@@ -54,7 +54,7 @@ def is_right(tokenizer: PreTrainedTokenizerBase, question: Question, answer: Sam
 
 @dataclass(frozen=True)
 class Sampled:
-    """One answer: its `n` tokens, the end token included if it `ended`, and the logprob with which each was drawn."""
+    """One answer: its `n` tokens, the end token included if it `ended`, and the logprob with which each was sampled."""
 
     tokens: list[int]
     logprobs: list[float]

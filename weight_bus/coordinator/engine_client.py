@@ -70,7 +70,7 @@ class EngineClient:
         return await self._call(DigestAnswer, "GET", f"{url}/weights/digest", None, None)
 
     async def generate(self, url: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """The tokens that greedy decoding draws after `prompt`."""
+        """The tokens that greedy decoding generates after `prompt`."""
         sampling = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
         body = msgspec.json.encode({"token_ids": list(prompt), "sampling_params": sampling})
         content = await self._send("POST", f"{url}/inference/v1/generate", body, _JSON)

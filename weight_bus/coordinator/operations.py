@@ -1,4 +1,4 @@
-"""Calls to all live engines at once: verify what they serve, draw a canary from each, pause and resume them."""
+"""Calls to all live engines at once: verify what they serve, generate a canary from each, pause and resume them."""
 
 from __future__ import annotations
 

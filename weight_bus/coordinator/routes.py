@@ -118,7 +118,7 @@ def _update_routes(router: APIRouter, coordinator: Coordinator) -> None:
 def _reading_routes(router: APIRouter, coordinator: Coordinator, calls: FleetCalls) -> None:
     @router.post("/verify", tags=["operators"])
     async def verify(order: VerifyOrder | None = None) -> VerifyView:
-        """Have every engine hash what it really serves, and draw a few tokens greedily; all must agree."""
+        """Have every engine hash what it really serves, and generate a few tokens greedily; all must agree."""
         return await calls.verify(order or VerifyOrder())
 
     @router.get("/events", tags=["operators"], response_class=StreamingResponse)

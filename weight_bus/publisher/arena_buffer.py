@@ -1,6 +1,6 @@
 """One of a publisher's two arenas, and how a version gets into it.
 
-    the weights lie in one piece, as the arena does    one memcpy past the caches        `weight_bus.publisher.contiguous`
+    the weights are contiguous, as the arena does    one memcpy past the caches        `weight_bus.publisher.contiguous`
     they lie apart, in the serving dtype               a memcpy each, the small ones together
     apart, of another dtype or device                  torch's copy of all of them, which casts; also with several threads
 

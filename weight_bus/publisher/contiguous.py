@@ -1,4 +1,4 @@
-"""Weights in one piece of memory that lies as an arena of theirs: publishing them is one copy then, and not one each.
+"""Weights in contiguous memory that lies as an arena of theirs: publishing them is one copy then, and not one each.
 
     before   ┌─a─┐    ┌──b──┐  ┌c┐        wherever the allocator put them
     after    │a│b    │c│                  one mapping, on huge pages where the system has them; `weight_bus.manifest.layout`

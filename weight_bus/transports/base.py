@@ -61,7 +61,7 @@ class Reader(Protocol):
         """Read `(offset, out)` pieces; yields the index of each as soon as its bytes are in place, in any order.
 
         Where the network can, a bounded number travels at once, so that the caller's work on one piece hides the way of
-        the next; `pieces` is drawn from lazily, when there is room. A piece's `out` must stay untouched until it was
+        the next; `pieces` is sampled from lazily, when there is room. A piece's `out` must stay untouched until it was
         yielded. Errors and deadlines as with `read`; closing the iterator early ends what is under way.
         """
         ...

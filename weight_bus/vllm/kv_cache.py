@@ -9,8 +9,9 @@ Every request takes its key here, on the thread that steps, never in the server 
 commit happens would bring the old one. After a commit nobody looks an old key up: what waits has the new one, and what runs
 looks nothing up again. So what running requests still store under their old keys, of mixed versions, is never found.
 
-A request that has lost its memory (vLLM takes it back under pressure) or has not drawn its first token yet holds nothing of
-any version: it is computed anew, under the version that draws next. The outputs say so (`prefill_stats`).
+A request that has lost its memory (vLLM takes it back under pressure) or has not sampled its first token yet holds
+nothing of any version: it is computed anew, under the version that generates next. The outputs say so
+(`prefill_stats`).
 """
 
 from __future__ import annotations

@@ -214,16 +214,16 @@ def _reply(work: Callable[[], Reply]) -> bytes:
 
 # Seeded requests on a CPU whose prompts vLLM computes in parts.
 #
-#     step 1   [ prompt …        draws a token that is thrown away ─ its seed must not have moved
-#     step 2     … rest of it ]  draws the first token
+#     step 1   [ prompt …        generates a token that is thrown away ─ its seed must not have moved
+#     step 2     … rest of it ]  generates the first token
 #
 # vLLM 0.32 takes the seed back afterwards by an offset, which generators of a CPU do not have: one seeded prompt that
 # did not fit into a step with others ended the engine core ("CPU Generator does not use offset"). Here such a seed is
-# laid aside while that step draws.
+# laid aside while that step generates.
 
 
 def keep_seeds_of_unfinished_prompts(runner: Any) -> None:
-    """Change how this model runner draws, where it draws on a CPU; elsewhere vLLM's own way works. Once for each runner."""
+    """Change how this model runner samples on a CPU; elsewhere vLLM's own way works. Once for each runner."""
     if torch.device(runner.device).type != "cpu":
         return
     sample_tokens = runner.sample_tokens

@@ -3,7 +3,7 @@
 The folder's format is `services.wire.demonstrations`; `problems.jsonl` and `held_out.jsonl` come on request: problems in
 the order a run plays them, for other trainers and for benchmarks.
 
-Only the parts marked as trained are in the loss. Demonstrations are drawn from the train split alone. The recipes are
+Only the parts marked as trained are in the loss. Demonstrations are sampled from the train split alone. The recipes are
 found by experiment: `stop_at_accuracy` is what makes the first phase of running-sums dependable over seeds.
 """
 

@@ -7,7 +7,7 @@
 
 With 1 … 31 and five turns, bisection always finds the number and scanning upwards finds five in 31.
 
-Held out: openings. Each of the 26^3 openings belongs to one split for good; the hidden number is drawn independently of
+Held out: openings. Each of the 26^3 openings belongs to one split for good; the hidden number is sampled independently of
 the opening. All 31 numbers occur in both splits, for they are the answers and not the questions: what a policy could
 memorise here is "this opening hides that number", and held-out games show openings that no training game had. What they
 do not test is numbers that were never hidden before; a game with other bounds would, and would be another task.

@@ -229,7 +229,7 @@ class HttpEngine:
             try:
                 await self._generate(inflight, flow)
             except EngineLostError:
-                # A kept connection that the engine had closed: nothing was drawn, so nothing is drawn twice.
+                # A kept connection that the engine had closed: nothing was sampled, so nothing is sampled twice.
                 if flow.tokens or inflight.ended:
                     raise
                 await self._generate(inflight, flow)
@@ -324,7 +324,7 @@ class HttpEngine:
         return self._watch.traits
 
 
-# One request on its way: what was drawn for it, who reads it, and the task that listens to the engine.
+# One request on its way: what was sampled for it, who reads it, and the task that listens to the engine.
 
 
 class InflightRequest:
@@ -341,7 +341,7 @@ class InflightRequest:
 
     @property
     def running(self) -> int:
-        """Samples that draw."""
+        """Samples being generated."""
         return 0 if self.flow is None or self.ended else self.flow.begun
 
     def put(self, deltas: Iterable[GenerationDelta]) -> None:
@@ -349,7 +349,7 @@ class InflightRequest:
             self._stream.put(delta)
 
     def abort(self) -> None:
-        """End it with what has come. What the engine drew and has not sent yet was never seen by anybody."""
+        """End it with what has come. What the engine sampled and has not sent yet was never seen by anybody."""
         flow = self.flow or Flow(self.request, 0, ())
         self.ended = True
         self.put(flow.abort())

@@ -137,7 +137,7 @@ class Watch:
 #                          lost ── found, other weights ──► strange ── committed
 #
 # An engine that lost its weights (its process began anew) serves nothing until a version is committed to it: what it
-# would draw with is not what this server's tokens are stamped with.
+# would generate with is not what this server's tokens are stamped with.
 
 FIRST_VERSION = 0
 
@@ -172,7 +172,7 @@ class EngineHealth:
         return self._lost is not None
 
     def check(self) -> None:
-        """Raise EngineLostError or OtherWeightsError unless requests can be drawn for."""
+        """Raise EngineLostError or OtherWeightsError unless requests can be sampled for."""
         failure = self.failure
         if failure is None:
             return
@@ -196,7 +196,7 @@ class EngineHealth:
         self.known, self.older = {self.version}, set()
 
     def estrange(self, why: str) -> None:
-        """It drew with weights that nobody committed through this server."""
+        """It sampled with weights that nobody committed through this server."""
         self._strange = why
 
     def rolling_back(self, version: int) -> None:
@@ -229,7 +229,7 @@ class EngineHealth:
             return None
 
 
-# What kind of engine answers at a URL: found out by asking it, and by drawing a few tokens.
+# What kind of engine answers at a URL: found out by asking it, and by generating a few tokens.
 
 _REHEARSAL_S = 60.0
 _REHEARSED = 8
@@ -240,8 +240,8 @@ _EXACT = 1e-4
 class Traits:
     """`label`: what the engine calls its weights, None without routes for operators (`operated`).
 
-    `ours`: a rollout server, which stamps every token and goes on from drawn ones. `processed`: logprobs are of the
-    distribution really drawn from; else of the plain softmax, which is another one under most sampling parameters.
+    `ours`: a rollout server, which stamps every token and goes on from sampled ones. `processed`: logprobs are of the
+    distribution really sampled from; else of the plain softmax, which is another one under most sampling parameters.
     """
 
     max_model_len: int
@@ -258,8 +258,8 @@ class Traits:
         if self.processed or (not sampling.shifts and sampling.temperature == 0.0) or _plain(sampling):
             return
         raise UsageError(
-            f"the engine at {url} tells logprobs of the plain softmax, not of what these sampling parameters draw from",
-            "start it with --logprobs-mode processed_logprobs, or draw at temperature 1 without cuts and penalties",
+            f"the engine at {url} tells logprobs of the plain softmax, not of what these sampling parameters sample from",
+            "start it with --logprobs-mode processed_logprobs, or generate at temperature 1 without cuts and penalties",
         )
 
 
@@ -282,7 +282,7 @@ async def meet(peer: EngineClient) -> Traits:
 
 
 async def _rehearse(peer: EngineClient) -> tuple[bool, bool]:
-    """Draw a few tokens, each the likeliest: what the engine refuses, it refuses here, with its reason."""
+    """Generate a few tokens, each the likeliest: what the engine refuses, it refuses here, with its reason."""
     asked = GenerationRequest("rehearsal", [0], SamplingParams(max_tokens=_REHEARSED, top_k=1, ignore_eos=True))
     body = generate_body(asked, name="rehearsal", limit=_REHEARSED, ours=False, vocabulary=1, eos_token_ids=())
     ours, logprobs = False, list[float]()
@@ -294,13 +294,13 @@ async def _rehearse(peer: EngineClient) -> tuple[bool, bool]:
                     content = None if choice.logprobs is None else choice.logprobs.content
                     logprobs += [entry.logprob for entry in content or ()]
     except TimeoutError as error:
-        raise DeadlineError(f"{peer.url} drew no token within {_REHEARSAL_S:g} s", "see its log") from error
+        raise DeadlineError(f"{peer.url} generated no token within {_REHEARSAL_S:g} s", "see its log") from error
     if not logprobs:
         raise UsageError(f"the engine at {peer.url} tells no logprobs", "use one that does")
     return ours, all(_of_the_likeliest(logprob) for logprob in logprobs)
 
 
 def _of_the_likeliest(logprob: float) -> bool:
-    """Drawn from the likeliest token alone its probability is 1; from k that are equally likely, 1 / k."""
+    """Sampled from the likeliest token alone its probability is 1; from k that are equally likely, 1 / k."""
     candidates = math.exp(-logprob)
     return abs(candidates - round(candidates)) <= _EXACT

@@ -46,7 +46,7 @@ class EngineLogprob(msgspec.Struct):
 
 
 class EngineSampled(EngineLogprob):
-    """A drawn token; `top_logprobs` names it first, then the likeliest others."""
+    """A sampled token; `top_logprobs` names it first, then the likeliest others."""
 
     top_logprobs: list[EngineLogprob] = []
 
@@ -89,12 +89,12 @@ _chunks = msgspec.json.Decoder(EngineChunk)
 def generate_body(
     request: GenerationRequest, *, name: str, limit: int, ours: bool, vocabulary: int, eos_token_ids: Sequence[int]
 ) -> bytes:
-    """The call that draws for `request`, in a stream. `limit`: tokens that fit; `ours`: the peer is a rollout server."""
+    """The call for `request`, in a stream. `limit`: tokens that fit; `ours`: the peer is a rollout server."""
     sampling = request.sampling
-    # Of a peer that cannot be told that tokens were drawn before, only the number of barred stops can be lowered.
+    # Of a peer that cannot be told that tokens were sampled before, only the number of barred stops can be lowered.
     barred = sampling.min_tokens if ours else max(sampling.min_tokens - request.resumed, 0)
     parameters: dict[str, Any] = {
-        # Greedy samples are all alike, and vLLM refuses to draw more than one.
+        # Greedy samples are all alike, and vLLM refuses to generate more than one.
         "n": 1 if sampling.temperature == 0.0 else request.n,
         "max_tokens": limit,
         "temperature": sampling.temperature,
@@ -109,7 +109,7 @@ def generate_body(
         # All of them: a server without a tokenizer does not know the end-of-sequence ids by itself.
         "stop_token_ids": sorted(reachable_stops(sampling, vocabulary, eos_token_ids)),
         "ignore_eos": True,
-        # One more than wanted: the drawn token is always among those that are told.
+        # One more than wanted: the sampled token is always among those that are told.
         "logprobs": min(request.top_logprobs + 1, MAX_TOP_LOGPROBS) if request.top_logprobs else 0,
         "detokenize": False,
     }
@@ -192,13 +192,13 @@ def _likeliest(entry: EngineSampled, wanted: int) -> list[tuple[int, float]]:
 
 
 class OtherWeightsError(NotReadyError):
-    """The engine drew with weights that nobody committed through this server."""
+    """The engine sampled with weights that nobody committed through this server."""
 
     code = "other_weights"
 
 
 class Flow:
-    """One request's samples. `version`: what its tokens are drawn with, where the peer does not say.
+    """One request's samples. `version`: what its tokens are sampled with, where the peer does not say.
 
     `known`: the versions that may be seen; it grows while requests run. `older`: those among them that the engine was told
     to go back to; any other that is older than `version` is a surprise.
@@ -211,13 +211,13 @@ class Flow:
         self._version = version
         self._known = known
         self._older = older
-        # Greedy samples are drawn once (`generate_body`).
+        # Greedy samples are sampled once (`generate_body`).
         self._copies = request.n if request.sampling.temperature == 0.0 else 1
         self._sampled = [0] * (request.n // self._copies)
         self._held: dict[int, GenerationDelta] = {}
         self._open = set(range(request.n))
         self.tokens = 0
-        """Drawn so far, over all samples."""
+        """Sampled so far, over all samples."""
 
     @property
     def ended(self) -> bool:
@@ -226,7 +226,7 @@ class Flow:
 
     @property
     def begun(self) -> int:
-        """Samples that drew something and go on."""
+        """Samples that sampled something and go on."""
         generating = [index for index, count in enumerate(self._sampled) if count]
         return min(len(generating) * self._copies, len(self._open))
 
@@ -278,7 +278,7 @@ class Flow:
             strange = {label for label in labels if not _is(label, self._version)}
         if strange:
             raise OtherWeightsError(
-                f"the engine drew with version {', '.join(sorted(strange))} where {self._version} was committed",
+                f"the engine sampled with version {', '.join(sorted(strange))} where {self._version} was committed",
                 "send the request to another server; this one takes none until a commit",
             )
 

@@ -163,7 +163,7 @@ class DecodeLoop:
         await self._result("running requests to end", future, _DRAIN_DEADLINE_S)
 
     async def freeze(self) -> None:
-        """Draw nothing from now on; requests keep their place and their KV memory."""
+        """Generate nothing from now on; requests keep their place and their KV memory."""
         await self.call("decoding to freeze", lambda: self._set_mode("freeze"))
 
     async def abort_and_freeze(self) -> None:

@@ -1,7 +1,7 @@
 """Key-value memory of the requests in flight: rows that are kept dense, columns that share one clock.
 
     column      lo                       clock
-    row 0        ·  ·  p  p  p  t  t  t  ▒        p prompt, t drawn tokens, ▒ where the next step writes
+    row 0        ·  ·  p  p  p  t  t  t  ▒        p prompt, t sampled tokens, ▒ where the next step writes
     row 1        ·  ·  ·  ·  ·  p  p  t  ▒        · before the row's start: masked out
     row 2        p  p  p  p  t  t  t  t  ▒
 

@@ -1,11 +1,12 @@
-"""Drawing tokens for all rows at once, each row by its own parameters.
+"""Generating tokens for all rows at once, each row by its own parameters.
 
     logits ─► ÷ temperature ─► min-p, top-k, top-p ─► cumulative distribution ─► first entry above a uniform number
 
 One uniform number a token (inverse-transform sampling, in float64, over the vocabulary in its own order) makes a seeded
-request's draws its own: no neighbour can shift them. The work of the cuts (a sort) is done only while a row asks for it.
+request's samples are its own: no neighbour can shift them. The work of the cuts (a sort) is done only while a row asks
+for it.
 
-Logprobs are those of the distribution really drawn from, float32 from a float32 log-softmax; for greedy rows those of the
+Logprobs are those of the distribution really sampled from, float32 from a float32 log-softmax; for greedy rows those of the
 plain softmax of the logits that come in (`logit_shaping` has changed them where a row asked for it).
 """
 
@@ -75,7 +76,7 @@ class RowParameters:
 
 
 class Sampler:
-    """Draws for the rows of a batch; unseeded rows share the engine's generator, seeded by `seed`."""
+    """Samples for the rows of a batch; unseeded rows share the engine's generator, seeded by `seed`."""
 
     def __init__(self, seed: int, vocabulary: int, device: torch.device) -> None:
         self._generator = np.random.Generator(np.random.PCG64(seed))
@@ -153,7 +154,7 @@ def restricted_logprobs(
     """Logprobs `[rows, vocabulary]` of the tokens less than −`floor` (a log) under the likeliest, of these the `top_k`
     likeliest, of these the fewest that hold `top_p` of their probability; −inf for the others. Parameters are `[rows, 1]`.
 
-    A row that cuts nothing comes out as `sample_plain` has it, to the bit: a neighbour's cuts must not shift its draws.
+    A row that cuts nothing comes out as `sample_plain` has it, to the bit: a neighbour's cuts must not shift its samples.
     """
     scaled = logits / temperature
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
@@ -166,7 +167,7 @@ def restricted_logprobs(
 
 
 def _likeliest(logits: torch.Tensor, rows: RowParameters) -> list[list[tuple[int, float]]]:
-    """What each row wants told of the distribution it draws from; tokens without a chance are left out."""
+    """What each row wants told of the distribution it samples from; tokens without a chance are left out."""
     logprobs = restricted_logprobs(logits, rows.temperature, rows.floor, rows.top_k, rows.top_p)
     values, ids = logprobs.topk(max(rows.likeliest), dim=-1)
     told = []
@@ -191,7 +192,7 @@ def _column(values: Sequence[float], dtype: npt.DTypeLike, device: torch.device)
     return torch.from_numpy(np.array(values, dtype=dtype)).to(device).unsqueeze(1)
 
 
-# What changes a row's logits by what it has drawn so far: `min_tokens`, then the penalties, in vLLM's order.
+# What changes a row's logits by what it has sampled so far: `min_tokens`, then the penalties, in vLLM's order.
 #
 #     logits ─► stop tokens to −inf until min_tokens ─► repetition ─► frequency, presence ─► the sampler
 #
@@ -210,7 +211,7 @@ class ShapedRow:
 
 
 class LogitShaping:
-    """For one composition of the batch. Call `apply` before each draw and `drew` with the tokens after it."""
+    """For one composition of the batch. Call `apply` before each step and `after_sampling` with its tokens."""
 
     def __init__(self, rows: Sequence[ShapedRow], vocabulary: int, device: torch.device) -> None:
         def column(values: Sequence[float]) -> torch.Tensor:
@@ -241,8 +242,8 @@ class LogitShaping:
         own = own - self._frequency * self._sampled - self._presence * sampled
         logits.index_copy_(0, self._rows, own)
 
-    def drew(self, tokens: Sequence[int]) -> None:
-        """Every row of the batch drew a token."""
+    def after_sampling(self, tokens: Sequence[int]) -> None:
+        """Every row of the batch sampled a token."""
         own = torch.tensor([[tokens[row]] for row in self._places], device=self._sampled.device)
         self._sampled.scatter_add_(1, own, torch.ones_like(own, dtype=torch.float32))
         self._until = [left - 1 for left in self._until]

@@ -1,7 +1,7 @@
 """The requests of an engine: a queue of waiting ones, and the batch of samples that one step extends by a token each.
 
     add ──► waiting ──► prefill (once a request, copied to its siblings) ──► running ──► finished
-                                      └── one step: decode running rows, prefill newcomers, draw for all ──┘
+                                      └── one step: decode running rows, prefill newcomers, generate for all ──┘
 
 Synchronous and bound to one thread; `decode_loop` drives it.
 """
@@ -121,7 +121,7 @@ class Scheduler:
 
     @property
     def prefill_tokens(self) -> int:
-        """For how many tokens keys and values were computed that were not being drawn."""
+        """For how many tokens keys and values were computed that were not being sampled."""
         return self._prefill.computed
 
     def add(self, request: GenerationRequest) -> None:
@@ -131,7 +131,7 @@ class Scheduler:
         self._waiting.append(_Ticket(request, limit, reachable_stops(sampling, self._vocabulary, self._eos)))
 
     def step(self, version: int, *, admit: bool) -> int:
-        """Extend every running sample by one token, start newcomers if `admit`; returns how many tokens were drawn."""
+        """Extend every running sample by one token, start newcomers if `admit`; returns how many tokens were sampled."""
         parts = []
         if self._samples:
             ids = torch.from_numpy(np.array(self._newest, dtype=np.int64)).to(self._device).view(-1, 1)
@@ -150,13 +150,13 @@ class Scheduler:
             self.fail_running(NonFiniteLogitsError(version))
             return 0
         if self._shaping is not None:
-            self._shaping.drew(sampled.tokens)
+            self._shaping.after_sampling(sampled.tokens)
         count = len(sampled.tokens)  # before `_record`, which drops finished rows from the list
         self._record(sampled)
         return count
 
     def mark_version(self, version: int) -> None:
-        """Tokens drawn from now on are `version`'s: see to the keys and values that other versions computed."""
+        """Tokens sampled from now on are `version`'s: see to the keys and values that other versions computed."""
         self._prefill.forget()
         for sample in self._samples:
             sample.marks.append((len(sample.tokens), version, self._kv_policy))
@@ -164,7 +164,7 @@ class Scheduler:
             self._prefill.again([sample.held() for sample in self._samples])
 
     def abort(self, request_ids: Sequence[str] | None) -> int:
-        """Finish these requests (None: all) with what was drawn; returns how many were there."""
+        """Finish these requests (None: all) with what was sampled; returns how many were there."""
         chosen = None if request_ids is None else set(request_ids)
         touched = set()
         rows = []
@@ -238,7 +238,7 @@ class Scheduler:
             count = min(free, request.n - ticket.started)
             samples = alike.setdefault(kind, (prompt, []))[1]
             for index in range(ticket.started, ticket.started + count):
-                # What an earlier try drew, under whichever versions, is prefilled under this one.
+                # What an earlier try sampled, under whichever versions, is prefilled under this one.
                 kv: KvPolicy = "recompute" if request.resumed else self._kv_policy
                 marks: list[tuple[int, int, KvPolicy]] = [(0, version, kv)]
                 samples.append(_Sample(ticket, index, _source(request, index), marks))
@@ -302,7 +302,7 @@ def _source(request: GenerationRequest, index: int) -> UniformSource | None:
 
 
 def _shaped_row(row: int, sample: _Sample) -> ShapedRow:
-    """What an earlier try of the request drew stands in the prompt; the logits are shifted by it as by output."""
+    """What an earlier try of the request sampled stands in the prompt; the logits are shifted by it as by output."""
     request = sample.ticket.request
     split = len(request.prompt_token_ids) - request.resumed
     prompt, resumed = request.prompt_token_ids[:split], request.prompt_token_ids[split:]
@@ -310,7 +310,7 @@ def _shaped_row(row: int, sample: _Sample) -> ShapedRow:
 
 
 def _delta(sample: _Sample, reason: FinishReason | None) -> GenerationDelta:
-    """What was drawn since the sample's last delta."""
+    """What was sampled since the sample's last delta."""
     sent = sample.sent
     total = sample.sent = len(sample.tokens)
     spans = []

@@ -33,7 +33,7 @@ def spans_between(
 
     `starts`: (label, position of its first token) for all tokens of the sample so far, in order. `computed_anew`: at which
     positions, ascending, the keys and values of all before were computed anew, for the engine had taken the memory back.
-    `resumed`: an earlier try drew the end of the prompt, under whichever versions.
+    `resumed`: an earlier try sampled the end of the prompt, under whichever versions.
     """
     spans = []
     edges = [*(start for _, start in starts), end]
@@ -156,6 +156,6 @@ def vllm_parameters(
         )
     except ValueError as error:
         raise UsageError(f"vLLM refuses the sampling parameters ({error})") from error
-    # Set afterwards: vLLM refuses several greedy samples when asked for them at once, and draws them all the same.
+    # Set afterwards: vLLM refuses several greedy samples when asked for them at once, and generates them all the same.
     parameters.n = request.n
     return parameters

@@ -291,7 +291,7 @@ class VllmEngine:
         return _DEAD if self._core_gone.done() or self._llm.errored else None
 
     async def _rehearse(self) -> None:
-        """Draw one token: some models load and then kill the core at the first step (a head size without a kernel)."""
+        """Generate one token: some models load and then kill the core at the first step (a head size without a kernel)."""
         rehearsal = GenerationRequest("rehearsal", [0], SamplingParams(max_tokens=1, ignore_eos=True))
         try:
             async with asyncio.timeout(_CALL_DEADLINE_S):

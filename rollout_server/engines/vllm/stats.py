@@ -20,7 +20,7 @@ class StepMeter:
         self._commits: deque[float] = deque()
         self.commits = 0
         self.generating = 0
-        """Samples that drew a token in the last step."""
+        """Samples that sampled a token in the last step."""
         self.prefill_tokens = 0
 
     @property

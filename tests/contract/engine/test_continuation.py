@@ -1,4 +1,4 @@
-"""A request goes on where an earlier try of it was broken off, and tells what it draws in steps of a given size."""
+"""A request goes on where an earlier try of it was broken off, and tells what it generates in steps of a given size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LENGTH = 40
 
 
 def broken_off(asked: GenerationRequest, sampled: list[int], index: int = 0) -> GenerationRequest:
-    """What is asked of an engine after an earlier try of sample `index` of `asked` drew these tokens."""
+    """What is asked of an engine after an earlier try of sample `index` of `asked` sampled these tokens."""
     return dataclasses.replace(
         asked,
         request_id=f"{asked.request_id}-{index}-after-{len(sampled)}",
@@ -31,7 +31,7 @@ def broken_off(asked: GenerationRequest, sampled: list[int], index: int = 0) -> 
 
 
 async def continuations(case: EngineCase, asked: GenerationRequest) -> list[tuple[GenerationDelta, GenerationDelta]]:
-    """The samples of `asked`, each with the rest of it that is drawn after some of its own tokens."""
+    """The samples of `asked`, each with the rest of it that is sampled after some of its own tokens."""
     unbroken = await case.one(asked)
     breaks = [(sample, cut) for sample in unbroken for cut in (1, 7, len(sample.token_ids) - 1)]
     rest = await case.many([broken_off(asked, sample.token_ids[:cut], sample.index) for sample, cut in breaks])
@@ -85,7 +85,7 @@ async def test_min_tokens_count_those_of_the_earlier_try(case: EngineCase) -> No
         barred = broken_off(asked, free[:cut])
         whole = [*free[:cut], *sample_of(await case.one(barred)).token_ids]
         assert stop not in whole[cut:20]
-    # All of them were drawn: nothing bars the stop token any more.
+    # All of them were sampled: nothing bars the stop token any more.
     allowed = request(prompt, _LENGTH, temperature=0.0, ignore_eos=True, min_tokens=12, stop_token_ids=(stop,))
     rest = sample_of(await case.one(broken_off(allowed, free[:12])))
     assert (rest.token_ids, rest.finish_reason) == ([stop], "stop")

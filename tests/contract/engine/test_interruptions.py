@@ -1,4 +1,4 @@
-"""Abort, pause and hanging up: what was drawn comes back, and the engine goes on."""
+"""Abort, pause and hanging up: what was sampled comes back, and the engine goes on."""
 
 from __future__ import annotations
 

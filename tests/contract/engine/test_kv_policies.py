@@ -83,7 +83,7 @@ async def test_the_next_turn_finds_the_answer_before_it(kv: Case) -> None:
     kv.answered.clear()
     (prompt,) = prompts(1, 100, seed=73)
     answer, _ = await kv.prefilled_by(request(prompt, 60, ignore_eos=True))
-    # The newest token of an answer was drawn but never read: nothing holds its keys and values.
+    # The newest token of an answer was sampled but never read: nothing holds its keys and values.
     _, cost = await kv.prefilled_by(request([*prompt, *answer.token_ids, 5, 6, 7], 8, ignore_eos=True))
     assert cost == 163 - found_of(kv, 159)
     assert kv.largest_gap() <= GAP

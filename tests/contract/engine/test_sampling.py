@@ -1,4 +1,4 @@
-"""What is drawn, and that its logprobs are those of the distribution really drawn from."""
+"""What is sampled, and that its logprobs are those of the distribution really sampled from."""
 
 from __future__ import annotations
 

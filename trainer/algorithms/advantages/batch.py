@@ -1,7 +1,7 @@
 """What an estimator sees: rewards of trajectories, where in them they were earned, and who is whose sibling.
 
     trajectory 0        trajectory 1    trajectory 2          T = 3 trajectories of G groups
-    t0 t1 t2 t3         t4 t5           (nothing sampled)     N = 6 sampled tokens, in the order they were drawn
+    t0 t1 t2 t3         t4 t5           (nothing sampled)     N = 6 sampled tokens, in the order they were sampled
      0  0  ½  ½          0  1                                 rewards [N]
           1                1                  ½               outcomes [T]
 
@@ -29,7 +29,7 @@ class RewardBatch:
     it; they add up to the outcome where anything was sampled. `trajectory`: int64 `[N]`, ascending: whose token it is.
     `group`: int64 `[T]`, ascending from 0.
 
-    `trained`: bool `[T]`, False for those that are only compared with. `greedy`: bool `[T]`, drawn without chance.
+    `trained`: bool `[T]`, False for those that are only compared with. `greedy`: bool `[T]`, sampled without chance.
     `values`: float64 `[N]`, a critic's estimate before each token; empty without a critic.
     """
 

@@ -30,7 +30,7 @@ Measure = Callable[[Sequence[Trajectory]], Float64Array]
 
 @dataclass(frozen=True)
 class Credit:
-    """Of one trajectory's segments, each `[n]` for a segment's n tokens, 0 where the policy did not draw the token.
+    """Of one trajectory's segments, each `[n]` for a segment's n tokens, 0 where the policy did not generate the token.
 
     `values`: a critic's before the batch; `returns`: what they should have been. None without a critic.
     """
@@ -128,7 +128,7 @@ class AdvantageComputer:
 
 def _needed(measure: Measure | None, needed: bool, what: str) -> Measure | None:
     if needed and measure is None:
-        raise UsageError(what, "give it to the crediting")
+        raise UsageError(what, "give it to the computing advantages")
     return measure if needed else None
 
 
@@ -163,14 +163,14 @@ def _scattered(segment: Segment, places: Int64Array, piece: Float64Array) -> Flo
 # The divergence from a reference as a part of the reward (Ziegler et al. 2019, arXiv:1909.08593, section 2; Ouyang et
 # al. 2022, arXiv:2203.02155, equation 2):
 #
-#     r_t = reward_t − β · D_t          D_t: k1, k2 or k3 (`trainer.algorithms.divergence`) at a token that the policy drew
+#     r_t = reward_t − β · D_t          D_t: k1, k2 or k3 (`trainer.algorithms.divergence`) at a sampled token
 #
-# The token was drawn by the engine's policy, so that it is its logprob that is compared: no forward pass but the
+# The token was sampled by the engine's policy, so that it is its logprob that is compared: no forward pass but the
 # reference's.
 
 
 def divergences(behaviour: Float64Array, reference: Float64Array, estimator: Estimator) -> Float64Array:
-    """D `[N]` of logprobs `[N]`. 0 where both say that the token could not be drawn: they do not differ there."""
+    """D `[N]` of logprobs `[N]`. 0 where both say that the token could not be sampled: they do not differ there."""
     found = divergence(torch.from_numpy(behaviour), torch.from_numpy(reference), estimator)
     known: Float64Array = np.nan_to_num(found.numpy(), nan=0.0)
     return known

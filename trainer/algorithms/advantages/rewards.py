@@ -53,7 +53,7 @@ class Batch:
 
 
 def sampled_places(segment: Segment) -> Int64Array:
-    """Positions in the segment that the policy drew."""
+    """Positions in the segment that the policy sampled."""
     runs = [np.arange(span.start, span.start + span.length) for span in segment.version_spans]
     return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)
 
@@ -99,7 +99,7 @@ def _outcome(trajectory: Trajectory, settings: AdvantageSettings, price: CostPri
 
 
 def _place(trajectory: Trajectory, places: list[Int64Array], scale: float, own: Float64Array) -> None:
-    """Rewards of calls at their last tokens; one whose token was not drawn in its segment stays in the rest."""
+    """Rewards of calls at their last tokens; one whose token was not sampled in its segment stays in the rest."""
     first = np.cumsum([0, *(len(segment) for segment in places)])
     for span in trajectory.reward_spans:
         sampled, last = places[span.segment], span.start + span.length - 1
@@ -137,9 +137,9 @@ def overlong_fine(tokens: int, settings: AdvantageSettings) -> float:
 #
 #     best              the one of the highest reward
 #     best_worst        it, and the one of the lowest
-#     best_random       it, and one of the others, drawn at random
+#     best_random       it, and one of the others, chosen at random
 #
-# The draw depends on the run's seed and the group's ordinal alone: a restarted trainer makes it again.
+# The choice depends on the run's seed and the group's ordinal alone: a restarted trainer makes it again.
 
 Keep = Literal["all", "best", "best_random", "best_worst"]
 

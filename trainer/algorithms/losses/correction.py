@@ -1,7 +1,7 @@
-"""Corrections for tokens that another policy drew: weights on the per-token loss, without gradient, and masks.
+"""Corrections for tokens that another policy sampled: weights on the per-token loss, without gradient, and masks.
 
 With ρ_t = π_prox(x_t) / π_beh(x_t), π_prox the trainer's policy before the step (with anchor = proximal: before the batch),
-π_beh the engine's that drew the token:
+π_beh the engine's that sampled the token:
 
 | setting            | what it does to a token                          | source                                          |
 |--------------------|--------------------------------------------------|-------------------------------------------------|

@@ -28,8 +28,8 @@ class LossTokens:
     """`N` sampled tokens of `segments` segments. All `[N]` and without gradient, but for `logprobs`.
 
     `logprobs`: of the policy under training, with gradient; `anchor`: of the policy that the ratio is taken against;
-    `behaviour`: of the engine's that drew the token; `proximal`: of the one before the step or batch. `advantages`: equal
-    within a segment unless a critic gave them. `segment`: int64, `0 … segments − 1`.
+    `behaviour`: of the engine's that sampled the token; `proximal`: of the one before the step or batch. `advantages`:
+    equal within a segment unless a critic gave them. `segment`: int64, `0 … segments − 1`.
     """
 
     logprobs: Tensor

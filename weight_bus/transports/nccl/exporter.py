@@ -34,7 +34,7 @@ from weight_bus.transports.nccl.group import (
 
 _POLL_S = 0.01
 _TICKET_S = 1.0
-"""How long a member that has drawn a ticket may take to say what it wants."""
+"""How long a member that has sampled a ticket may take to say what it wants."""
 
 log = structlog.get_logger(__name__)
 
