@@ -194,7 +194,7 @@ class RolloutServer:
                 with first_failure():
                     async with asyncio.TaskGroup() as tasks:
                         tasks.create_task(parts.journal.run(), name="journal")
-                        tasks.create_task(parts.heartbeat.run(), name="announcer")
+                        tasks.create_task(parts.heartbeat.run(), name="heartbeat")
                         tasks.create_task(parts.takeover.run(), name="adoption")
                         watch = EngineWatch(self._engine, parts.takeover, parts.drainer, parts.heartbeat)
                         tasks.create_task(watch.run(), name="engine watch")
