@@ -7,10 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Query, Request
 
 from rollout_server.api.typed_route import ERRORS
-from rollout_server.engines.base import PauseMode
 from rollout_server.server import RolloutServer
 from services.wire.gateway_api import Draining
 from services.wire.vllm_api import AbortAnswer, AbortRequests, IsPaused, PauseAnswer, WorldSize
+from services.wire.weights_api import PauseMode
 
 
 def engine_routes(server: RolloutServer) -> APIRouter:

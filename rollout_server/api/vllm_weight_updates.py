@@ -15,7 +15,7 @@ from fastapi import APIRouter, Body
 from pydantic import JsonValue
 
 from rollout_server.api.typed_route import ERRORS
-from rollout_server.engines.base import CommitReport, Engine
+from rollout_server.engines.base import Engine
 from rollout_server.server import RolloutServer
 from services.wire.errors import ConflictError, UsageError, WireError
 from services.wire.vllm_api import (
@@ -29,6 +29,7 @@ from services.wire.vllm_api import (
     WeightCheck,
     WeightInfo,
 )
+from services.wire.weights_api import CommitAnswer
 
 _log = structlog.get_logger()
 BACKEND = "rollmesh"
@@ -173,7 +174,7 @@ class WeightUpdate:
         self._state = "staged"
         return self._staged
 
-    async def finish(self, engine: Engine, weight_version: str | None) -> CommitReport:
+    async def finish(self, engine: Engine, weight_version: str | None) -> CommitAnswer:
         """Commit what was staged. Raises ConflictError, also for a `weight_version` that is another one."""
         if self._state != "staged" or self._staged is None:
             raise self._wrong("/finish_weight_update")

@@ -18,9 +18,9 @@ from typing import Literal, Protocol, runtime_checkable
 from services.wire.errors import RollmeshError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import VersionSpan
+from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 
 FinishReason = Literal["stop", "length", "abort"]
-PauseMode = Literal["abort", "wait", "keep"]
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,6 @@ class GenerationDelta:
     versions: list[VersionSpan]
     finish_reason: FinishReason | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """A version lies whole and verified in shadow memory. `rank_digests`: of each rank, where an engine has several."""
-
-    version: int
-    root_digest: str
-    bytes_read: int
-    seconds: float
-    rank_digests: list[str] | None = None
-
-
-@dataclass(frozen=True)
-class CommitReport:
-    """A version is being served. `flip_ms`: how long the engine stood between two decode steps for it."""
-
-    version: int
-    flip_ms: float
-    requests_in_flight: int
 
 
 @dataclass(frozen=True)
@@ -154,7 +134,7 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def stage(self, manifest: bytes) -> StageReport:
+    async def stage(self, manifest: bytes) -> StageAnswer:
         """Pull the manifest's buckets into shadow memory while decoding goes on (encoded
         `weight_bus.manifest.manifest.Manifest`).
 
@@ -162,14 +142,14 @@ class Engine(Protocol):
         """
         ...
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int) -> CommitAnswer:
         """Flip to the staged `version` between two decode steps. Raises ConflictError unless exactly it is staged.
 
         The version that is served already is answered again.
         """
         ...
 
-    async def rollback(self, version: int) -> CommitReport:
+    async def rollback(self, version: int) -> CommitAnswer:
         """Serve `version` again, as at a commit: the one before the last commit, until the next stage begins to write.
 
         The version that is served already is answered again. Raises ConflictError for one that is not kept. A newer one

@@ -30,10 +30,10 @@ from services.wire.weights_api import (
     EventKind,
     RegisterEngine,
     RollbackView,
+    StageAnswer,
     UpdateView,
     VersionsView,
 )
-from weight_bus.client.engine_routes import StageAnswer
 from weight_bus.coordinator.engine_client import EngineClient
 from weight_bus.coordinator.events import BusMetrics, BusState, EventLog
 from weight_bus.coordinator.records import Record
@@ -367,18 +367,18 @@ class Coordinator:
 
     async def _ask(self, ask: Ask, engine: _Engine, record: Record) -> str | None:
         """Carry an ask out; why it failed where the engine did not say so itself."""
-        figures, started = record.figures_of(ask.engine_id), time.monotonic()
+        results, started = record.results_of(ask.engine_id), time.monotonic()
         if ask.phase == "commit":
-            figures.flip_ms = (await self._client.commit(engine.url, ask.version)).flip_ms
-            self._metrics.flipped(figures.flip_ms / 1e3)
+            results.committed = await self._client.commit(engine.url, ask.version)
+            self._metrics.flipped(results.committed.flip_ms / 1e3)
         elif ask.phase == "rollback":
-            figures.flip_ms = (await self._client.rollback(engine.url, ask.version)).flip_ms
+            results.committed = await self._client.rollback(engine.url, ask.version)
         elif record.payload is None:
             return f"the bus never saw the manifest of version {ask.version}: have its publisher announce it again"
         else:
-            staged = await self._client.stage(engine.url, record.payload)
-            figures.bytes_read, figures.stage_ms = staged.bytes_read, (time.monotonic() - started) * 1e3
-            self._metrics.staged(figures.stage_ms / 1e3, staged.bytes_read)
+            results.staged = staged = await self._client.stage(engine.url, record.payload)
+            results.stage_ms = (time.monotonic() - started) * 1e3
+            self._metrics.staged(results.stage_ms / 1e3, staged.bytes_read)
             return why_not_prepared(staged, ask.version, record.root_digest, engine.ranks)
         return None
 

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 import torch
 
 from services.wire.errors import RollmeshError
+from services.wire.weights_api import DigestAnswer, StageAnswer
 from weight_bus.errors import StageError
 from weight_bus.manifest.layout import root_digest
 from weight_bus.manifest.manifest import Manifest, check_manifest, check_signature
@@ -47,16 +47,6 @@ class WeightTarget(Protocol):
     def flip(self) -> None:
         """Serve the shadow; what was served is then the shadow. Called between two steps, on the thread that decodes."""
         ...
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A version that lies whole and verified in shadow memory. `bytes_read`: what travelled for it."""
-
-    version: int
-    root_digest: str
-    bytes_read: int
-    seconds: float
 
 
 class Receiver:
@@ -91,7 +81,7 @@ class Receiver:
         """Held while shadow memory is written or live memory is hashed."""
         self._slots = WeightSlots(Whole(version, None))
         self._wanted = version
-        self._staged: Staged | None = None
+        self._staged: StageAnswer | None = None
         self._plan: BucketPlan | None = None
         self._plans: dict[int, BucketPlan] = {}
         """By version, of those that are held."""
@@ -122,7 +112,7 @@ class Receiver:
         """Of the stage under way, else of the last one."""
         return self._progress
 
-    def stage(self, manifest: Manifest) -> Staged:
+    def stage(self, manifest: Manifest) -> StageAnswer:
         """Bring the version into the shadow, by the delta it offers or from its dense bytes, and verify every bucket.
 
         A newer version supersedes an uncommitted one, also one whose staging is still under way. What lies whole in the
@@ -145,7 +135,7 @@ class Receiver:
                 self._prepare(manifest.version)
             kept = _own_digest(self.target.shadow()) if self._slices else None
             throttle_beside(Memory(plan.layout, self.target.shadow(), self._slices)).settle(progress.seconds)
-            staged = Staged(manifest.version, manifest.root_digest, read, progress.seconds)
+            staged = StageAnswer(manifest.version, manifest.root_digest, read, progress.seconds)
             with self._state:
                 self._check_current(manifest)
                 self._slots = self._slots.with_staged(Whole(manifest.version, manifest.root_digest))
@@ -175,7 +165,7 @@ class Receiver:
             if version == self.version:
                 self._serve(self._slots.undone())
 
-    def digest(self) -> str:
+    def digest(self) -> DigestAnswer:
         """Root digest of the bytes that are really served, in the layout and buckets of their manifest.
 
         Without one: in the layout of the live weights as the target names them. Of slices: the manifest's own, as long as
@@ -188,7 +178,7 @@ class Receiver:
                 found = self._digest_of(served, live)
                 # A flip meanwhile may have changed what was hashed; no stage can run, so there are few.
                 if served == self._slots.served:
-                    return found
+                    return DigestAnswer(served.version, found)
 
     def close(self) -> None:
         for reader in self._readers:
@@ -207,7 +197,7 @@ class Receiver:
             self.target.flip()
         self._slots, self._staged = held, None
 
-    def _known(self, manifest: Manifest) -> Staged | None:
+    def _known(self, manifest: Manifest) -> StageAnswer | None:
         """The answer for a version that lies in the shadow already. Raises StageError where that has other bytes."""
         staged = self._slots.staged
         if staged is not None and staged.version == manifest.version and staged.root_digest != manifest.root_digest:
@@ -216,7 +206,7 @@ class Receiver:
             return None
         if self._staged is None:
             self._slots = self._slots.with_staged(Whole(manifest.version, manifest.root_digest))
-            self._staged = Staged(manifest.version, manifest.root_digest, 0, 0.0)
+            self._staged = StageAnswer(manifest.version, manifest.root_digest, 0, 0.0)
         return self._staged
 
     def _admit(self, manifest: Manifest) -> None:

@@ -21,6 +21,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -306,34 +307,35 @@ def _of_rank(reply: Failed, rank: int) -> Failed:
 def _meaning(reply: Reply) -> str:
     """What all ranks must say alike."""
     if isinstance(reply, Staged):
-        return f"prepared({reply.version}, {reply.root_digest[:16]}…)"
+        return f"prepared({reply.result.version}, {reply.result.root_digest[:16]}…)"
     if isinstance(reply, Committed):
-        return f"committed({reply.version})"
+        return f"committed({reply.result.version})"
     if isinstance(reply, Digest):
-        return f"digest of version {reply.version}"
+        return f"digest of version {reply.result.version}"
     return type(reply).__name__.lower()
 
 
 def _together(first: Reply, read: Sequence[Reply]) -> Reply:
     """Bytes are those of all ranks; times those of the slowest."""
     if isinstance(first, Staged):
-        staged = [reply for reply in read if isinstance(reply, Staged)]
-        return msgspec.structs.replace(
-            first,
-            bytes_read=sum(reply.bytes_read for reply in staged),
-            seconds=max(reply.seconds for reply in staged),
-            rank_digests=[reply.root_digest for reply in staged] if len(staged) > 1 else None,
+        staged = [reply.result for reply in read if isinstance(reply, Staged)]
+        return Staged(
+            result=replace(
+                first.result,
+                bytes_read=sum(each.bytes_read for each in staged),
+                seconds=max(each.seconds for each in staged),
+                rank_digests=[each.root_digest for each in staged] if len(staged) > 1 else None,
+            )
         )
     if isinstance(first, Committed):
         flips = [reply for reply in read if isinstance(reply, Committed)]
-        return msgspec.structs.replace(
-            first, flip_ms=max(reply.flip_ms for reply in flips), at=max(reply.at for reply in flips)
-        )
+        slowest = max(reply.result.flip_ms for reply in flips)
+        return Committed(result=replace(first.result, flip_ms=slowest), at=max(reply.at for reply in flips))
     if isinstance(first, Attached):
         total = sum(reply.total_bytes for reply in read if isinstance(reply, Attached))
         return msgspec.structs.replace(first, total_bytes=total, ranks=len(read))
     if isinstance(first, Digest):
-        digests = [reply.root_digest for reply in read if isinstance(reply, Digest)]
+        digests = [reply.result.root_digest for reply in read if isinstance(reply, Digest)]
         together = digests[0] if len(set(digests)) == 1 else root_digest(digests)
-        return msgspec.structs.replace(first, root_digest=together)
+        return Digest(result=replace(first.result, root_digest=together))
     return first

@@ -35,8 +35,9 @@ from services.security.permissions import NO_KEYS, Keys, is_loopback
 from services.security.tls import TLS_DIR, Tls, read_tls
 from services.wire.errors import DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import KvPolicy
+from services.wire.weights_api import CommitAnswer, DigestAnswer, StageAnswer
 from weight_bus.client.bus_client import BusClient
-from weight_bus.client.engine_routes import CommitAnswer, DigestAnswer, StageAnswer, weight_routes
+from weight_bus.client.engine_routes import weight_routes
 from weight_bus.client.membership import Membership
 from weight_bus.vllm.protocol import LIVE_WEIGHTS, Attached, Committed, Digest, Staged, ask
 
@@ -193,15 +194,9 @@ class PlainEngine:
 
     async def stage(self, manifest: bytes) -> StageAnswer:
         self.staged_version = None
-        staged = await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_BYTES_S)
+        staged = (await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_BYTES_S)).result
         self.staged_version = staged.version
-        return StageAnswer(
-            version=staged.version,
-            root_digest=staged.root_digest,
-            bytes_read=staged.bytes_read,
-            seconds=staged.seconds,
-            rank_digests=staged.rank_digests,
-        )
+        return staged
 
     async def commit(self, version: int) -> CommitAnswer:
         return await self._serve("rollmesh_commit", version)
@@ -210,15 +205,15 @@ class PlainEngine:
         return await self._serve("rollmesh_rollback", version)
 
     async def digest(self) -> DigestAnswer:
-        found = await self._call(Digest, "rollmesh_digest", deadline_s=_BYTES_S)
+        found = (await self._call(Digest, "rollmesh_digest", deadline_s=_BYTES_S)).result
         self.policy_version = found.version
-        return DigestAnswer(version=found.version, root_digest=found.root_digest)
+        return found
 
     async def _serve(self, method: str, version: int) -> CommitAnswer:
-        committed = await self._call(Committed, method, version)
+        committed = (await self._call(Committed, method, version)).result
         self.policy_version, self.staged_version = committed.version, None
-        _log.info(method, version=version, flip_ms=round(committed.flip_ms, 3), running=committed.running)
-        return CommitAnswer(version=committed.version, flip_ms=committed.flip_ms, requests_in_flight=committed.running)
+        _log.info(method, version=version, flip_ms=round(committed.flip_ms, 3), running=committed.requests_in_flight)
+        return committed
 
     async def _call(self, answer: type[_Answer], method: str, *arguments: Any, deadline_s: float = _CALL_S) -> _Answer:
         if self._core is None:

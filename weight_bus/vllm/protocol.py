@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from services.wire.errors import ConflictError, NotReadyError, RollmeshError, UsageError, WireError
+from services.wire.weights_api import CommitAnswer, DigestAnswer, StageAnswer
 from weight_bus.errors import SignatureError, StageError, TransportError
 
 LIVE_WEIGHTS = "ROLLMESH_VLLM_LIVE_WEIGHTS"
@@ -26,29 +27,18 @@ WORKER_EXTENSION = "weight_bus.vllm.worker.RollmeshWorker"
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
-    """A version lies whole and verified in shadow memory. `rank_digests`: of each rank, where there are several."""
-
-    version: int
-    root_digest: str
-    bytes_read: int
-    seconds: float
-    rank_digests: list[str] | None = None
+    result: StageAnswer
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
-    """A version is served. `at` is when the flip ended, on the host's monotonic clock (seconds)."""
+    """`at`: when the flip ended, on the host's monotonic clock (seconds)."""
 
-    version: int
-    flip_ms: float
-    running: int
+    result: CommitAnswer
     at: float
 
 
 class Digest(msgspec.Struct, frozen=True, kw_only=True, tag="digest"):
-    """Of the bytes that are really served, as `version`."""
-
-    version: int = 0
-    root_digest: str
+    result: DigestAnswer
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from services.wire.errors import ConflictError
+from services.wire.weights_api import CommitAnswer
 from weight_bus.manifest.manifest import decode_manifest
 from weight_bus.memory.throttle import background_threads
 from weight_bus.receiver.receiver import Receiver
@@ -127,13 +128,7 @@ class RollmeshWorker:
         """Pull a version into shadow memory on a thread; the future holds the reply."""
 
         def stage() -> Reply:
-            staged = self._attached().receiver.result().stage(decode_manifest(manifest))
-            return Staged(
-                version=staged.version,
-                root_digest=staged.root_digest,
-                bytes_read=staged.bytes_read,
-                seconds=staged.seconds,
-            )
+            return Staged(result=self._attached().receiver.result().stage(decode_manifest(manifest)))
 
         return self._attached().threads.submit(_reply, stage)
 
@@ -141,12 +136,7 @@ class RollmeshWorker:
         """Hash what is really served, on a thread."""
 
         def hashed() -> Reply:
-            receiver = self._attached().receiver.result()
-            while True:
-                version = receiver.version
-                root_digest = receiver.digest()
-                if version == receiver.version:  # else a flip came between, and the pair would be a lie
-                    return Digest(version=version, root_digest=root_digest)
+            return Digest(result=self._attached().receiver.result().digest())
 
         return self._attached().threads.submit(_reply, hashed)
 
@@ -188,7 +178,7 @@ class RollmeshWorker:
             change(attached.served())
             attached.packed.flip(version)
             ended = time.monotonic()
-            return Committed(version=version, flip_ms=(ended - started) * 1e3, running=running, at=ended)
+            return Committed(result=CommitAnswer(version, (ended - started) * 1e3, running), at=ended)
 
         return _reply(serve)
 

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from rollout_server.engines.base import PauseMode
 from rollout_server.engines.http.wire import EngineChunk, read_chunk
 from services.security.tls import PUBLIC, Trust
 from services.wire.error_answer import PromptTooLongError, typed_error
@@ -30,6 +29,7 @@ from services.wire.errors import (
     UsageError,
     WireError,
 )
+from services.wire.weights_api import PauseMode
 from weight_bus.errors import StageError, TransportError
 from weight_bus.vllm.protocol import BACKEND
 

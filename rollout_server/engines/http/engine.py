@@ -19,14 +19,7 @@ from pathlib import Path
 
 import structlog
 
-from rollout_server.engines.base import (
-    CommitReport,
-    EngineStatus,
-    GenerationDelta,
-    GenerationRequest,
-    PauseMode,
-    StageReport,
-)
+from rollout_server.engines.base import EngineStatus, GenerationDelta, GenerationRequest
 from rollout_server.engines.http.client import EngineClient, EngineLostError
 from rollout_server.engines.http.health import EngineHealth, Traits, Watch
 from rollout_server.engines.http.weights import Updates
@@ -36,6 +29,7 @@ from rollout_server.engines.step_timing import StepTiming
 from rollout_server.engines.streams import DeltaStream, DeltaStreams
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import NotReadyError, RollmeshError, UsageError
+from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 
 _log = structlog.get_logger()
 START_WITHIN_S = 600.0
@@ -173,16 +167,16 @@ class HttpEngine:
             await self._client.resume()
         self._let_go()
 
-    async def stage(self, manifest: bytes) -> StageReport:
+    async def stage(self, manifest: bytes) -> StageAnswer:
         return await self._updates.stage(manifest, self._traits())
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int) -> CommitAnswer:
         return await self._serve(version, self._updates.commit)
 
-    async def rollback(self, version: int) -> CommitReport:
+    async def rollback(self, version: int) -> CommitAnswer:
         return await self._serve(version, self._updates.rollback)
 
-    async def _serve(self, version: int, change: Callable[[int, Traits, int], Awaitable[CommitReport]]) -> CommitReport:
+    async def _serve(self, version: int, change: Callable[[int, Traits, int], Awaitable[CommitAnswer]]) -> CommitAnswer:
         again = self._updates.serves(version)
         report = await change(version, self._traits(), len(self._inflight))
         if not again:

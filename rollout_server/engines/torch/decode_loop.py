@@ -28,6 +28,7 @@ from rollout_server.engines.base import EngineCrashedError, GenerationRequest
 from rollout_server.engines.step_timing import StepTiming
 from rollout_server.engines.torch.scheduler import Outcome, Scheduler
 from services.wire.errors import DeadlineError, NotReadyError
+from services.wire.weights_api import CommitAnswer
 
 _log = structlog.get_logger()
 T = TypeVar("T")
@@ -179,16 +180,16 @@ class DecodeLoop:
     async def abort(self, request_ids: list[str] | None) -> int:
         return await self.call("requests to abort", lambda: self._batch.abort(request_ids))
 
-    async def commit(self, version: int, flip: Callable[[], None]) -> tuple[float, int]:
-        """Run `flip` between two steps; returns the milliseconds it took and the samples in flight."""
+    async def commit(self, version: int, flip: Callable[[], None]) -> CommitAnswer:
+        """Run `flip` between two decode steps; later steps sample with `version`."""
 
-        def run() -> tuple[float, int]:
+        def run() -> CommitAnswer:
             started = time.perf_counter()
             flip()
             self.version = version
             self._batch.mark_version(version)
             self._timing.commit()
-            return (time.perf_counter() - started) * 1e3, self._batch.running
+            return CommitAnswer(version, (time.perf_counter() - started) * 1e3, self._batch.running)
 
         return await self.call(f"the commit of version {version}", run)
 

@@ -17,22 +17,14 @@ from typing import Any, TypeVar
 
 import structlog
 
-from rollout_server.engines.base import (
-    CommitReport,
-    EngineStatus,
-    GenerationDelta,
-    GenerationRequest,
-    PauseMode,
-    StageReport,
-    collect,
-    join,
-)
+from rollout_server.engines.base import EngineStatus, GenerationDelta, GenerationRequest, collect, join
 from rollout_server.engines.request_check import eos_token_ids
 from rollout_server.engines.vllm import launch as vllm_launch
 from rollout_server.engines.vllm.convert import to_delta, vllm_parameters
 from rollout_server.engines.vllm.stats import StepMeter
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import KvPolicy, SamplingParams
+from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 from weight_bus.vllm.protocol import Attached, Committed, Digest, Staged, ask
 
 _log = structlog.get_logger()
@@ -215,35 +207,29 @@ class VllmEngine:
         await self._running().engine_core.resume_scheduler_async()
         self._paused = False
 
-    async def stage(self, manifest: bytes) -> StageReport:
+    async def stage(self, manifest: bytes) -> StageAnswer:
         self._staged = None
-        staged = await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_STAGE_DEADLINE_S)
+        staged = (await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_STAGE_DEADLINE_S)).result
         self._staged = staged.version
-        return StageReport(
-            version=staged.version,
-            root_digest=staged.root_digest,
-            bytes_read=staged.bytes_read,
-            seconds=staged.seconds,
-            rank_digests=staged.rank_digests,
-        )
+        return staged
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int) -> CommitAnswer:
         return await self._serve("rollmesh_commit", version)
 
-    async def rollback(self, version: int) -> CommitReport:
+    async def rollback(self, version: int) -> CommitAnswer:
         return await self._serve("rollmesh_rollback", version)
 
-    async def _serve(self, method: str, version: int) -> CommitReport:
+    async def _serve(self, method: str, version: int) -> CommitAnswer:
         if version == self._version:
             # Asked again: its answer was lost.
-            return CommitReport(version=version, flip_ms=0.0, requests_in_flight=len(self._live))
+            return CommitAnswer(version=version, flip_ms=0.0, requests_in_flight=len(self._live))
         committed = await self._call(Committed, method, version)
-        self._version, self._staged = committed.version, None
+        self._version, self._staged = committed.result.version, None
         self._meter.committed(committed.at)
-        return CommitReport(version=committed.version, flip_ms=committed.flip_ms, requests_in_flight=committed.running)
+        return committed.result
 
     async def weights_digest(self) -> str:
-        return (await self._call(Digest, "rollmesh_digest", deadline_s=_STAGE_DEADLINE_S)).root_digest
+        return (await self._call(Digest, "rollmesh_digest", deadline_s=_STAGE_DEADLINE_S)).result.root_digest
 
     def status(self) -> EngineStatus:
         unfinished = 0 if self._llm is None else self._llm.output_processor.get_num_unfinished_requests()
