@@ -35,11 +35,11 @@ from benchmarks.weights.arms import (
 from benchmarks.weights.engine import broadcast, make_group
 from services.host.aio import first_failure
 from services.wire.errors import RollmeshError
+from weight_bus.manifest.layout import DEFAULT_BUCKET_BYTES
 from weight_bus.manifest.manifest import encode_manifest
 from weight_bus.memory.arena import populate, private_arena
 from weight_bus.publisher.contiguous import lay_contiguous
 from weight_bus.publisher.publisher import Publisher
-from weight_bus.receiver.buckets import DEFAULT_BUCKET_BYTES
 from weight_bus.transports.base import Exporter
 from weight_bus.transports.select import make_exporter
 

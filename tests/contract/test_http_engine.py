@@ -26,7 +26,7 @@ from services.wire.errors import (
 )
 from tests.contract.engine_harness import InFlight, request, sample_of
 from tests.support.rollout_host import until
-from tests.support.scripted_peer import ScriptedPeer, manifest
+from tests.support.scripted_engine_server import ScriptedEngineServer, manifest
 from weight_bus.errors import StageError
 
 SCALE_OUT = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
@@ -43,13 +43,13 @@ async def engine_at(url: str, folder: Path, *, key: str | None = None) -> AsyncI
 
 
 @pytest.fixture
-async def peer() -> AsyncIterator[ScriptedPeer]:
-    async with ScriptedPeer().serving() as peer:
+async def peer() -> AsyncIterator[ScriptedEngineServer]:
+    async with ScriptedEngineServer().serving() as peer:
         yield peer
 
 
 @pytest.fixture
-async def engine(peer: ScriptedPeer, tiny_policy: Path) -> AsyncIterator[HttpEngine]:
+async def engine(peer: ScriptedEngineServer, tiny_policy: Path) -> AsyncIterator[HttpEngine]:
     async with engine_at(peer.url, tiny_policy) as engine:
         yield engine
 
@@ -60,7 +60,7 @@ async def sampled(engine: HttpEngine, max_tokens: int = 4, **sampling: Any) -> G
 
 
 async def test_a_commit_ends_what_is_in_flight_and_no_token_is_of_two_versions(
-    peer: ScriptedPeer, engine: HttpEngine
+    peer: ScriptedEngineServer, engine: HttpEngine
 ) -> None:
     peer.step.clear()
     peer.free = 3
@@ -87,7 +87,7 @@ async def test_a_commit_ends_what_is_in_flight_and_no_token_is_of_two_versions(
 
 
 async def test_a_commit_that_the_engine_refuses_leaves_the_old_version_serving(
-    peer: ScriptedPeer, engine: HttpEngine, monkeypatch: pytest.MonkeyPatch
+    peer: ScriptedEngineServer, engine: HttpEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await engine.stage(manifest(7))
 
@@ -103,7 +103,7 @@ async def test_a_commit_that_the_engine_refuses_leaves_the_old_version_serving(
 
 
 async def test_weights_that_nobody_committed_are_found_out_and_a_commit_mends_it(
-    peer: ScriptedPeer, engine: HttpEngine
+    peer: ScriptedEngineServer, engine: HttpEngine
 ) -> None:
     peer.said = "12"
     with pytest.raises(OtherWeightsError, match="version 12 where 0 was committed"):
@@ -118,7 +118,7 @@ async def test_weights_that_nobody_committed_are_found_out_and_a_commit_mends_it
     assert [span.version for span in (await sampled(engine)).versions] == [13]
 
 
-async def test_a_probe_finds_other_weights_without_a_request(peer: ScriptedPeer, engine: HttpEngine) -> None:
+async def test_a_probe_finds_other_weights_without_a_request(peer: ScriptedEngineServer, engine: HttpEngine) -> None:
     peer.label = "5"
     await until(lambda: engine.status().failure is not None)
     with pytest.raises(OtherWeightsError, match="says version 5 where 0 was committed"):
@@ -126,7 +126,7 @@ async def test_a_probe_finds_other_weights_without_a_request(peer: ScriptedPeer,
 
 
 async def test_an_engine_that_goes_away_ends_its_requests_and_is_found_again(tiny_policy: Path) -> None:
-    peer = ScriptedPeer()
+    peer = ScriptedEngineServer()
     async with peer.serving():
         port = int(peer.url.rpartition(":")[2])
         engine = HttpEngine(tiny_policy, url=peer.url, key=None, run_id="run", transport="shm")
@@ -152,7 +152,7 @@ async def test_an_engine_that_goes_away_ends_its_requests_and_is_found_again(tin
 
 
 async def test_logprobs_of_the_plain_softmax_are_taken_only_where_they_are_those_drawn_from(tiny_policy: Path) -> None:
-    async with ScriptedPeer(processed=False).serving() as peer, engine_at(peer.url, tiny_policy) as engine:
+    async with ScriptedEngineServer(processed=False).serving() as peer, engine_at(peer.url, tiny_policy) as engine:
         assert (await sampled(engine)).logprobs == [-0.5] * 4
         assert len((await sampled(engine, temperature=0.0)).token_ids) == 4
         for other in ({"temperature": 0.7}, {"top_k": 3}, {"repetition_penalty": 1.1}, {"min_tokens": 2}):
@@ -163,7 +163,7 @@ async def test_logprobs_of_the_plain_softmax_are_taken_only_where_they_are_those
 async def test_an_engine_without_routes_for_operators_serves_fixed_weights_and_says_what_it_lacks(
     tiny_policy: Path,
 ) -> None:
-    async with ScriptedPeer(operated=False).serving() as peer, engine_at(peer.url, tiny_policy) as engine:
+    async with ScriptedEngineServer(operated=False).serving() as peer, engine_at(peer.url, tiny_policy) as engine:
         assert [span.version for span in (await sampled(engine)).versions] == [0]
         with pytest.raises(StageError, match="VLLM_SERVER_DEV_MODE=1"):
             await engine.stage(manifest(1))
@@ -188,7 +188,7 @@ async def test_an_engine_without_routes_for_operators_serves_fixed_weights_and_s
     ],
 )
 async def test_an_engine_that_cannot_serve_is_refused_at_the_start(
-    peer: ScriptedPeer, tiny_policy: Path, status: int, body: dict[str, Any], kind: type[RollmeshError]
+    peer: ScriptedEngineServer, tiny_policy: Path, status: int, body: dict[str, Any], kind: type[RollmeshError]
 ) -> None:
     peer.refusal = (status, body)
     with pytest.raises(kind, match=r"scale-out|Unauthorized"):
@@ -207,7 +207,7 @@ async def test_an_engine_that_cannot_serve_is_refused_at_the_start(
     ],
 )
 async def test_refusals_come_typed_and_the_engine_goes_on(
-    peer: ScriptedPeer, engine: HttpEngine, status: int, body: dict[str, Any], kind: type[RollmeshError]
+    peer: ScriptedEngineServer, engine: HttpEngine, status: int, body: dict[str, Any], kind: type[RollmeshError]
 ) -> None:
     peer.refusal = (status, body)
     with pytest.raises(kind, match=body["error"]["message"].replace("(", r"\(").replace("]", r"\]")):
@@ -235,7 +235,7 @@ async def test_refusals_come_typed_and_the_engine_goes_on(
     ids=["error", "no logprobs", "too many samples", "no number"],
 )
 async def test_what_goes_wrong_in_mid_stream_ends_that_request_alone(
-    peer: ScriptedPeer, engine: HttpEngine, event: dict[str, Any], kind: type[RollmeshError]
+    peer: ScriptedEngineServer, engine: HttpEngine, event: dict[str, Any], kind: type[RollmeshError]
 ) -> None:
     peer.event = event
     with pytest.raises(kind):
@@ -246,13 +246,13 @@ async def test_what_goes_wrong_in_mid_stream_ends_that_request_alone(
     assert engine.status().running == engine.status().waiting == 0
 
 
-async def test_greedy_siblings_are_drawn_once(peer: ScriptedPeer, engine: HttpEngine) -> None:
+async def test_greedy_siblings_are_drawn_once(peer: ScriptedEngineServer, engine: HttpEngine) -> None:
     samples = await collect(engine.generate(request([5, 6], 4, n=3, temperature=0.0, ignore_eos=True)))
     assert [sample.token_ids for sample in samples] == [[5, 6, 7, 8]] * 3
     assert peer.calls[-1]["sampling_params"]["n"] == 1
 
 
-async def test_hanging_up_hangs_up_on_the_engine(peer: ScriptedPeer, engine: HttpEngine) -> None:
+async def test_hanging_up_hangs_up_on_the_engine(peer: ScriptedEngineServer, engine: HttpEngine) -> None:
     peer.step.clear()
     deltas = engine.generate(request([5, 6], 200, stream=True, ignore_eos=True))
     waiting = asyncio.ensure_future(anext(deltas))

@@ -25,7 +25,7 @@ from tests.contract.engine_harness import InFlight, WeightPublisher, request, sa
 from tests.support.chat_policy import save_chat_policy
 from tests.support.engine_process import rollout_server_process
 from tests.support.rollout_host import Host, hosting, small_batch, until
-from tests.support.scripted_peer import ScriptedPeer, manifest
+from tests.support.scripted_engine_server import ScriptedEngineServer, manifest
 from tests.third_party.sessions import Opened, opened
 
 TOLERANCE = 1e-4
@@ -131,7 +131,7 @@ async def test_an_agent_sees_nothing_of_a_commit_that_ended_its_request_in_the_e
     redis_url: str, run_id: str, tmp_path: Path
 ) -> None:
     save_chat_policy(tmp_path / "chat")
-    peer = ScriptedPeer()
+    peer = ScriptedEngineServer()
     peer.step.clear()
     peer.free = 3
     async with peer.serving():

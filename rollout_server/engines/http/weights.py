@@ -1,11 +1,12 @@
-"""New weights for the engine behind a URL, through its own update routes, so that no token is stamped wrongly.
+"""Weight updates of an external engine through its own HTTP routes: stage, commit, rollback, digest.
 
                     a rollout server                     any other engine
     stage           pulls the bytes while it decodes     as its weight backend does it
     commit          flips between two steps; each        requests are ended with what they have (`abort`), the
                     token comes with its version         cache is cleared, and only then the version changes
 
-The second way needs no word of the engine about versions: no request lives under two. Its caller goes on from the tokens.
+In the second way the engine need not report versions, since no request spans two; the client continues from the tokens
+that it has.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Updates:
 
     def __init__(
         self,
-        peer: EngineClient,
+        client: EngineClient,
         health: EngineHealth,
         run_id: str,
         transport: str,
@@ -41,7 +42,7 @@ class Updates:
         stand_still: Callable[[], Awaitable[int]],
         go_on: Callable[[], None],
     ) -> None:
-        self._client = peer
+        self._client = client
         self._health = health
         self._run_id = run_id
         self._transport = transport
@@ -140,7 +141,7 @@ class Updates:
         return root
 
     def forget(self) -> None:
-        """The engine began anew: nothing is staged there."""
+        """The engine was restarted: nothing is staged there."""
         self._staged = None
 
     async def _alone(self, version: int, change: Callable[[int], Awaitable[None]]) -> int:

@@ -289,16 +289,14 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return tuple(int(token) for token in found) if isinstance(found, (list, tuple)) else (int(found),)
 
 
-# Two sets of a model's weights: the live one that decodes, the shadow one that a new version is staged into.
-#
-#     live     p.data ──► storage A ╲╱ storage B        flip: each parameter changes its storage, nothing is copied
-#     shadow              storage B ╱╲ storage A
-#
-# Tied weights are one parameter with several names: one storage, one flip, named once.
-
-
 class ModelWeights:
-    """A `weight_bus.receiver.receiver.WeightTarget` over a model's parameters, by Hugging Face name."""
+    """Double-buffered weights of a transformers model: `weight_bus.receiver.receiver.WeightTarget`.
+
+        live     p.data ──► storage A ╲╱ storage B        flip: each parameter changes its storage, nothing is copied
+        shadow              storage B ╱╲ storage A
+
+    Tied weights are one parameter with several names: one storage, one flip, named once.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = dict(model.named_parameters())
@@ -315,7 +313,7 @@ class ModelWeights:
         return self._shadow
 
     def flip(self) -> None:
-        """Shadow becomes live and live becomes shadow. Call it between two steps; a second one serves the old version."""
+        """Swap live and shadow, between two steps; a second flip serves the old version again."""
         # The tensors must stay ordinary ones, also when the decode thread flips in its inference mode.
         with torch.inference_mode(False):
             for name, parameter in self._parameters.items():
