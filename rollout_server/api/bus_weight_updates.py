@@ -1,4 +1,4 @@
-"""The weights of one rollout server, as the weight bus updates them: stage in the background, flip between two steps."""
+"""Weight updates of one rollout server by the weight bus: stage in the background, commit between two steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ServedWeights:
         while True:
             version = engine.policy_version
             root_digest = await engine.weights_digest()
-            if version == engine.policy_version:  # else a commit came between, and the pair would be a lie
+            if version == engine.policy_version:  # else a commit came between
                 return DigestAnswer(version=version, root_digest=root_digest)
 
     def _served(self, what: str, answer: CommitAnswer, span: Span) -> CommitAnswer:

@@ -1,4 +1,4 @@
-"""vLLM's routes for whoever operates an engine: pause, resume, abort, and how many processes hold it."""
+"""Admin routes of a rollout server: vLLM's pause, resume, abort and world size; drain."""
 
 from __future__ import annotations
 
@@ -54,9 +54,6 @@ def engine_routes(server: RolloutServer) -> APIRouter:
         return WorldSize(world_size=server.parts().engine.status().ranks)
 
     return router
-
-
-# What operators ask of one rollout server.
 
 
 def admin_routes(server: RolloutServer) -> APIRouter:

@@ -33,11 +33,11 @@ class GenerationRequest:
     least so many new tokens; its last delta always comes.
 
     `resumed`: so many tokens at the end of `prompt_token_ids` were sampled by an earlier attempt of this request. They
-    count as output, not as prompt, for the penalties and `min_tokens`, and a seed continues after them.
-    `max_tokens` counts from here on. With the torch engine the result equals that of an uninterrupted request.
-    With vLLM it does not: presence and frequency penalties ignore resumed tokens, and a seed starts over. `first_index`:
-    with a seed, the samples are numbers `first_index`, `first_index + 1` … of the uninterrupted request; deltas are
-    numbered from 0 all the same.
+    count as output, not as prompt, for the penalties and `min_tokens`, and a seed continues after them. `max_tokens`
+    counts from here on. With the torch engine the result equals that of an uninterrupted request. With vLLM it does
+    not: presence and frequency penalties ignore resumed tokens, and a seed starts over. `first_index`: with a seed, the
+    samples are numbers `first_index`, `first_index + 1` … of the uninterrupted request; deltas are numbered from 0 all
+    the same.
     """
 
     request_id: str

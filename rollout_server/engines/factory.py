@@ -34,9 +34,9 @@ def make_engine(
     """The engine `name` over a complete model folder, not started. `seed`: the settings' own, unless given.
 
     Servers of one mesh must differ in it, or they generate the same tokens. `url`, `key`, `trust`: address, bearer key
-    and accepted certificates of the http engine. `weights_key`: manifests must bear its signature.
-    Raises UsageError for an unknown name, for http without a URL, for vllm where it is not installed, or where torch
-    should be split over ranks.
+    and accepted certificates of the http engine. `weights_key`: manifests must bear its signature. Raises UsageError
+    for an unknown name, for http without a URL, for vllm where it is not installed, or where torch should be split over
+    ranks.
     """
     if name == "http":
         return _http_engine(model, run_id, settings, url, key, trust)

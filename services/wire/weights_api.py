@@ -9,12 +9,12 @@ from pydantic import ConfigDict, Field
 
 from services.wire.rollout_api import Body, TokenId
 
-# The words for where a weight update is, for the pure policies, the bus and its clients alike.
+# States of a weight update.
 
 EngineState = Literal[
     "pending", "staging", "prepared", "committing", "committed", "rolling_back", "rolled_back", "failed"
 ]
-"""One engine within one update; `services.policies.fleet_commit` draws the life cycle."""
+"""One engine within one update; `services.policies.fleet_commit` has the state diagram."""
 
 UpdateState = Literal["staging", "held", "prepared", "committed", "failed", "superseded", "cancelled", "rolled_back"]
 SETTLED: tuple[UpdateState, ...] = ("committed", "failed", "superseded", "cancelled", "rolled_back")

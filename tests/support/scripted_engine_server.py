@@ -19,7 +19,7 @@ FIRST_TOKEN = 5
 
 
 def manifest(version: int) -> bytes:
-    """A version of one byte: a scripted peer reads none of it."""
+    """A version of one byte: a scripted server reads none of it."""
     bucket = Bucket(offset=0, length=1, hash="00" * 32)
     layout = Layout(tensors=[], total_bytes=1, digest="")
     owner = Owner(total_bytes=1, sources=[])

@@ -13,7 +13,7 @@ _MANIFEST_BODY = {"requestBody": {"required": True, "content": {"application/msg
 
 
 class UpdatedEngine(Protocol):
-    """What can be staged, flipped and asked for its digest. Errors keep the old version serving."""
+    """An engine behind the weight routes. After an error the old version is served on."""
 
     async def stage(self, manifest: bytes) -> StageAnswer: ...
 
@@ -29,7 +29,7 @@ class UpdatedEngine(Protocol):
 def weight_routes(
     engine: UpdatedEngine, responses: dict[int | str, dict[str, Any]] | None = None, dependencies: Sequence[Any] = ()
 ) -> APIRouter:
-    """400 for bytes that are no manifest, 409 for a version that cannot be staged; `responses`: how that is documented."""
+    """400 for bytes that are no manifest, 409 for a version that cannot be staged; `responses` documents them."""
     router = APIRouter(prefix="/weights", tags=["weights"], responses=responses, dependencies=list(dependencies))
 
     @router.post("/stage", openapi_extra=_MANIFEST_BODY)

@@ -1,4 +1,4 @@
-"""The bus's calls to an engine; whatever goes wrong is an EngineCallError that says what, or an UntrustedError."""
+"""HTTP client of the bus for an engine's weight routes. Failures are EngineCallError or UntrustedError."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Sampled(msgspec.Struct):
 
 
 class _GenerateAnswer(msgspec.Struct):
-    """As much of vLLM's answer to a token call as a canary needs."""
+    """The fields of vLLM's token answer that a canary needs."""
 
     choices: list[_Sampled]
 

@@ -1,4 +1,4 @@
-"""What the bus keeps of each update beside the machine's state: its bytes' names, the clock, the figures."""
+"""The coordinator's record of each update: manifest, times, the engines' results, and the views made of them."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class EngineResults:
 
 @dataclass
 class Record:
-    """`payload`: the encoded manifest, passed on to engines as it is; None where the bus never saw it."""
+    """One version's update. `payload`: the encoded manifest for the engines; None where the bus never saw it."""
 
     update: Update
     announced: float
     manifest: Manifest | None = None
     payload: bytes | None = None
     resting: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while nothing is waited for, but an operator perhaps."""
+    """Set while nothing but an operator is waited for."""
     commit_ms: float | None = None
     results: dict[str, EngineResults] = field(default_factory=dict)
     told: dict[str, EngineState] = field(default_factory=dict)
-    """The state of each engine that watchers were told last."""
+    """The last state of each engine in the event log."""
     told_state: str = "staging"
     trace: str = ""
-    """The context that it was announced in."""
+    """The trace context that it was announced in."""
 
     @property
     def root_digest(self) -> str:
@@ -53,7 +53,7 @@ class Record:
         return self.results.setdefault(engine_id, EngineResults())
 
     def begin_again(self, update: Update, now: float) -> None:
-        """The same version, brought to engines once more."""
+        """Start the update of the same version over."""
         self.update, self.announced, self.commit_ms = update, now, None
         self.results, self.told, self.told_state = {}, {}, "staging"
         self.resting.clear()
@@ -63,7 +63,7 @@ class Record:
             version=self.update.version,
             state=self.update.state,
             root_digest=self.root_digest,
-            engines=[self._progress(*item) for item in self.update.progress.items()],
+            engines=[self._progress(engine_id, progress) for engine_id, progress in self.update.progress.items()],
             publish_to_commit_ms=self.commit_ms,
             policy=policy,
             why=self.update.why,

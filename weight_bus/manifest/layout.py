@@ -4,8 +4,8 @@
     plan_buckets  total bytes          ─► ranges      fixed size, the last one shorter
     bucket_pieces range                ─► pieces      which bytes of which tensor lie in it
 
-Padding between tensors is zero, so that the bytes of an arena, and so its digest, follow from the tensors alone.
-No torch here: `weight_bus.manifest.tensors` turns ranges into tensors.
+Padding between tensors is zero, so that the bytes of an arena, and so its digest, follow from the tensors alone. No
+torch here: `weight_bus.manifest.tensors` turns ranges into tensors.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ is published last, when every byte it names is in place.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 from typing import Literal
 
@@ -178,6 +180,14 @@ def decode_manifest(payload: bytes) -> Manifest:
         raise WireError(f"{len(payload)} bytes are no weight manifest ({error})") from error
     check_manifest(manifest)
     return manifest
+
+
+def manifest_bytes(text: str) -> bytes:
+    """The encoded manifest of vLLM's update routes, which carry it as base64. Raises WireError."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise WireError(f"update_info.manifest is no base64 ({error})", "encode the manifest's bytes") from error
 
 
 def check_manifest(manifest: Manifest) -> None:

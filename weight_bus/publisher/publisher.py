@@ -54,9 +54,8 @@ class Publisher:
     `tensors` are the named weights (Hugging Face names, any shape, device or floating dtype; a tied weight under one
     name only). Their names, order and shapes are fixed for the publisher's life. `dtype` is the serving dtype by name,
     `key` the run's weight key. A delta is offered where it is no larger than `delta_max_ratio` of the dense bytes (0:
-    never), over nixl and shm, by one rank alone. With `ranks`, tensors may be DTensors (FSDP2) and every rank publishes its
-    own part.
-    Raises UsageError for what cannot be served, TransportError when no arena can be had.
+    never), over nixl and shm, by one rank alone. With `ranks`, tensors may be DTensors (FSDP2) and every rank publishes
+    its own part. Raises UsageError for what cannot be served, TransportError when no arena can be had.
     """
 
     def __init__(

@@ -1,15 +1,15 @@
-"""The receiver: the engine's side of the bus. It fills shadow memory while the engine decodes, then flips.
+"""The receiver: the engine's side of the weight bus. It stages a version in shadow memory while decoding, then flips.
 
     idle ──stage(v)──► staging ──every hash good──► staged(v) ──commit(v)──► idle, serving v ──rollback──► idle, serving
       ▲                   │                            │                                                   the one before
       └──── StageError ───┴──── stage(newer) starts over
 
-Whatever goes wrong before the flip, the old version goes on being served, untouched. Every stage rewrites all of the
-shadow: nothing of an abandoned one can survive into a version. After a commit the shadow is the version before, whole,
-until the next stage begins to write: so long one step back takes no more than a flip.
+Whatever goes wrong before the flip, the old version is served on, unchanged. Every stage rewrites the whole shadow, so
+nothing of an abandoned one can remain in a version. After a commit the shadow is the version before, complete until the
+next stage begins to write: a rollback by one version is then a flip.
 
-A rank of several holds slices of some tensors. It reads every bucket whole, for that is what hashes are of, keeps its
-slices, and remembers the hash of what it has kept: as long as what it serves has that, it serves the manifest's bytes.
+A tensor parallel rank has slices of some tensors. It reads whole buckets, which the hashes are of, keeps its slices and
+remembers their hash: as long as its weights have that hash, it serves the manifest's bytes.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class WeightTarget(Protocol):
 
 
 class Receiver:
-    """Stages, flips and proves an engine's weights.
+    """Stages, flips and hashes an engine's weights.
 
-    `stage` blocks and belongs on a background thread; `commit` and `rollback` belong on the decode thread; `digest` may be
-    called on any other. `version` is what the engine serves to begin with; `key` the run's weight key, with which every
-    manifest must be signed (None: any is taken). `prepare` is told of a version whose bytes lie in the shadow, before it
-    counts as staged, for what the engine makes of them; what it raises, `stage` raises. `slices`: which of the target's
-    tensors are parts of the manifest's, and which part; such an engine takes dense bytes only.
+    `stage` blocks and belongs on a background thread; `commit` and `rollback` belong on the decode thread; `digest` may
+    be called on any other. `version` is what the engine serves to begin with; `key` the run's weight key, with which
+    every manifest must be signed (None: any is taken). `prepare` is called with a version whose bytes are in the
+    shadow, before it counts as staged, for what the engine derives from them; what it raises, `stage` raises. `slices`:
+    which of the target's tensors are parts of the manifest's, and which part; such an engine takes dense bytes only.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Receiver:
         self._staged: StageAnswer | None = None
         self._plan: BucketPlan | None = None
         self._plans: dict[int, BucketPlan] = {}
-        """By version, of those that are held."""
+        """By version, of those in the slots."""
         self._kept_digests: dict[int, str] = {}
-        """By version, of those that are held: of an engine's slices, in their own layout."""
+        """By version, of those in the slots: the digest of an engine's slices, in their own layout."""
         self._progress: Progress | None = None
         self._scratch = Scratch()
 
@@ -160,7 +160,7 @@ class Receiver:
                 self._wanted = version
 
     def undo(self, version: int) -> None:
-        """Take the flip that served `version` back, where that was the last thing to happen: another rank refused it."""
+        """Undo the flip to `version`, if it was the last one: another rank refused it."""
         with self._state:
             if version == self.version:
                 self._serve(self._slots.undone())
@@ -192,10 +192,10 @@ class Receiver:
         as_kept = found == self._kept_digests.get(served.version)
         return served.root_digest if as_kept and served.root_digest is not None else found
 
-    def _serve(self, held: WeightSlots) -> None:
-        if held.served != self._slots.served:
+    def _serve(self, slots: WeightSlots) -> None:
+        if slots.served != self._slots.served:
             self.target.flip()
-        self._slots, self._staged = held, None
+        self._slots, self._staged = slots, None
 
     def _known(self, manifest: Manifest) -> StageAnswer | None:
         """The answer for a version that lies in the shadow already. Raises StageError where that has other bytes."""
@@ -270,11 +270,11 @@ class Receiver:
         return progress.bytes_read
 
     def _delta_to_take(self, job: StageJob) -> DeltaStage | None:
-        """The delta, where this engine serves its base, byte for byte, and has a source of it within reach."""
+        """The delta, where this engine serves exactly its base and can read one of its sources."""
         manifest, delta, served = job.manifest, job.manifest.delta, self._slots.served
         if delta is None or served.version != delta.base_version or self._slices:
             return None
-        # Loaded from a folder, these bytes were never hashed in the manifest's buckets.
+        # Weights that were loaded from a folder were never hashed in the manifest's buckets.
         digest = served.root_digest or digest_of(job.plan, self.target.live())
         if digest != delta.base_digest:
             _log.warning("another base is served", version=manifest.version, base=delta.base_version)
@@ -293,9 +293,9 @@ class Receiver:
             return self._slots.served, Memory(plan.layout, self.target.shadow(), self._slices)
 
     def _remember(self, version: int, plan: BucketPlan, kept: str | None) -> None:
-        held = {self.version, version}
-        self._plans = {known: own for known, own in self._plans.items() if known in held} | {version: plan}
-        digests = {known: own for known, own in self._kept_digests.items() if known in held}
+        kept_versions = {self.version, version}
+        self._plans = {known: own for known, own in self._plans.items() if known in kept_versions} | {version: plan}
+        digests = {known: own for known, own in self._kept_digests.items() if known in kept_versions}
         self._kept_digests = digests if kept is None else digests | {version: kept}
 
 

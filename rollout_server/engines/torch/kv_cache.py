@@ -5,8 +5,8 @@
     row 1        ·  ·  ·  ·  ·  p  p  t  ▒        · before the row's start: masked out
     row 2        p  p  p  p  t  t  t  t  ▒
 
-Every decode step writes one column of all rows, so a step is a slice, without index writes, and a row's position
-is `column − start`. A new prompt is placed so that it ends at the clock. When a row finishes, the last row takes its
+Every decode step writes one column of all rows, so a step is a slice, without index writes, and a row's position is
+`column − start`. A new prompt is placed so that it ends at the clock. When a row finishes, the last row takes its
 place. When the clock reaches the end, live columns move back to the front. Rows and columns are allocated on demand.
 """
 
