@@ -158,7 +158,7 @@ class Published(msgspec.Struct, frozen=True):
 class TimePublishing(msgspec.Struct, frozen=True, tag="time_publishing"):
     """Publish so many times beside a memcpy of the same bytes, in turns. Answer: PublishRounds.
 
-    `apart`: weights that lie wherever the allocator puts them, and not in one piece, as our trainer's.
+    `apart`: weights that are not contiguous, unlike our trainer's.
     """
 
     transport: str

@@ -1,4 +1,4 @@
-"""The processes of the benchmark: a publisher and an engine under test, both started by command."""
+"""The processes of `./dev bench weights`: the publisher and the engine under test, started as subprocesses."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def time_publishing(
         there.close()
 
 
-# How much of the machine others took while something was measured: a bad hour looks like a bad figure.
+# CPU use of other processes during a measurement: a busy machine looks like a bad figure.
 
 _IDLE = ("idle", "iowait", "guest", "guest_nice")
 """Not work, or counted already as a user's."""

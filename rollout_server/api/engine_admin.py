@@ -14,7 +14,7 @@ from services.wire.weights_api import PauseMode
 
 
 def engine_routes(server: RolloutServer) -> APIRouter:
-    """Routes that whoever operates the engine calls; names and answers are vLLM's."""
+    """Routes for operating the engine; names and answers are vLLM's."""
     router = APIRouter(tags=["engine"], responses=ERRORS, dependencies=server.authorizer.of("service"))
 
     @router.post("/pause")

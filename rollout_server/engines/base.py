@@ -138,7 +138,7 @@ class Engine(Protocol):
         """Pull the manifest's buckets into shadow memory while decoding goes on (encoded
         `weight_bus.manifest.manifest.Manifest`).
 
-        Raises weight_bus.errors.StageError (bad hash, wrong layout, …); the old version goes on being served.
+        Raises weight_bus.errors.StageError (bad hash, wrong layout, …); the old version is served on.
         """
         ...
 

@@ -41,8 +41,8 @@ EventKind = Literal[
 ]
 
 
-# Weight routes of an engine, which the bus calls. Results are dataclasses: whoever stages or flips makes them, msgspec
-# carries them between the processes of an engine and pydantic to the bus, and nobody copies their fields.
+# Weight routes of an engine, which the bus calls. Results are dataclasses: the code that stages or flips
+# makes them, msgspec carries them between the processes of an engine, pydantic to the bus; nobody copies their fields.
 #
 # | route                    | body                     | answer        |
 # |--------------------------|--------------------------|---------------|

@@ -246,11 +246,11 @@ def _check_coverage(manifest: Manifest, what: str) -> None:
         return
     for number, owner in enumerate(manifest.owners):
         _check_shards(manifest, owner, f"{what}, owner {number}")
-    held = sorted(
+    shards = sorted(
         (shard.tensor, shard.tensor_offset, shard.nbytes) for owner in manifest.owners for shard in owner.shards or ()
     )
     covered = [0] * len(manifest.layout.tensors)
-    for tensor, offset, nbytes in held:
+    for tensor, offset, nbytes in shards:
         if offset != covered[tensor]:
             lacks = "lacks" if offset > covered[tensor] else "has twice"
             name = manifest.layout.tensors[tensor].name

@@ -27,7 +27,7 @@ from weight_bus.manifest.tensors import dtype_of
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """Tensor `name`, of which `shape` is held here, from byte `offset` of the arena."""
+    """This rank's rows of tensor `name`, with `shape`, from byte `offset` of the arena."""
 
     name: str
     shape: tuple[int, ...]

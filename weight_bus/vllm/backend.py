@@ -68,7 +68,7 @@ class ManifestTransfer(WeightTransferEngine[ManifestInit, ManifestUpdate]):  # t
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ManifestUpdate) -> None:
-        """Stage a version; a later one takes its place. Raises StageError; the old version goes on being served."""
+        """Stage a version; a later one replaces it. Raises StageError; the old version is served on."""
         if self._attached is None:
             raise ConflictError("no receiver yet", "call /init_weight_transfer_engine first")
         self._staged = None

@@ -38,7 +38,7 @@ _CONNECT_S = 5.0
 _CALL_S = 60.0
 # Pulling a version's buckets, or hashing all weights.
 _BYTES_S = 600.0
-# vLLM's own server closes a connection after five idle seconds: whoever closes first must be the one who would reuse it.
+# vLLM's server closes a connection after five idle seconds: the client must close it first, or reuse may fail.
 _KEEP_ALIVE_S = 3.0
 
 _Answer = TypeVar("_Answer")

@@ -1,4 +1,4 @@
-"""Starting and ending a vLLM engine: environment, configuration, the engine-core process and its end.
+"""Start and stop a vLLM engine: environment variables, configuration, the engine-core process.
 
     preload ─ imports (seconds) ─► launch ─ configuration, fork, model load ─► AsyncLLM ─► end
 
