@@ -13,9 +13,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 
 from services.http.app import make_app
-from weight_bus.client.engine_routes import CommitAnswer, CommitCall, DigestAnswer, StageAnswer
+from services.wire.weights_api import CommitAnswer, CommitCall, DigestAnswer, StageAnswer
 from weight_bus.manifest.manifest import Manifest, decode_manifest
-from weight_bus.receiver.receiver import Receiver, Staged
+from weight_bus.receiver.receiver import Receiver
 
 
 def make_weights(seed: int, *, scale: int = 1) -> dict[str, torch.Tensor]:
@@ -72,12 +72,7 @@ class SmallEngine:
             manifest = decode_manifest(await request.body())
             staged = await asyncio.to_thread(self._stage, manifest)
             self.calls.append(f"{self.name} staged {staged.version}")
-            return StageAnswer(
-                version=staged.version,
-                root_digest=staged.root_digest,
-                bytes_read=staged.bytes_read,
-                seconds=staged.seconds,
-            )
+            return staged
 
         @app.post("/weights/commit")
         async def commit(call: CommitCall) -> CommitAnswer:
@@ -87,15 +82,11 @@ class SmallEngine:
 
         @app.get("/weights/digest")
         async def digest() -> DigestAnswer:
-            while True:
-                version = self.receiver.version
-                root_digest = await asyncio.to_thread(self.receiver.digest)
-                if version == self.receiver.version:  # else a commit came between, and the pair would be a lie
-                    return DigestAnswer(version=version, root_digest=root_digest)
+            return await asyncio.to_thread(self.receiver.digest)
 
         return app
 
-    def _stage(self, manifest: Manifest) -> Staged:
+    def _stage(self, manifest: Manifest) -> StageAnswer:
         if not self.go_on.wait(timeout=10):
             raise TimeoutError("the test never let the stage go on")
         return self.receiver.stage(manifest)

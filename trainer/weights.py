@@ -1,9 +1,9 @@
-"""Weights on their way out: published on the training thread, announced and followed in the background.
+"""Weight updates of the trainer: publish on the training thread, announce and await the commit in the background.
 
     training thread   publish(v) ─ cast into an arena, which is leased ─► Publication
     background        step record durable? ─► manifest ─► announce(v) ─► settled: committed | superseded | failed ─► release
 
-The publisher has two arenas: v is not published before v − 2 is released, lest a receiver read a mixture.
+The publisher has two arenas: v is not published before v − 2 is released, so that no receiver reads a mixture.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class WeightsError(RollmeshError):
 
 
 class WeightUpdates:
-    """The life of every update of this trainer. `settle_s`: how long an update may take to settle.
+    """Publishes versions and follows their updates. `settle_s`: how long an update may take to settle.
 
-    `committed` and `newest` are read on the training thread and written on the background loop; both are whole objects.
+    `committed` and `newest` are read on the training thread and replaced as a whole on the background loop.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class WeightUpdates:
         self._background.call(self._first_committed(publication, deadline_s), f"version {version}", deadline_s + 30)
 
     def publish(self, version: int, weights: Mapping[str, Tensor], durable: Future[None]) -> None:
-        """Publish `version`; it is announced once `durable` (the record of the step that made it) has come true.
+        """Publish `version`; it is announced once `durable` (the record of the step that made it) is done.
 
         Blocks for the copy, and until an update before the last has settled. Raises DeadlineError if that takes too long.
         """
@@ -91,7 +91,7 @@ class WeightUpdates:
         )
 
     def abandon(self) -> None:
-        """Follow no update any more, for the bus client is about to be closed under them; the bus goes on with them."""
+        """Stop following updates, before the bus client is closed; the bus continues with them."""
         for future in self._following.values():
             future.cancel()
         self._following.clear()
@@ -112,7 +112,7 @@ class WeightUpdates:
         view = await self._bus.verify()
         manifest = self._publisher.latest
         if manifest is not None and view.version != manifest.version:
-            # A bus that was restarted since knows nothing yet.
+            # A restarted bus does not know the version yet.
             await self._bus.announce(manifest, wait_s=_POLL_S)
             view = await self._bus.verify()
         return view
@@ -121,7 +121,7 @@ class WeightUpdates:
         await self._bus.close()
 
     async def _follow(self, publication: Publication, durable: Future[None]) -> UpdateView:
-        """Belongs to the batch's span: what is spawned on the loop goes on in the context that it is spawned in."""
+        """Part of the batch's span: tasks on the loop inherit the context they are spawned in."""
         structlog.contextvars.bind_contextvars(version=publication.version)
         with self._tracing.span("trainer.update") as span:
             view = await self._followed(publication, durable)
@@ -148,7 +148,7 @@ class WeightUpdates:
             latest = self._publisher.latest
             if latest is None or latest.version <= manifest.version:
                 raise
-            # Two were on their way when the bus was restarted, and it was told of the newer one first.
+            # Two were pending when the bus was restarted, and the newer one was announced first.
             return UpdateView(
                 version=manifest.version, state="superseded", root_digest=manifest.root_digest, engines=[]
             )
@@ -160,7 +160,7 @@ class WeightUpdates:
         try:
             return await self._bus.wait_settled(manifest.version, deadline_s)
         except NotFoundError:
-            # The bus was restarted meanwhile and has forgotten; it is told again.
+            # The bus was restarted meanwhile and does not know the update: announce it again.
             await self._bus.announce(manifest)
             return await self._bus.wait_settled(manifest.version, deadline_s)
 

@@ -1,4 +1,4 @@
-"""What can go wrong between publish and commit. Whatever it is, the old version goes on being served."""
+"""Errors of staging, transport and manifest signatures. After any of them the old version is served on."""
 
 from __future__ import annotations
 

@@ -24,19 +24,11 @@ from zlib import crc32
 import typer
 
 from clients.environments.base import Answer, Ended, NextTurn, Problem, Split
-from rollout_server.engines.base import (
-    CommitReport,
-    Engine,
-    EngineStatus,
-    FinishReason,
-    GenerationDelta,
-    GenerationRequest,
-    PauseMode,
-    StageReport,
-)
+from rollout_server.engines.base import Engine, EngineStatus, FinishReason, GenerationDelta, GenerationRequest
 from rollout_server.engines.request_check import check_request
 from services.wire.errors import ConflictError
 from services.wire.trajectory import VersionSpan
+from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 
 
 @dataclass(frozen=True)
@@ -145,15 +137,15 @@ class ClockEngine:
     async def resume(self) -> None:
         return
 
-    async def stage(self, manifest: bytes) -> StageReport:
+    async def stage(self, manifest: bytes) -> StageAnswer:
         return await self._weights.stage(manifest)
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int) -> CommitAnswer:
         report = await self._weights.commit(version)
         self._note_version()
         return report
 
-    async def rollback(self, version: int) -> CommitReport:
+    async def rollback(self, version: int) -> CommitAnswer:
         report = await self._weights.rollback(version)
         self._note_version()
         return report

@@ -1,4 +1,4 @@
-"""The ways of updating an engine that decodes, each one round of an arm: an episode of streams and updates.
+"""Benchmark arms: each way of updating the weights of an engine while it decodes, and the figures of an episode.
 
 begin streams ─ quiet ─ update ─ quiet ─ update ─ … ─ quiet ─ end        `Ways.episode`
 
@@ -6,7 +6,7 @@ nixl, shm    publish ─► stage, while tokens are sampled ─► commit betwee
 file         save ─► pause · copy from the file over the live tensors · resume
 prefetch     save ─► read into the engine's memory ─► pause · copy over the live tensors · resume
 gloo         pause · receive a broadcast into the live tensors · resume
-nothing      a moment at which nothing happens: how far the figures move by themselves
+nothing      no update: how much the figures vary by themselves
 """
 
 from __future__ import annotations
@@ -110,20 +110,19 @@ async def _nothing() -> Update:
     return Update(Span(begin, end), Span(end, end))
 
 
-# What the benchmark says to its two processes: the publisher (the trainer's side) and the engine under test.
-#
-# All times are of the host's monotonic clock, in seconds: the same in every process.
+# Messages to the benchmark's two processes: the publisher (the trainer's side) and the engine under test. All times are
+# of the host's monotonic clock, in seconds.
 
 PausedWay = Literal["file", "gloo", "prefetch"]
 PAUSED_WAYS: tuple[PausedWay, ...] = ("file", "gloo", "prefetch")
 
 
 class Done(msgspec.Struct, frozen=True):
-    """It is done, and there is nothing to tell."""
+    """Done, without a result."""
 
 
 class Span(msgspec.Struct, frozen=True):
-    """From when to when something took place."""
+    """An interval."""
 
     begin: float
     end: float
@@ -159,7 +158,7 @@ class Published(msgspec.Struct, frozen=True):
 class TimePublishing(msgspec.Struct, frozen=True, tag="time_publishing"):
     """Publish so many times beside a memcpy of the same bytes, in turns. Answer: PublishRounds.
 
-    `apart`: weights that lie wherever the allocator puts them, and not in one piece, as our trainer's.
+    `apart`: weights that are not contiguous, unlike our trainer's.
     """
 
     transport: str
@@ -188,8 +187,8 @@ class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Decode so many streams at once until `End`. Answered (Done) when each has sampled a few tokens.
 
-    `again`: a stream that has come to `max_tokens` begins anew; else `End` fails if one has. `plain`: layers multiply their
-    live weights, as they must where these are loaded in place; otherwise vLLM on a CPU multiplies packed copies.
+    `again`: a stream that reaches `max_tokens` starts over; else `End` fails if one has. `plain`: layers use their live
+    weights, as they must where these are loaded in place; otherwise vLLM on a CPU uses packed copies.
     """
 
     prompts: list[list[int]]
@@ -203,7 +202,7 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 
 class Arrivals(msgspec.Struct, frozen=True):
-    """When each token of each stream came to whoever asked for it."""
+    """When each token of each stream arrived at its reader."""
 
     streams: list[list[float]]
 
@@ -251,23 +250,11 @@ ToPublisher = Join | Change | Publish | TimePublishing | Save | Broadcast
 ToEngine = Join | Begin | End | Stage | Commit | Prefetch | Reload | Greedy
 
 
-# What an update of the weights does to streams that decode: stall, tokens lost, pace. Pure: times come in as numbers.
-#
-#     tokens   |   |   |   |   |         |   |   |   |        gaps between the tokens of one stream
-#     update         begin ┄┄┄ still ┄┄┄ end                  `still`: when decoding stood or may have stood
-#     window                 └───────────────┘                the gaps that touch `still`, one before them, one after
-#     quiet    └─────┘                         └──────┘       the undisturbed gaps next to it, `QUIET` on each side
-#
-# What a **stall** is, `services.policies.stall` says; undisturbed is a gap outside of every update of the episode.
-# With `still` a moment (ours: when the engine said that it had flipped) and steps alike, it is what an engine's own
-# status says. **Tokens lost** = tokens that undisturbed decoding would have sampled from the update's begin until a gap
-# after its end, less those sampled. **Pace** = tokens sampled in a span ÷ those that undisturbed decoding would have
-# sampled.
-
-
 @dataclass(frozen=True)
 class Update:
-    """`whole`: from the first byte that moves until the new version is served. `staging`: only in our ways."""
+    """One weight update. `whole`: from the first byte moved until the new version is served. `still`: while decoding was or
+    may have been paused; for our commits the moment of the flip. `staging`: only for ours.
+    """
 
     whole: Span
     still: Span
@@ -276,9 +263,18 @@ class Update:
 
 @dataclass(frozen=True)
 class Episode:
-    """One arm's turn: streams that decoded the whole time, and the updates meanwhile.
+    """One turn of an arm: streams that decoded the whole time, and the updates meanwhile: stall, tokens lost, speed.
 
-    `streams`: when each token of each stream came, ascending; times before `settled` are left out of everything.
+        tokens   |   |   |   |   |         |   |   |   |        gaps between the tokens of one stream
+        update         begin ┄┄┄ still ┄┄┄ end
+        window                 └───────────────┘                the gaps that touch `still`, one before them, one after
+        quiet    └─────┘                         └──────┘       the undisturbed gaps next to it, `QUIET` on each side
+
+    `services.policies.stall` defines the **stall**; a gap is undisturbed outside of every update. **Tokens lost**: those
+    that undisturbed decoding would have sampled from the update's begin until a gap after its end, less those sampled.
+    **Pace**: decode speed while staging, relative to undisturbed decoding.
+
+    `streams`: when each token of each stream arrived, ascending; times before `settled` are ignored.
     """
 
     arm: str
@@ -294,7 +290,7 @@ class Episode:
 
     @cached_property
     def _undisturbed(self) -> list[tuple[float, float]]:
-        return [gap for gap in pairwise(self.times) if not self._disturbed(*gap)]
+        return [(begin, end) for begin, end in pairwise(self.times) if not self._disturbed(begin, end)]
 
     @property
     def undisturbed_s(self) -> list[float]:
@@ -322,11 +318,12 @@ class Episode:
 
     def stall_ms(self, update: Update) -> float:
         """Raises ValueError for an update that lies outside of the tokens seen, or has no quiet around it."""
-        window = [end - begin for begin, end in pairwise(self.times[slice(*self._window(update))])]
+        first, last = self._window(update)
+        window = [end - begin for begin, end in pairwise(self.times[first:last])]
         return stall(window, self.quiet_s(update)) * 1e3
 
     def own_gap_ms(self, update: Update) -> float:
-        """What the gap in which the update was over had more than usual: of a moment, the one gap that it fell into."""
+        """The length over the usual of the gap in which the update ended; of a commit, the gap that the flip fell into."""
         after = bisect_left(self.times, update.still.end)
         if not 0 < after < len(self.times):
             raise ValueError(f"{self.arm}: an update lies outside of the tokens seen: leave more time around it")
@@ -344,7 +341,7 @@ class Episode:
         return (span.seconds / fmean(self.quiet_s(update)) - self._sampled_in(span)) * len(self.streams)
 
     def pace(self, update: Update) -> float:
-        """While an update is staged; 1.0 is undisturbed. Raises ValueError for one that is not staged."""
+        """Decode speed while an update is staged; 1.0 is undisturbed. Raises ValueError for one that is not staged."""
         if update.staging is None:
             raise ValueError(f"{self.arm}: an update without staging has no pace")
         return self._sampled_in(update.staging) * fmean(self.quiet_s(update)) / update.staging.seconds

@@ -1,14 +1,14 @@
-"""`./dev bench weights`: what an update of the weights costs those who are waiting for tokens.
+"""`./dev bench weights`: the cost of a weight update for token streams (stall, tokens lost, decode speed).
 
     publisher process ── nixl, shm ───────────► engine process: a few streams decode all the time     ours
                       ── file, gloo, prefetch ─► the same engine, paused                              other projects' ways
 
-Each round runs the arms in a random order on the same engine with the same prompts; an arm's turn holds quiet time and
-some updates. Every token's time is taken where it is handed to its reader. See `benchmarks.weights.arms` for the figures,
-`benchmarks.weights.arms` for the ways, and `benchmarks.weights.engine` for what the paused ones do.
+Each round runs the arms in a random order on the same engine with the same prompts; an arm's turn has quiet time and some
+updates. Tokens are timed where their reader gets them. `benchmarks.weights.arms` has the arms and the figures,
+`benchmarks.weights.engine` the paused ways.
 
-`nothing`: the same figures at moments at which nothing happens. A stall that is not above its own is not the update's.
-`crowded`: ours once more, while every core but the engine's is busy with something else.
+`nothing`: the same figures without an update; a stall no longer than its is noise. `crowded`: ours once more, while every
+core but the engine's is busy.
 """
 
 from __future__ import annotations

@@ -189,23 +189,21 @@ def _main() -> None:
     leave_quickly()
 
 
-# The engines with the paused ways of other projects beside our own, for `./dev bench weights`.
-#
-# What is loaded in place are the engine's own live tensors, in the process that holds them: here for torch, the
-# engine core for vLLM. There the paused ways do without packed products (`unpack`): packing new ones would make their
-# pauses longer.
-
 _DTYPE = "float32"
 _NEVER_STAGED = -1
 
 
 class PausedUpdates(Protocol):
-    """Loading in place. `load` is called while the engine is paused, `prefetch` while it decodes."""
+    """The paused ways of other projects: load into the engine's live tensors, in the process that has them.
+
+    That is this process for torch, the engine core for vLLM. There the paused ways use no packed products (`unpack`):
+    packing would make their pauses longer. `load` is called while the engine is paused, `prefetch` while it decodes.
+    """
 
     async def join(self, port: int) -> None: ...
 
     async def unpack(self) -> None:
-        """From now on layers multiply live weights, until a commit of ours. Called while nothing decodes."""
+        """Let layers use live weights until our next commit. Called while nothing decodes."""
         ...
 
     async def prefetch(self, path: str) -> None: ...
@@ -332,16 +330,6 @@ def _attachment(worker: Any) -> Any:
     return worker.rollmesh_attachment
 
 
-# How other projects load weights into an engine that stands still: over the live tensors, in place.
-#
-#     file       open a safetensors file, copy each tensor over the live one                 (prime-rl)
-#     gloo       receive each tensor of a broadcast, large ones right into the live one      (PipelineRL, vLLM)
-#     prefetch   while decoding: file ─► own memory;  paused: own memory ─► live              (SkyRL)
-#
-# Each at its best on one host: the file is in the page cache and never synced to a disk, and nothing is copied twice.
-# Copies use one thread, as the engine does: these projects load through the engine's own weight loader, tensor by
-# tensor.
-
 _DEADLINE = timedelta(seconds=60)
 _PACKED_BELOW_BYTES = 1 << 20
 _IN_FLIGHT = 4
@@ -351,7 +339,16 @@ Live = Callable[[], Mapping[str, torch.Tensor]]
 
 
 class InPlace:
-    """Loads over what `live` returns at that moment. Not for two threads at once, but for `prefetch`."""
+    """How other projects load weights into a paused engine: over the live tensors, which `live` returns at that moment.
+
+        file       open a safetensors file, copy each tensor over the live one                (prime-rl)
+        gloo       receive each tensor of a broadcast, large ones directly into the live one  (PipelineRL, vLLM)
+        prefetch   while decoding: file ─► own memory;  paused: own memory ─► live            (SkyRL)
+
+    Each at its best on one host: the file is in the page cache and never synced to disk, and nothing is copied twice.
+    Copies use one thread, as those projects do through the engine's weight loader. Only `prefetch` may run on a second
+    thread at the same time.
+    """
 
     def __init__(self, live: Live) -> None:
         self._live = live

@@ -1,4 +1,4 @@
-"""Is a plain `vllm serve` with our plug-in exact? Many updates under load, then its tokens beside a fresh server's.
+"""Exactness check of `vllm serve` with the plug-in: after many updates under load, compare with a fresh server.
 
 vllm serve + plug-in  ◄─ stage, commit ─ version 1 … n, while requests decode ──► greedy tokens, logprobs ┐
 vllm serve            ◄─ loads a snapshot of version n ─────────────────────────► greedy tokens, logprobs ┴─► equal?
@@ -167,9 +167,6 @@ def _vocabulary(weights: Mapping[str, torch.Tensor]) -> int:
 def _prompt(number: int, vocabulary: int) -> list[int]:
     generator = torch.Generator().manual_seed(number)
     return [int(token) for token in torch.randint(0, vocabulary, (12,), generator=generator)]
-
-
-# What an updated engine generates, beside what a freshly loaded one generates. Pure.
 
 
 def compare(updates: int, found: Sampled, expected: Sampled) -> Exactness:

@@ -1,4 +1,4 @@
-"""The processes of the benchmark: a publisher and an engine under test, both started by command."""
+"""The processes of `./dev bench weights`: the publisher and the engine under test, started as subprocesses."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from benchmarks.weights.arms import (
 from benchmarks.weights.engine import broadcast, make_group
 from services.host.aio import first_failure
 from services.wire.errors import RollmeshError
+from weight_bus.manifest.layout import DEFAULT_BUCKET_BYTES
 from weight_bus.manifest.manifest import encode_manifest
 from weight_bus.memory.arena import populate, private_arena
 from weight_bus.publisher.contiguous import lay_contiguous
 from weight_bus.publisher.publisher import Publisher
-from weight_bus.receiver.buckets import DEFAULT_BUCKET_BYTES
 from weight_bus.transports.base import Exporter
 from weight_bus.transports.select import make_exporter
 
@@ -107,7 +107,7 @@ async def running_both(engine: str, model: Path, scratch: Path, streams: int) ->
 
 @asynccontextmanager
 async def no_spare_core(scratch: Path) -> AsyncIterator[None]:
-    """All cores but one are busy with something else for the time of the block."""
+    """All cores but one are busy during the block."""
     async with AsyncExitStack() as stack:
         for number in range((os.cpu_count() or 1) - 1):
             busy = [sys.executable, "-c", "while True: pass"]
@@ -115,16 +115,16 @@ async def no_spare_core(scratch: Path) -> AsyncIterator[None]:
         yield
 
 
-# The trainer's side of the benchmark: a process that holds the weights, changes them and hands them out in every way.
+# The publisher process: it has the weights, changes them and publishes, saves or broadcasts them.
 #
-# python -m benchmarks.weights.processes MODEL RUN_ID
+#     python -m benchmarks.weights.processes MODEL RUN_ID
 
 _CHANGED = 4096
 _DTYPE = "float32"
 
 
 def load_weights(model: Path) -> dict[str, torch.Tensor]:
-    """The folder's weights by name, in memory of their own: in one piece, as our trainer has them."""
+    """The folder's weights by name, in contiguous memory of their own, as our trainer has them."""
     from safetensors.torch import load_file
 
     weights: dict[str, torch.Tensor] = load_file(model / "model.safetensors")
@@ -205,22 +205,20 @@ def _main() -> None:
     from services.host.process import leave_quickly
 
     replies = replies_only()
-    # The engine decodes meanwhile: the trainer's process has one core, as the engine has.
+    # The engine decodes meanwhile: this process uses one core, as the engine does.
     torch.set_num_threads(1)
     asyncio.run(_serve(replies, Path(sys.argv[1]), sys.argv[2]))
     leave_quickly()
 
 
-# How long `publish` keeps the trainer, beside one memcpy of the same bytes. A measuring function, no command.
-#
-#     rounds, interleaved:   memcpy, publish | publish, memcpy | …      both on warm memory, on the calling thread
-#
-# The manifest of a version is waited for outside the measured time, so that the next `publish` finds a free half.
-
-
 @dataclass(frozen=True)
 class PublishTimes:
-    """Milliseconds a round. `nbytes`: those that memcpy moves, the bytes of the trainer's own tensors."""
+    """Milliseconds that `publish` blocks, beside one memcpy of the same bytes (`nbytes`), round by round.
+
+        rounds, interleaved:   memcpy, publish | publish, memcpy | …      both on warm memory, on the calling thread
+
+    The manifest is awaited outside the measured time, so that the next `publish` finds a free buffer.
+    """
 
     nbytes: int
     memcpy_ms: list[float]
@@ -266,7 +264,7 @@ def time_publishing(
         there.close()
 
 
-# How much of the machine others took while something was measured: a bad hour looks like a bad figure.
+# CPU use of other processes during a measurement: a busy machine looks like a bad figure.
 
 _IDLE = ("idle", "iowait", "guest", "guest_nice")
 """Not work, or counted already as a user's."""

@@ -1,4 +1,4 @@
-"""What the benchmark of the weight bus says: figures out of episodes, as JSON and as a table. Pure but for the table."""
+"""Report of the weights benchmark: figures from episodes, as JSON and as tables, and the plot of gaps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from benchmarks.weights.arms import NOTHING, PAUSED_WAYS, Episode
 
 CROWDED = "crowded"
-"""The first of our transports once more, while every other core is busy with something else."""
+"""The first of our transports once more, while every other core is busy."""
 STALL_BAR_MS = 2.0
 OVER_STEP_BAR_MS = 5.0
 SHORTER_BAR = 20.0
@@ -41,7 +41,7 @@ class ArmFigures(msgspec.Struct, frozen=True, kw_only=True):
     stall_ms: float
     stalls_ms: list[float]
     own_gap_ms: float
-    """As the stall, but of that one gap alone in which the update was over: of a commit it says what the flip costs."""
+    """As the stall, but of the one gap in which the update ended: for a commit, the cost of the flip."""
     own_gaps_ms: list[float]
     still_ms: float
     """From the pause to the end of the resume, or of the commit's call: how long nothing may have been sampled."""
@@ -63,7 +63,7 @@ class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
     """The longest single stall of any commit of ours, over either transport."""
     decode_step_ms: float
     nothing_stall_ms: float
-    """The same figure at moments at which nothing happens: how much of a stall is the machine's own unrest."""
+    """The same figure without an update: the machine's noise."""
     paused_arms_stall_ms: dict[str, float]
     times_shorter: float
     tokens_lost: dict[str, float]
@@ -71,7 +71,7 @@ class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
     decode_while_staging_crowded: float | None
     exact: Exactness | None
     others_cores: float
-    """Cores that processes which are none of the benchmark's, and the host of a virtual machine, kept busy meanwhile."""
+    """Cores that other processes, and the host of a virtual machine, kept busy meanwhile."""
     arms: dict[str, ArmFigures]
 
 
@@ -89,7 +89,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsBench(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` prints. Of several engines the worse figure stands at the top; None: not measured (`notes` say why)."""
+    """What `--json` prints. At the top the worst engine's figures; None: not measured (`notes` say why)."""
 
     stall_ms: float
     longest_stall_ms: float
@@ -237,11 +237,8 @@ def _median_of(values: Sequence[float]) -> float | None:
     return round(median(values), 3) if values else None
 
 
-# The benchmark's figures for people: a table an engine, and one of what holds for all.
-
-
 def as_tables(bench: WeightsBench) -> Iterator[Table]:
-    """In the order in which they are to be read."""
+    """A table for each engine, then a summary."""
     for name, engine in bench.engines.items():
         yield _engine_table(name, engine, bench)
     yield _summary(bench)
@@ -321,13 +318,11 @@ def _summary(bench: WeightsBench) -> Table:
     return table
 
 
-# weights-stall.png: the gaps between tokens around an update, arm by arm.
-
 _REACH_S = 0.7
 
 
 def plot_gaps(engines: Mapping[str, Mapping[str, Sequence[Episode]]], path: Path) -> None:
-    """One panel an engine and arm, all rounds laid over each other; matplotlib is imported here, for it takes a second."""
+    """weights-stall.png: token gaps around an update, a panel for each engine and arm. Imports matplotlib (a second)."""
     import matplotlib
 
     matplotlib.use("Agg")

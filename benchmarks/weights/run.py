@@ -1,4 +1,4 @@
-"""The phases of `rollmesh bench weights`: arms in rounds on each engine, exactness, publishing, the wire."""
+"""The phases of `./dev bench weights`: arms in rounds on each engine, exactness, publishing, transports."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 Episodes = dict[str, list[Episode]]
 _SEED = 1
 _MAX_TOKENS = 1900
-# Longer than any episode: an engine whose memory for keys and values grows while it decodes stands still for that.
+# Longer than any episode: growing the KV cache while decoding would cause a stall.
 _LONG_PROMPT_TOKENS = 600
 _GREEDY_TOKENS = 32
 _GREEDY_PROMPTS = 4

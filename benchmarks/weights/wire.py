@@ -1,14 +1,13 @@
-"""How fast the transports alone are, beside what the machine can do with the same bytes at best.
+"""Throughput of the weight transports alone, beside process_vm_readv and memcpy of the same bytes.
 
-    another process   ── process_vm_readv ──►  |         |      nixl_vs_readv = nixl ÷ readv
-     (wire_process)   ── NIXL READ ─────────►  | one     |
-                      ── shm read ──────────►  | warm    |      shm_vs_memcpy = shm ÷ memcpy
-    this process      ── memcpy ────────────►  | arena   |
+    another process   ── process_vm_readv ──►  |       |      nixl_vs_readv = nixl ÷ readv
+                      ── NIXL READ ─────────►  | one   |
+                      ── shm read ──────────►  | warm  |      shm_vs_memcpy = shm ÷ memcpy
+    this process      ── memcpy ────────────►  | arena |
 
-All four copy the same number of bytes in the same pieces to the same place, one after the other, each time in another
-random order, since what one leaves in the caches the next one finds. Nothing is hashed here.
-
-Each arm reads from several arenas in turn, so that where in the machine's memory one happens to lie counts less.
+All four copy the same number of bytes in the same pieces to the same place, in a new random order each round, since each
+leaves its bytes in the caches. Nothing is hashed. Each arm reads from several arenas in turn, so that their place in
+memory matters less.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def _readv(pid: int, offered: OfferedArena, arena: Arena, pieces: list[tuple[int
             done += got
 
 
-# The publisher's side of the wire measurement: a process that offers the same bytes over NIXL and over shared memory.
+# The publisher's process: it offers the same bytes over NIXL and over shared memory.
 
 
 class Offer(msgspec.Struct, frozen=True, tag="offer"):

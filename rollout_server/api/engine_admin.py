@@ -1,4 +1,4 @@
-"""vLLM's routes for whoever operates an engine: pause, resume, abort, and how many processes hold it."""
+"""Admin routes of a rollout server: vLLM's pause, resume, abort and world size; drain."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Query, Request
 
 from rollout_server.api.typed_route import ERRORS
-from rollout_server.engines.base import PauseMode
 from rollout_server.server import RolloutServer
 from services.wire.gateway_api import Draining
 from services.wire.vllm_api import AbortAnswer, AbortRequests, IsPaused, PauseAnswer, WorldSize
+from services.wire.weights_api import PauseMode
 
 
 def engine_routes(server: RolloutServer) -> APIRouter:
-    """Routes that whoever operates the engine calls; names and answers are vLLM's."""
+    """Routes for operating the engine; names and answers are vLLM's."""
     router = APIRouter(tags=["engine"], responses=ERRORS, dependencies=server.authorizer.of("service"))
 
     @router.post("/pause")
@@ -54,9 +54,6 @@ def engine_routes(server: RolloutServer) -> APIRouter:
         return WorldSize(world_size=server.parts().engine.status().ranks)
 
     return router
-
-
-# What operators ask of one rollout server.
 
 
 def admin_routes(server: RolloutServer) -> APIRouter:

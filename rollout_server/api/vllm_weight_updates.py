@@ -1,12 +1,10 @@
-"""vLLM's weight update routes over rollmesh's own transport: a manifest is staged, then committed between two steps.
+"""vLLM's weight update routes over rollmesh's transports: a manifest is staged, then committed between two steps.
 
-For trainers that push weights themselves. In a mesh the weight bus does it (`weight_routes`), to all servers at once.
+For trainers that push weights to one server themselves. In a mesh the weight bus updates all (`weight_routes`).
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -15,9 +13,9 @@ from fastapi import APIRouter, Body
 from pydantic import JsonValue
 
 from rollout_server.api.typed_route import ERRORS
-from rollout_server.engines.base import CommitReport, Engine
+from rollout_server.engines.base import Engine
 from rollout_server.server import RolloutServer
-from services.wire.errors import ConflictError, UsageError, WireError
+from services.wire.errors import ConflictError, UsageError
 from services.wire.vllm_api import (
     Checksums,
     Comparison,
@@ -29,9 +27,11 @@ from services.wire.vllm_api import (
     WeightCheck,
     WeightInfo,
 )
+from services.wire.weights_api import CommitAnswer
+from weight_bus.manifest.manifest import manifest_bytes
+from weight_bus.vllm.protocol import BACKEND
 
 _log = structlog.get_logger()
-BACKEND = "rollmesh"
 # Keys of the init_info of vLLM's own backends, which send tensors from GPU to GPU.
 _TELLTALES = {"master_address": "nccl", "master_port": "nccl", "rank_offset": "nccl"}
 
@@ -43,7 +43,7 @@ def weight_update_routes(server: RolloutServer) -> APIRouter:
 
     @router.post("/init_weight_transfer_engine")
     async def init_weight_transfer_engine(call: InitWeightTransfer) -> Message:
-        """Begin; an update that was left half done is given up. `init_info`: `{"backend": "rollmesh"}`, or empty."""
+        """Begin; an unfinished update is abandoned. `init_info`: `{"backend": "rollmesh"}`, or empty."""
         server.parts()
         _check_backend(call.init_info)
         update.init()
@@ -59,7 +59,7 @@ def weight_update_routes(server: RolloutServer) -> APIRouter:
     async def update_weights(call: UpdateWeights) -> Message:
         """Pull the manifest's buckets into shadow memory while requests run."""
         engine = server.parts().engine
-        await update.update(engine, _manifest(call.update_info.manifest))
+        await update.update(engine, manifest_bytes(call.update_info.manifest))
         return Message(message="Weights updated")
 
     @router.post("/finish_weight_update")
@@ -115,22 +115,6 @@ def _check_backend(init_info: Mapping[str, JsonValue]) -> None:
         )
 
 
-def _manifest(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise WireError(f"update_info.manifest is no base64 ({error})", "encode the manifest's bytes") from error
-
-
-# The life of a weight update through vLLM's routes: a state machine over the engine's stage and commit.
-#
-#     unset ─ init ─► idle ─ start ─► started ─ update ─► staging ──► staged ─ finish ─► committing ──► idle
-#                      ▲                 ▲                   │ failed                        │ failed
-#                      │                 └───────────────────┴───────────────────────────────┘
-#                      └── init, from any state but staging and committing: an update half done is given up
-#
-# Every other order is refused. Whatever fails, the old version goes on being served.
-
 State = Literal["unset", "idle", "started", "staging", "staged", "committing"]
 _NEXT: dict[State, str] = {
     "unset": "/init_weight_transfer_engine",
@@ -143,7 +127,16 @@ _NEXT: dict[State, str] = {
 
 
 class WeightUpdate:
-    """One update at a time. Used on the event loop only; each call takes its place in the order before it awaits."""
+    """State machine of one weight update through vLLM's routes.
+
+        unset ─ init ─► idle ─ start ─► started ─ update ─► staging ──► staged ─ finish ─► committing ──► idle
+                         ▲                 ▲                   │ failed                        │ failed
+                         │                 └───────────────────┴───────────────────────────────┘
+                         └── init, from any state but staging and committing: abandons an unfinished update
+
+    Every other order is refused. Whatever fails, the old version is served on. Used on the event loop only; each call
+    changes the state before it awaits.
+    """
 
     def __init__(self) -> None:
         self._state: State = "unset"
@@ -173,7 +166,7 @@ class WeightUpdate:
         self._state = "staged"
         return self._staged
 
-    async def finish(self, engine: Engine, weight_version: str | None) -> CommitReport:
+    async def finish(self, engine: Engine, weight_version: str | None) -> CommitAnswer:
         """Commit what was staged. Raises ConflictError, also for a `weight_version` that is another one."""
         if self._state != "staged" or self._staged is None:
             raise self._wrong("/finish_weight_update")

@@ -2,11 +2,11 @@
 
     generate(request) ──► delta ──► delta(finished)          one asynchronous iterator a request
     stage(manifest)   ──► shadow memory                      while requests run
-    commit(version)   ──► flip between two decode steps      requests in flight go on under the new version
+    commit(version)   ──► flip between two decode steps      requests in flight continue under the new version
     rollback(version) ──► flip back, once                    likewise
 
-An engine serves all of one version or all of another, never a mixture. Requests in flight at a commit carry two version
-spans; what becomes of their keys and values is the engine's KV policy, stamped on each span.
+An engine serves one whole version at a time, never a mixture. Requests in flight at a commit carry two version spans;
+what becomes of their keys and values is the engine's KV policy, stamped on each span.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Literal, Protocol, runtime_checkable
 from services.wire.errors import RollmeshError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import VersionSpan
+from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 
 FinishReason = Literal["stop", "length", "abort"]
-PauseMode = Literal["abort", "wait", "keep"]
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class GenerationRequest:
     """Generate `n` continuations of `prompt_token_ids`.
 
     `stream`: deltas as tokens are sampled; otherwise one delta a sample, when it has finished. `top_logprobs`: how many of
-    the likeliest tokens to tell at every position, 0 … 20. `cache_salt`: only requests with the same one may share cached
+    the likeliest tokens to report at every position, 0 … 20. `cache_salt`: only requests with the same one may share cached
     prefixes; engines without such a cache ignore it. `delta_every`: with `stream`, a delta of a sample comes after at
     least so many new tokens; its last delta always comes.
 
-    `resumed`: the last so many of `prompt_token_ids` were sampled by an earlier try of this request. They count as
-    output, not as prompt: for the penalties, for `min_tokens`, and a seed goes on where that try had come to.
-    `max_tokens` counts from here on. The torch engine's continuation is that of an unbroken try. vLLM cannot go on so
-    exactly: there the presence and frequency penalties leave resumed tokens out, and a seed begins anew. `first_index`:
-    the samples generate by the seed as numbers `first_index`, `first_index + 1` … of an unbroken request would; deltas
-    count from 0 all the same.
+    `resumed`: so many tokens at the end of `prompt_token_ids` were sampled by an earlier attempt of this request. They
+    count as output, not as prompt, for the penalties and `min_tokens`, and a seed continues after them. `max_tokens`
+    counts from here on. With the torch engine the result equals that of an uninterrupted request. With vLLM it does
+    not: presence and frequency penalties ignore resumed tokens, and a seed starts over. `first_index`: with a seed, the
+    samples are numbers `first_index`, `first_index + 1` … of the uninterrupted request; deltas are numbered from 0 all
+    the same.
     """
 
     request_id: str
@@ -71,33 +71,13 @@ class GenerationDelta:
 
 
 @dataclass(frozen=True)
-class StageReport:
-    """A version lies whole and verified in shadow memory. `rank_digests`: of each rank, where an engine has several."""
-
-    version: int
-    root_digest: str
-    bytes_read: int
-    seconds: float
-    rank_digests: list[str] | None = None
-
-
-@dataclass(frozen=True)
-class CommitReport:
-    """A version is being served. `flip_ms`: how long the engine stood between two decode steps for it."""
-
-    version: int
-    flip_ms: float
-    requests_in_flight: int
-
-
-@dataclass(frozen=True)
 class EngineStatus:
-    """A moment's view of an engine, for readiness, metrics and the live view.
+    """A snapshot of an engine's state, for readiness, metrics and the live view.
 
     `stalls_ms`: for each commit of which enough decode steps around it were seen: the longest gap between tokens around
-    it less the median undisturbed gap (`timing`). `prefill_tokens`: for how many tokens keys and values were computed
-    that were not being sampled: of prompts, and of running requests computed anew; those found in a prefix cache not
-    counted. `staged_version`: what a commit would serve. `ranks`: processes that the model is split over.
+    it less the median undisturbed gap (`timing`). `prefill_tokens`: tokens whose keys and values were computed by
+    prefill: of prompts, and of running requests that are recomputed; prefix cache hits are not counted.
+    `staged_version`: what a commit would serve. `ranks`: processes that the model is split over.
     """
 
     name: str
@@ -154,22 +134,22 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def stage(self, manifest: bytes) -> StageReport:
+    async def stage(self, manifest: bytes) -> StageAnswer:
         """Pull the manifest's buckets into shadow memory while decoding goes on (encoded
         `weight_bus.manifest.manifest.Manifest`).
 
-        Raises weight_bus.errors.StageError (bad hash, wrong layout, …); the old version goes on being served.
+        Raises weight_bus.errors.StageError (bad hash, wrong layout, …); the old version is served on.
         """
         ...
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int) -> CommitAnswer:
         """Flip to the staged `version` between two decode steps. Raises ConflictError unless exactly it is staged.
 
         The version that is served already is answered again.
         """
         ...
 
-    async def rollback(self, version: int) -> CommitReport:
+    async def rollback(self, version: int) -> CommitAnswer:
         """Serve `version` again, as at a commit: the one before the last commit, until the next stage begins to write.
 
         The version that is served already is answered again. Raises ConflictError for one that is not kept. A newer one
@@ -219,9 +199,6 @@ def _join_alternatives(first: GenerationDelta, second: GenerationDelta) -> list[
     if first.top_logprobs is None and second.top_logprobs is None:
         return None
     return [*(first.top_logprobs or []), *(second.top_logprobs or [])]
-
-
-# What can go wrong inside an engine.
 
 
 class EngineCrashedError(RollmeshError):

@@ -1,4 +1,4 @@
-"""Which class serves an engine's name. The engine's module, and torch or vLLM with it, is imported only when asked for."""
+"""Make the engine that `--engine` names (torch, vllm, http); torch and vLLM are imported only for their own."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def make_engine(
 ) -> Engine:
     """The engine `name` over a complete model folder, not started. `seed`: the settings' own, unless given.
 
-    Servers of one mesh must differ in it, or they generate the same. `url`, `key`: where http finds its engine, and
-    what it shows there; `trust`: whose certificate that may show. `weights_key`: manifests must bear its signature.
-    Raises UsageError for an unknown name, for http without a URL, for vllm where it is not installed, or where torch
-    should be split over ranks.
+    Servers of one mesh must differ in it, or they generate the same tokens. `url`, `key`, `trust`: address, bearer key
+    and accepted certificates of the http engine. `weights_key`: manifests must bear its signature. Raises UsageError
+    for an unknown name, for http without a URL, for vllm where it is not installed, or where torch should be split over
+    ranks.
     """
     if name == "http":
         return _http_engine(model, run_id, settings, url, key, trust)

@@ -1,4 +1,4 @@
-"""What any engine refuses before it queues a request, so that one request's parameters never harm its neighbours. Pure."""
+"""Validation of a generation request, before it is queued, so that it cannot harm others in its batch. Pure."""
 
 from __future__ import annotations
 
@@ -76,11 +76,8 @@ def _within(name: str, value: float, bounds: tuple[float, float], more: str = ""
         raise UsageError(f"{name} is {value}", ", ".join(filter(None, (f"give {lowest} to {highest}", more))))
 
 
-# What a model folder's configuration says, read without torch or transformers.
-
-
 def eos_token_ids(model: Path) -> tuple[int, ...]:
-    """The model's end-of-sequence ids, from generation_config.json and config.json."""
+    """The model's end-of-sequence ids, from generation_config.json and config.json (torch is not imported)."""
     found: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
         ids = read_json(model / name).get("eos_token_id") if (model / name).exists() else None

@@ -1,4 +1,4 @@
-"""The timing of decode steps, and by how much a weight commit disturbs it.
+"""Decode step timing, and the stall of each weight commit.
 
 What a stall is, `services.policies.stall` says. An undisturbed gap is one in no commit's window; the last ones before the
 commit's end count. Gaps count only while the engine ran without a break: `break_off` ends a stretch when nothing is left to

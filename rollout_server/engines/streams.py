@@ -1,4 +1,4 @@
-"""The event loop's side of requests in flight: where outcomes of a step find who awaits them."""
+"""Token streams of requests in flight: the engine puts deltas in, each request's reader awaits them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP bodies of the engine surface: vLLM's routes and names (0.32), so that trainers and clients written for it work.
+"""HTTP bodies of vLLM's routes (0.32) on a rollout server, so that trainers and clients written for vLLM work.
 
     POST /inference/v1/generate   GenerateCall ──► GenerateAnswer, or GenerateChunk … as server-sent events
     /pause /resume /abort_requests /init_weight_transfer_engine /start_weight_update /update_weights …
@@ -27,9 +27,9 @@ class Call(BaseModel):
 
 
 class SamplingCall(Call):
-    """vLLM's SamplingParams. Fields that neither change what is sampled nor what is answered are ignored.
+    """vLLM's SamplingParams. Fields that change neither sampling nor the answer are ignored.
 
-    Those of the second half would change it and are not supported: anything but their neutral value is refused (400).
+    Those from `stop` on would change it and are not supported: anything but their neutral value is refused (400).
     """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)

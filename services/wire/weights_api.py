@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from services.wire.rollout_api import Body, TokenId
 
-# The words for where a weight update is, for the pure policies, the bus and its clients alike.
+# States of a weight update.
 
 EngineState = Literal[
     "pending", "staging", "prepared", "committing", "committed", "rolling_back", "rolled_back", "failed"
 ]
-"""One engine within one update; `services.policies.fleet_commit` draws the life cycle."""
+"""One engine within one update; `services.policies.fleet_commit` has the state diagram."""
 
 UpdateState = Literal["staging", "held", "prepared", "committed", "failed", "superseded", "cancelled", "rolled_back"]
 SETTLED: tuple[UpdateState, ...] = ("committed", "failed", "superseded", "cancelled", "rolled_back")
@@ -38,6 +39,63 @@ EventKind = Literal[
     "cancelled",
     "rolled_back",
 ]
+
+
+# Weight routes of an engine, which the bus calls. Results are dataclasses: the code that stages or flips
+# makes them, msgspec carries them between the processes of an engine, pydantic to the bus; nobody copies their fields.
+#
+# | route                    | body                     | answer        |
+# |--------------------------|--------------------------|---------------|
+# | `POST /weights/stage`    | encoded Manifest (bytes) | StageAnswer   |
+# | `POST /weights/commit`   | CommitCall               | CommitAnswer  |
+# | `POST /weights/rollback` | RollbackCall             | CommitAnswer  |
+# | `GET /weights/digest`    |                          | DigestAnswer  |
+
+_NO_OTHER_FIELDS = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class StageAnswer:
+    """Result of a stage: the version lies whole and verified in shadow memory. `bytes_read`: what was transferred for it.
+
+    `rank_digests`: the digest that each rank staged, where an engine has several; the bus checks that all are the same.
+    """
+
+    __pydantic_config__ = _NO_OTHER_FIELDS
+    version: int
+    root_digest: str
+    bytes_read: int
+    seconds: float
+    rank_digests: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class CommitAnswer:
+    """Result of a commit or rollback: the version is served. `flip_ms`: how long the engine generated nothing for it."""
+
+    __pydantic_config__ = _NO_OTHER_FIELDS
+    version: int
+    flip_ms: float
+    requests_in_flight: int
+
+
+@dataclass(frozen=True)
+class DigestAnswer:
+    """Root digest, as in the manifest, of the bytes that are really served as `version`."""
+
+    __pydantic_config__ = _NO_OTHER_FIELDS
+    version: int
+    root_digest: str
+
+
+class CommitCall(Body):
+    version: int
+
+
+class RollbackCall(Body):
+    """`version`: the one to go back to, which must be the one served before."""
+
+    version: int
 
 
 class RegisterEngine(Body):

@@ -26,7 +26,7 @@ from services.wire.errors import (
 )
 from tests.contract.engine_harness import InFlight, request, sample_of
 from tests.support.rollout_host import until
-from tests.support.scripted_peer import ScriptedPeer, manifest
+from tests.support.scripted_engine_server import ScriptedEngineServer, manifest
 from weight_bus.errors import StageError
 
 SCALE_OUT = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
@@ -43,14 +43,14 @@ async def engine_at(url: str, folder: Path, *, key: str | None = None) -> AsyncI
 
 
 @pytest.fixture
-async def peer() -> AsyncIterator[ScriptedPeer]:
-    async with ScriptedPeer().serving() as peer:
-        yield peer
+async def server() -> AsyncIterator[ScriptedEngineServer]:
+    async with ScriptedEngineServer().serving() as server:
+        yield server
 
 
 @pytest.fixture
-async def engine(peer: ScriptedPeer, tiny_policy: Path) -> AsyncIterator[HttpEngine]:
-    async with engine_at(peer.url, tiny_policy) as engine:
+async def engine(server: ScriptedEngineServer, tiny_policy: Path) -> AsyncIterator[HttpEngine]:
+    async with engine_at(server.url, tiny_policy) as engine:
         yield engine
 
 
@@ -60,10 +60,10 @@ async def sampled(engine: HttpEngine, max_tokens: int = 4, **sampling: Any) -> G
 
 
 async def test_a_commit_ends_what_is_in_flight_and_no_token_is_of_two_versions(
-    peer: ScriptedPeer, engine: HttpEngine
+    server: ScriptedEngineServer, engine: HttpEngine
 ) -> None:
-    peer.step.clear()
-    peer.free = 3
+    server.step.clear()
+    server.free = 3
     asked = request([5, 6], 200, stream=True, ignore_eos=True)
     reading = InFlight(asked.request_id)
     task = asyncio.create_task(reading.read(engine, asked))
@@ -74,7 +74,7 @@ async def test_a_commit_ends_what_is_in_flight_and_no_token_is_of_two_versions(
     # Sent while the version changes: it waits for the new one.
     later = asyncio.create_task(sampled(engine))
     report = await asyncio.wait_for(committing, 10.0)
-    peer.step.set()
+    server.step.set()
     after = await asyncio.wait_for(later, 10.0)
 
     assert sample.finish_reason == "abort"
@@ -82,12 +82,12 @@ async def test_a_commit_ends_what_is_in_flight_and_no_token_is_of_two_versions(
     assert [(span.start, span.length, span.version) for span in sample.versions] == [(0, 3, 0)]
     assert [(span.length, span.version) for span in after.versions] == [(4, 7)]
     assert (engine.policy_version, report.version, report.requests_in_flight) == (7, 7, 1)
-    update = peer.log[peer.log.index("/update_weights") + 1 :]
+    update = server.log[server.log.index("/update_weights") + 1 :]
     assert update == ["/pause?mode=abort&clear_cache=true", "/finish_weight_update", "/resume", "generate"]
 
 
 async def test_a_commit_that_the_engine_refuses_leaves_the_old_version_serving(
-    peer: ScriptedPeer, engine: HttpEngine, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedEngineServer, engine: HttpEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await engine.stage(manifest(7))
 
@@ -99,16 +99,16 @@ async def test_a_commit_that_the_engine_refuses_leaves_the_old_version_serving(
         await engine.commit(7)
     assert (engine.policy_version, engine.status().failure) == (0, None)
     assert [span.version for span in (await sampled(engine)).versions] == [0]
-    assert peer.log[-2:] == ["/resume", "generate"]
+    assert server.log[-2:] == ["/resume", "generate"]
 
 
 async def test_weights_that_nobody_committed_are_found_out_and_a_commit_mends_it(
-    peer: ScriptedPeer, engine: HttpEngine
+    server: ScriptedEngineServer, engine: HttpEngine
 ) -> None:
-    peer.said = "12"
+    server.said = "12"
     with pytest.raises(OtherWeightsError, match="version 12 where 0 was committed"):
         await sampled(engine)
-    peer.said = None
+    server.said = None
     assert "unknown weights" in (engine.status().failure or "")
     with pytest.raises(OtherWeightsError):
         await sampled(engine)
@@ -118,21 +118,21 @@ async def test_weights_that_nobody_committed_are_found_out_and_a_commit_mends_it
     assert [span.version for span in (await sampled(engine)).versions] == [13]
 
 
-async def test_a_probe_finds_other_weights_without_a_request(peer: ScriptedPeer, engine: HttpEngine) -> None:
-    peer.label = "5"
+async def test_a_probe_finds_other_weights_without_a_request(server: ScriptedEngineServer, engine: HttpEngine) -> None:
+    server.label = "5"
     await until(lambda: engine.status().failure is not None)
     with pytest.raises(OtherWeightsError, match="says version 5 where 0 was committed"):
         await sampled(engine)
 
 
 async def test_an_engine_that_goes_away_ends_its_requests_and_is_found_again(tiny_policy: Path) -> None:
-    peer = ScriptedPeer()
-    async with peer.serving():
-        port = int(peer.url.rpartition(":")[2])
-        engine = HttpEngine(tiny_policy, url=peer.url, key=None, run_id="run", transport="shm")
+    server = ScriptedEngineServer()
+    async with server.serving():
+        port = int(server.url.rpartition(":")[2])
+        engine = HttpEngine(tiny_policy, url=server.url, key=None, run_id="run", transport="shm")
         await engine.start()
-        peer.step.clear()
-        peer.free = 3
+        server.step.clear()
+        server.free = 3
         asked = request([5, 6], 200, stream=True, ignore_eos=True)
         reading = InFlight(asked.request_id)
         task = asyncio.create_task(reading.read(engine, asked))
@@ -143,16 +143,18 @@ async def test_an_engine_that_goes_away_ends_its_requests_and_is_found_again(tin
         assert "does not answer" in (engine.status().failure or "")
         with pytest.raises(NotReadyError):
             await sampled(engine)
-        peer.step.set()
-        async with peer.serving(port):
+        server.step.set()
+        async with server.serving(port):
             await until(lambda: engine.status().failure is None, 10.0)
             assert len((await sampled(engine)).token_ids) == 4
     finally:
         await engine.close()
 
 
-async def test_logprobs_of_the_plain_softmax_are_taken_only_where_they_are_those_drawn_from(tiny_policy: Path) -> None:
-    async with ScriptedPeer(processed=False).serving() as peer, engine_at(peer.url, tiny_policy) as engine:
+async def test_logprobs_of_the_plain_softmax_are_taken_only_where_they_are_those_sampled_from(
+    tiny_policy: Path,
+) -> None:
+    async with ScriptedEngineServer(processed=False).serving() as server, engine_at(server.url, tiny_policy) as engine:
         assert (await sampled(engine)).logprobs == [-0.5] * 4
         assert len((await sampled(engine, temperature=0.0)).token_ids) == 4
         for other in ({"temperature": 0.7}, {"top_k": 3}, {"repetition_penalty": 1.1}, {"min_tokens": 2}):
@@ -163,7 +165,7 @@ async def test_logprobs_of_the_plain_softmax_are_taken_only_where_they_are_those
 async def test_an_engine_without_routes_for_operators_serves_fixed_weights_and_says_what_it_lacks(
     tiny_policy: Path,
 ) -> None:
-    async with ScriptedPeer(operated=False).serving() as peer, engine_at(peer.url, tiny_policy) as engine:
+    async with ScriptedEngineServer(operated=False).serving() as server, engine_at(server.url, tiny_policy) as engine:
         assert [span.version for span in (await sampled(engine)).versions] == [0]
         with pytest.raises(StageError, match="VLLM_SERVER_DEV_MODE=1"):
             await engine.stage(manifest(1))
@@ -188,11 +190,11 @@ async def test_an_engine_without_routes_for_operators_serves_fixed_weights_and_s
     ],
 )
 async def test_an_engine_that_cannot_serve_is_refused_at_the_start(
-    peer: ScriptedPeer, tiny_policy: Path, status: int, body: dict[str, Any], kind: type[RollmeshError]
+    server: ScriptedEngineServer, tiny_policy: Path, status: int, body: dict[str, Any], kind: type[RollmeshError]
 ) -> None:
-    peer.refusal = (status, body)
+    server.refusal = (status, body)
     with pytest.raises(kind, match=r"scale-out|Unauthorized"):
-        async with engine_at(peer.url, tiny_policy):
+        async with engine_at(server.url, tiny_policy):
             pass
 
 
@@ -207,12 +209,12 @@ async def test_an_engine_that_cannot_serve_is_refused_at_the_start(
     ],
 )
 async def test_refusals_come_typed_and_the_engine_goes_on(
-    peer: ScriptedPeer, engine: HttpEngine, status: int, body: dict[str, Any], kind: type[RollmeshError]
+    server: ScriptedEngineServer, engine: HttpEngine, status: int, body: dict[str, Any], kind: type[RollmeshError]
 ) -> None:
-    peer.refusal = (status, body)
+    server.refusal = (status, body)
     with pytest.raises(kind, match=body["error"]["message"].replace("(", r"\(").replace("]", r"\]")):
         await sampled(engine)
-    peer.refusal = None
+    server.refusal = None
     assert engine.status().failure is None
     assert len((await sampled(engine)).token_ids) == 4
 
@@ -235,30 +237,30 @@ async def test_refusals_come_typed_and_the_engine_goes_on(
     ids=["error", "no logprobs", "too many samples", "no number"],
 )
 async def test_what_goes_wrong_in_mid_stream_ends_that_request_alone(
-    peer: ScriptedPeer, engine: HttpEngine, event: dict[str, Any], kind: type[RollmeshError]
+    server: ScriptedEngineServer, engine: HttpEngine, event: dict[str, Any], kind: type[RollmeshError]
 ) -> None:
-    peer.event = event
+    server.event = event
     with pytest.raises(kind):
         await sampled(engine)
-    peer.event = None
+    server.event = None
     assert engine.status().failure is None
     assert len((await sampled(engine)).token_ids) == 4
     assert engine.status().running == engine.status().waiting == 0
 
 
-async def test_greedy_siblings_are_drawn_once(peer: ScriptedPeer, engine: HttpEngine) -> None:
+async def test_greedy_siblings_are_generated_once(server: ScriptedEngineServer, engine: HttpEngine) -> None:
     samples = await collect(engine.generate(request([5, 6], 4, n=3, temperature=0.0, ignore_eos=True)))
     assert [sample.token_ids for sample in samples] == [[5, 6, 7, 8]] * 3
-    assert peer.calls[-1]["sampling_params"]["n"] == 1
+    assert server.calls[-1]["sampling_params"]["n"] == 1
 
 
-async def test_hanging_up_hangs_up_on_the_engine(peer: ScriptedPeer, engine: HttpEngine) -> None:
-    peer.step.clear()
+async def test_closing_a_stream_closes_the_engines_connection(server: ScriptedEngineServer, engine: HttpEngine) -> None:
+    server.step.clear()
     deltas = engine.generate(request([5, 6], 200, stream=True, ignore_eos=True))
     waiting = asyncio.ensure_future(anext(deltas))
-    await until(lambda: peer.in_flight == 1)
+    await until(lambda: server.in_flight == 1)
     waiting.cancel()
     await asyncio.wait({waiting})
     await deltas.aclose()  # type: ignore[attr-defined]
-    await until(lambda: peer.in_flight == 0)
+    await until(lambda: server.in_flight == 0)
     assert engine.status().waiting == 0

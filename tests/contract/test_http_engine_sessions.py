@@ -25,7 +25,7 @@ from tests.contract.engine_harness import InFlight, WeightPublisher, request, sa
 from tests.support.chat_policy import save_chat_policy
 from tests.support.engine_process import rollout_server_process
 from tests.support.rollout_host import Host, hosting, small_batch, until
-from tests.support.scripted_peer import ScriptedPeer, manifest
+from tests.support.scripted_engine_server import ScriptedEngineServer, manifest
 from tests.third_party.sessions import Opened, opened
 
 TOLERANCE = 1e-4
@@ -131,11 +131,11 @@ async def test_an_agent_sees_nothing_of_a_commit_that_ended_its_request_in_the_e
     redis_url: str, run_id: str, tmp_path: Path
 ) -> None:
     save_chat_policy(tmp_path / "chat")
-    peer = ScriptedPeer()
-    peer.step.clear()
-    peer.free = 3
-    async with peer.serving():
-        engine = make_engine("http", tmp_path / "chat", run_id, small_batch(), url=peer.url)
+    server = ScriptedEngineServer()
+    server.step.clear()
+    server.free = 3
+    async with server.serving():
+        engine = make_engine("http", tmp_path / "chat", run_id, small_batch(), url=server.url)
         async with hosting(engine, redis_url=redis_url, run_id=run_id, model=tmp_path / "chat") as host:
             session = await opened(host)
             url, headers = session.base_url, {"Authorization": f"Bearer {session.api_key}"}
@@ -145,13 +145,13 @@ async def test_an_agent_sees_nothing_of_a_commit_that_ended_its_request_in_the_e
             # As the weight bus does it.
             assert (await host.http.post("/weights/stage", content=manifest(7))).status_code == 200
             assert (await host.http.post("/weights/commit", json={"version": 7})).status_code == 200
-            peer.step.set()
+            server.step.set()
             choice = (await asyncio.wait_for(call, 10.0)).json()["choices"][0]
             assert choice["finish_reason"] == "length"
             assert choice["policy_versions"] == [[0, 0], [7, 3]]
             # The scripted engine begins at 5 again: what it sampled before the commit was not sampled anew.
             assert choice["token_ids"] == [5, 6, 7, 5, 6, 7, 8, 9]
-            first, second = (each for each in peer.calls if each["sampling_params"]["top_k"] != 1)
+            first, second = (each for each in server.calls if each["sampling_params"]["top_k"] != 1)
             assert second["token_ids"] == [*first["token_ids"], 5, 6, 7]
 
 

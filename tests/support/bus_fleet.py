@@ -15,9 +15,9 @@ from services.observability.tracing import NO_TRACING, Tracing
 from services.policies.fleet_policy import BARRIER, FleetPolicy
 from services.security.permissions import NO_KEYS, Keys
 from services.wire.errors import ConflictError
+from services.wire.weights_api import CommitAnswer, CommitCall, DigestAnswer, RollbackCall, StageAnswer
 from tests.support.served_app import served
 from weight_bus.client.bus_client import BusClient
-from weight_bus.client.engine_routes import CommitAnswer, CommitCall, DigestAnswer, RollbackCall, StageAnswer
 from weight_bus.coordinator.app import build_app
 from weight_bus.errors import StageError
 from weight_bus.manifest.manifest import Bucket, Layout, Manifest, Owner, ShmSource, decode_manifest

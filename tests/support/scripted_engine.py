@@ -11,17 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from rollout_server.engines.base import (
-    CommitReport,
-    EngineStatus,
-    FinishReason,
-    GenerationDelta,
-    GenerationRequest,
-    PauseMode,
-    StageReport,
-)
+from rollout_server.engines.base import EngineStatus, FinishReason, GenerationDelta, GenerationRequest
 from services.wire.errors import ConflictError, NotReadyError, RollmeshError
 from services.wire.trajectory import VersionSpan
+from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 from weight_bus.manifest.manifest import decode_manifest
 
 END = 1
@@ -42,7 +35,7 @@ class ScriptedEngine:
         self._max_model_len = max_model_len
         self._step_s = step_s
         self._version = 0
-        self._staged: StageReport | None = None
+        self._staged: StageAnswer | None = None
         self._before: tuple[int, str] | None = None
         self._digest = "initial"
         self._running = asyncio.Event()
@@ -119,25 +112,25 @@ class ScriptedEngine:
     async def resume(self) -> None:
         self._running.set()
 
-    async def stage(self, manifest: bytes) -> StageReport:
+    async def stage(self, manifest: bytes) -> StageAnswer:
         decoded = decode_manifest(manifest)
-        self._staged = StageReport(decoded.version, decoded.root_digest, decoded.layout.total_bytes, 0.0)
+        self._staged = StageAnswer(decoded.version, decoded.root_digest, decoded.layout.total_bytes, 0.0)
         return self._staged
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int) -> CommitAnswer:
         if self._staged is None or self._staged.version != version:
             raise ConflictError(f"version {version} is not staged")
         self._before = self._version, self._digest
         self._version, self._digest, self._staged = version, self._staged.root_digest, None
         self._commits += 1
-        return CommitReport(version=version, flip_ms=0.01, requests_in_flight=len(self._active))
+        return CommitAnswer(version=version, flip_ms=0.01, requests_in_flight=len(self._active))
 
-    async def rollback(self, version: int) -> CommitReport:
+    async def rollback(self, version: int) -> CommitAnswer:
         if self._before is None or self._before[0] != version:
             raise ConflictError(f"version {version} is not kept")
         (self._version, self._digest), self._before = self._before, None
         self._commits += 1
-        return CommitReport(version=version, flip_ms=0.01, requests_in_flight=len(self._active))
+        return CommitAnswer(version=version, flip_ms=0.01, requests_in_flight=len(self._active))
 
     def set_version(self, version: int) -> None:
         """A commit without its ceremony."""

@@ -17,9 +17,9 @@ import torch
 
 from services.http.app import Stop, make_server, open_port
 from services.policies.fleet_policy import FleetPolicy
+from services.wire.weights_api import CommitAnswer, RollbackCall
 from tests.weight_parts import PlainTarget, SmallEngine, make_weights
 from weight_bus.client.bus_client import BusClient
-from weight_bus.client.engine_routes import CommitAnswer, RollbackCall
 from weight_bus.client.membership import Membership
 from weight_bus.coordinator.app import build_app
 from weight_bus.manifest.manifest import Manifest, Source, encode_manifest

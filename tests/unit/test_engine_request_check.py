@@ -34,7 +34,7 @@ def test_a_refusal_names_the_value_and_what_would_do() -> None:
         check([5], SamplingParams(max_tokens=4, temperature=3.0))
 
 
-def test_stops_that_cannot_be_drawn_are_left_out() -> None:
+def test_stops_that_cannot_be_sampled_are_left_out() -> None:
     sampling = SamplingParams(max_tokens=4, stop_token_ids=(3, 10, -1, 3))
     assert reachable_stops(sampling, 10, (1, 99)) == {1, 3}
     without_eos = SamplingParams(max_tokens=4, stop_token_ids=(3,), ignore_eos=True)

@@ -23,7 +23,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
     return 2.0 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed))
 
 
-def draw(sampler: Sampler, values: torch.Tensor, rows: list[SamplingParams]) -> tuple[list[int], list[float]]:
+def sample(sampler: Sampler, values: torch.Tensor, rows: list[SamplingParams]) -> tuple[list[int], list[float]]:
     sampled = sampler.sample(values, RowParameters(rows, VOCABULARY, CPU), [])
     return sampled.tokens, sampled.logprobs
 
@@ -41,13 +41,13 @@ def draw(sampler: Sampler, values: torch.Tensor, rows: list[SamplingParams]) -> 
     ids=["plain", "cold", "top-k", "top-p", "min-p", "all"],
 )
 def test_frequencies_are_the_reported_probabilities(wanted: SamplingParams) -> None:
-    draws = 4000
-    values = logits(1).expand(draws, -1)
-    tokens, logprobs = draw(Sampler(1, VOCABULARY, CPU), values, [wanted] * draws)
+    samples = 4000
+    values = logits(1).expand(samples, -1)
+    tokens, logprobs = sample(Sampler(1, VOCABULARY, CPU), values, [wanted] * samples)
     reported = {token: math.exp(logprob) for token, logprob in zip(tokens, logprobs, strict=True)}
     for token, count in Counter(tokens).items():
-        deviation = math.sqrt(draws * reported[token] * (1 - reported[token])) + 1.0
-        assert abs(count - draws * reported[token]) < 5 * deviation
+        deviation = math.sqrt(samples * reported[token] * (1 - reported[token])) + 1.0
+        assert abs(count - samples * reported[token]) < 5 * deviation
     assert sum(reported.values()) == pytest.approx(1.0, abs=0.01)
 
 
@@ -57,14 +57,14 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
     share = values[0].softmax(0).sort(descending=True).values.cumsum(0)
     nucleus = int((share < 0.5).sum()) + 1
     for wanted, kept in ((params(top_k=3), 3), (params(top_p=0.5), nucleus), (params(top_p=1e-9), 1)):
-        tokens, _ = draw(Sampler(2, VOCABULARY, CPU), values, [wanted] * 500)
+        tokens, _ = sample(Sampler(2, VOCABULARY, CPU), values, [wanted] * 500)
         assert set(tokens) == set(order[:kept])
 
 
 def test_rows_of_one_batch_each_follow_their_own_parameters() -> None:
     values = logits(1).expand(400, -1)
     rows = [params(temperature=0.0), params(top_k=1), params(), params(temperature=0.7)] * 100
-    tokens, logprobs = draw(Sampler(3, VOCABULARY, CPU), values, rows)
+    tokens, logprobs = sample(Sampler(3, VOCABULARY, CPU), values, rows)
     best = int(values[0].argmax())
     assert set(tokens[0::4]) == set(tokens[1::4]) == {best}
     assert len(set(tokens[2::4])) > 3
@@ -78,16 +78,16 @@ def test_rows_of_one_batch_each_follow_their_own_parameters() -> None:
 
 def test_all_greedy_rows_report_the_plain_softmax() -> None:
     values = logits(5)
-    tokens, logprobs = draw(Sampler(4, VOCABULARY, CPU), values, [params(temperature=0.0)] * 5)
+    tokens, logprobs = sample(Sampler(4, VOCABULARY, CPU), values, [params(temperature=0.0)] * 5)
     assert tokens == values.argmax(1).tolist()
     assert logprobs == pytest.approx(values.log_softmax(1).max(1).values.tolist(), abs=1e-6)
 
 
-def test_an_impossible_token_is_never_drawn() -> None:
+def test_an_impossible_token_is_never_sampled() -> None:
     values = torch.full((3000, VOCABULARY), float("-inf"))
     values[:, 5] = 0.0
     values[:, 7] = -20.0
-    tokens, logprobs = draw(Sampler(5, VOCABULARY, CPU), values, [params()] * 3000)
+    tokens, logprobs = sample(Sampler(5, VOCABULARY, CPU), values, [params()] * 3000)
     assert set(tokens) <= {5, 7}
     assert all(math.isfinite(logprob) for logprob in logprobs)
 
@@ -144,8 +144,8 @@ def test_alternatives_are_the_likeliest_of_each_rows_own_distribution() -> None:
     assert none == []
 
 
-def test_the_engines_seed_decides_the_unseeded_draws() -> None:
+def test_the_engines_seed_decides_the_unseeded_samples() -> None:
     values = logits(50)
-    first, again, other = (draw(Sampler(seed, VOCABULARY, CPU), values, [params()] * 50)[0] for seed in (1, 1, 2))
+    first, again, other = (sample(Sampler(seed, VOCABULARY, CPU), values, [params()] * 50)[0] for seed in (1, 1, 2))
     assert first == again
     assert first != other

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from rollout_server.api.vllm_weight_updates import WeightUpdate
-from rollout_server.engines.base import CommitReport, StageReport
 from services.wire.errors import ConflictError
+from services.wire.weights_api import CommitAnswer, StageAnswer
 from tests.support.scripted_engine import ScriptedEngine
 from weight_bus.errors import StageError
 
@@ -21,17 +21,17 @@ class SlowEngine(ScriptedEngine):
         self.go = asyncio.Event()
         self.broken = False
 
-    async def stage(self, manifest: bytes) -> StageReport:
+    async def stage(self, manifest: bytes) -> StageAnswer:
         await self.go.wait()
         if self.broken:
             raise StageError("bad hash", "publish again")
-        return StageReport(int(manifest), "digest", 1, 0.0)
+        return StageAnswer(int(manifest), "digest", 1, 0.0)
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int) -> CommitAnswer:
         await self.go.wait()
         if self.broken:
             raise ConflictError(f"version {version} is not staged")
-        return CommitReport(version, 0.1, 0)
+        return CommitAnswer(version, 0.1, 0)
 
 
 async def test_nothing_comes_between_while_a_step_is_under_way() -> None:

@@ -83,7 +83,7 @@ def test_versions_must_be_among_those_committed_since_the_request_was_sent() -> 
             flow.take(chunk(7, 8, spans=gapped))
 
 
-def test_alternatives_are_the_likeliest_whatever_was_drawn() -> None:
+def test_alternatives_are_the_likeliest_whatever_was_sampled() -> None:
     entry = EngineSampled(
         -3.0, 9, top_logprobs=[EngineLogprob(-3.0, 9), EngineLogprob(-0.1, 4), EngineLogprob(-9999.0, 2)]
     )
@@ -91,7 +91,7 @@ def test_alternatives_are_the_likeliest_whatever_was_drawn() -> None:
     assert delta.top_logprobs == [[(4, -0.1), (9, -3.0)]]
 
 
-def test_a_peer_that_cannot_go_on_from_drawn_tokens_is_asked_for_fewer_barred_stops() -> None:
+def test_an_engine_that_cannot_resume_gets_a_lower_min_tokens() -> None:
     sampling = SamplingParams(max_tokens=20, min_tokens=8, stop_token_ids=(3, 999))
     request = asked(sampling=sampling, resumed=1)
     bodies = [

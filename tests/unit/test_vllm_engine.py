@@ -95,7 +95,7 @@ class Served:
                 fresh = torch.randn(parameter.shape, generator=self._random)
                 parameter.copy_(fresh * (spread if parameter.ndim > 1 else 0.1) + (1.0 if "norm" in name else 0.0))
 
-    async def draw(self, name: str, prompt: list[int], max_tokens: int, n: int = 1) -> list[GenerationDelta]:
+    async def generate(self, name: str, prompt: list[int], max_tokens: int, n: int = 1) -> list[GenerationDelta]:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         return await asyncio.wait_for(collect(self.engine.generate(GenerationRequest(name, prompt, sampling, n))), 60.0)
 
@@ -142,7 +142,7 @@ async def test_every_weight_follows_also_the_fused_padded_biased_and_tied(served
         served.resample()
         digest = await served.publish()
         assert await served.engine.weights_digest() == digest
-        for sample in await served.draw("all", [5, 6, 7], 40, n=4):
+        for sample in await served.generate("all", [5, 6, 7], 40, n=4):
             gap = (torch.tensor(sample.logprobs) - served.logprobs([5, 6, 7], sample.token_ids)).abs()
             assert float(gap.mean()) <= 1e-5
             assert max(sample.token_ids) < VOCABULARY
@@ -157,7 +157,7 @@ async def test_no_token_is_mis_tagged_in_a_storm_of_commits(served: Served) -> N
     # Matrices of 0.3 amplify the rounding of two float32 forwards to 1e-4, where versions could not be told apart.
     served.resample(spread=0.05)
     await served.publish()
-    running = [asyncio.create_task(served.draw(f"storm{i}", [5 + i, 6], 150, n=2)) for i in range(12)]
+    running = [asyncio.create_task(served.generate(f"storm{i}", [5 + i, 6], 150, n=2)) for i in range(12)]
     # What is sampled before the first commit here carries the version of the test before.
     norms[served.version] = served.model.model.norm.weight.clone()
     while not all(task.done() for task in running):
@@ -236,7 +236,7 @@ def _alive(process: psutil.Process) -> bool:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_dead_core_or_rank_is_said_and_nobody_waits_for_it(served: Served) -> None:
     """Last: it ends the module's engine."""
-    running = asyncio.create_task(served.draw("doomed", [5], 200))
+    running = asyncio.create_task(served.generate("doomed", [5], 200))
     call = asyncio.create_task(served.engine.weights_digest())
     async with asyncio.timeout(10.0):
         while not served.engine.status().running:  # noqa: ASYNC110 - the engine offers no event for it
@@ -248,4 +248,4 @@ async def test_a_dead_core_or_rank_is_said_and_nobody_waits_for_it(served: Serve
             await asyncio.wait_for(waiting, 10.0)
     assert served.engine.status().failure is not None
     with pytest.raises(NotReadyError):
-        await served.draw("later", [5], 2)
+        await served.generate("later", [5], 2)

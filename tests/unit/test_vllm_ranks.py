@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from services.wire.errors import ConflictError
+from services.wire.weights_api import CommitAnswer, DigestAnswer, StageAnswer
 from weight_bus.errors import StageError
 from weight_bus.manifest.layout import root_digest
 from weight_bus.vllm import core as vllm_core
@@ -27,11 +28,11 @@ from weight_bus.vllm.protocol import (
 
 
 def staged(version: int = 7, digest: str = "a" * 64, nbytes: int = 10) -> Reply:
-    return Staged(version=version, root_digest=digest, bytes_read=nbytes, seconds=nbytes / 10)
+    return Staged(result=StageAnswer(version, digest, nbytes, nbytes / 10))
 
 
 def committed(version: int) -> Reply:
-    return Committed(version=version, flip_ms=1.0, running=2, at=3.0)
+    return Committed(result=CommitAnswer(version, 1.0, 2), at=3.0)
 
 
 def refused() -> Reply:
@@ -53,7 +54,7 @@ def test_an_engine_is_prepared_when_all_its_ranks_are() -> None:
     assert not answer.done()
     late.set_result(encode_reply(staged(nbytes=30)))
     reply = decode_reply(answer.result(timeout=1))
-    assert reply == Staged(version=7, root_digest="a" * 64, bytes_read=40, seconds=3.0, rank_digests=["a" * 64] * 2)
+    assert reply == Staged(result=StageAnswer(7, "a" * 64, 40, 3.0, ["a" * 64] * 2))
 
 
 @pytest.mark.parametrize("other", [staged(digest="b" * 64), staged(version=8)])
@@ -70,14 +71,14 @@ def test_a_rank_that_failed_speaks_for_the_engine() -> None:
 
 
 def digest(version: int, letter: str) -> Reply:
-    return Digest(version=version, root_digest=letter * 64)
+    return Digest(result=DigestAnswer(version, letter * 64))
 
 
 def test_what_ranks_serve_has_the_digest_that_all_say_or_that_of_all_together() -> None:
     same = decode_reply(agreed(futures(digest(3, "a"), digest(3, "a"))).result())
     assert same == digest(3, "a")
     slices = decode_reply(agreed(futures(digest(0, "a"), digest(0, "b"))).result())
-    assert slices == Digest(version=0, root_digest=root_digest(["a" * 64, "b" * 64]))
+    assert slices == Digest(result=DigestAnswer(0, root_digest(["a" * 64, "b" * 64])))
     turned = decode_reply(agreed(futures(digest(0, "b"), digest(0, "a"))).result())
     assert turned != slices
     with pytest.raises(StageError, match="rank 1 says digest of version 4, rank 0 digest of version 3"):

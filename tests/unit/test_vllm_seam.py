@@ -17,6 +17,7 @@ from rollout_server.engines.vllm.stats import StepMeter
 from services.wire.errors import ConflictError, RollmeshError, UsageError, WireError
 from services.wire.sampling import KvPolicy
 from services.wire.trajectory import VersionSpan
+from services.wire.weights_api import CommitAnswer, DigestAnswer
 from weight_bus.errors import StageError
 from weight_bus.vllm.core import attach, commit
 from weight_bus.vllm.protocol import Attached, Committed, Digest, decode_reply, encode_reply, failure
@@ -173,7 +174,7 @@ def test_what_is_not_ours_becomes_an_error_with_its_name() -> None:
 
 
 def test_replies_come_back_as_they_were() -> None:
-    for reply in (Digest(root_digest="ab"), Committed(version=3, flip_ms=0.1, running=2, at=1.5)):
+    for reply in (Digest(result=DigestAnswer(0, "ab")), Committed(result=CommitAnswer(3, 0.1, 2), at=1.5)):
         assert decode_reply(encode_reply(reply)) == reply
 
 

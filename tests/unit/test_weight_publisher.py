@@ -1,4 +1,4 @@
-"""Publishing: bytes in place at once, manifests in the background, halves kept as long as somebody needs them."""
+"""Publishing: bytes in place at once, manifests in the background, buffers kept as long as somebody needs them."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_no_delta_where_too_much_changed_or_its_base_is_gone(exporter: OpenExpor
     assert publisher.publish(2, weights(2)).manifest().delta is None
     # Nobody pays for delta arenas before one is of use.
     assert len(exporter.arenas) == 2
-    # Repeating version 2 takes the half where version 1 was.
+    # Repeating version 2 takes the buffer where version 1 was.
     publisher.publish(2, weights(2)).manifest()
     third = publisher.publish(3, nudged(weights(2), 0.01, 3)).manifest()
     assert third.delta is not None and third.delta.base_digest != third.root_digest
@@ -298,7 +298,7 @@ def test_a_trainer_that_waits_is_let_in_before_a_delta_is_done(
     publisher.publish(1, weights(1)).manifest()
     exporter.gate.clear()
     second = publisher.publish(2, nudged(weights(1), 0.01, 2))
-    # Version 2 hangs before its delta is begun; version 3 wants the half where its base lies, and gets it.
+    # Version 2 hangs before its delta is begun; version 3 wants the buffer where its base lies, and gets it.
     third = publisher.publish(3, nudged(weights(1), 0.02, 3))
     exporter.gate.set()
     assert second.manifest().delta is None

@@ -1,1 +1,1 @@
-"""Clients of the coordinator, and an engine's membership."""
+"""Client side of the weight bus: HTTP client, engine membership, an engine's weight routes."""

@@ -1,4 +1,4 @@
-"""The client of the weight bus, for the trainer that publishes and the rollout servers that register."""
+"""HTTP client of the weight bus, for the trainer that publishes and the rollout servers that register."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class BusClient:
     """Calls of one run. Every call may be repeated safely, so a bus that cannot be reached is tried for `deadline_s`.
 
     Methods raise the typed error that the bus answered (ConflictError, NotFoundError, UsageError …), or DeadlineError
-    when it could not be reached in time, or at once UntrustedError for one whose certificate `trust` does not take. `key`:
-    the bus's admin key, where it has one. Use it as an asynchronous context
-    manager, or `close` it.
+    when it could not be reached in time, or at once UntrustedError for one whose certificate `trust` does not take.
+    `key`: the bus's admin key, where it has one. Use it as an asynchronous context manager, or `close` it.
     """
 
     def __init__(
@@ -67,8 +66,8 @@ class BusClient:
     async def announce(self, manifest: Manifest, *, wait_s: float = 0.0) -> UpdateView:
         """Tell the bus of a published version; it starts staging at once. The same bytes again refresh the sources.
 
-        `wait_s`: let the bus hold the answer that long for the update to settle, which saves a call.
-        Raises ConflictError for a version that is older than the latest or was announced with other bytes.
+        `wait_s`: let the bus hold the answer that long for the update to settle, which saves a call. Raises
+        ConflictError for a version that is older than the latest or was announced with other bytes.
         """
         body = encode_manifest(manifest)
         wait_s = min(wait_s, _LONGEST_POLL_S)
@@ -150,11 +149,8 @@ class BusClient:
             raise
 
 
-# Error answers of the bus and of the engines' weight routes as typed errors.
-
-
 def raise_for_error(response: httpx.Response) -> None:
-    """Raise what the service meant, if it answered an error."""
+    """Raise the typed error that the bus or an engine's weight route answered, if it did."""
     if response.is_success:
         return
     call, retry_after = str(response.request.url), response.headers.get("Retry-After")

@@ -1,4 +1,4 @@
-"""The routes by which the bus reaches an engine, of a rollout server and of a plain `vllm serve` alike (`bus_api`)."""
+"""The weight routes of an engine, which the bus calls: of a rollout server and of a plain `vllm serve` alike."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
 
-from services.wire.rollout_api import Body
+from services.wire.weights_api import CommitAnswer, CommitCall, DigestAnswer, RollbackCall, StageAnswer
 
 _MANIFEST_BODY = {"requestBody": {"required": True, "content": {"application/msgpack": {"schema": {"type": "string"}}}}}
 
 
 class UpdatedEngine(Protocol):
-    """What can be staged, flipped and asked for its digest. Errors keep the old version serving."""
+    """An engine behind the weight routes. After an error the old version is served on."""
 
     async def stage(self, manifest: bytes) -> StageAnswer: ...
 
@@ -29,7 +29,7 @@ class UpdatedEngine(Protocol):
 def weight_routes(
     engine: UpdatedEngine, responses: dict[int | str, dict[str, Any]] | None = None, dependencies: Sequence[Any] = ()
 ) -> APIRouter:
-    """400 for bytes that are no manifest, 409 for a version that cannot be staged; `responses`: how that is documented."""
+    """400 for bytes that are no manifest, 409 for a version that cannot be staged; `responses` documents them."""
     router = APIRouter(prefix="/weights", tags=["weights"], responses=responses, dependencies=list(dependencies))
 
     @router.post("/stage", openapi_extra=_MANIFEST_BODY)
@@ -53,48 +53,3 @@ def weight_routes(
         return await engine.digest()
 
     return router
-
-
-# HTTP bodies of the weight routes that every engine offers to the bus; the bus's own stand in
-# `services.wire.weights_api`.
-#
-# Weight routes of an engine (called by the bus only):
-#
-# | route                    | body                     | answer        |
-# |--------------------------|--------------------------|---------------|
-# | `POST /weights/stage`    | encoded Manifest (bytes) | StageAnswer   |
-# | `POST /weights/commit`   | CommitCall               | CommitAnswer  |
-# | `POST /weights/rollback` | RollbackCall             | CommitAnswer  |
-# | `GET /weights/digest`    |                          | DigestAnswer  |
-
-
-class StageAnswer(Body):
-    """PREPARED. An engine of several ranks answers once all of them have staged the version."""
-
-    version: int
-    root_digest: str
-    bytes_read: int
-    seconds: float
-    rank_digests: list[str] | None = None
-    """The digest that each rank staged, where there are several; the bus checks that all are there and the same."""
-
-
-class CommitCall(Body):
-    version: int
-
-
-class CommitAnswer(Body):
-    version: int
-    flip_ms: float
-    requests_in_flight: int
-
-
-class RollbackCall(Body):
-    """`version`: the one to go back to, which must be the one served before."""
-
-    version: int
-
-
-class DigestAnswer(Body):
-    version: int
-    root_digest: str

@@ -1,4 +1,4 @@
-"""An engine's membership of the weight bus: register, then heartbeat well within the lease.
+"""An engine's registration with the weight bus: register, then send heartbeats within the lease.
 
 unregistered ──register──► registered ──heartbeat──► registered
      ▲                        │ the bus does not answer: keep trying; past the lease, unregistered
@@ -37,10 +37,10 @@ class Bus(Protocol):
 
 
 class Membership:
-    """Keeps one engine known to the bus. `run` is a task owned by the server.
+    """Keeps one engine registered. `run` is a task owned by the server.
 
-    `policy_version`, `staged_version`: what the engine serves and what a commit would serve; a bus that has begun anew
-    learns from them where its engines are. `ranks`: how many must have staged a version before the engine has.
+    `policy_version`, `staged_version`: what the engine serves and what a commit would serve; a restarted bus learns its
+    engines' versions from them. `ranks`: how many must have staged a version before the engine has.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Membership:
     async def run(self) -> None:
         """Register and heartbeat until cancelled. A bus that is away or restarts is waited for.
 
-        Raises UntrustedError where who answers as the bus never was it: waiting mends nothing.
+        Raises UntrustedError where the bus's certificate was never accepted: waiting does not help.
         """
         failing = False
         while True:

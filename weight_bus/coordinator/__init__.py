@@ -1,1 +1,1 @@
-"""The service that carries a weight update from manifest to commit on every engine."""
+"""The weight bus service: two-phase commit of a weight update on every engine."""

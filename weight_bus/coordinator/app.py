@@ -1,4 +1,4 @@
-"""The weight bus as an HTTP service: engines register, the trainer announces, everybody flips together."""
+"""The weight bus as a FastAPI service: engines register, the trainer announces versions, all engines commit."""
 
 from __future__ import annotations
 

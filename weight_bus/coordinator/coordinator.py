@@ -1,10 +1,10 @@
-"""The coordinator: drives the pure commit machine over HTTP, and keeps engines' leases.
+"""The weight update coordinator: engine leases, and two-phase commit (stage, then commit) of each version over HTTP.
 
     announce / register / answer / operate ──► CommitMachine ──► asks ──► one owned task each ──► engine ──► answer …
 
-All of it runs on one event loop; every call to an engine is bounded, so every update settles. Nothing is written down: a
-bus that was restarted learns from heartbeats what each engine serves, and from the publisher, who announces the newest
-version again as soon as the bus has forgotten it, what they should; a version that lies staged is answered from memory.
+All of it runs on one event loop; every call to an engine has a deadline, so every update settles. Nothing is persisted:
+after a restart, heartbeats tell what each engine serves, and the publisher announces its newest version again as soon as
+the bus does not know it; an engine that has it staged answers at once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from services.wire.weights_api import (
     EventKind,
     RegisterEngine,
     RollbackView,
+    StageAnswer,
     UpdateView,
     VersionsView,
 )
-from weight_bus.client.engine_routes import StageAnswer
 from weight_bus.coordinator.engine_client import EngineClient
 from weight_bus.coordinator.events import BusMetrics, BusState, EventLog
 from weight_bus.coordinator.records import Record
@@ -59,7 +59,9 @@ class _Engine:
 
 
 class Coordinator:
-    """An engine unheard of for `lease_s` is forgotten. `weights_key`: manifests must bear its signature. `close` it."""
+    """Drives `CommitMachine`. An engine without a heartbeat for `lease_s` is dropped. `weights_key`: manifests must
+    bear its signature. `close` it.
+    """
 
     def __init__(
         self,
@@ -271,7 +273,7 @@ class Coordinator:
             self._pump()
 
     def _register_again(self, update: Update) -> None:
-        """Keep an update that the machine made by itself under its version."""
+        """Record an update that the machine made by itself, under its version."""
         record = self._records.get(update.version)
         if record is None:
             self._records[update.version] = Record(update, time.monotonic())
@@ -291,8 +293,8 @@ class Coordinator:
         self._pump()
 
     def _pump(self) -> None:
-        """Carry out what the machine wants next; tell watchers and long polls what came of it."""
-        # Also before: who is prepared is so for no longer than it takes to be asked to commit.
+        """Send the calls that the machine asks for; notify event streams and long polls."""
+        # Also before: an engine is `prepared` only until its commit call is sent.
         self._tell()
         for ask in self._machine.take_asks():
             engine = self._engines[ask.engine_id]
@@ -303,7 +305,7 @@ class Coordinator:
 
     def _tell(self) -> None:
         current = self._machine.current
-        # What engines leave is told before where they arrive.
+        # Events of the version that engines leave come before those of the new one.
         for version, record in sorted(self._records.items(), key=lambda item: item[1].update is current):
             if record.update is current or version in self._machine.withdrawn:
                 self._tell_engines(record)
@@ -333,13 +335,13 @@ class Coordinator:
         record.resting.set()
         self.events.add(update.state, version=update.version, why=update.why)
         log = _log.warning if update.state == "failed" else _log.info
-        # What settled it may have been a heartbeat, or the call that announced the next one.
+        # A heartbeat, or the call that announced the next version, may have settled it.
         with self._tracing.logged_under(record.trace):
             log("weight update", version=update.version, state=update.state, ms=round(milliseconds, 1), why=update.why)
 
     async def _carry_out(self, ask: Ask, engine: _Engine) -> None:
         record = self._records[ask.version]
-        # Whoever's answer or heartbeat made it due, an ask belongs to the publisher's trace.
+        # Whatever call made it due, the work belongs to the publisher's trace.
         with self._tracing.logged_under(record.trace):
             failure = await self._failure_of(ask, engine, record)
             mattered = self._machine.answer(ask, failure)
@@ -351,7 +353,7 @@ class Coordinator:
         self._pump()
 
     async def _failure_of(self, ask: Ask, engine: _Engine, record: Record) -> str | None:
-        """Carry an ask out in a span of its publisher's; why it failed, whatever stood against it."""
+        """Carry an ask out in a span of its publisher's trace; why it failed, for any error."""
         names: dict[str, str | int] = {"version": ask.version, "engine": ask.engine_id}
         tracing = self._tracing.span(f"bus.{ask.phase}", parent=record.trace or NO_TRACE)
         try:
@@ -361,35 +363,32 @@ class Coordinator:
         except RollmeshError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - see below
-            # A bug, but the update must settle all the same: the others wait for this answer.
+            # A bug, but the update must settle all the same: the other engines wait for this answer.
             _log.exception("call to an engine broke", engine=ask.engine_id, phase=ask.phase, version=ask.version)
             return f"the bus broke: {error!r}"
 
     async def _ask(self, ask: Ask, engine: _Engine, record: Record) -> str | None:
         """Carry an ask out; why it failed where the engine did not say so itself."""
-        figures, started = record.figures_of(ask.engine_id), time.monotonic()
+        results, started = record.results_of(ask.engine_id), time.monotonic()
         if ask.phase == "commit":
-            figures.flip_ms = (await self._client.commit(engine.url, ask.version)).flip_ms
-            self._metrics.flipped(figures.flip_ms / 1e3)
+            results.committed = await self._client.commit(engine.url, ask.version)
+            self._metrics.flipped(results.committed.flip_ms / 1e3)
         elif ask.phase == "rollback":
-            figures.flip_ms = (await self._client.rollback(engine.url, ask.version)).flip_ms
+            results.committed = await self._client.rollback(engine.url, ask.version)
         elif record.payload is None:
             return f"the bus never saw the manifest of version {ask.version}: have its publisher announce it again"
         else:
-            staged = await self._client.stage(engine.url, record.payload)
-            figures.bytes_read, figures.stage_ms = staged.bytes_read, (time.monotonic() - started) * 1e3
-            self._metrics.staged(figures.stage_ms / 1e3, staged.bytes_read)
+            results.staged = staged = await self._client.stage(engine.url, record.payload)
+            results.stage_ms = (time.monotonic() - started) * 1e3
+            self._metrics.staged(results.stage_ms / 1e3, staged.bytes_read)
             return why_not_prepared(staged, ask.version, record.root_digest, engine.ranks)
         return None
 
 
-# When an engine counts as prepared: every rank of it holds the version, and all hold the same bytes. Pure.
-
-
 def why_not_prepared(answer: StageAnswer, version: int, root_digest: str, ranks: int) -> str | None:
-    """What is wrong with an engine's answer to a stage; None for a sound one.
+    """What is wrong with the result of a stage; None if the engine is prepared: all ranks have staged the same bytes. Pure.
 
-    An engine of several ranks may answer for all of them at once, or list what each staged: then none may be missing.
+    An engine of several ranks may answer for all at once, or list each rank's digest: then none may be missing.
     """
     if (answer.version, answer.root_digest) != (version, root_digest):
         return f"it staged version {answer.version}, digest {answer.root_digest[:16]}…, not {root_digest[:16]}…"

@@ -1,4 +1,4 @@
-"""The bus's calls to an engine; whatever goes wrong is an EngineCallError that says what, or an UntrustedError."""
+"""HTTP client of the bus for an engine's weight routes. Failures are EngineCallError or UntrustedError."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import TypeVar
 
 import httpx
 import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from services.observability.tracing import NO_TRACING, Tracing
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import RollmeshError
-from services.wire.weights_api import PauseMode
+from services.wire.weights_api import CommitAnswer, CommitCall, DigestAnswer, PauseMode, RollbackCall, StageAnswer
 from weight_bus.client.bus_client import raise_for_error
-from weight_bus.client.engine_routes import CommitAnswer, CommitCall, DigestAnswer, RollbackCall, StageAnswer
 
 _MSGPACK = {"content-type": "application/msgpack"}
 _JSON = {"content-type": "application/json"}
-_Answer = TypeVar("_Answer", bound=BaseModel)
+_Answer = TypeVar("_Answer", StageAnswer, CommitAnswer, DigestAnswer)
 
 
 class EngineCallError(RollmeshError):
@@ -34,7 +33,7 @@ class _Sampled(msgspec.Struct):
 
 
 class _GenerateAnswer(msgspec.Struct):
-    """As much of vLLM's answer to a token call as a canary needs."""
+    """The fields of vLLM's token answer that a canary needs."""
 
     choices: list[_Sampled]
 
@@ -94,7 +93,7 @@ class EngineClient:
     ) -> _Answer:
         content = await self._send(method, url, body, headers)
         try:
-            return answer.model_validate_json(content)
+            return TypeAdapter(answer).validate_json(content)
         except ValidationError as error:
             raise EngineCallError(f"{url} answered something else than {answer.__name__}") from error
 

@@ -1,9 +1,10 @@
-"""What happened on the bus, for those who watch: a bounded memory of events that a stream can be resumed from.
+"""Event log of the weight bus, as resumable server-sent events, and its Prometheus metrics.
 
     add ──► | 7f3a-41 | 7f3a-42 | 7f3a-43 |   the oldest fall out
                  ▲ Last-Event-ID                follow ──► 42, 43, then each new one as it comes
 
-An id is the bus's life and a number: one of an earlier life, or one that fell out, resumes from the oldest remembered.
+An id is the bus process's random id and a number: one of an earlier process, or one that fell out, resumes from the
+oldest event.
 """
 
 from __future__ import annotations
@@ -83,12 +84,9 @@ def encode_event(event: WeightEvent | None) -> bytes:
     return f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json(exclude_none=True)}\n\n".encode()
 
 
-# The weight bus's figures: how updates end, what engines took for them, and where each engine is now.
-
-
 @dataclass(frozen=True)
 class BusState:
-    """A moment of the bus. `latest`: what engines that join are brought to. `served`: engine → version.
+    """State of the bus for metrics. `latest`: what joining engines are brought to. `served`: engine → version.
 
     `progress`: where each live engine is in the newest update.
     """
@@ -99,7 +97,7 @@ class BusState:
 
 
 class BusMetrics:
-    """Counts what the coordinator sees; `state` is asked at each scrape."""
+    """Prometheus metrics of the bus; `state` is called at each scrape."""
 
     def __init__(self, metrics: Metrics, state: Callable[[], BusState]) -> None:
         self._state = state
@@ -111,7 +109,7 @@ class BusMetrics:
         self._flip = metrics.histogram(catalog.BUS_FLIP)
         self._commit = metrics.histogram(catalog.BUS_COMMIT)
         self._read = metrics.counter(catalog.BUS_READ)
-        # Told as 0 from the start: of a series that appears with its first event Prometheus sees no rise.
+        # 0 from the start: Prometheus sees no increase of a series that appears with its first event.
         for settled in SETTLED:
             self._settled.labels(settled)
         for phase in get_args(Phase):

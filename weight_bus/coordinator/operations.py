@@ -1,4 +1,4 @@
-"""Calls to all live engines at once: verify what they serve, generate a canary from each, pause and resume them."""
+"""Operator actions of the bus: verify digests, canary generation, pause and resume, publish a snapshot folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CANARY_PROMPTS: list[list[int]] = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 3, 9, 3, 9, 3],
 
 
 class FleetCalls:
-    """An engine that fails is an answer too: nothing here raises for one."""
+    """Calls to all live engines at once. An engine's failure is part of the answer: nothing here raises for one."""
 
     def __init__(self, coordinator: Coordinator, client: EngineClient) -> None:
         self._coordinator = coordinator
@@ -36,13 +36,13 @@ class FleetCalls:
     async def verify(self, order: VerifyOrder) -> VerifyView:
         """Ask every live engine for the digest of what it serves, and for the canary's tokens if so ordered."""
         goal, urls = self._coordinator.goal, self._coordinator.urls
-        digests = list(await asyncio.gather(*(self._digest(*item) for item in urls.items())))
+        digests = list(await asyncio.gather(*(self._digest(name, url) for name, url in urls.items())))
         canary = await self._canary(order, urls) if order.canary else None
         found = {(digest.version, digest.root_digest) for digest in digests}
         if goal is None:
             return VerifyView(version=None, root_digest=None, engines=digests, match=False, canary=canary)
         version, root_digest = goal
-        # Of a version from before the bus began it cannot say which bytes are right, only that they are the same.
+        # For a version from before its start the bus only knows whether all engines serve the same bytes.
         match = found == {goal} if root_digest else len(found) == 1 and digests[0].version == version
         return VerifyView(version=version, root_digest=root_digest or None, engines=digests, match=match, canary=canary)
 
@@ -61,7 +61,7 @@ class FleetCalls:
             return EngineAnswer(engine_id=engine_id, done=True)
 
         urls = self._coordinator.urls
-        return FleetAnswer(engines=list(await asyncio.gather(*(one(*item) for item in urls.items()))))
+        return FleetAnswer(engines=list(await asyncio.gather(*(one(name, url) for name, url in urls.items()))))
 
     async def _digest(self, engine_id: str, url: str) -> EngineDigest:
         try:
@@ -72,7 +72,9 @@ class FleetCalls:
 
     async def _canary(self, order: VerifyOrder, urls: dict[str, str]) -> CanaryView:
         prompts = order.prompts or CANARY_PROMPTS
-        sampled = await asyncio.gather(*(self._generate(*item, prompts, order.max_tokens) for item in urls.items()))
+        sampled = await asyncio.gather(
+            *(self._generate(name, url, prompts, order.max_tokens) for name, url in urls.items())
+        )
         agree = bool(sampled) and all(each.why is None and each.tokens == sampled[0].tokens for each in sampled)
         return CanaryView(prompts=prompts, engines=list(sampled), agree=agree)
 
@@ -86,11 +88,8 @@ class FleetCalls:
         return CanaryTokens(engine_id=engine_id, tokens=tokens)
 
 
-# Publishing a folder of safetensors: the bus itself makes the manifest, so that it is useful without our trainer.
-
-
 class Snapshots:
-    """`weights_key` signs the manifests."""
+    """Publishes folders of safetensors: the bus makes the manifest, so no trainer is needed. `weights_key` signs it."""
 
     def __init__(self, coordinator: Coordinator, run_id: str, weights_key: str | None) -> None:
         self._coordinator = coordinator
@@ -114,7 +113,7 @@ class Snapshots:
 
 
 def _manifest(folder: Path, run_id: str, version: int) -> Manifest:
-    # Hashing needs a library that the bus has no other use for.
+    # Imported late: only hashing needs blake3.
     from weight_bus.manifest.snapshot import manifest_of_folder
 
     return manifest_of_folder(folder, run_id, version)

@@ -1,4 +1,4 @@
-"""What the bus keeps of each update beside the machine's state: its bytes' names, the clock, the figures."""
+"""The coordinator's record of each update: manifest, times, the engines' results, and the views made of them."""
 
 from __future__ import annotations
 
@@ -6,48 +6,56 @@ import asyncio
 from dataclasses import dataclass, field
 
 from services.policies.fleet_update import Progress, Update
-from services.wire.weights_api import EngineProgress, EngineState, FleetPolicyName, UpdateView, VersionView
+from services.wire.weights_api import (
+    CommitAnswer,
+    EngineProgress,
+    EngineState,
+    FleetPolicyName,
+    StageAnswer,
+    UpdateView,
+    VersionView,
+)
 from weight_bus.manifest.manifest import Manifest
 
 
 @dataclass
-class Figures:
-    """Of one engine in one update."""
+class EngineResults:
+    """What one engine answered in one update. `stage_ms`: how long the bus waited for its answer to the stage."""
 
-    bytes_read: int = 0
+    staged: StageAnswer | None = None
     stage_ms: float = 0.0
-    flip_ms: float = 0.0
+    committed: CommitAnswer | None = None
 
 
 @dataclass
 class Record:
-    """`payload`: the encoded manifest, passed on to engines as it is; None where the bus never saw it."""
+    """One version's update. `payload`: the encoded manifest for the engines; None where the bus never saw it."""
 
     update: Update
     announced: float
     manifest: Manifest | None = None
     payload: bytes | None = None
     resting: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while nothing is waited for, but an operator perhaps."""
+    """Set while nothing but an operator is waited for."""
     commit_ms: float | None = None
-    figures: dict[str, Figures] = field(default_factory=dict)
+    results: dict[str, EngineResults] = field(default_factory=dict)
     told: dict[str, EngineState] = field(default_factory=dict)
-    """The state of each engine that watchers were told last."""
+    """The last state of each engine in the event log."""
     told_state: str = "staging"
     trace: str = ""
-    """The context that it was announced in."""
+    """The trace context that it was announced in."""
 
     @property
     def root_digest(self) -> str:
         return "" if self.manifest is None else self.manifest.root_digest
 
-    def figures_of(self, engine_id: str) -> Figures:
-        return self.figures.setdefault(engine_id, Figures())
+    def results_of(self, engine_id: str) -> EngineResults:
+        return self.results.setdefault(engine_id, EngineResults())
 
     def begin_again(self, update: Update, now: float) -> None:
-        """The same version, brought to engines once more."""
+        """Start the update of the same version over."""
         self.update, self.announced, self.commit_ms = update, now, None
-        self.figures, self.told, self.told_state = {}, {}, "staging"
+        self.results, self.told, self.told_state = {}, {}, "staging"
         self.resting.clear()
 
     def view(self, policy: FleetPolicyName) -> UpdateView:
@@ -55,7 +63,7 @@ class Record:
             version=self.update.version,
             state=self.update.state,
             root_digest=self.root_digest,
-            engines=[self._progress(*item) for item in self.update.progress.items()],
+            engines=[self._progress(engine_id, progress) for engine_id, progress in self.update.progress.items()],
             publish_to_commit_ms=self.commit_ms,
             policy=policy,
             why=self.update.why,
@@ -75,13 +83,13 @@ class Record:
         )
 
     def _progress(self, engine_id: str, progress: Progress) -> EngineProgress:
-        figures = self.figures.get(engine_id, Figures())
+        results = self.results.get(engine_id, EngineResults())
         return EngineProgress(
             engine_id=engine_id,
             state=progress.state,
-            bytes_read=figures.bytes_read,
-            stage_ms=figures.stage_ms,
-            flip_ms=figures.flip_ms,
+            bytes_read=0 if results.staged is None else results.staged.bytes_read,
+            stage_ms=results.stage_ms,
+            flip_ms=0.0 if results.committed is None else results.committed.flip_ms,
             attempts=progress.attempts,
             why=progress.why,
         )

@@ -1,4 +1,4 @@
-"""The routes of the bus, under `/v1`: engines' leases, updates, and what operators do with them."""
+"""HTTP routes of the weight bus under `/v1`: engine leases, weight updates, operator actions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Hold = Annotated[bool, Query(description="Stage only; `POST /v1/updates/{version
 def admin_routes(
     authorizer: Authorizer, coordinator: Coordinator, calls: FleetCalls, snapshots: Snapshots
 ) -> APIRouter:
-    """What trainers and engines call is a service's door, what only a person does an operator's."""
+    """Routes of trainers and engines have scope `service`, those of people `operator`."""
     services = APIRouter(prefix="/v1", responses=_ERRORS, dependencies=authorizer.of("service"))
     _engine_routes(services, coordinator)
     _update_routes(services, coordinator)

@@ -1,1 +1,1 @@
-"""What a policy version is, byte for byte: manifest, layout of buckets, deltas, snapshots."""
+"""Weight manifests: layout, buckets, hashes, deltas, snapshots."""

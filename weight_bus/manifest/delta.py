@@ -1,4 +1,4 @@
-"""The delta codec: which words of a range of bytes changed, and to what.
+"""Delta codec for weights: the indices and new values of the words that changed, compressed with zstd.
 
     encode(old, new)   changed words ─► gaps, one byte each  │ new values, one plane a byte ─► zstd level 1 ─► code
     decode(code)       code ─► indices ascending, values     apply: bytes[indices] = values

@@ -1,11 +1,11 @@
-"""Where each tensor lies in an arena, how the arena is cut into buckets, and the digests that name both.
+"""Tensor layout of an arena, its buckets, and the digests (blake3) of both.
 
     plan_layout   names, shapes, dtype ─► Layout      order as given, aligned to 64 bytes, large ones to mid-page
     plan_buckets  total bytes          ─► ranges      fixed size, the last one shorter
     bucket_pieces range                ─► pieces      which bytes of which tensor lie in it
 
-Padding between tensors is zero, so that the bytes of an arena, and so its digest, follow from the tensors alone.
-No torch here: `weight_bus.manifest.tensors` turns ranges into tensors.
+Padding between tensors is zero, so that the bytes of an arena, and so its digest, follow from the tensors alone. No
+torch here: `weight_bus.manifest.tensors` turns ranges into tensors.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from weight_bus.manifest.manifest import Layout, TensorEntry
 from weight_bus.memory.arena import PAGE
 
 ALIGNMENT = 64
+DEFAULT_BUCKET_BYTES = 16 << 20
 ITEM_BYTES: Mapping[str, int] = {
     "float64": 8,
     "float32": 4,
@@ -72,8 +73,8 @@ def plan_mixed_layout(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> Lay
 def place(position: int, nbytes: int) -> int:
     """Where a tensor of `nbytes` begins, from `position` on.
 
-    Allocators begin large tensors at the beginning of a page, arenas in the middle of one: so neither a copy into an arena
-    nor one out of it writes a little further within a page than it reads, which is slow (`weight_bus.memory.arena`).
+    Allocators place large tensors at the beginning of a page; arenas place them in the middle of one, so that copies into
+    and out of an arena are free of 4K aliasing (`weight_bus.memory.arena`).
     """
     start = aligned(position)
     return start if nbytes < STREAMED_BYTES else start + (PAGE // 2 - start) % PAGE

@@ -1,21 +1,22 @@
-"""The manifest: what a policy version is, byte for byte, and where its bytes can be had.
+"""The weight manifest: tensor layout, hashed buckets and sources of one policy version; validation and signature.
 
-`Layout` says which tensor lies where in one long range of bytes: the canonical layout, with full shapes. Each publishing
-rank is an owner with an arena of its own; where there is more than one, shards say which bytes of which tensor lie in it.
-Buckets cut the arenas into pieces that are hashed, read and verified one by one:
+`Layout` is the canonical layout: where each tensor, with its full shape, lies in one range of bytes. Each publishing rank
+is an owner with an arena; where there are several, shards say which bytes of which tensor are in it. Buckets cut the
+arenas into ranges that are hashed, read and verified one by one:
 
-    layout     |t0 |t1      |t2  |t3                  | … |      tensors, each aligned to 64 bytes
-    owner 0    |t0 |t1, first half |t3, first half    |          `shards`; None: the arena is the whole layout
-    owner 1    |t1, second half |t2 |t3, second half  |
-    buckets    |b0          |b1          |b2          | … |      `owner, offset, length, hash`; they cover the arenas
+    layout     |t0 |t1           |t2  |t3               |      tensors, each aligned to 64 bytes
+    owner 0    |t0 |t1, rows 0–7 |t3, rows 0–7 |               `shards`; None: the arena is the whole layout
+    owner 1    |t1, rows 8–15 |t2  |t3, rows 8–15 |
+    buckets    |b0      |b1      |b2      |b3      | … |       `owner, offset, length, hash`; they cover the arenas
 
-A delta is an offer beside the dense bytes: who serves its base may take it, and ends with the same bytes. A manifest is
-published last, when every byte it names is in place; it is never half visible. `weight_bus.manifest.manifest` says which
-manifests are sound, `weight_bus.manifest.manifest` whose they are.
+A delta is offered beside the dense bytes: an engine that serves its base may take it, and gets the same bytes. A manifest
+is published last, when every byte it names is in place.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 from typing import Literal
 
@@ -172,7 +173,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(payload: bytes) -> Manifest:
-    """Decode and check. Raises WireError for bytes that are no manifest, or a manifest that is not sound."""
+    """Decode and check. Raises WireError for bytes that are no manifest, or an invalid manifest."""
     try:
         manifest = _decoder.decode(payload)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
@@ -181,30 +182,36 @@ def decode_manifest(payload: bytes) -> Manifest:
     return manifest
 
 
+def manifest_bytes(text: str) -> bytes:
+    """The encoded manifest of vLLM's update routes, which carry it as base64. Raises WireError."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise WireError(f"update_info.manifest is no base64 ({error})", "encode the manifest's bytes") from error
+
+
 def check_manifest(manifest: Manifest) -> None:
-    """Raise WireError unless the manifest is of this schema and sound: see `weight_bus.manifest.manifest`."""
+    """Raise WireError unless the manifest is of this schema and valid (`check`)."""
     if manifest.schema != MANIFEST_SCHEMA:
         raise WireError(f"manifest has schema {manifest.schema}, this process reads {MANIFEST_SCHEMA}")
     check(manifest)
 
-
-# Which manifests are sound. Pure: it reads a manifest that may be hostile, and allocates no more than its lists.
-#
-#     layout    every tensor inside it
-#     owners    one whole arena, or shards: inside their arenas, no two over each other, and together every byte of every
-#               tensor exactly once (the coverage proof)
-#     buckets   by owner and offset, covering each arena without gap or overlap; hashes of 32 bytes
-#     delta     its buckets cover its arena; their targets ascend inside the layout and never touch each other
-#
-# Whether the layout's offsets follow from its names and shapes, and whether the root digest follows from the hashes,
-# is for the receiver to compute.
 
 _HASH_DIGITS = 64
 _HEXADECIMAL = frozenset("0123456789abcdef")
 
 
 def check(manifest: Manifest) -> None:
-    """Raise WireError, which says what is wrong where, for a manifest that is not sound."""
+    """Raise WireError, which says what is wrong where, for an invalid manifest; it may come from an attacker.
+
+        layout    every tensor inside it
+        owners    one whole arena, or shards: inside their arenas, without overlap, and together every byte of every
+                  tensor exactly once
+        buckets   by owner and offset, covering each arena without gap or overlap; hashes of 32 bytes
+        delta     its buckets cover its arena; their targets ascend inside the layout without overlap
+
+    The receiver checks that the layout's offsets follow from names and shapes, and the root digest from the hashes.
+    """
     what = f"manifest v{manifest.version}"
     if manifest.version < 0:
         raise WireError(f"{what}: a version is no negative number")
@@ -226,7 +233,7 @@ def _check_layout(manifest: Manifest, what: str) -> None:
 
 
 def _check_coverage(manifest: Manifest, what: str) -> None:
-    """The proof that all owners together hold every byte of every tensor exactly once."""
+    """All owners together hold every byte of every tensor exactly once."""
     if not manifest.owners:
         raise WireError(f"{what}: nobody owns its bytes")
     whole = [number for number, owner in enumerate(manifest.owners) if owner.shards is None]
@@ -239,11 +246,11 @@ def _check_coverage(manifest: Manifest, what: str) -> None:
         return
     for number, owner in enumerate(manifest.owners):
         _check_shards(manifest, owner, f"{what}, owner {number}")
-    held = sorted(
+    shards = sorted(
         (shard.tensor, shard.tensor_offset, shard.nbytes) for owner in manifest.owners for shard in owner.shards or ()
     )
     covered = [0] * len(manifest.layout.tensors)
-    for tensor, offset, nbytes in held:
+    for tensor, offset, nbytes in shards:
         if offset != covered[tensor]:
             lacks = "lacks" if offset > covered[tensor] else "has twice"
             name = manifest.layout.tensors[tensor].name
@@ -320,14 +327,12 @@ def _check_hash(found: str, what: str) -> None:
         raise WireError(f"{what}: {found[:80]!r} is no hash of 32 bytes")
 
 
-# Whose a manifest is: HMAC-SHA256 with the run's weight key over the manifest's encoding without a signature.
-#
-# The bus and every receiver check it. A manifest names memory to read and bytes to serve: without the key nobody who
-# can reach an engine's port can have it serve other weights. A run on loopback may go without.
-
-
 def sign(manifest: Manifest, key: str | None) -> Manifest:
-    """The manifest with the signature of `key`; as it is for None, a run without a key."""
+    """The manifest with its HMAC-SHA256 by the run's weight key; unchanged for None, a run without a key.
+
+    The bus and every receiver check it: without the key, nobody who can reach an engine's port can make it serve other
+    weights. A run on loopback may have no key.
+    """
     if key is None:
         return manifest
     return msgspec.structs.replace(manifest, signature=_mac(manifest, key))

@@ -1,4 +1,4 @@
-"""Folders of safetensors as policy versions: any folder becomes a manifest; a run's own snapshots carry theirs.
+"""safetensors folders as policy versions: make a manifest for any folder, find the newest snapshot of a run.
 
     manifest_of_folder   a Hugging Face folder, one file or several ─► a manifest with one owner a file
     newest_snapshot      <root>/v0000000012-1f3a…/{model.safetensors, manifest.msgpack, config.json, …}
@@ -19,13 +19,29 @@ from typing import Any, TypeVar
 import msgspec
 
 from services.wire.errors import UsageError, WireError
-from weight_bus.manifest.layout import ALIGNMENT, ITEM_BYTES, hash_bytes, plan_buckets, plan_mixed_layout, root_digest
-from weight_bus.manifest.manifest import Bucket, FileSource, Layout, Manifest, Owner, Shard, decode_manifest
+from weight_bus.manifest.layout import (
+    ALIGNMENT,
+    DEFAULT_BUCKET_BYTES,
+    ITEM_BYTES,
+    hash_bytes,
+    plan_buckets,
+    plan_mixed_layout,
+    root_digest,
+)
+from weight_bus.manifest.manifest import (
+    Bucket,
+    FileSource,
+    Layout,
+    Manifest,
+    Owner,
+    Shard,
+    TensorEntry,
+    decode_manifest,
+)
 
 INDEX_FILE = "model.safetensors.index.json"
 MANIFEST_FILE = "manifest.msgpack"
 MODEL_FILE = "model.safetensors"
-DEFAULT_BUCKET_BYTES = 16 << 20
 _T = TypeVar("_T")
 _SNAPSHOT = re.compile(r"v([0-9]{10})-[0-9a-f]{8}")
 
@@ -101,7 +117,7 @@ def newest_snapshot(root: Path) -> Snapshot | None:
                 f"{path} cannot be read ({error})", "remove the folder or write the snapshot again"
             ) from error
         except FileNotFoundError as error:
-            # Newer ones have pushed it out since the folder was listed.
+            # Pruned since the folder was listed.
             if folders[-1].is_dir():
                 raise UsageError(f"{folders[-1]} has no {MANIFEST_FILE}", "remove the folder") from error
     return None
@@ -174,9 +190,9 @@ def _json(path: Path, kind: type[_T]) -> _T:
         raise UsageError(f"cannot read {path} ({error})") from error
 
 
-# The head of a safetensors file: which tensor lies where. Pure reading and writing of the format, without torch.
+# The header of a safetensors file, read and written without torch:
 #
-# | 8 bytes: n, little-endian | n bytes: JSON, padded with spaces | data: `data_offsets` count from here |
+#     | 8 bytes: n, little-endian | n bytes: JSON, padded with spaces | data: `data_offsets` count from here |
 
 PADDING = "__padding__."
 """Names of entries that stand for the bytes between two tensors: the format allows no hole."""
@@ -193,24 +209,13 @@ _TAGS = {dtype: tag for tag, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class FileTensor:
-    """One tensor: bytes [`offset`, +`nbytes`) of the file's data. `dtype` is torch's name."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class FileHead:
-    """`data_offset`: where data begins in the file; `data_bytes`: how much there is. Tensors ascend by offset."""
+    """`data_offset`: where data begins in the file; `data_bytes`: its length. Tensors ascend by offset."""
 
     path: Path
     data_offset: int
     data_bytes: int
-    tensors: list[FileTensor]
+    tensors: list[TensorEntry]
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -261,7 +266,7 @@ def _pad(head: dict[str, Any], start: int, end: int) -> None:
         head[f"{PADDING}{start}"] = {"dtype": "U8", "shape": (end - start,), "data_offsets": (start, end)}
 
 
-def _tensor(path: Path, name: str, entry: _Entry, data_bytes: int) -> FileTensor:
+def _tensor(path: Path, name: str, entry: _Entry, data_bytes: int) -> TensorEntry:
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise UsageError(f"{path}: {name} is {entry.dtype}, which cannot be served", f"known: {', '.join(_DTYPES)}")
@@ -271,4 +276,4 @@ def _tensor(path: Path, name: str, entry: _Entry, data_bytes: int) -> FileTensor
         raise UsageError(
             f"{path}: {name} of {nbytes} bytes is said to lie at {start} to {end} of {data_bytes}", "is the file whole?"
         )
-    return FileTensor(name, dtype, entry.shape, start, nbytes)
+    return TensorEntry(name=name, dtype=dtype, shape=entry.shape, offset=start, nbytes=nbytes)

@@ -1,4 +1,4 @@
-"""Tensors over bytes and bytes under tensors, without copies."""
+"""Zero-copy views: tensors over bytes, and the bytes of tensors."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Arenas of pinned or shared memory, and the throttle of background copies."""
+"""Arenas (private or shared memory), and the CPU throttle of background copies."""

@@ -27,7 +27,7 @@ __all__ = ["Arena", "populate", "private_arena", "remove_shm_files", "shared_are
 
 
 class Arena:
-    """`view`: the bytes. `path`: its file, for a shared arena. Close it when no tensor looks into it any more."""
+    """`view`: the bytes. `path`: its file, for a shared arena. Close it when no tensor refers to it any more."""
 
     def __init__(self, memory: mmap.mmap, path: Path | None = None) -> None:
         self._memory = memory
@@ -43,14 +43,14 @@ class Arena:
         return address_of(self.view)
 
     def close(self) -> None:
-        """Unlink the file and give the memory back; bytes that something still looks at go with their last view."""
+        """Unlink the file and give the memory back; bytes with a live view are freed with the last one."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
         self.view.release()
         try:
             self._memory.close()
         except BufferError:
-            # A tensor still looks into the arena: unmapping it now would crash the process on its next access.
+            # A tensor still refers to the arena: unmapping it now would crash the process on its next access.
             return
 
 
@@ -81,7 +81,7 @@ def private_arena(nbytes: int) -> Arena:
 def shared_arena(nbytes: int, run_id: str) -> Arena:
     """`nbytes` in a file of shared memory that belongs to this user alone.
 
-    Raises UsageError when shared memory is full or cannot be written: both are the user's to mend.
+    Raises UsageError when shared memory is full or cannot be written: the user can fix both.
     """
     path = shm_directory() / f"{shm_prefix(run_id)}{uuid.uuid4().hex[:12]}"
     try:
@@ -106,7 +106,7 @@ def shared_arena(nbytes: int, run_id: str) -> Arena:
 def _prefer_huge_pages(memory: mmap.mmap) -> None:
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
-        # A kernel without huge pages refuses the advice, and small ones do.
+        # A kernel without huge pages refuses the advice; small pages work too.
         with suppress(OSError):
             memory.madvise(advice)
 
@@ -119,19 +119,16 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         os.ftruncate(descriptor, nbytes)
 
 
-# Copying bytes of weights: by memcpy, past the caches where they are many (`services.host.process`).
-#
-# A copy past the caches takes half the time of another, unless it writes a little further within a page than it
-# reads: then the processor takes what is read for what was just written, and it takes twice the time (measured on Zen
-# 3; 16 to 512 bytes further, less and less up to 1024). Such copies are made in parts that are small enough for the
-# caches.
+# memcpy of many bytes uses non-temporal stores (`services.host.process`), which take half the time of cached ones. But
+# where the target lies 16 to 1024 bytes further within a page than the source, loads alias with the stores before them
+# and the copy takes twice the time (4K aliasing, measured on Zen 3). Such copies are made in parts that fit the caches.
 
 PAGE = 4096
 _ALIASED = 1024
 
 
 def streams_well(nbytes: int, source: int, target: int) -> bool:
-    """Whether a copy of `nbytes` between these addresses goes past the caches, and is the faster for it."""
+    """Whether a copy of `nbytes` between these addresses uses non-temporal stores and is faster by it."""
     return nbytes >= STREAMED_BYTES and not 0 < (target - source) % PAGE < _ALIASED
 
 

@@ -1,9 +1,8 @@
-"""Threads that must not cost decoding more than they have to: those that stage and hash weights.
+"""CPU throttle and background threads for staging and hashing weights beside decoding.
 
-What they do runs without the interpreter lock, in pieces. Between pieces they rest: also on a core of their own they share
-the memory's bandwidth, and decoding lives on that. They keep the usual priority. With a lower one, on a machine without an
-idle core, a stage was seen to take minutes (not measured in turns): it could run out of time, and whoever holds the
-interpreter lock while it waits for a core holds up decoding, too.
+Their work releases the interpreter lock and is done in pieces, with sleeps between: even on a core of their own they take
+memory bandwidth from decoding. They keep the usual priority: with a lower one, on a machine without an idle core, a stage
+was seen to take minutes (not measured), and a thread that waits for a core with the interpreter lock blocks decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 _WORK_S = 0.002
-"""Worked for less than this, nobody rests."""
+"""No sleep after less work than this."""
 BESIDE_DECODING = 0.5
 """The share of a core that staging takes where weights are decoded from the memory that it writes to."""
 _SETTLE_S = 0.1
@@ -27,17 +26,16 @@ def background_threads(name: str) -> ThreadPoolExecutor:
 
 
 def _stay_on_one_core() -> None:
-    """OpenMP gives every thread a team as wide as the machine, of its own; it would push the decoding one off its cores.
-
-    How many threads an engine was told to use is known to torch only, and packing (oneDNN, in vLLM) does not ask torch.
+    """Limit OpenMP to one thread: by default each Python thread gets a team as wide as the machine, which would compete
+    with decoding. Torch's own limit does not apply to packing (oneDNN, in vLLM).
     """
-    # Once in each thread, at its first parallel work, torch sets what it was told: let that be over.
+    # Torch applies its own setting once in each thread, at its first parallel work: do that first.
     torch.get_num_threads()
     threadpool_limits(limits=1, user_api="openmp")
 
 
 class CpuThrottle:
-    """Keeps a thread's work to a share of one core: call `rest` between pieces. Waiting for others is no work."""
+    """Limits a thread to a share of one core: call `rest` between pieces. Time spent blocked does not count as work."""
 
     def __init__(self, share: float) -> None:
         self._rest_per_work = 1.0 / share - 1.0
@@ -51,10 +49,10 @@ class CpuThrottle:
         self._mark = time.thread_time()
 
     def settle(self, worked_s: float) -> None:
-        """Wait, once long work is over, until the decode steps that it made longer are over, too.
+        """Wait, after long work, until the decode steps that it slowed down are over.
 
-        A commit that followed at once would add its own to one of those, and readers would see both as one gap. Nobody
-        waits where nothing is shared.
+        A commit right after it would make one of those steps even longer. No wait where decoding does not share the
+        memory.
         """
         if self._rest_per_work and worked_s >= _SETTLE_S:
             time.sleep(_SETTLE_S)

@@ -1,1 +1,1 @@
-"""The trainer's side: tensors into buckets, exported and announced."""
+"""The trainer's side of the weight bus: copy, hash and export weights as a manifest."""

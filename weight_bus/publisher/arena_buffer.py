@@ -1,10 +1,10 @@
-"""One of a publisher's two arenas, and how a version gets into it.
+"""One of the publisher's two arena buffers, and the copy of a version's weights into it.
 
-    the weights are contiguous, as the arena does    one memcpy past the caches        `weight_bus.publisher.contiguous`
-    they lie apart, in the serving dtype               a memcpy each, the small ones together
-    apart, of another dtype or device                  torch's copy of all of them, which casts; also with several threads
+    weights contiguous, in the arena's layout      one memcpy        `weight_bus.publisher.contiguous`
+    not contiguous, in the serving dtype           a memcpy each, the small ones together
+    of another dtype or device                     torch's copy of all of them, which casts; also with several threads
 
-All give the same bytes: padding stays zero, whatever lies between the weights where they come from.
+All give the same bytes: padding stays zero, whatever lies between the weights in the source.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weight_bus.transports.base import Exporter
 
 
 class ArenaBuffer:
-    """What this rank owns of a version, as views into the arena. An owner of nothing has no arena."""
+    """This rank's part of a version, as views into the arena. A rank that owns nothing has no arena."""
 
     def __init__(self, exporter: Exporter, plan: OwnerPlan, dtype: torch.dtype) -> None:
         """Raises TransportError when there is no memory for it."""
@@ -48,18 +48,18 @@ class ArenaBuffer:
         if self.arena is None:
             return
         parts = [local_part(tensors[piece.name]) for piece in self._pieces]
-        if self._lie_alike(parts):
+        if self._same_layout(parts):
             self._copy_whole(self.arena, parts)
             return
         several = torch.get_num_threads() > 1
-        left = [pair for pair in zip(self._views, parts, strict=True) if several or not self._copied(*pair)]
+        left = [pair for pair in zip(self._views, parts, strict=True) if several or not self._copied(pair[0], pair[1])]
         if left:
             with torch.no_grad():
                 # One call for all: with thousands of small tensors Python would take as long as the copies.
                 torch._foreach_copy_([view for view, _ in left], [part for _, part in left])
 
-    def _lie_alike(self, parts: Sequence[torch.Tensor]) -> bool:
-        """Whether the pieces lie as far from each other as in the arena, all in the same memory."""
+    def _same_layout(self, parts: Sequence[torch.Tensor]) -> bool:
+        """Whether the pieces are in one storage, at the same distances as in the arena."""
         storage = parts[0].untyped_storage().data_ptr()
         origin = parts[0].data_ptr() - self._pieces[0].offset
         return all(

@@ -1,11 +1,11 @@
-"""Which version lies in which half of a double-buffered arena, and who still needs it. No bytes, no clock of its own.
+"""Leases of the publisher's two arena buffers: which version is in which, and what still needs it.
 
-    free ──begin(v)──► being copied ──► being hashed ─┐
-     ▲                 └─ leased: announced, and not settled  ├──► free, when everyone has let go
-     │                    └─ base: a delta reads it  ─┘                     │
-     └──────────────────────────────────────────────────────────────────────┘
+    free ──begin(v)──► being copied ──► being hashed ────────┐
+     ▲                 announced and not settled (`leased`) ─┼──► free, when all leases are given up ──┐
+     │                 the base of a delta ──────────────────┘                                         │
+     └─────────────────────────────────────────────────────────────────────────────────────────────────┘
 
-`begin` waits while anybody holds the half: that is the bus's back-pressure on the trainer.
+`begin` waits while the buffer has a lease: that is the bus's back-pressure on the trainer.
 """
 
 from __future__ import annotations
@@ -15,70 +15,70 @@ from typing import Literal
 
 from services.wire.errors import DeadlineError
 
-Hold = Literal["being copied", "being hashed", "announced and not settled", "the base of a delta"]
+Reason = Literal["being copied", "being hashed", "announced and not settled", "the base of a delta"]
 BUFFERS = 2
 
 
 class BufferLeases:
-    """Thread-safe. A hold is named by what for and for which version; letting go of one that is not held is nothing."""
+    """Thread-safe. A lease is named by its reason and version; giving up one that does not exist does nothing."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._versions: list[int | None] = [None] * BUFFERS
-        self._holds: list[set[tuple[Hold, int]]] = [set() for _ in range(BUFFERS)]
+        self._leases: list[set[tuple[Reason, int]]] = [set() for _ in range(BUFFERS)]
         self._waiting = [0] * BUFFERS
 
-    def begin(self, half: int, version: int, *, leased: bool, wait_s: float) -> None:
-        """Take the half to copy `version` into it, and lease it until it is settled where `leased`.
+    def begin(self, buffer: int, version: int, *, leased: bool, wait_s: float) -> None:
+        """Lease the buffer to copy `version` into it; where `leased`, also until the version is settled.
 
-        Waits while it is held. Raises DeadlineError, which names the holders, after `wait_s` seconds.
+        Waits for its leases to end. Raises DeadlineError, which names them, after `wait_s` seconds.
         """
         with self._changed:
-            self._waiting[half] += 1
+            self._waiting[buffer] += 1
             try:
-                if not self._changed.wait_for(lambda: not self._holds[half], wait_s):
-                    held = ", ".join(f"version {number}, {why}" for why, number in sorted(self._holds[half]))
+                if not self._changed.wait_for(lambda: not self._leases[buffer], wait_s):
+                    leases = ", ".join(f"version {number}, {why}" for why, number in sorted(self._leases[buffer]))
                     raise DeadlineError(
-                        f"version {version} found no arena free for {wait_s:g} s: {held}",
+                        f"version {version} found no arena free for {wait_s:g} s: {leases}",
                         "see the weight bus and the engines for what keeps the update from settling",
                     )
             finally:
-                self._waiting[half] -= 1
-            self._versions[half] = version
-            self._holds[half].add(("being copied", version))
+                self._waiting[buffer] -= 1
+            self._versions[buffer] = version
+            self._leases[buffer].add(("being copied", version))
             if leased:
-                self._holds[half].add(("announced and not settled", version))
+                self._leases[buffer].add(("announced and not settled", version))
 
-    def copied(self, half: int, version: int) -> None:
-        """The bytes are in place: from now on they are being hashed."""
+    def copied(self, buffer: int, version: int) -> None:
+        """The copy is complete: the bytes are being hashed now."""
         with self._changed:
-            self._holds[half].discard(("being copied", version))
-            self._holds[half].add(("being hashed", version))
+            self._leases[buffer].discard(("being copied", version))
+            self._leases[buffer].add(("being hashed", version))
 
-    def abandon(self, half: int, version: int) -> None:
-        """What was begun ended in an error: the half holds nobody's bytes."""
+    def abandon(self, buffer: int, version: int) -> None:
+        """The copy failed: the buffer contains no version."""
         with self._changed:
-            self._versions[half] = None
-            self._holds[half] = {hold for hold in self._holds[half] if hold[1] != version}
+            self._versions[buffer] = None
+            self._leases[buffer] = {lease for lease in self._leases[buffer] if lease[1] != version}
             self._changed.notify_all()
 
-    def let_go(self, why: Hold, version: int, half: int | None = None) -> None:
-        """Give up that hold on the half; None: on whichever has it."""
+    def let_go(self, why: Reason, version: int, buffer: int | None = None) -> None:
+        """Give up that lease on the buffer; None: on whichever has it."""
         with self._changed:
-            for holds in self._holds if half is None else [self._holds[half]]:
-                holds.discard((why, version))
+            for leases in self._leases if buffer is None else [self._leases[buffer]]:
+                leases.discard((why, version))
             self._changed.notify_all()
 
-    def hold_base(self, half: int, version: int) -> bool:
-        """Hold the half as a delta's base; False where it has other bytes by now, or the trainer waits for it."""
+    def lease_base(self, buffer: int, version: int) -> bool:
+        """Lease the buffer as a delta's base; False where it has other bytes by now, or the trainer waits for it."""
         with self._changed:
-            if self._versions[half] != version or self._waiting[half]:
+            if self._versions[buffer] != version or self._waiting[buffer]:
                 return False
-            if any(why == "being copied" for why, _ in self._holds[half]):
+            if any(why == "being copied" for why, _ in self._leases[buffer]):
                 return False
-            self._holds[half].add(("the base of a delta", version))
+            self._leases[buffer].add(("the base of a delta", version))
             return True
 
-    def wanted(self, half: int) -> bool:
-        """Whether the trainer waits for the half."""
-        return self._waiting[half] > 0
+    def wanted(self, buffer: int) -> bool:
+        """Whether the trainer waits for the buffer."""
+        return self._waiting[buffer] > 0

@@ -1,10 +1,10 @@
-"""Weights in contiguous memory that lies as an arena of theirs: publishing them is one copy then, and not one each.
+"""Move a model's weights into contiguous memory in the arena's layout: publishing them is then one copy.
 
     before   ┌─a─┐    ┌──b──┐  ┌c┐        wherever the allocator put them
-    after    │a│b    │c│                  one mapping, on huge pages where the system has them; `weight_bus.manifest.layout`
+    after    │ a │  b  │c│                one mapping, on huge pages where the system has them; `weight_bus.manifest.layout`
 
-Publishing 214 MB takes 1.1 to 1.2 times one memcpy so, and 1.3 to 1.4 from where the allocator put 112 tensors
-(docs/benchmarks.md). A training step takes the same time either way.
+Publishing 214 MB then takes 1.1 to 1.2 times one memcpy; 112 separate tensors take 1.3 to 1.4 (docs/benchmarks.md). A
+training step takes the same time either way.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from weight_bus.memory.arena import private_arena
 
 
 def lay_contiguous(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Move what the tensors hold into one piece, in the order given (the publisher's); whether they were moved.
+    """Move the tensors' data into contiguous memory, in the order given (the publisher's); whether they were moved.
 
-    The tensors stay the same objects: optimizers and modules need not hear of it. Those that are one memory under two names
+    The tensors stay the same objects: optimizers and modules need no change. Those that are one memory under two names
     (tied weights) stay so. Nothing is moved unless all are contiguous host memory of dtypes that can be served.
     Raises TransportError when there is no memory for it.
     """
@@ -42,7 +42,7 @@ def lay_contiguous(tensors: Mapping[str, torch.Tensor]) -> bool:
         with torch.no_grad():
             place.copy_(tensors[entry.name])
         for name in same:
-            # One after the other: what a tensor held before is free before the next is copied.
+            # One after the other: a tensor's old memory is freed before the next is copied.
             tensors[name].data = place.view(tensors[name].shape)
     return True
 

@@ -1,12 +1,12 @@
-"""The publisher: the trainer's side of the bus. It casts the weights into an arena once and says what lies there.
+"""The publisher: the trainer's side of the weight bus. It casts weights into an arena buffer and makes the manifest.
 
-    training thread   publish(v)   wait for a free half ─► cast-copy ─► Publication                    returns
+    training thread   publish(v)   wait for a free buffer ─► cast-copy ─► Publication                  returns
     background        hash the buckets ─► exchange with the other ranks ─► delta to v−1 ─► sign ─► manifest of v
 
-    halves   |v−1, staged by receivers|   |v, just published|      the next version goes where the older one lies
+    buffers   |v−1, staged by receivers|   |v, just published|      the next version overwrites the older one
 
-A half is not written over while its version is leased (announced and not settled) or still being hashed: `publish` waits
-for it, up to a deadline. A receiver that is two versions behind finds other bytes, sees it by the hash and takes the
+A buffer is not overwritten while its version is leased (announced and not settled) or still being hashed: `publish` waits
+for it, up to a deadline. A receiver that is two versions behind reads other bytes, sees it by the hash and takes the
 newer version.
 """
 
@@ -35,11 +35,11 @@ from weight_bus.transports.base import Exporter
 _PARALLEL_HASH_BYTES = 1 << 20
 _HASH_THREADS = 2
 _DELTA_TRANSPORTS = ("nixl", "shm")
-"""Those whose receivers read what they choose. A broadcast sends all to all, and a file is read by who has no base."""
+"""Transports whose receivers read ranges. A broadcast sends everything, and a file is for engines without a base."""
 
 
 class RankPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What one publishing rank tells the others of a version: what it owns, or why it could not."""
+    """One publishing rank's part of a version, for the other ranks: what it owns, or why it failed."""
 
     version: int
     layout_digest: str
@@ -54,9 +54,8 @@ class Publisher:
     `tensors` are the named weights (Hugging Face names, any shape, device or floating dtype; a tied weight under one
     name only). Their names, order and shapes are fixed for the publisher's life. `dtype` is the serving dtype by name,
     `key` the run's weight key. A delta is offered where it is no larger than `delta_max_ratio` of the dense bytes (0:
-    never), over nixl and shm, by one rank alone. With `ranks`, tensors may be DTensors (FSDP2) and every rank publishes its
-    own part.
-    Raises UsageError for what cannot be served, TransportError when no arena can be had.
+    never), over nixl and shm, by one rank alone. With `ranks`, tensors may be DTensors (FSDP2) and every rank publishes
+    its own part. Raises UsageError for what cannot be served, TransportError when no arena can be had.
     """
 
     def __init__(
@@ -81,11 +80,11 @@ class Publisher:
         self._deltas = DeltaMaker(exporter, self.layout, delta_max_ratio) if offers else None
         self._leases = BufferLeases()
         self._newest: int | None = None
-        """The version whose bytes were put in place last, and its half; the training thread's."""
-        self._newest_half = 1
+        """The version copied last, and its buffer; used by the training thread."""
+        self._newest_buffer = 1
         self._latest: Manifest | None = None
-        """The manifest made last, and its half; the background thread's."""
-        self._latest_half = 1
+        """The manifest made last, and its buffer; used by the background thread."""
+        self._latest_buffer = 1
         self._background = ThreadPoolExecutor(1, "weight-publisher")
 
     @property
@@ -100,10 +99,10 @@ class Publisher:
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, leased: bool = False) -> Publication:
         """Put `version` in place; its manifest is made in the background and had from the Publication.
 
-        Blocks for one cast-copy of all bytes, and until the half it goes into is free. `leased`: the half is kept until
+        Blocks for one cast-copy of all bytes, and until the buffer it goes into is free. `leased`: the buffer is kept until
         `release(version)`, or until making the manifest fails. The same version with the same bytes answers its first
         manifest again; with other bytes the Publication fails with ConflictError, and nothing was touched that a
-        receiver may read. Raises ConflictError for an older version, DeadlineError when no half comes free in time,
+        receiver may read. Raises ConflictError for an older version, DeadlineError when no buffer comes free in time,
         UsageError when names or shapes are not those the publisher was made for.
         """
         newest = self._newest
@@ -111,20 +110,20 @@ class Publisher:
             raise ConflictError(f"version {version} is older than {newest}, which is published")
         self._check(tensors)
         again = version == newest
-        half = 1 - self._newest_half
-        self._leases.begin(half, version, leased=leased and not again, wait_s=self._wait_s)
+        buffer = 1 - self._newest_buffer
+        self._leases.begin(buffer, version, leased=leased and not again, wait_s=self._wait_s)
         try:
-            self._arenas[half].fill(tensors)
+            self._arenas[buffer].fill(tensors)
         except BaseException:
-            self._leases.abandon(half, version)
+            self._leases.abandon(buffer, version)
             raise
-        self._leases.copied(half, version)
+        self._leases.copied(buffer, version)
         if not again:
-            self._newest, self._newest_half = version, half
-        return Publication(version, self._background.submit(self._make, version, half, again))
+            self._newest, self._newest_buffer = version, buffer
+        return Publication(version, self._background.submit(self._make, version, buffer, again))
 
     def release(self, version: int) -> None:
-        """The version has settled: its half may be written over. A version that is not leased is nothing to release."""
+        """The version has settled: its buffer may be overwritten. Does nothing for a version without a lease."""
         self._leases.let_go("announced and not settled", version)
 
     def close(self) -> None:
@@ -144,21 +143,21 @@ class Publisher:
                 found = "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
                 raise UsageError(f"tensor {entry.name} is {found}, planned was {entry.shape}", "make a new publisher")
 
-    def _make(self, version: int, half: int, again: bool) -> Manifest:
+    def _make(self, version: int, buffer: int, again: bool) -> Manifest:
         try:
-            draft = self._draft(version, half)
+            draft = self._draft(version, buffer)
             if again:
                 return self._same_again(draft)
-            manifest = self._offered(draft, half)
+            manifest = self._offered(draft, buffer)
         except BaseException:
             if again:
-                self._leases.abandon(half, version)
+                self._leases.abandon(buffer, version)
             else:
                 self.release(version)
             raise
         finally:
-            self._leases.let_go("being hashed", version, half)
-        self._latest, self._latest_half = manifest, half
+            self._leases.let_go("being hashed", version, buffer)
+        self._latest, self._latest_buffer = manifest, buffer
         return manifest
 
     def _same_again(self, draft: Manifest) -> Manifest:
@@ -171,9 +170,9 @@ class Publisher:
             )
         return latest
 
-    def _draft(self, version: int, half: int) -> Manifest:
+    def _draft(self, version: int, buffer: int) -> Manifest:
         """The version's manifest without signature and delta; a publisher alone leaves its sources out, too."""
-        owners, buckets = self._alone(half) if self._ranks is None else self._with_ranks(self._ranks, version, half)
+        owners, buckets = self._alone(buffer) if self._ranks is None else self._with_ranks(self._ranks, version, buffer)
         draft = Manifest(
             run_id=self._run_id,
             version=version,
@@ -185,13 +184,13 @@ class Publisher:
         check_manifest(draft)
         return draft
 
-    def _alone(self, half: int) -> tuple[list[Owner], list[Bucket]]:
-        return [Owner(total_bytes=self._plan.total_bytes, sources=[])], self._hash(half, 0)
+    def _alone(self, buffer: int) -> tuple[list[Owner], list[Bucket]]:
+        return [Owner(total_bytes=self._plan.total_bytes, sources=[])], self._hash(buffer, 0)
 
-    def _with_ranks(self, ranks: Ranks, version: int, half: int) -> tuple[list[Owner], list[Bucket]]:
+    def _with_ranks(self, ranks: Ranks, version: int, buffer: int) -> tuple[list[Owner], list[Bucket]]:
         parts = [
             msgspec.msgpack.decode(part, type=RankPart)
-            for part in ranks.exchange(self._part(version, half, ranks.rank))
+            for part in ranks.exchange(self._part(version, buffer, ranks.rank))
         ]
         for number, part in enumerate(parts):
             if part.error:
@@ -203,47 +202,47 @@ class Publisher:
                 )
         return [part.owner for part in parts], [bucket for part in parts for bucket in part.buckets]
 
-    def _part(self, version: int, half: int, rank: int) -> bytes:
-        arena, error, buckets = self._arenas[half].arena, "", []
+    def _part(self, version: int, buffer: int, rank: int) -> bytes:
+        arena, error, buckets = self._arenas[buffer].arena, "", []
         owner = Owner(total_bytes=self._plan.total_bytes, sources=[], shards=self._plan.shards)
         try:
-            buckets = self._hash(half, rank)
+            buckets = self._hash(buffer, rank)
             sources = [] if arena is None else [self._exporter.export(arena)]
             owner = msgspec.structs.replace(owner, sources=sources)
         except RollmeshError as failed:
-            # The others must hear of it, or they wait for this rank until the deadline.
+            # The other ranks must be told, or they wait for this one until the deadline.
             error = str(failed)
         return msgspec.msgpack.encode(
             RankPart(version=version, layout_digest=self.layout.digest, owner=owner, buckets=buckets, error=error)
         )
 
-    def _hash(self, half: int, owner: int) -> list[Bucket]:
-        view = self._arenas[half].view
+    def _hash(self, buffer: int, owner: int) -> list[Bucket]:
+        view = self._arenas[buffer].view
         return [
             Bucket(owner=owner, offset=offset, length=length, hash=_hash(view[offset : offset + length]))
             for offset, length in self._ranges
         ]
 
-    def _offered(self, draft: Manifest, half: int) -> Manifest:
+    def _offered(self, draft: Manifest, buffer: int) -> Manifest:
         """The draft with its sources, its delta and its signature."""
-        arena = self._arenas[half].arena
+        arena = self._arenas[buffer].arena
         if self._ranks is None and arena is not None:
             source = self._exporter.export(arena, draft)
             draft = msgspec.structs.replace(draft, owners=[Owner(total_bytes=arena.nbytes, sources=[source])])
-        delta = self._delta(half)
+        delta = self._delta(buffer)
         if delta is not None:
             draft = msgspec.structs.replace(draft, kind="delta", base_version=delta.base_version, delta=delta)
         return sign(draft, self._key)
 
-    def _delta(self, half: int) -> Delta | None:
-        base, other = self._latest, 1 - half
-        if self._deltas is None or base is None or self._latest_half != other:
+    def _delta(self, buffer: int) -> Delta | None:
+        base, other = self._latest, 1 - buffer
+        if self._deltas is None or base is None or self._latest_buffer != other:
             return None
-        if not self._leases.hold_base(other, base.version):
+        if not self._leases.lease_base(other, base.version):
             return None
         try:
-            old, new = self._arenas[other].view, self._arenas[half].view
-            return self._deltas.make(half, base, old, new, lambda: self._leases.wanted(other))
+            old, new = self._arenas[other].view, self._arenas[buffer].view
+            return self._deltas.make(buffer, base, old, new, lambda: self._leases.wanted(other))
         finally:
             self._leases.let_go("the base of a delta", base.version, other)
 
@@ -252,13 +251,14 @@ def _hash(data: memoryview) -> str:
     return hash_bytes(data, threads=1 if len(data) < _PARALLEL_HASH_BYTES else _HASH_THREADS)
 
 
-# What `publish` hands back at once: a version whose bytes are in place, and whose manifest is being made.
-
 MANIFEST_DEADLINE_S = 60.0
 
 
 class Publication:
-    """`future` comes true with the manifest, or fails with what stood against it (ConflictError for a reused version)."""
+    """A published version whose bytes are copied and whose manifest is being made.
+
+    `future`: the manifest, or the error (ConflictError for a reused version).
+    """
 
     def __init__(self, version: int, future: Future[Manifest]) -> None:
         self.version = version
@@ -276,22 +276,23 @@ class Publication:
             raise DeadlineError(f"the manifest of version {self.version} took longer than {timeout_s:g} s") from error
 
 
-# Makes the delta that a manifest offers beside its dense bytes, where one is small enough and nobody is kept waiting.
-#
-# sample ─ too much changed? ─► none
-# each 4 MiB of both halves ─► code ─► the delta arena of this half      over the share, or the trainer waits ─► none
-
 TARGET_BYTES = 4 << 20
-"""How much of the layout one delta bucket changes: as fast as any size that was measured, and soon given up."""
+"""Bytes of the layout for one delta bucket: as fast as any size that was measured, and soon given up."""
 _SAMPLES, _SAMPLE_BYTES = 8, 64 << 10
 _SAMPLE_SLACK = 1.5
-"""A code takes 0.85 to 1.3 of the share of words that changed (measured): far more than the bound cannot end under it."""
+"""A code takes 0.85 to 1.3 of the share of changed words (measured): a sample above 1.5 of the bound cannot pay."""
 
 _log = structlog.get_logger()
 
 
 class DeltaMaker:
-    """Deltas of at most `max_ratio` of the layout's bytes. Its two arenas are made when the first delta pays."""
+    """Encodes the delta of a version against the one before; at most `max_ratio` of the layout's bytes.
+
+        sample ── too much changed ──► none
+        each 4 MiB of both buffers ──► code ──► this buffer's delta arena      too large, or the trainer waits ──► none
+
+    Its two arenas are allocated for the first delta.
+    """
 
     def __init__(self, exporter: Exporter, layout: Layout, max_ratio: float) -> None:
         self._exporter = exporter
@@ -302,15 +303,15 @@ class DeltaMaker:
         self._arenas: list[Arena] = []
 
     def make(
-        self, half: int, base: Manifest, old: memoryview, new: memoryview, give_up: Callable[[], bool]
+        self, buffer: int, base: Manifest, old: memoryview, new: memoryview, give_up: Callable[[], bool]
     ) -> Delta | None:
         """The delta from `old`, the bytes of `base`, to `new`, both in the canonical layout; None where none is offered.
 
-        `give_up` is asked between two pieces. The code lies in this half's delta arena until the next call for it.
+        `give_up` is asked between two pieces. The code lies in this buffer's delta arena until the next call for it.
         """
         if not self._sample_pays(old, new):
             return None
-        arena = self._arena(half)
+        arena = self._arena(buffer)
         if arena is None:
             return None
         buckets, position = [], 0
@@ -351,13 +352,13 @@ class DeltaMaker:
         )
         return changed * self._total <= _SAMPLE_SLACK * self._most * sum(end - start for start, end in ends)
 
-    def _arena(self, half: int) -> Arena | None:
+    def _arena(self, buffer: int) -> Arena | None:
         if not self._arenas:
             try:
                 self._arenas = [self._exporter.allocate(max(self._most, 1)) for _ in range(BUFFERS)]
             except RollmeshError as error:
-                # Dense bytes do for everyone: a delta only saves some of their way.
+                # Dense bytes always work: a delta only saves transfer.
                 _log.warning("no arenas for weight deltas: publishing dense bytes alone", why=str(error))
                 self._most = -1
                 return None
-        return self._arenas[half]
+        return self._arenas[buffer]

@@ -1,4 +1,4 @@
-"""What one publishing rank owns of the weights, and where in its arena each piece lies.
+"""Sharded publishing (FSDP2): which rows of which tensor a rank owns, and where they are in its arena.
 
     plain tensor            rank 0
     DTensor, Replicate      the rank at coordinate 0 of that mesh dimension
@@ -27,7 +27,7 @@ from weight_bus.manifest.tensors import dtype_of
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """Tensor `name`, of which `shape` is held here, from byte `offset` of the arena."""
+    """This rank's rows of tensor `name`, with `shape`, from byte `offset` of the arena."""
 
     name: str
     shape: tuple[int, ...]
@@ -109,15 +109,10 @@ def _owned_rows(name: str, tensor: torch.Tensor, rank: int) -> tuple[int, tuple[
     return (start, local) if mine else None
 
 
-# The publishing ranks of one trainer tell each other what each of them owns, as msgspec bytes over a gloo group.
-#
-# The group is the publisher's own: its calls happen on the publishers' background threads and never come between the
-# trainer's collectives.
-
-
 class Ranks:
-    """All ranks of the default process group. Made, used and closed by all of them alike.
+    """Gloo group of the publishing ranks, to exchange what each of them owns. Made, used and closed by all alike.
 
+    It is the publisher's own: its calls run on background threads and never come between the trainer's collectives.
     Raises UsageError where torch.distributed is not initialised. `wait_s` bounds every exchange.
     """
 
@@ -135,7 +130,7 @@ class Ranks:
             return self._exchange(part)
         except RuntimeError as error:
             raise TransportError(
-                f"rank {self.rank} could not hear the other publishing ranks within {self._wait_s:g} s ({error})"
+                f"rank {self.rank} got no answer from the other publishing ranks within {self._wait_s:g} s ({error})"
             ) from error
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""The engine's side: buckets are pulled and checked in the background, then committed."""
+"""The engine's side of the weight bus: pull and verify buckets in the background, then commit."""

@@ -1,4 +1,4 @@
-"""Between the buckets of arenas and the tensors of a model: which bytes of which tensor lie in which bucket, and where.
+"""Buckets to tensors: which bytes of which tensor are in which bucket; slices of tensor parallel ranks; digests.
 
     bucket   | piece of t0 |pad| piece of t1 … |          Piece: tensor, its offset, the bucket's offset, length
     memory   t0 ▓▓▓▓▓▓▓      t1 ▓▓▓▓▓▓▓▓                  host memory of contiguous tensors is read and written in place
@@ -17,13 +17,19 @@ import torch
 from blake3 import blake3
 
 from weight_bus.errors import StageError
-from weight_bus.manifest.layout import Piece, bucket_pieces, plan_buckets, plan_mixed_layout, root_digest
+from weight_bus.manifest.layout import (
+    DEFAULT_BUCKET_BYTES,
+    Piece,
+    bucket_pieces,
+    plan_buckets,
+    plan_mixed_layout,
+    root_digest,
+)
 from weight_bus.manifest.manifest import Layout, Manifest, Shard
 from weight_bus.manifest.tensors import bytes_under, dtype_name, flat_bytes, host_bytes
 from weight_bus.memory.arena import copy_bytes
 from weight_bus.memory.throttle import BESIDE_DECODING, CpuThrottle
 
-DEFAULT_BUCKET_BYTES = 16 << 20
 _ZEROS = bytes(4096)
 
 
@@ -41,8 +47,10 @@ class BucketPlan:
 
     @classmethod
     def of(cls, layout: Layout, shards: list[list[Shard] | None], ranges: list[tuple[int, int, int]]) -> BucketPlan:
-        held = [None if own is None else sorted(own, key=lambda shard: shard.offset) for own in shards]
-        return cls(layout, shards, ranges, [_pieces(layout, held[owner], at, length) for owner, at, length in ranges])
+        ordered = [None if own is None else sorted(own, key=lambda shard: shard.offset) for own in shards]
+        return cls(
+            layout, shards, ranges, [_pieces(layout, ordered[owner], at, length) for owner, at, length in ranges]
+        )
 
     @classmethod
     def of_manifest(cls, manifest: Manifest) -> BucketPlan:
@@ -76,9 +84,9 @@ class Memory:
             for tensor, part in zip(self._tensors, self._slices, strict=True)
         ]
         self._beside: dict[int, torch.Tensor] = {}
-        """What is being written of tensors that are not contiguous."""
+        """Contiguous copies of tensors that are being written."""
         self._copies: dict[int, torch.Tensor] = {}
-        """What they held when they were read."""
+        """Contiguous copies of tensors that were read."""
 
     @property
     def on_host(self) -> bool:
@@ -122,7 +130,7 @@ class Memory:
 
     @torch.inference_mode()
     def finish(self) -> None:
-        """Bring what was written beside tensors that are not contiguous into them."""
+        """Copy what was written beside tensors that are not contiguous into them."""
         for number, whole in self._beside.items():
             self._tensors[number].copy_(whole)
         self._beside.clear()
@@ -184,21 +192,17 @@ def _pad(digest: blake3, length: int) -> None:
         length -= len(_ZEROS)
 
 
-# Which part of a whole tensor one rank of an engine holds, and the way of a manifest's bytes into it.
-#
-#     the whole, as the manifest has it          a rank's slice: `length` of `shape[dim]`, from `start`
-#
-#     dim 0   ┌───────────┐                      dim 1   ┌───┬───┬───┐
-#             ├───────────┤ start                        │   │ ▓ │   │
-#             │▓▓▓▓▓▓▓▓▓▓▓│                              │   │ ▓ │   │   both: columns `begin` to `end` of every row
-#             └───────────┘                              └───┴───┴───┘   (of one row only, where dim is 0)
-#
-# Ranks read whole buckets, because hashes are of whole buckets, and keep what is theirs.
-
-
 @dataclass(frozen=True)
 class Slice:
-    """`shape`: of the whole tensor. The rank's own has the same but along `dim`, where it begins at `start`."""
+    """A tensor parallel rank's part of a tensor: `shape` is of the whole, the rank's part begins at `start` along `dim`.
+
+        dim 0   ┌───────────┐          dim 1   ┌───┬───┬───┐
+                ├───────────┤ start            │   │ ▓ │   │
+                │▓▓▓▓▓▓▓▓▓▓▓│                  │   │ ▓ │   │    both: columns `begin` to `end` of every row
+                └───────────┘                  └───┴───┴───┘    (of one row only, where dim is 0)
+
+    Ranks read whole buckets, because hashes are of whole buckets, and keep their part.
+    """
 
     shape: tuple[int, ...]
     dim: int
@@ -215,7 +219,7 @@ class Slice:
 
 
 def write_slice(tensor: torch.Tensor, part: Slice, offset: int, data: memoryview) -> None:
-    """Put what of `data` belongs to the slice into `tensor`, which is contiguous.
+    """Copy the bytes of `data` that belong to the slice into `tensor`, which is contiguous.
 
     `data`: bytes of the whole tensor, from `offset` on.
     """
@@ -242,9 +246,6 @@ def write_slice(tensor: torch.Tensor, part: Slice, offset: int, data: memoryview
         done += length
 
 
-# Whether a manifest's layout is that of an engine's tensors, and the digest of what they hold.
-
-
 def digest_of(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> str:
     """Root digest of what lies in `tensors`, in the buckets of `plan`."""
     memory = Memory(plan.layout, tensors)
@@ -257,7 +258,7 @@ def digest_of(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def throttle_beside(memory: Memory) -> CpuThrottle:
-    """How fast to work beside decoding from such memory: a GPU has its own."""
+    """The CPU throttle for work beside decoding from such memory; none for a GPU, which has its own memory."""
     return CpuThrottle(BESIDE_DECODING if memory.on_host else 1.0)
 
 

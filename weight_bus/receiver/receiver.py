@@ -1,28 +1,28 @@
-"""The receiver: the engine's side of the bus. It fills shadow memory while the engine decodes, then flips.
+"""The receiver: the engine's side of the weight bus. It stages a version in shadow memory while decoding, then flips.
 
     idle ──stage(v)──► staging ──every hash good──► staged(v) ──commit(v)──► idle, serving v ──rollback──► idle, serving
       ▲                   │                            │                                                   the one before
       └──── StageError ───┴──── stage(newer) starts over
 
-Whatever goes wrong before the flip, the old version goes on being served, untouched. Every stage rewrites all of the
-shadow: nothing of an abandoned one can survive into a version. After a commit the shadow is the version before, whole,
-until the next stage begins to write: so long one step back takes no more than a flip.
+Whatever goes wrong before the flip, the old version is served on, unchanged. Every stage rewrites the whole shadow, so
+nothing of an abandoned one can remain in a version. After a commit the shadow is the version before, complete until the
+next stage begins to write: a rollback by one version is then a flip.
 
-A rank of several holds slices of some tensors. It reads every bucket whole, for that is what hashes are of, keeps its
-slices, and remembers the hash of what it has kept: as long as what it serves has that, it serves the manifest's bytes.
+A tensor parallel rank has slices of some tensors. It reads whole buckets, which the hashes are of, keeps its slices and
+remembers their hash: as long as its weights have that hash, it serves the manifest's bytes.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 import torch
 
 from services.wire.errors import RollmeshError
+from services.wire.weights_api import DigestAnswer, StageAnswer
 from weight_bus.errors import StageError
 from weight_bus.manifest.layout import root_digest
 from weight_bus.manifest.manifest import Manifest, check_manifest, check_signature
@@ -49,24 +49,14 @@ class WeightTarget(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Staged:
-    """A version that lies whole and verified in shadow memory. `bytes_read`: what travelled for it."""
-
-    version: int
-    root_digest: str
-    bytes_read: int
-    seconds: float
-
-
 class Receiver:
-    """Stages, flips and proves an engine's weights.
+    """Stages, flips and hashes an engine's weights.
 
-    `stage` blocks and belongs on a background thread; `commit` and `rollback` belong on the decode thread; `digest` may be
-    called on any other. `version` is what the engine serves to begin with; `key` the run's weight key, with which every
-    manifest must be signed (None: any is taken). `prepare` is told of a version whose bytes lie in the shadow, before it
-    counts as staged, for what the engine makes of them; what it raises, `stage` raises. `slices`: which of the target's
-    tensors are parts of the manifest's, and which part; such an engine takes dense bytes only.
+    `stage` blocks and belongs on a background thread; `commit` and `rollback` belong on the decode thread; `digest` may
+    be called on any other. `version` is what the engine serves to begin with; `key` the run's weight key, with which
+    every manifest must be signed (None: any is taken). `prepare` is called with a version whose bytes are in the
+    shadow, before it counts as staged, for what the engine derives from them; what it raises, `stage` raises. `slices`:
+    which of the target's tensors are parts of the manifest's, and which part; such an engine takes dense bytes only.
     """
 
     def __init__(
@@ -91,12 +81,12 @@ class Receiver:
         """Held while shadow memory is written or live memory is hashed."""
         self._slots = WeightSlots(Whole(version, None))
         self._wanted = version
-        self._staged: Staged | None = None
+        self._staged: StageAnswer | None = None
         self._plan: BucketPlan | None = None
         self._plans: dict[int, BucketPlan] = {}
-        """By version, of those that are held."""
+        """By version, of those in the slots."""
         self._kept_digests: dict[int, str] = {}
-        """By version, of those that are held: of an engine's slices, in their own layout."""
+        """By version, of those in the slots: the digest of an engine's slices, in their own layout."""
         self._progress: Progress | None = None
         self._scratch = Scratch()
 
@@ -122,7 +112,7 @@ class Receiver:
         """Of the stage under way, else of the last one."""
         return self._progress
 
-    def stage(self, manifest: Manifest) -> Staged:
+    def stage(self, manifest: Manifest) -> StageAnswer:
         """Bring the version into the shadow, by the delta it offers or from its dense bytes, and verify every bucket.
 
         A newer version supersedes an uncommitted one, also one whose staging is still under way. What lies whole in the
@@ -145,7 +135,7 @@ class Receiver:
                 self._prepare(manifest.version)
             kept = _own_digest(self.target.shadow()) if self._slices else None
             throttle_beside(Memory(plan.layout, self.target.shadow(), self._slices)).settle(progress.seconds)
-            staged = Staged(manifest.version, manifest.root_digest, read, progress.seconds)
+            staged = StageAnswer(manifest.version, manifest.root_digest, read, progress.seconds)
             with self._state:
                 self._check_current(manifest)
                 self._slots = self._slots.with_staged(Whole(manifest.version, manifest.root_digest))
@@ -170,12 +160,12 @@ class Receiver:
                 self._wanted = version
 
     def undo(self, version: int) -> None:
-        """Take the flip that served `version` back, where that was the last thing to happen: another rank refused it."""
+        """Undo the flip to `version`, if it was the last one: another rank refused it."""
         with self._state:
             if version == self.version:
                 self._serve(self._slots.undone())
 
-    def digest(self) -> str:
+    def digest(self) -> DigestAnswer:
         """Root digest of the bytes that are really served, in the layout and buckets of their manifest.
 
         Without one: in the layout of the live weights as the target names them. Of slices: the manifest's own, as long as
@@ -188,7 +178,7 @@ class Receiver:
                 found = self._digest_of(served, live)
                 # A flip meanwhile may have changed what was hashed; no stage can run, so there are few.
                 if served == self._slots.served:
-                    return found
+                    return DigestAnswer(served.version, found)
 
     def close(self) -> None:
         for reader in self._readers:
@@ -202,12 +192,12 @@ class Receiver:
         as_kept = found == self._kept_digests.get(served.version)
         return served.root_digest if as_kept and served.root_digest is not None else found
 
-    def _serve(self, held: WeightSlots) -> None:
-        if held.served != self._slots.served:
+    def _serve(self, slots: WeightSlots) -> None:
+        if slots.served != self._slots.served:
             self.target.flip()
-        self._slots, self._staged = held, None
+        self._slots, self._staged = slots, None
 
-    def _known(self, manifest: Manifest) -> Staged | None:
+    def _known(self, manifest: Manifest) -> StageAnswer | None:
         """The answer for a version that lies in the shadow already. Raises StageError where that has other bytes."""
         staged = self._slots.staged
         if staged is not None and staged.version == manifest.version and staged.root_digest != manifest.root_digest:
@@ -216,7 +206,7 @@ class Receiver:
             return None
         if self._staged is None:
             self._slots = self._slots.with_staged(Whole(manifest.version, manifest.root_digest))
-            self._staged = Staged(manifest.version, manifest.root_digest, 0, 0.0)
+            self._staged = StageAnswer(manifest.version, manifest.root_digest, 0, 0.0)
         return self._staged
 
     def _admit(self, manifest: Manifest) -> None:
@@ -280,11 +270,11 @@ class Receiver:
         return progress.bytes_read
 
     def _delta_to_take(self, job: StageJob) -> DeltaStage | None:
-        """The delta, where this engine serves its base, byte for byte, and has a source of it within reach."""
+        """The delta, where this engine serves exactly its base and can read one of its sources."""
         manifest, delta, served = job.manifest, job.manifest.delta, self._slots.served
         if delta is None or served.version != delta.base_version or self._slices:
             return None
-        # Loaded from a folder, these bytes were never hashed in the manifest's buckets.
+        # Weights that were loaded from a folder were never hashed in the manifest's buckets.
         digest = served.root_digest or digest_of(job.plan, self.target.live())
         if digest != delta.base_digest:
             _log.warning("another base is served", version=manifest.version, base=delta.base_version)
@@ -303,9 +293,9 @@ class Receiver:
             return self._slots.served, Memory(plan.layout, self.target.shadow(), self._slices)
 
     def _remember(self, version: int, plan: BucketPlan, kept: str | None) -> None:
-        held = {self.version, version}
-        self._plans = {known: own for known, own in self._plans.items() if known in held} | {version: plan}
-        digests = {known: own for known, own in self._kept_digests.items() if known in held}
+        kept_versions = {self.version, version}
+        self._plans = {known: own for known, own in self._plans.items() if known in kept_versions} | {version: plan}
+        digests = {known: own for known, own in self._kept_digests.items() if known in kept_versions}
         self._kept_digests = digests if kept is None else digests | {version: kept}
 
 

@@ -1,10 +1,10 @@
-"""Filling shadow memory: a manifest's dense bytes bucket by bucket, each hashed as soon as it is there.
+"""Staging: pull a version's buckets into shadow memory, dense or as a delta, and verify their hashes.
 
     sources ── read_many ──► the shadow's own memory  (large pieces of contiguous tensors)
                         └──► scratch ──► the shadow   (small pieces and padding, and what is not contiguous)
     every byte of a bucket there? ──► hash ──► as the manifest says, or StageError
 
-What travels next is on its way while a bucket is hashed, where the transport can do that.
+Where the transport can, the next bytes are in flight while a bucket is hashed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from weight_bus.transports.base import Reader
 
 _log = structlog.get_logger()
 _DIRECT_BYTES = 64 << 10
-"""Smaller pieces are read together with their neighbours: a read costs as much as so many bytes."""
+"""Smaller pieces are read together with their neighbours: the fixed cost of a read equals so many bytes."""
 _PART_BYTES = 4 << 20
-"""Larger pieces are read in parts: between two of them decoding has the memory's whole bandwidth."""
+"""Larger pieces are read in parts: between two of them decoding has the whole memory bandwidth."""
 _SCRATCH_BYTES = 64 << 20
 
 
@@ -45,7 +45,7 @@ class Part:
 
 
 class Progress:
-    """How far a stage has come. Written by its thread, read by anybody."""
+    """Progress of a stage. Written by its thread, read by any."""
 
     def __init__(self, version: int, total_bytes: int) -> None:
         self.version = version
@@ -62,7 +62,7 @@ class Progress:
 
 
 class Scratch:
-    """Host memory that lasts: transports register it once."""
+    """Reusable host buffer: transports register it once."""
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
@@ -81,7 +81,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class StageJob:
-    """What is to be staged, and with what. `check` raises where it is not wanted any more; called as bytes arrive."""
+    """Inputs of a stage. `check` raises once a newer version supersedes it; called as bytes arrive."""
 
     manifest: Manifest
     plan: BucketPlan
@@ -92,7 +92,7 @@ class StageJob:
 
 
 class DenseStage:
-    """Pulls one manifest's dense bytes. Raises StageError where an owner has no source within reach: before it writes."""
+    """Pulls a manifest's dense bytes. Raises StageError, before it writes, where an owner has no readable source."""
 
     def __init__(self, job: StageJob) -> None:
         self._job = job
@@ -113,7 +113,8 @@ class DenseStage:
                 except _UnreadableError as error:
                     _log.warning("source cannot be read", version=self._job.manifest.version, why=error.what)
             else:
-                self._pull(*candidates[-1], buckets, memory)
+                reader, source = candidates[-1]
+                self._pull(reader, source, buckets, memory)
         memory.finish()
 
     def _pull(self, reader: Reader, source: Source, buckets: list[int], memory: Memory) -> None:
@@ -186,11 +187,11 @@ class DenseStage:
 
 
 class _UnreadableError(StageError):
-    """A source within reach could not be read: another one may be."""
+    """A source could not be read: another one may be readable."""
 
 
 def sources_in_reach(readers: Sequence[Reader], sources: Sequence[Source], what: str) -> list[tuple[Reader, Source]]:
-    """Who can read which, in the readers' order of preference. Raises StageError where nobody can read anything."""
+    """Readers with the sources they can read, in order of preference. Raises StageError where there is none."""
     found = [(reader, source) for reader in readers for source in sources if reader.can_read(source)]
     if not found:
         offered = ", ".join(type(source).__name__ for source in sources) or "none"
@@ -212,7 +213,7 @@ def check_hash(manifest: Manifest, index: int, found: str) -> None:
 
 
 def _parts(pieces: list[Piece], length: int, memory: Memory) -> list[Part]:
-    """The reads that make a bucket: large pieces in place, and what lies between them together."""
+    """The reads of a bucket: large pieces in place, everything between them together."""
     parts: list[Part] = []
     done = 0
     for piece in pieces:
@@ -247,16 +248,14 @@ def _windows(buckets: list[int], needs: dict[int, int]) -> Iterator[list[int]]:
         yield window
 
 
-# Filling shadow memory by a delta: the base that is served, and what changed since.
-#
-#     live ── copy ──► shadow ── changed words ──► shadow ── hash every dense bucket ──► as the manifest says, or StageError
-#
-# A delta is an offer: whoever cannot use it takes the dense bytes. Only its own small buckets travel; the copy and
-# the hashes run at memory speed.
-
-
 class DeltaStage:
-    """Takes the delta that a manifest offers, where its base is served. Raises StageError for one out of reach."""
+    """Stages by a delta: copy the served base, apply the changed words, verify every dense bucket.
+
+        live ── copy ──► shadow ── changed words ──► shadow ── hash the buckets ──► as the manifest says, or StageError
+
+    Only the delta's small buckets are transferred. Raises StageError where no source of it can be read; dense bytes are
+    used then.
+    """
 
     def __init__(self, job: StageJob, delta: Delta) -> None:
         self._job = job
@@ -307,8 +306,7 @@ class DeltaStage:
             done += int(last - first)
             if first == last:
                 continue
-            held = shadow.read(piece)
-            words = np.frombuffer(held, dtype=change.values.dtype)
+            words = np.frombuffer(shadow.read(piece), dtype=change.values.dtype)
             if not words.flags.writeable or shadow.in_place(piece) is None:
                 words = words.copy()
             words[change.indices[first:last] - start] = change.values[first:last]

@@ -1,10 +1,10 @@
-"""What lies in an engine's two sets of weights: one is served, the other is spare. Pure: names, no bytes.
+"""State of an engine's two weight slots: one is served, the other is spare. Pure: versions and digests, no bytes.
 
     spare      stage begins ──► nothing ──► staged(v+1) ──commit──► kept(v) ──rollback(v)──► withdrawn(v+1)
     served v                                             v+1                     v
 
-`kept`: the version before, until the next stage begins to write over it. `withdrawn`: a version that was rolled back; it is
-served again only after somebody has asked to stage it, which then costs no reading.
+`kept`: the version before, until the next stage begins to overwrite it. `withdrawn`: a version that was rolled back; it
+must be staged again before it can be committed, which then reads nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Role = Literal["staged", "kept", "withdrawn"]
 
 @dataclass(frozen=True)
 class Whole:
-    """A version that lies whole in memory. `root_digest`: None for weights that came without a manifest."""
+    """A complete version in memory. `root_digest`: None for weights that came without a manifest."""
 
     version: int
     root_digest: str | None
@@ -44,11 +44,11 @@ class WeightSlots:
         return self.spare if self.role == "kept" else None
 
     def has(self, version: int, root_digest: str) -> bool:
-        """Whether these very bytes lie spare, so that to stage them needs no reading."""
+        """Whether exactly these bytes are in the spare slot, so that staging them reads nothing."""
         return self.spare == Whole(version, root_digest) and self.role != "kept"
 
     def writing(self) -> WeightSlots:
-        """A stage begins to write: what lay spare is gone."""
+        """A stage begins to write: the spare slot's version is gone."""
         return WeightSlots(self.served)
 
     def with_staged(self, whole: Whole) -> WeightSlots:
@@ -73,7 +73,7 @@ class WeightSlots:
         return WeightSlots(self.kept, self.served, "withdrawn")
 
     def undone(self) -> WeightSlots:
-        """The last flip taken back, whichever way it went; as it is where the spare was written since."""
+        """The last commit or rollback undone; unchanged where the spare slot was written since."""
         if self.spare is None or self.role == "staged":
             return self
         back: Role = "withdrawn" if self.role == "kept" else "kept"

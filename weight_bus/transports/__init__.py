@@ -1,1 +1,1 @@
-"""Ways for bytes to travel from the publisher's arena to a receiver, behind one interface."""
+"""Weight transports (NIXL/RDMA, NCCL/gloo, shared memory, file) behind one interface."""

@@ -1,10 +1,10 @@
-"""The transport interface: an exporter offers an arena, a reader pulls ranges of it.
+"""The weight transport interface: an exporter offers an arena, a reader pulls ranges of it.
 
     publisher                               manifest.owners[i].sources                receiver
     Exporter.allocate(n) ─► arena
     Exporter.export(arena) ───────► NixlSource | ShmSource | … ─────► Reader.read(source, offset, out)
 
-Whoever reads verifies: a transport moves bytes and promises nothing about them.
+The receiver verifies what it reads: a transport guarantees nothing about the bytes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Exporter(Protocol):
         ...
 
     def export(self, arena: Arena, draft: Manifest | None = None) -> Source:
-        """Say where an arena that `allocate` made can be had. Allocate all arenas first: a source may name them all.
+        """The source of an arena that `allocate` made, for the manifest. Allocate all arenas first: a source may name all.
 
-        Call it once for each version that is put into the arena: what was said of it before may end with that. `draft`
+        Call it once for each version that is put into the arena: an earlier source of it may end with that. `draft`
         is the version's manifest but for this arena's sources and the signature; `file` writes it beside the bytes, and
         may block for as long as that takes. The others return at once.
         """
@@ -52,17 +52,17 @@ class Reader(Protocol):
     def read(self, source: Source, offset: int, out: memoryview) -> None:
         """Copy `len(out)` bytes from `offset` of the source's arena into `out`.
 
-        Raises TransportError for a range outside the source, a peer that is gone, or a deadline passed. Read into slices
-        of one long-lived buffer: a transport may register the buffer under `out` once and remember it.
+        Raises TransportError for a range outside the source, a publisher that is gone, or a deadline passed. Read into
+        slices of one long-lived buffer: a transport may register the buffer under `out` once and remember it.
         """
         ...
 
     def read_many(self, source: Source, pieces: Iterable[tuple[int, memoryview]]) -> Iterator[int]:
         """Read `(offset, out)` pieces; yields the index of each as soon as its bytes are in place, in any order.
 
-        Where the network can, a bounded number travels at once, so that the caller's work on one piece hides the way of
-        the next; `pieces` is sampled from lazily, when there is room. A piece's `out` must stay untouched until it was
-        yielded. Errors and deadlines as with `read`; closing the iterator early ends what is under way.
+        Where the network can, a bounded number of reads is in flight, so that the caller's work on one piece overlaps the
+        transfer of the next; `pieces` is consumed lazily, when there is room. A piece's `out` must stay untouched until
+        it was yielded. Errors and deadlines as with `read`; closing the iterator early cancels the reads in flight.
         """
         ...
 
@@ -76,7 +76,7 @@ def check_range(length: int, offset: int, wanted: int) -> None:
 
 
 def read_in_order(reader: Reader, source: Source, pieces: Iterable[tuple[int, memoryview]]) -> Iterator[int]:
-    """`read_many` for a transport whose reads are copies that the calling thread makes: nothing could overlap."""
+    """`read_many` for a transport whose reads are copies on the calling thread: nothing could overlap."""
     for index, (offset, out) in enumerate(pieces):
         reader.read(source, offset, out)
         yield index

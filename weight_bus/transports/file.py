@@ -1,4 +1,4 @@
-"""The file transport: every version becomes a snapshot on disk, for cold starts and for engines that speak nothing else.
+"""The file transport: every version becomes a safetensors snapshot on disk, for cold starts and plain readers.
 
     export(v)   .writing-… ─► model.safetensors, fsync ─► manifest.msgpack, fsync ─► rename to v…-…, fsync ─► prune
 
@@ -79,7 +79,7 @@ class FileExporter:
         return source
 
     def close(self) -> None:
-        """Snapshots stay: they are what a cold start begins with."""
+        """Free the arenas; the snapshots stay, for cold starts."""
         for arena in self._arenas:
             arena.close()
         self._arenas.clear()
@@ -109,16 +109,16 @@ class FileExporter:
     def _prune(self, fresh: Path) -> None:
         old = [folder for folder in snapshot_folders(self._root) if folder != fresh]
         for folder in old[: max(0, len(old) + 1 - self._keep)]:
-            # Gone at once for whoever looks, also if this process dies half way through.
+            # Renamed first: a reader never sees a folder that is deleted in part, also if this process dies meanwhile.
             doomed = folder.rename(self._root / f".writing-{uuid.uuid4().hex[:12]}")
             shutil.rmtree(doomed, ignore_errors=True)
         for left in self._root.glob(".writing-*"):
-            # Of a publisher that was killed; a folder has one publisher at a time.
+            # Left by a publisher that was killed; a folder has one publisher at a time.
             shutil.rmtree(left, ignore_errors=True)
 
 
 class FileReader:
-    """Reads safetensors files, plainly, that lie under `root`: a manifest may name no file outside it."""
+    """Reads ranges of safetensors files under `root`: a manifest may name no file outside it."""
 
     name = "file"
 

@@ -1,7 +1,7 @@
-"""The NIXL transport: the receiver READs the publisher's registered memory through UCX; the publisher takes no part.
+"""The NIXL (RDMA) transport: the receiver READs the publisher's registered memory through UCX, without its help.
 
-What travels in the manifest is address, length and device as plain numbers, bounds-checked here before use. NIXL's own
-serialised descriptors are pickles and are never read.
+The manifest carries address, length and device as plain numbers, bounds-checked here before use. NIXL's own serialised
+descriptors are pickles and are never read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from weight_bus.manifest.manifest import Manifest, NixlSource, Source
 from weight_bus.memory.arena import Arena, address_of, private_arena
 from weight_bus.transports.base import check_range
 
-# Chosen by measurement on one host: 5x the default list's speed, and a list without tcp fails to connect.
+# Measured on one host: five times as fast as the default list; without tcp it cannot connect.
 UCX_TRANSPORTS = "tcp,cma,posix,sysv,self"
-# A tenth faster within a host than UCX's own 512 KiB.
+# A tenth faster within a host than UCX's default of 512 KiB.
 UCX_SEGMENT = "16m"
 _MEMORY = "DRAM"
 _POLL_S = 50e-6
-_KNOWN_PEERS = 4
+_KNOWN_AGENTS = 4
 _KNOWN_BUFFERS = 4096
 _NOTHING = memoryview(b"")
 _SERVE_EVERY_S = 0.004
@@ -35,8 +35,10 @@ _IN_FLIGHT = 4
 
 
 class NixlExporter:
-    """NIXL's own progress thread spins: it would take a whole core of the trainer for ever (measured). A small thread
-    here lets UCX answer connections, and requests where the network needs the owner's help, at about 1 % of a core.
+    """Registers arenas with NIXL for readers.
+
+    NIXL's own progress thread spins and takes a whole core of the trainer (measured). Instead a thread here polls: UCX
+    answers connections, and requests where the network needs the owner's help, at about 1 % of a core.
     """
 
     name = "nixl"
@@ -73,19 +75,19 @@ class NixlExporter:
     def _serve(self) -> None:
         while not self._closed.wait(_SERVE_EVERY_S):
             with self._lock:
-                # Nobody sends notifications; looking for them is what makes UCX's progress without its thread.
+                # There are no notifications; asking for them makes UCX progress without its thread.
                 self._agent.get_new_notifs()
 
 
 class NixlReader:
-    """`deadline_s` bounds each transfer. Idle, it costs nothing: UCX makes progress while a transfer is polled."""
+    """READs ranges of NIXL sources. `deadline_s` bounds each transfer; an idle reader uses no CPU."""
 
     name = "nixl"
 
     def __init__(self, deadline_s: float = 30.0) -> None:
         self._agent = make_agent("receiver")
         self._deadline_s = deadline_s
-        self._peers: dict[str, bytes] = {}
+        self._agents: dict[str, bytes] = {}
         self._buffers: dict[int, tuple[memoryview, Any]] = {}
 
     def can_read(self, source: Source) -> bool:
@@ -105,37 +107,37 @@ class NixlReader:
         while len(self._buffers) > _KNOWN_BUFFERS:
             self._forget_buffer(next(iter(self._buffers)))
         waiting = enumerate(pieces)
-        flying: deque[_InflightRead] = deque()
+        inflight_reads: deque[_InflightRead] = deque()
         more = True
         try:
-            while more or flying:
-                while more and len(flying) < _IN_FLIGHT:
+            while more or inflight_reads:
+                while more and len(inflight_reads) < _IN_FLIGHT:
                     index, (offset, out) = next(waiting, (-1, (0, _NOTHING)))
                     more = index >= 0
                     if more:
-                        flying.append(self._post(source, index, offset, out))
-                if flying:
-                    self._land(source, flying[0])
-                    yield flying.popleft().index
+                        inflight_reads.append(self._post(source, index, offset, out))
+                if inflight_reads:
+                    self._wait(source, inflight_reads[0])
+                    yield inflight_reads.popleft().index
         except TransportError:
-            _release(flying)
+            _release(inflight_reads)
             self._forget(source.agent)
             raise
         finally:
-            _release(flying)
+            _release(inflight_reads)
 
     def close(self) -> None:
-        for peer in list(self._peers):
-            self._forget(peer)
+        for agent in list(self._agents):
+            self._forget(agent)
         for address in list(self._buffers):
             self._forget_buffer(address)
 
-    def _meet(self, source: NixlSource) -> None:
-        if self._peers.get(source.agent) == source.metadata:
+    def _add_agent(self, source: NixlSource) -> None:
+        if self._agents.get(source.agent) == source.metadata:
             return
         self._forget(source.agent)
-        while len(self._peers) >= _KNOWN_PEERS:
-            self._forget(next(iter(self._peers)))
+        while len(self._agents) >= _KNOWN_AGENTS:
+            self._forget(next(iter(self._agents)))
         try:
             named = self._agent.add_remote_agent(source.metadata)
         except Exception as error:
@@ -143,11 +145,11 @@ class NixlReader:
         if named.decode() != source.agent:
             self._agent.remove_remote_agent(named.decode())
             raise TransportError(f"a source of {source.agent} came with the metadata of {named.decode()}")
-        self._peers[source.agent] = source.metadata
+        self._agents[source.agent] = source.metadata
 
-    def _forget(self, peer: str) -> None:
-        if self._peers.pop(peer, None) is not None:
-            self._agent.remove_remote_agent(peer)
+    def _forget(self, agent: str) -> None:
+        if self._agents.pop(agent, None) is not None:
+            self._agent.remove_remote_agent(agent)
 
     def _register_buffer(self, out: memoryview) -> None:
         whole = memoryview(out.obj)
@@ -171,7 +173,7 @@ class NixlReader:
         inflight = _InflightRead(index, len(out), time.monotonic() + self._deadline_s)
         if not len(out):
             return inflight
-        self._meet(source)
+        self._add_agent(source)
         self._register_buffer(out)
         try:
             inflight.handle = self._agent.initialize_xfer(
@@ -186,7 +188,7 @@ class NixlReader:
             raise self._lost(source, inflight, f"failed ({error})") from error
         return inflight
 
-    def _land(self, source: NixlSource, inflight: _InflightRead) -> None:
+    def _wait(self, source: NixlSource, inflight: _InflightRead) -> None:
         """Poll until the transfer is done, its deadline has passed or it has failed."""
         try:
             while inflight.state == "PROC" and time.monotonic() < inflight.deadline:
@@ -220,9 +222,9 @@ class _InflightRead:
             handle.release()
 
 
-def _release(flying: deque[_InflightRead]) -> None:
-    while flying:
-        flying.popleft().release()
+def _release(inflight_reads: deque[_InflightRead]) -> None:
+    while inflight_reads:
+        inflight_reads.popleft().release()
 
 
 def make_agent(role: str) -> Any:

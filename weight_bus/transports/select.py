@@ -1,7 +1,7 @@
-"""Which transport a name means on this machine: `auto` is nixl where it is installed, else shm.
+"""Make the exporter and readers of a weight transport by name; `auto` is nixl where it is installed, else shm.
 
-nixl   READ of registered memory        shm    one copy on the same host
-nccl   broadcast, gloo without a GPU    file   safetensors snapshots
+nixl   RDMA READ of registered memory    shm    one copy on the same host
+nccl   broadcast, gloo without a GPU     file   safetensors snapshots
 """
 
 from __future__ import annotations

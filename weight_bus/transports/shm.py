@@ -1,4 +1,4 @@
-"""The shared-memory transport: processes of the same user and host read the publisher's arena, one copy and no more.
+"""The shared-memory transport: processes of the same user and host read the publisher's arena with one copy.
 
 On Linux the arena is sealed memory and a read is a memcpy out of a mapping. Elsewhere it is a file of shared memory that
 is read, not mapped: one that shrinks under a reader is then an error and not a SIGBUS.
@@ -62,7 +62,7 @@ class ShmExporter:
 
 
 class ShmReader:
-    """Reads both kinds of arena. What it opened stays open: pages that were read once cost no page fault again."""
+    """Reads both kinds of arena. Mappings stay open: pages that were read once cause no page fault again."""
 
     name = "shm"
 
@@ -91,7 +91,7 @@ class ShmReader:
         if opened is not None and (not isinstance(opened, SealedMapping) or _inode(source.path) == opened.inode):
             return opened
         if opened is not None:
-            # Process and descriptor numbers come again: this is another publisher's arena, or none any more.
+            # Process and descriptor numbers are reused: this is another publisher's arena, or none any more.
             self._open.pop(source.path).close()
         fresh = SealedMapping(source.path, source.length) if is_sealed_path(source.path) else _File(source)
         while len(self._open) >= _OPEN_FILES:
@@ -156,17 +156,9 @@ def host_identity() -> str:
     return f"{platform.node()}/{boot.read_text().strip()}" if boot.exists() else platform.node()
 
 
-# A sealed arena: memory without a name that other processes of the same user and host can map without any risk.
-#
-#     publisher   memfd_create ─► reserve ─► map for writing ─► seal: no shrinking, no growing, no further writer
-#     receiver    /proc/PID/fd/N ─► check name, seals and size ─► map for reading
-#
-# A plain file that shrinks under a mapping kills whoever reads it (SIGBUS); a sealed one cannot shrink. It needs no
-# room in /dev/shm, which containers keep small, and it goes with its owner, also by kill -9.
-
-# Python's fcntl has no name for it: what is mapped for writing stays so, nobody else can write or punch holes.
+# Missing in Python's fcntl: existing writable mappings stay, nobody else can write or punch holes.
 _SEAL_FUTURE_WRITE = 0x0010
-# Nor for this advice (Linux 6.1): make huge pages of what lies there now, also where files get none by themselves.
+# Missing in Python's mmap (Linux 6.1): collapse these pages into huge ones, also where files get none by default.
 _MADV_COLLAPSE = 25
 _HUGE_PAGE = 2 << 20
 _TRIES = 8
@@ -184,9 +176,14 @@ def is_sealed_path(path: str) -> bool:
 
 
 class SealedArena(Arena):
-    """An arena whose descriptor is kept open: `link` is where other processes find it.
+    """An arena in a sealed memfd, which other processes of the same user and host can map safely.
 
-    `huge`: its memory lies in huge pages, where the kernel gives them to shared memory.
+        publisher   memfd_create ─► reserve ─► map for writing ─► seal: no shrinking, no growing, no further writer
+        receiver    /proc/PID/fd/N ─► check name, seals and size ─► map for reading
+
+    A plain file that shrinks under a mapping kills its reader (SIGBUS); a sealed one cannot shrink. It needs no space in
+    /dev/shm, which containers keep small, and is freed with its owner, also by kill -9. `link`: its path for other
+    processes; `huge`: whether the kernel put it into huge pages.
     """
 
     def __init__(self, memory: mmap.mmap, descriptor: int, *, huge: bool) -> None:
@@ -206,7 +203,7 @@ def sealed_arena(nbytes: int, run_id: str) -> SealedArena:
     """`nbytes` of sealed memory. Raises UsageError when the machine has not that much left."""
     free = psutil.virtual_memory().available
     if nbytes > free:
-        # Reserving it would wake the out-of-memory killer instead of failing.
+        # Reserving it would start the out-of-memory killer instead of failing.
         raise _full(nbytes, f"{free} are free")
     descriptor = os.memfd_create(f"{shm_prefix(run_id)}{uuid.uuid4().hex[:12]}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -270,17 +267,17 @@ def _map(descriptor: int, nbytes: int, protection: int) -> mmap.mmap:
             beyond = _address(memory) % _HUGE_PAGE
             if not beyond or nbytes < _HUGE_PAGE:
                 return memory
-            # Only what begins on the boundary of a huge page can have them. Mappings are stacked downwards, each in the
-            # highest gap that has room: right under a filler that is as large, and so much larger, the next one does.
+            # Huge pages need a mapping that begins on their boundary. The kernel places mappings downwards, each in the
+            # highest gap that fits: below a filler that is larger by the misalignment, the next one is aligned.
             memory.close()
             fillers.enter_context(mmap.mmap(-1, beyond + -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE))
     return mmap.mmap(descriptor, nbytes, prot=protection)
 
 
 def _make_huge(memory: mmap.mmap) -> bool:
-    """Put a mapping into huge pages: a tenth to a third faster to copy from (measured). Whether the kernel did.
+    """Put a mapping into huge pages: a tenth to a third faster to copy from (measured). Returns whether the kernel did.
 
-    Some page may be held for a moment, for which the kernel gives up what is left: it is asked again.
+    A page that is in use for a moment makes the kernel stop: it is asked again.
     """
     for _ in range(_TRIES):
         try:

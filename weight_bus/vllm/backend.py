@@ -1,17 +1,15 @@
-"""A weight backend for a plain `vllm serve`: its own update routes take rollmesh's manifests.
+"""vLLM weight transfer backend: vLLM's own update routes accept rollmesh manifests.
 
     /init_weight_transfer_engine   {"init_info": {"run_id": …, "transport": …}}     readers are started
     /update_weights                {"update_info": {"manifest": base64}}            buckets are pulled into shadow memory
     /finish_weight_update          {"weight_version": "7"}                          flip
 
-vLLM runs each call on the thread that decodes: decoding stands still while buckets are pulled, as with vLLM's own
-backends. A rollout server with vLLM inside does not have that cost.
+vLLM runs each call on the thread that decodes: decoding stops while buckets are pulled, as with vLLM's own backends. A
+rollout server with vLLM inside does not have that cost.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +19,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from services.wire.errors import ConflictError, WireError
-from weight_bus.manifest.manifest import decode_manifest
+from services.wire.errors import ConflictError
+from weight_bus.manifest.manifest import decode_manifest, manifest_bytes
 from weight_bus.vllm.endpoints import file_root, weights_key
+from weight_bus.vllm.protocol import BACKEND
 from weight_bus.vllm.worker import Attachment
 
 
@@ -33,7 +32,7 @@ class ManifestInit(WeightTransferInitInfo):  # type: ignore[misc]
 
     run_id: str
     transport: str = "auto"
-    backend: str = "rollmesh"
+    backend: str = BACKEND
 
 
 @dataclass
@@ -44,7 +43,7 @@ class ManifestUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class ManifestTransfer(WeightTransferEngine[ManifestInit, ManifestUpdate]):  # type: ignore[misc]
-    """One worker's receiver. What is raised reaches the caller as a text, in an answer of status 500."""
+    """One worker's receiver. Errors reach the caller as the text of an answer with status 500."""
 
     init_info_cls = ManifestInit
     update_info_cls = ManifestUpdate
@@ -69,18 +68,15 @@ class ManifestTransfer(WeightTransferEngine[ManifestInit, ManifestUpdate]):  # t
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ManifestUpdate) -> None:
-        """Stage a version; a later one takes its place. Raises StageError; the old version goes on being served."""
+        """Stage a version; a later one replaces it. Raises StageError; the old version is served on."""
         if self._attached is None:
             raise ConflictError("no receiver yet", "call /init_weight_transfer_engine first")
         self._staged = None
-        try:
-            payload = base64.b64decode(update_info.manifest, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise WireError(f"the manifest is no base64 ({error})") from error
-        self._staged = self._attached.receiver.result().stage(decode_manifest(payload)).version
+        manifest = decode_manifest(manifest_bytes(update_info.manifest))
+        self._staged = self._attached.receiver.result().stage(manifest).version
 
     def finish_weight_update(self) -> None:
-        """Flip to what was staged; with nothing staged, nothing changes and the caller is told."""
+        """Flip to the staged version. Raises ConflictError with nothing staged."""
         if self._attached is None or self._staged is None:
             raise ConflictError("nothing is staged", "send a manifest through /update_weights first")
         self._attached.receiver.result().commit(self._staged)

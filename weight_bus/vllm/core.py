@@ -1,12 +1,12 @@
-"""The engine core's side: what rollmesh adds to vLLM's engine-core process.
+"""Utility calls that rollmesh adds to vLLM's engine core: attach, stage, commit, rollback, digest.
 
     rollout server ── fork ──► run_engine_core ── vLLM's own loop ──► step · step · [commit] · step …
-                                                                              ▲ one call: flip the weights and
-                                                                                change the label of what follows
+                                                                               ▲ one call: flip the weights and
+                                                                                 change the version label
 
 vLLM's loop serves utility calls only between two steps. Flipping the weights and setting the weight version in one such
-call is therefore atomic for every token: no pause, no mis-tagged token; what becomes of the keys and values (`vllm_kv`)
-belongs to the same call. That needs steps that do not overlap (`async_scheduling=False`), which `commit` insists on.
+call is therefore atomic for every token: no pause, no wrong version; the KV policy (`weight_bus.vllm.kv_cache`) is
+applied in the same call. That needs steps that do not overlap (`async_scheduling=False`), which `commit` checks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,9 @@ def install() -> None:
 
 
 def keep_linears_live() -> None:
-    """Make vLLM take its own fallback, a plain product with `layer.weight`, instead of packing each weight away.
+    """Make vLLM use its fallback, a plain product with `layer.weight`, instead of a packed copy of each weight.
 
-    A packed copy is closed over by a lambda and would go on being served after a flip. `vllm_packing` packs copies that
-    are not.
+    vLLM's packed copy would still be used after a flip; `weight_bus.vllm.packing` packs copies that follow it.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
@@ -115,13 +115,13 @@ def digest(core: Any) -> Future[bytes] | bytes:
 
 
 def poll(core: Any, ticket: int) -> bytes:
-    """What all ranks say of a piece of work, or Pending while one is at it."""
+    """The reply of all ranks to a ticket, or Pending while one is busy."""
     replies = core.model_executor.collective_rpc("rollmesh_poll", args=(ticket,))
     return agree(replies) if all(replies) else encode_reply(Pending(ticket=ticket))
 
 
 def _in_background(core: Any, method: str, *arguments: Any) -> Future[bytes] | bytes:
-    """A worker in this process answers with a future. Those in others are asked again and again: they can send none."""
+    """A worker in this process answers with a future. Those in other processes are polled: they cannot send one."""
     if hasattr(core.model_executor, "driver_worker"):
         return agreed(core.model_executor.collective_rpc(method, args=arguments))
     core.rollmesh_tickets = ticket = getattr(core, "rollmesh_tickets", 0) + 1
@@ -140,13 +140,13 @@ def rollback(core: Any, version: int) -> bytes:
 
 
 def _serve(core: Any, method: str, version: int) -> bytes:
-    """The KV memory is seen to first: should that fail, the old version goes on being served."""
+    """Apply the KV policy, then flip: if the first fails, the old version is served on."""
     running, _ = core.scheduler.get_request_counts()
     kv: KvMemory | None = getattr(core, "rollmesh_kv", None)
     try:
         _check_steps(core)
         if kv is not None:
-            kv.turn_over()
+            kv.apply_policy()
     except Exception as error:  # noqa: BLE001 - crosses a process boundary: raised again on the other side
         return encode_reply(failure(error))
     replies = core.model_executor.collective_rpc(method, args=(version, running))
@@ -154,7 +154,7 @@ def _serve(core: Any, method: str, version: int) -> bytes:
     if isinstance(read_reply(reply), Committed):
         core.set_weight_version(str(version))
     elif any(isinstance(read_reply(each), Committed) for each in replies):
-        # Some ranks flipped and some did not: an engine serves all of one version or all of another.
+        # Some ranks flipped and some did not: undo, since all ranks must serve one version.
         core.model_executor.collective_rpc("rollmesh_unflip", args=(version,))
     return reply
 
@@ -183,7 +183,7 @@ def started_by_rollmesh() -> Iterator[None]:
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """The engine-core process, forked or spawned: end with the parent, keep none of its connections, then vLLM's loop."""
+    """Entry of the engine-core process, forked or spawned: end with the parent, close its connections, run vLLM's loop."""
     import torch
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -194,7 +194,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
         # vLLM leaves a rendezvous file in the temporary folder; here it goes when the engine goes.
         tempfile.tempdir = scratch
     end_with_parent(Path(scratch) if scratch else None)
-    let_go_of_connections()
+    close_inherited_sockets()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     install()
     # Spawned, this process has vLLM's own entry; forked, it has inherited ours.
@@ -226,10 +226,10 @@ def end_with_parent(scratch: Path | None) -> None:
     threading.Thread(target=watch, name="rollmesh-parent-watch", daemon=True).start()
 
 
-def let_go_of_connections() -> None:
+def close_inherited_sockets() -> None:
     """Point inherited internet sockets at /dev/null: a fork must not keep the server's port or a client's connection open.
 
-    The numbers stay taken, so that nothing that believes to own one can hit a file opened later.
+    The descriptors stay in use, so that code that still has their numbers cannot reach a file opened later.
     """
     table = Path("/proc/self/fd")
     if not table.is_dir():
@@ -247,19 +247,16 @@ def let_go_of_connections() -> None:
     os.close(null)
 
 
-# One answer for all ranks of an engine: what they all say, or what the first of them that failed said.
-#
-#     rank 0  PREPARED(7, a1…) ┐
-#     rank 1  PREPARED(7, a1…) ┴─► the engine is prepared          rank 1 PREPARED(7, b2…): it is not, StageError
-#
-# An engine is prepared when every rank is, with the same version and digest; one that is not keeps all from flipping.
-# What they serve has the digest that they all say. Ranks that say different ones hold slices that no manifest names,
-# such as those of the model that they were started with: theirs together is the digest over all of them, in rank
-# order.
-
-
 def agree(replies: Sequence[bytes]) -> bytes:
-    """The encoded replies of all ranks, in rank order, as one. A failure names its rank where there are several."""
+    """Combine the encoded replies of all ranks, in rank order. A failure names its rank where there are several.
+
+        rank 0  PREPARED(7, a1…) ┐
+        rank 1  PREPARED(7, a1…) ┴─► the engine is prepared          rank 1 PREPARED(7, b2…): it is not, StageError
+
+    An engine is prepared when every rank is, with the same version and digest. Where ranks serve different digests, they
+    have slices that no manifest names, such as those of the model they were started with: the engine's digest is then the
+    one over theirs, in rank order.
+    """
     read = [read_reply(reply) for reply in replies]
     if not read:
         return encode_reply(Failed(code="internal", what="no rank answered"))
@@ -304,36 +301,37 @@ def _of_rank(reply: Failed, rank: int) -> Failed:
 
 
 def _meaning(reply: Reply) -> str:
-    """What all ranks must say alike."""
+    """The part of a reply that must be equal on all ranks."""
     if isinstance(reply, Staged):
-        return f"prepared({reply.version}, {reply.root_digest[:16]}…)"
+        return f"prepared({reply.result.version}, {reply.result.root_digest[:16]}…)"
     if isinstance(reply, Committed):
-        return f"committed({reply.version})"
+        return f"committed({reply.result.version})"
     if isinstance(reply, Digest):
-        return f"digest of version {reply.version}"
+        return f"digest of version {reply.result.version}"
     return type(reply).__name__.lower()
 
 
 def _together(first: Reply, read: Sequence[Reply]) -> Reply:
     """Bytes are those of all ranks; times those of the slowest."""
     if isinstance(first, Staged):
-        staged = [reply for reply in read if isinstance(reply, Staged)]
-        return msgspec.structs.replace(
-            first,
-            bytes_read=sum(reply.bytes_read for reply in staged),
-            seconds=max(reply.seconds for reply in staged),
-            rank_digests=[reply.root_digest for reply in staged] if len(staged) > 1 else None,
+        staged = [reply.result for reply in read if isinstance(reply, Staged)]
+        return Staged(
+            result=replace(
+                first.result,
+                bytes_read=sum(each.bytes_read for each in staged),
+                seconds=max(each.seconds for each in staged),
+                rank_digests=[each.root_digest for each in staged] if len(staged) > 1 else None,
+            )
         )
     if isinstance(first, Committed):
         flips = [reply for reply in read if isinstance(reply, Committed)]
-        return msgspec.structs.replace(
-            first, flip_ms=max(reply.flip_ms for reply in flips), at=max(reply.at for reply in flips)
-        )
+        slowest = max(reply.result.flip_ms for reply in flips)
+        return Committed(result=replace(first.result, flip_ms=slowest), at=max(reply.at for reply in flips))
     if isinstance(first, Attached):
         total = sum(reply.total_bytes for reply in read if isinstance(reply, Attached))
         return msgspec.structs.replace(first, total_bytes=total, ranks=len(read))
     if isinstance(first, Digest):
-        digests = [reply.root_digest for reply in read if isinstance(reply, Digest)]
+        digests = [reply.result.root_digest for reply in read if isinstance(reply, Digest)]
         together = digests[0] if len(set(digests)) == 1 else root_digest(digests)
-        return msgspec.structs.replace(first, root_digest=together)
+        return Digest(result=replace(first.result, root_digest=together))
     return first

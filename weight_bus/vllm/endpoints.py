@@ -1,4 +1,4 @@
-"""The `vllm.endpoint_plugins` entry point: a plain `vllm serve` takes weights and joins the mesh as a rollout server does.
+"""vLLM endpoint plug-in (`vllm.endpoint_plugins`): weight routes and bus membership for a plain `vllm serve`.
 
     VLLM_PLUGINS=rollmesh ROLLMESH_VLLM_LIVE_WEIGHTS=1 ROLLMESH_RUN_ID=… ROLLMESH_BUS_URL=… \\
         vllm serve MODEL --host 127.0.0.1 --no-async-scheduling
@@ -10,8 +10,8 @@
     GET  /weights/digest              ───────────────► a thread hashes what is served
     registered with the bus while it listens; the lease is renewed with the version served
 
-Bodies and answers are `weight_bus.client.engine_routes`'s; `weight_bus.vllm.endpoints` lists the variables. vLLM loads
-it only where `VLLM_PLUGINS` names it.
+Bodies and answers are those of `weight_bus.client.engine_routes`; `EngineSettings` lists the environment variables. vLLM
+loads the plug-in only where `VLLM_PLUGINS` names it. Importing this module imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from services.security.permissions import NO_KEYS, Keys, is_loopback
 from services.security.tls import TLS_DIR, Tls, read_tls
 from services.wire.errors import DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import KvPolicy
+from services.wire.weights_api import CommitAnswer, DigestAnswer, StageAnswer
 from weight_bus.client.bus_client import BusClient
-from weight_bus.client.engine_routes import CommitAnswer, DigestAnswer, StageAnswer, weight_routes
+from weight_bus.client.engine_routes import weight_routes
 from weight_bus.client.membership import Membership
 from weight_bus.vllm.protocol import LIVE_WEIGHTS, Attached, Committed, Digest, Staged, ask
 
@@ -46,7 +47,7 @@ _LISTENING_S = 60.0
 
 
 class RollmeshEndpoints:
-    """One API process's. `attach_router` comes before the engine is there, `init_state` before it listens."""
+    """The plug-in of one API process. vLLM calls `attach_router` before the engine exists, then `init_state`."""
 
     name = "rollmesh"
     required_tasks = ("generate",)
@@ -76,7 +77,7 @@ class RollmeshEndpoints:
         app.router.lifespan_context = lifespan
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ARG002 - vLLM's signature
-        """Build the views into the weights. Raises, and vLLM does not start, where new weights could not be taken."""
+        """Build the views into the weights. Raises, so that vLLM does not start, where new weights could not be loaded."""
         settings = read_settings(args.host or "0.0.0.0", args.port)
         if settings is None or engine_client is None:
             return
@@ -92,7 +93,7 @@ class RollmeshEndpoints:
 
     @asynccontextmanager
     async def _joined(self) -> AsyncIterator[None]:
-        """A member of the bus for the time of the block, as soon as calls are answered."""
+        """Registered with the bus during the block, from when the server listens."""
         settings = self._settings
         if settings is None or settings.bus_url is None:
             yield
@@ -114,7 +115,8 @@ class RollmeshEndpoints:
             yield
 
     async def _run(self, membership: Membership) -> None:
-        await _until_listening(*self._listens)
+        host, port = self._listens
+        await _until_listening(host, port)
         await membership.run()
 
 
@@ -147,17 +149,15 @@ async def _end(task: asyncio.Task[None]) -> None:
         _log.error("membership of the weight bus broke", exc_info=task.exception())
 
 
-# The engine of a plain `vllm serve`, seen from its API process: calls to the engine core, each with a deadline.
-
 _BYTES_S = 600.0
 _CALL_S = 60.0
 _Answer = TypeVar("_Answer", Attached, Staged, Committed, Digest)
 
 
 class PlainEngine:
-    """`weight_bus.client.engine_routes.UpdatedEngine`. Not usable before `attach`: every call then raises NotReadyError.
+    """Weight updates of a plain `vllm serve`, by calls to its engine core: `engine_routes.UpdatedEngine`.
 
-    Used on the event loop.
+    Before `attach` every call raises NotReadyError. Used on the event loop.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class PlainEngine:
         self._core: Any = None
 
     async def attach(self, engine_client: Any, settings: EngineSettings) -> None:
-        """Build views into the live weights, in the core. Raises what stands against it, with what to change."""
+        """Build views into the live weights, in the core. Raises where that is impossible, and says what to change."""
         self._core = engine_client.engine_core
         self._authorizer = Authorizer(settings.keys)
         try:
@@ -176,8 +176,16 @@ class PlainEngine:
                 await self._core.call_utility_async("rollmesh_extend")
         except TimeoutError as error:
             raise DeadlineError(f"vLLM did not answer within {_CALL_S:g} s", "see its log") from error
-        run = settings.run_id, settings.transport, settings.kv_policy, settings.keys.weights, settings.file_root
-        attached = await self._call(Attached, "rollmesh_attach", *run, deadline_s=_BYTES_S)
+        attached = await self._call(
+            Attached,
+            "rollmesh_attach",
+            settings.run_id,
+            settings.transport,
+            settings.kv_policy,
+            settings.keys.weights,
+            settings.file_root,
+            deadline_s=_BYTES_S,
+        )
         self.ranks = attached.ranks
         _log.info(
             "takes weights",
@@ -188,20 +196,14 @@ class PlainEngine:
         )
 
     async def admit(self, authorization: Annotated[str | None, Header()] = None) -> None:
-        """A dependency of the routes: with keys each call must show one of a service's. See `Authorizer.require`."""
+        """FastAPI dependency of the routes: with keys each call needs scope `service` (`Authorizer.require`)."""
         self._authorizer.require(authorization, "service")
 
     async def stage(self, manifest: bytes) -> StageAnswer:
         self.staged_version = None
-        staged = await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_BYTES_S)
+        staged = (await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_BYTES_S)).result
         self.staged_version = staged.version
-        return StageAnswer(
-            version=staged.version,
-            root_digest=staged.root_digest,
-            bytes_read=staged.bytes_read,
-            seconds=staged.seconds,
-            rank_digests=staged.rank_digests,
-        )
+        return staged
 
     async def commit(self, version: int) -> CommitAnswer:
         return await self._serve("rollmesh_commit", version)
@@ -210,15 +212,15 @@ class PlainEngine:
         return await self._serve("rollmesh_rollback", version)
 
     async def digest(self) -> DigestAnswer:
-        found = await self._call(Digest, "rollmesh_digest", deadline_s=_BYTES_S)
+        found = (await self._call(Digest, "rollmesh_digest", deadline_s=_BYTES_S)).result
         self.policy_version = found.version
-        return DigestAnswer(version=found.version, root_digest=found.root_digest)
+        return found
 
     async def _serve(self, method: str, version: int) -> CommitAnswer:
-        committed = await self._call(Committed, method, version)
+        committed = (await self._call(Committed, method, version)).result
         self.policy_version, self.staged_version = committed.version, None
-        _log.info(method, version=version, flip_ms=round(committed.flip_ms, 3), running=committed.running)
-        return CommitAnswer(version=committed.version, flip_ms=committed.flip_ms, requests_in_flight=committed.running)
+        _log.info(method, version=version, flip_ms=round(committed.flip_ms, 3), running=committed.requests_in_flight)
+        return committed
 
     async def _call(self, answer: type[_Answer], method: str, *arguments: Any, deadline_s: float = _CALL_S) -> _Answer:
         if self._core is None:
@@ -244,7 +246,7 @@ def check_served_by_tls(certificate: str | None, settings: EngineSettings) -> No
 
 
 def check_address(host: str | None, settings: EngineSettings) -> None:
-    """Raise UsageError for weight routes that are open to others without a key, or an address that nobody can call."""
+    """Raise UsageError for weight routes that other hosts can call without a key, or an address that cannot be called."""
     # Without --host vLLM listens on every address.
     named = host or "0.0.0.0"
     if settings.keys.admin is None and not is_loopback(named):
@@ -256,31 +258,28 @@ def check_address(host: str | None, settings: EngineSettings) -> None:
         raise UsageError(f"the bus cannot call {settings.url}", "say where it finds this engine by ROLLMESH_ENGINE_URL")
 
 
-# What a plain `vllm serve` is told about the mesh, by environment variables: vLLM's command line is its own.
-#
-# | variable                    | meaning                                               | without it           |
-# |-----------------------------|-------------------------------------------------------|----------------------|
-# | `ROLLMESH_RUN_ID`           | the run whose manifests are taken                     | no routes of ours    |
-# | `ROLLMESH_BUS_URL`          | the weight bus to register with                       | it joins none        |
-# | `ROLLMESH_ENGINE_ID`        | what it is called there                               | `vllm-HOST-PORT`     |
-# | `ROLLMESH_ENGINE_URL`       | where the bus finds it                                | `http://HOST:PORT`   |
-# | `ROLLMESH_TRANSPORT`        | the run's `weights.transport`                         | `auto`               |
-# | `ROLLMESH_KV_POLICY`        | `salt`, `recompute`; `keep` without prefix cache only | `salt`               |
-# | `ROLLMESH_FILE_ROOT`        | the folder that weight files may be read from         | none is read         |
-# | `ROLLMESH_KEYS_DIR`         | a folder with admin, peer and weights key             | the three files here |
-# | `ROLLMESH_ADMIN_KEY_FILE`   | the key that `/weights/*` wants as bearer             | loopback only        |
-# | `ROLLMESH_BUS_KEY_FILE`     | the key that is shown to the bus                      | the peer key, if any |
-# | `ROLLMESH_WEIGHTS_KEY_FILE` | the key that manifests are signed with                | any manifest is taken |
-# | `ROLLMESH_TLS_DIR`          | certificates: the bus is called by TLS, as vLLM is    | plain HTTP           |
-#
-# Importing this module imports neither torch nor vLLM.
-
 _WEIGHTS_KEY = "ROLLMESH_WEIGHTS_KEY_FILE"
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """`bus_url` None: updates come from whoever calls the routes."""
+    """The plug-in's settings, from environment variables. `bus_url` None: updates come from direct calls of the routes.
+
+    | variable                    | meaning                                               | without it           |
+    |-----------------------------|-------------------------------------------------------|----------------------|
+    | `ROLLMESH_RUN_ID`           | the run whose manifests are accepted                  | no routes of ours    |
+    | `ROLLMESH_BUS_URL`          | the weight bus to register with                       | none is joined       |
+    | `ROLLMESH_ENGINE_ID`        | the engine's id there                                 | `vllm-HOST-PORT`     |
+    | `ROLLMESH_ENGINE_URL`       | the engine's address for the bus                      | `http://HOST:PORT`   |
+    | `ROLLMESH_TRANSPORT`        | the run's `weights.transport`                         | `auto`               |
+    | `ROLLMESH_KV_POLICY`        | `salt`, `recompute`; `keep` without prefix cache only | `salt`               |
+    | `ROLLMESH_FILE_ROOT`        | the folder that weight files may be read from         | none is read         |
+    | `ROLLMESH_KEYS_DIR`         | a folder with admin, peer and weights key             | the three files here |
+    | `ROLLMESH_ADMIN_KEY_FILE`   | the bearer key that `/weights/*` requires             | loopback only        |
+    | `ROLLMESH_BUS_KEY_FILE`     | the bearer key for the bus                            | the peer key, if any |
+    | `ROLLMESH_WEIGHTS_KEY_FILE` | the key that manifests are signed with                | no signature needed  |
+    | `ROLLMESH_TLS_DIR`          | certificates: the bus is called by TLS, as vLLM is    | plain HTTP           |
+    """
 
     run_id: str
     bus_url: str | None

@@ -1,17 +1,16 @@
-"""What a commit does to the keys and values of an engine core, between two of its steps.
+"""KV cache policy of a vLLM engine core at a weight commit: keep, salt or recompute.
 
-    policy      prefix cache            running requests         what waits
-    keep        off                     go on with theirs        begins under the new version
-    salt        on, keyed by the commit go on with theirs        gets the new key before it is looked up
-    recompute   on, emptied             computed anew            begins under the new version
+    policy      prefix cache              running requests          waiting requests
+    keep        off                       keep keys and values      start under the new version
+    salt        on, keyed by the commit   keep keys and values      get the new key before the lookup
+    recompute   on, emptied               recomputed                start under the new version
 
-Every request takes its key here, on the thread that steps, never in the server that sent it: a request on its way while a
-commit happens would bring the old one. After a commit nobody looks an old key up: what waits has the new one, and what runs
-looks nothing up again. So what running requests still store under their old keys, of mixed versions, is never found.
+Requests get their cache key here, on the thread that steps, not in the server that sends them: a request in transit during
+a commit would carry the old key. After a commit no old key is looked up: waiting requests have the new one, and running
+ones do no further lookup. So blocks that running requests still store under old keys, of mixed versions, are never found.
 
-A request that has lost its memory (vLLM takes it back under pressure) or has not sampled its first token yet holds
-nothing of any version: it is computed anew, under the version that generates next. The outputs say so
-(`prefill_stats`).
+A request that was preempted or has not sampled its first token has no keys and values: they are computed under the next
+step's version. Its outputs say so (`prefill_stats`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from services.wire.sampling import KvPolicy
 
 
 class KvMemory:
-    """One engine core's, for as long as it runs. Takes hold of its scheduler's `schedule` and of how it preempts."""
+    """KV policy of one engine core. Wraps its scheduler's `schedule` and `_preempt_request`."""
 
     def __init__(self, core: Any, policy: KvPolicy) -> None:
         caching = bool(core.scheduler.kv_cache_manager.enable_caching)
@@ -44,8 +43,8 @@ class KvMemory:
             self._add = core.add_request
             core.add_request = self._add_salted
 
-    def turn_over(self) -> None:
-        """Another version's weights come before the next step. Does no harm if they do not."""
+    def apply_policy(self) -> None:
+        """Call before the weights change, between two steps; harmless if they then do not."""
         self._commits += 1
         if self._policy == "recompute":
             self._scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -57,7 +56,7 @@ class KvMemory:
             self._change_keys()
 
     def _take_back(self, request: Any) -> None:
-        """Its prompt has been computed in part: the rest must not come from another version."""
+        """Preempt a request whose prompt is computed in part: the rest must not come from another version."""
         self._scheduler.running.remove(request)
         self._scheduler._preempt_request(request, 0.0, drop_stale_output=True)
         # As vLLM does where it resets running requests: they may go on in the very next step.

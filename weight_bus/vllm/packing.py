@@ -1,14 +1,14 @@
-"""Packed copies of a CPU model's weights, made anew for every version before it is served.
+"""oneDNN-packed copies of a CPU model's weights, made for every version before it is committed.
 
-vLLM's own packing happens once, when a model is loaded, and would go on being served after a flip. Here the layers hold
-their live weights, and beside them a copy that oneDNN has packed from the very same bytes:
+vLLM packs once, when a model is loaded, and would use those copies after a flip. Here each layer has its live weight and
+a copy that oneDNN packed from the same bytes:
 
-    stage(v) ─ shadow complete ─► pack (this thread, decoding goes on) ─► ready for v
-    flip(v)  ─ parameters swap ─► ready for v, or kept from when v was served? its packed copies are swapped in
-                                  ─► else the plain product of live weights
+    stage(v) ── shadow complete ──► pack on this thread, while decoding goes on ──► ready for v
+    flip(v)  ── parameters swap ──► v packed now or when it was served before? use its packed copies
+                                    else the plain product of the live weights
 
-So a product is always that of the version that is served, packed or not. On a model of 3 M parameters it takes a tenth
-less time than the plain product, on larger ones up to a third. Costs two more copies of the weights in memory.
+So every product uses the served version, packed or not. On a model of 3 M parameters packed products take a tenth less
+time than plain ones, on larger models up to a third less. Costs two more copies of the weights in memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from weight_bus.memory.throttle import BESIDE_DECODING, CpuThrottle
 
 _SHARE = 0.12
-"""Of a core. Packed products decode as fast as memory can be read, and packing reads and writes as many bytes: at half a
-core (`weight_bus.memory.throttle`) it took a seventh of their pace away (measured)."""
+"""CPU share for packing. Packed decoding is bound by memory bandwidth, and packing reads and writes as many bytes: at half
+a core it slowed decoding by a seventh (measured)."""
 _SMALL_BYTES = 32 << 20
-"""Weights of fewer bytes are packed between a step or two, and out of caches: they are not worth the longer wait."""
+"""Smaller weights fit the caches and are packed within a step or two: no need for the lower share."""
 # glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
@@ -60,7 +60,7 @@ class PackedLinears:
         self._lock = threading.Lock()
         self._ready: tuple[int, Sequence[Any]] | None = None
         self._kept: tuple[int, Sequence[Any]] | None = None
-        """Of the version before, for a rollback."""
+        """The version before, for a rollback."""
         self._served = -1
         for module in model.modules():
             weight = getattr(module, "weight", None)
@@ -77,7 +77,7 @@ class PackedLinears:
         if not can_pack():
             return
         with self._lock:
-            # The version before is being written over. Freed first, its memory is there for what follows.
+            # The version before is being overwritten. Freed first, its memory is reused for the new copies.
             self._kept = None
         small = sum(storage[name].nbytes for name, _ in self._layers) < _SMALL_BYTES
         throttle, packed = CpuThrottle(BESIDE_DECODING if small else _SHARE), []
@@ -85,7 +85,7 @@ class PackedLinears:
             packed.append(_pack(storage[name]))
             throttle.rest()
         with self._lock:
-            # One that was superseded while it was packed may come late, and its bytes be another's.
+            # A superseded version may finish late, packed from bytes that were overwritten.
             if self._ready is None or self._ready[0] < version:
                 self._ready = version, packed
 
@@ -110,15 +110,15 @@ def can_pack() -> bool:
 
 
 def _keep_freed_memory() -> None:
-    """Have this process's allocator keep what is freed, where it is glibc's.
+    """Make this process's allocator keep freed memory, if it is glibc's.
 
-    It would give it back to the system, whose fresh pages cost as much as the packing itself (measured).
+    Returned to the system, it would come back as fresh pages, which cost as much as the packing itself (measured).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
-        # Memory of a thread's own arena goes back when its heap is empty, whatever the thresholds say.
+        # A thread's own arena returns its memory when its heap is empty, whatever the thresholds say.
         mallopt(_M_ARENA_MAX, 1)
 
 

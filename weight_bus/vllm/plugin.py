@@ -1,4 +1,4 @@
-"""The `vllm.general_plugins` entry point: makes a vLLM's weights replaceable while it serves, if it was asked to.
+"""vLLM plug-in (`vllm.general_plugins`): makes the weights replaceable while vLLM serves, if it was asked to.
 
 vLLM loads it in the API, engine-core and worker processes of every vLLM on the machine, so it does nothing unless the
 environment variable `ROLLMESH_VLLM_LIVE_WEIGHTS` is 1. Then a plain `vllm serve` has our weight backend too.

@@ -1,7 +1,7 @@
-"""What travels between a rollout server and its vLLM engine core, and the names both sides agree on.
+"""RPC messages between an API process and its vLLM engine core, and the names that both sides use.
 
-vLLM's utility calls carry plain msgpack values and turn every exception into a bare string. So a reply is one of the
-structs below as bytes, and a failure keeps its kind: it is raised again, typed, in the rollout server.
+vLLM's utility calls carry plain msgpack values and turn every exception into a string. So a reply is one of the structs
+below, encoded, and a failure keeps its type: it is raised again in the API process.
 
 Importing this module imports neither torch nor vLLM.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from services.wire.errors import ConflictError, NotReadyError, RollmeshError, UsageError, WireError
+from services.wire.weights_api import CommitAnswer, DigestAnswer, StageAnswer
 from weight_bus.errors import SignatureError, StageError, TransportError
 
 LIVE_WEIGHTS = "ROLLMESH_VLLM_LIVE_WEIGHTS"
@@ -21,34 +22,23 @@ LIVE_WEIGHTS = "ROLLMESH_VLLM_LIVE_WEIGHTS"
 SCRATCH = "ROLLMESH_VLLM_SCRATCH"
 """Environment variable: the folder for the sockets and rendezvous files of one engine; it goes when the engine goes."""
 BACKEND = "rollmesh"
-"""What our weight backend is called in vLLM's configuration and in the init_info of its routes."""
+"""The name of our weight backend in vLLM's configuration and in the init_info of its routes."""
 WORKER_EXTENSION = "weight_bus.vllm.worker.RollmeshWorker"
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
-    """A version lies whole and verified in shadow memory. `rank_digests`: of each rank, where there are several."""
-
-    version: int
-    root_digest: str
-    bytes_read: int
-    seconds: float
-    rank_digests: list[str] | None = None
+    result: StageAnswer
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
-    """A version is served. `at` is when the flip ended, on the host's monotonic clock (seconds)."""
+    """`at`: when the flip ended, on the host's monotonic clock (seconds)."""
 
-    version: int
-    flip_ms: float
-    running: int
+    result: CommitAnswer
     at: float
 
 
 class Digest(msgspec.Struct, frozen=True, kw_only=True, tag="digest"):
-    """Of the bytes that are really served, as `version`."""
-
-    version: int = 0
-    root_digest: str
+    result: DigestAnswer
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
@@ -60,7 +50,7 @@ class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached"):
 
 
 class Pending(msgspec.Struct, frozen=True, kw_only=True, tag="pending"):
-    """The workers are processes of their own and at work: ask `rollmesh_poll` for `ticket` again, until it is done."""
+    """The workers are separate processes and still busy: call `rollmesh_poll` with `ticket` until they are done."""
 
     ticket: int
 
@@ -73,6 +63,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 Reply = Staged | Committed | Digest | Attached | Pending | Failed
 
+_POLL_S = 0.02
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _KINDS: dict[str, type[RollmeshError]] = {
@@ -86,7 +77,7 @@ def encode_reply(reply: Reply) -> bytes:
 
 
 def failure(error: Exception) -> Failed:
-    """An exception as a reply. What is not ours keeps its type's name."""
+    """An exception as a reply; one that is not a RollmeshError keeps its type's name."""
     if isinstance(error, RollmeshError):
         return Failed(code=error.code, what=error.what, remedy=error.remedy)
     return Failed(code=RollmeshError.code, what=f"{type(error).__name__}: {error}")
@@ -105,15 +96,10 @@ def decode_reply(payload: bytes) -> Reply:
     return reply
 
 
-# Asking the engine core for something of ours: one utility call, or as many as it takes where workers are at it.
-
-_POLL_S = 0.02
-
-
 async def ask(core: Any, method: str, *arguments: Any) -> Reply:
-    """The reply to a utility call between two steps of `core`, vLLM's client of the engine core; never Pending.
+    """The reply to a utility call of `core`, vLLM's client of the engine core; a pending one is polled until it is done.
 
-    Raises the failure that it carries. It has no deadline of its own.
+    Raises the failure that it carries. No deadline.
     """
     reply = decode_reply(await core.call_utility_async(method, *arguments))
     while isinstance(reply, Pending):

@@ -1,4 +1,4 @@
-"""vLLM's parameters seen by their Hugging Face names, twice: what is served, and a shadow of the same size.
+"""vLLM's fused parameters as views by Hugging Face name, live and shadow; slices of tensor parallel ranks.
 
 vLLM fuses: `qkv_proj` holds the rows of `q_proj`, `k_proj` and `v_proj` one below the other, `gate_up_proj` those of
 `gate_proj` and `up_proj`; embeddings have rows of padding at the end.
@@ -46,7 +46,7 @@ class VllmWeights:
         views = list(hugging_face_views(model, self._storage))
         self._live = {name: tensor for name, tensor, _ in views}
         self.slices = {name: part for name, _, part in views if part is not None}
-        """Which part of them is here, of those that other ranks have more of."""
+        """The part that this rank has, of tensors that are split over ranks."""
         self._shadow = {name: tensor for name, tensor, _ in hugging_face_views(model, self._spare)}
         self._twin_views = {name: tensor for name, tensor, _ in hugging_face_views(model, self._twin)}
 
@@ -74,7 +74,7 @@ class VllmWeights:
             self._spare, self._twin = self._twin, self._spare
             self._shadow, self._twin_views = self._twin_views, self._shadow
             return
-        # Decoding stands meanwhile, and whatever is touched here has long left the caches: as little as will do.
+        # Decoding waits meanwhile, and the data touched here is not in the caches: do as little as possible.
         for parameter, spare in zip(self._parameters.values(), self._spare.values(), strict=True):
             parameter.data = spare
         self._storage, self._spare = self._spare, self._storage
@@ -128,9 +128,9 @@ def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_linears_are_live(model: torch.nn.Module) -> None:
-    """Raise StageError for a layer that would not notice new weights: vLLM's CPU kernels keep packed copies.
+    """Raise StageError for a layer that would ignore new weights: vLLM's CPU kernels keep packed copies.
 
-    Each layer is asked for the product with a weight of zeros; whoever answers anything else looked elsewhere.
+    Each layer computes a product with a weight of zeros; a result that is not zero came from a copy.
     """
     for name, module in model.named_modules():
         product = getattr(module, "cpu_linear", None)
@@ -143,7 +143,8 @@ def check_linears_are_live(model: torch.nn.Module) -> None:
             raise StageError(f"{name} computes with a packed copy of its weight", "set weights.dtype=float32")
 
 
-# Which part of each weight a rank of a tensor parallel vLLM holds.
+# How vLLM splits weights over tensor parallel ranks, as its own weight loaders do; read off the layers' attributes, vLLM
+# is not imported.
 #
 # | vLLM's layer              | weight            | along | a rank's                                              |
 # |---------------------------|-------------------|-------|-------------------------------------------------------|
@@ -153,12 +154,10 @@ def check_linears_are_live(model: torch.nn.Module) -> None:
 # | row parallel              | `[out, in]`       | 1     | `in / ranks` columns; all of the bias                 |
 # | embedding, output head    | `[vocabulary, …]` | 0     | `padded vocabulary / ranks` rows; padding is no one's |
 # | replicated                |                   |       | all of it                                             |
-#
-# As vLLM's own weight loaders cut them. Seen by the layers' attributes; vLLM is not imported.
 
 
 def rows_of_vocabulary(module: nn.Module, tensor: torch.Tensor) -> tuple[torch.Tensor, Slice | None]:
-    """What of an embedding's rows is vocabulary, and which; the rest is padding."""
+    """The rows of an embedding that are vocabulary, and their slice; the rest is padding."""
     whole = int(module.org_vocab_size)  # type: ignore[arg-type]
     if _ranks(module) == 1:
         return tensor[:whole], None
@@ -175,13 +174,13 @@ def part_rows(module: nn.Module) -> list[int] | None:
 
 def slice_of_part(module: nn.Module, number: int, rows: torch.Tensor) -> Slice | None:
     """Where part `number` of a fused layer, of which `rows` are here, lies in the whole part."""
-    ranks, held = _ranks(module), rows.shape[0]
+    ranks, own = _ranks(module), rows.shape[0]
     if ranks == 1:
         return None
     # Queries are never repeated; heads of keys and values are, where there are fewer than ranks.
     repeated = int(getattr(module, "num_kv_head_replicas", 1)) if number else 1
-    start = int(module.tp_rank) // repeated * held  # type: ignore[arg-type]
-    return Slice((held * ranks // repeated, *rows.shape[1:]), 0, start)
+    start = int(module.tp_rank) // repeated * own  # type: ignore[arg-type]
+    return Slice((own * ranks // repeated, *rows.shape[1:]), 0, start)
 
 
 def slice_of(name: str, module: nn.Module, tensor: torch.Tensor) -> Slice | None:

@@ -1,4 +1,4 @@
-"""The worker extension: the receiver lives where the weights are, in vLLM's worker.
+"""vLLM worker extension: runs the weight receiver in the worker, where the weights are.
 
 vLLM mixes this class into its own worker class; methods are reached by name through `collective_rpc`. Replies are bytes
 (`weight_bus.vllm.protocol`). Staging and hashing run on threads of their own, so that decoding goes on; a flip runs on
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from services.wire.errors import ConflictError
+from services.wire.weights_api import CommitAnswer
 from weight_bus.manifest.manifest import decode_manifest
 from weight_bus.memory.throttle import background_threads
 from weight_bus.receiver.receiver import Receiver
@@ -30,7 +31,7 @@ _REMEMBERED = 8
 
 
 class Attachment:
-    """A receiver on a worker's model, and the threads it stages on: two, so that a newer version can supersede one."""
+    """A receiver on a worker's model, and its two staging threads: a newer version can supersede one being staged."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Attachment:
         self.packed.pack(version, self.weights.spare)
 
     def served(self) -> Receiver:
-        """The receiver, once it is there. Raises ConflictError before: nothing can be staged yet."""
+        """The receiver. Raises ConflictError until its readers are started: nothing can be staged yet."""
         if not self.receiver.done():
             raise ConflictError("nothing is staged", "the readers are being started")
         return self.receiver.result()
@@ -82,9 +83,9 @@ class Attachment:
         *,
         fixed: bool = False,
     ) -> Attachment:
-        """The model's own; made where it has none of this run. Raises ConflictError where another run's is `fixed`.
+        """The model's attachment, made if it has none of this run. Raises ConflictError where another run's is `fixed`.
 
-        One for all: whoever changes the weights, by vLLM's routes or by ours, must know of every flip.
+        vLLM's routes and ours share it: both must know of every flip.
         """
         found = model.__dict__.get(_ATTRIBUTE)
         if isinstance(found, Attachment):
@@ -127,13 +128,7 @@ class RollmeshWorker:
         """Pull a version into shadow memory on a thread; the future holds the reply."""
 
         def stage() -> Reply:
-            staged = self._attached().receiver.result().stage(decode_manifest(manifest))
-            return Staged(
-                version=staged.version,
-                root_digest=staged.root_digest,
-                bytes_read=staged.bytes_read,
-                seconds=staged.seconds,
-            )
+            return Staged(result=self._attached().receiver.result().stage(decode_manifest(manifest)))
 
         return self._attached().threads.submit(_reply, stage)
 
@@ -141,12 +136,7 @@ class RollmeshWorker:
         """Hash what is really served, on a thread."""
 
         def hashed() -> Reply:
-            receiver = self._attached().receiver.result()
-            while True:
-                version = receiver.version
-                root_digest = receiver.digest()
-                if version == receiver.version:  # else a flip came between, and the pair would be a lie
-                    return Digest(version=version, root_digest=root_digest)
+            return Digest(result=self._attached().receiver.result().digest())
 
         return self._attached().threads.submit(_reply, hashed)
 
@@ -175,7 +165,7 @@ class RollmeshWorker:
         return self._serve(version, running, lambda receiver: receiver.rollback(version))
 
     def rollmesh_unflip(self, version: int) -> None:
-        """Take the flip to `version` back: another rank did not follow."""
+        """Undo the flip to `version`: another rank refused it."""
         attached = self._attached()
         receiver = attached.served()
         receiver.undo(version)
@@ -188,7 +178,7 @@ class RollmeshWorker:
             change(attached.served())
             attached.packed.flip(version)
             ended = time.monotonic()
-            return Committed(version=version, flip_ms=(ended - started) * 1e3, running=running, at=ended)
+            return Committed(result=CommitAnswer(version, (ended - started) * 1e3, running), at=ended)
 
         return _reply(serve)
 
@@ -212,18 +202,15 @@ def _reply(work: Callable[[], Reply]) -> bytes:
         return encode_reply(failure(error))
 
 
-# Seeded requests on a CPU whose prompts vLLM computes in parts.
-#
-#     step 1   [ prompt …        generates a token that is thrown away ─ its seed must not have moved
-#     step 2     … rest of it ]  generates the first token
-#
-# vLLM 0.32 takes the seed back afterwards by an offset, which generators of a CPU do not have: one seeded prompt that
-# did not fit into a step with others ended the engine core ("CPU Generator does not use offset"). Here such a seed is
-# laid aside while that step generates.
-
-
 def keep_seeds_of_unfinished_prompts(runner: Any) -> None:
-    """Change how this model runner samples on a CPU; elsewhere vLLM's own way works. Once for each runner."""
+    """Work around a crash of vLLM 0.32 on CPUs: seeded requests whose prompt is prefilled in chunks. Once for each runner.
+
+        step 1   [ prompt …        samples a token that is discarded: its generator must not advance
+        step 2     … rest of it ]  samples the first token
+
+    vLLM rewinds the generator by an offset, which CPU generators do not have ("CPU Generator does not use offset"); that
+    ended the engine core. Here such a generator is removed while that step samples.
+    """
     if torch.device(runner.device).type != "cpu":
         return
     sample_tokens = runner.sample_tokens

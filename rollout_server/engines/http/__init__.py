@@ -1,1 +1,1 @@
-"""An engine that is a foreign vLLM server, over HTTP."""
+"""The HTTP engine: an external vLLM or rollout server."""

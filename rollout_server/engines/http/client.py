@@ -1,4 +1,4 @@
-"""Calls to the engine behind a URL: one pool of connections, every wait with a deadline and a name, typed errors.
+"""HTTP client of an external engine: connection pool, deadlines, server-sent events, typed errors.
 
 The routes are vLLM's (0.32). All but the token route and the list of models are there only where it was started with
 `VLLM_SERVER_DEV_MODE=1`; a rollout server has them always.
@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from rollout_server.engines.base import PauseMode
 from rollout_server.engines.http.wire import EngineChunk, read_chunk
 from services.security.tls import PUBLIC, Trust
 from services.wire.error_answer import PromptTooLongError, typed_error
@@ -30,6 +29,7 @@ from services.wire.errors import (
     UsageError,
     WireError,
 )
+from services.wire.weights_api import PauseMode
 from weight_bus.errors import StageError, TransportError
 from weight_bus.vllm.protocol import BACKEND
 
@@ -38,7 +38,7 @@ _CONNECT_S = 5.0
 _CALL_S = 60.0
 # Pulling a version's buckets, or hashing all weights.
 _BYTES_S = 600.0
-# vLLM's own server closes a connection after five idle seconds: whoever closes first must be the one who would reuse it.
+# vLLM's server closes a connection after five idle seconds: the client must close it first, or reuse may fail.
 _KEEP_ALIVE_S = 3.0
 
 _Answer = TypeVar("_Answer")
@@ -105,7 +105,7 @@ class EngineClient:
             return None
 
     async def health(self, deadline_s: float) -> None:
-        """Raises unless it says that it is well, or does not know the question."""
+        """Raises unless it answers that it is healthy, or has no such route."""
         with suppress(NotFoundError):
             await self._send("GET", "/health", deadline_s)
 
@@ -125,7 +125,7 @@ class EngineClient:
         try:
             await self._send("POST", "/start_weight_update", _CALL_S)
         except RollmeshError as error:
-            # vLLM knows no way back from an update that was begun, but takes another one's bytes into it.
+            # vLLM cannot abandon an update that was begun, but takes another version's bytes into it.
             if "already active" not in error.what:
                 raise
         update = {"update_info": {"manifest": base64.b64encode(manifest).decode()}}
@@ -142,9 +142,9 @@ class EngineClient:
         return (await self._call(_Checksums, "POST", "/weight_checker", _BYTES_S, {"action": "checksum"})).checksums
 
     async def generate(self, body: bytes) -> AsyncGenerator[EngineChunk, None]:
-        """The chunks of one answer. Closing it hangs up, which aborts the request there.
+        """The chunks of one answer. Closing it closes the connection, which aborts the request there.
 
-        No deadline: a request may wait for a place as long as its caller does.
+        No deadline: a request may wait in the engine's queue as long as its own client waits.
         """
         reader = EventReader()
         answer: aiohttp.ClientResponse | None = None
@@ -181,7 +181,7 @@ class EngineClient:
             raise WireError(f"{self.url}{path} answered {content[:200]!r} ({error})") from error
 
     async def _send(self, method: str, path: str, deadline_s: float, body: dict[str, Any] | None = None) -> bytes:
-        """A whole call. Raises DeadlineError, and what the peer answered."""
+        """A whole call. Raises DeadlineError, and the error that the engine answered."""
         data = None if body is None else msgspec.json.encode(body)
         try:
             async with asyncio.timeout(deadline_s):
@@ -206,18 +206,16 @@ class EngineClient:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._http is None:
-            raise EngineLostError(f"the engine at {self.url} is being left", "send the request to another server")
+            raise EngineLostError(f"the engine at {self.url} is being closed", "send the request to another server")
         return self._http
 
-
-# Server-sent events out of the pieces that a socket happens to give. Pure.
 
 _LONGEST = 64 << 20
 _END = b"[DONE]"
 
 
 class EventReader:
-    """Feed it pieces; it gives the data of each whole event. `ended`: the stream's last word was said."""
+    """Parser of server-sent events from a byte stream. `ended`: `[DONE]` was received."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -238,9 +236,6 @@ class EventReader:
             elif data:
                 found.append(data)
         return found
-
-
-# Error answers of the engine behind a URL as typed errors, whether vLLM or a rollout server gave them. Pure.
 
 
 class EngineLostError(NotReadyError):
@@ -265,7 +260,7 @@ _bodies = msgspec.json.Decoder(_Body)
 
 
 def engine_error(call: str, status: int, retry_after: str | None, content: bytes) -> RollmeshError:
-    """What the peer meant by answering `call` with the error `status`. `retry_after`: that header, in seconds."""
+    """The error answer `status` to `call` as a typed error. `retry_after`: that header, in seconds."""
     try:
         body = _bodies.decode(content)
     except msgspec.DecodeError:

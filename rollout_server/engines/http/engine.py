@@ -1,11 +1,12 @@
-"""The engine behind a URL: a plain `vllm serve`, a rollout server, or whatever speaks their token route.
+"""The HTTP engine: generation by an external server (a plain `vllm serve`, or a rollout server) behind a URL.
 
-    HttpEngine (event loop)                              the engine's server
-      generate ── Flight ─ Flow ◄── events ── Peer ◄────── POST /inference/v1/generate, always a stream
-      stage, commit ─ Updates ─────────────── Peer ──────► its weight update routes
-      Watch ─ Standing ────────────────────── Peer ──────► is it there, and with which weights?
+    HttpEngine (event loop)                                           the engine's server
+      generate ── InflightRequest ─ Flow ◄── events ── EngineClient ◄── POST /inference/v1/generate, always a stream
+      stage, commit ── Updates ─────────────────────── EngineClient ──► its weight update routes
+      Watch ── EngineHealth ────────────────────────── EngineClient ──► does it answer, and with which weights?
 
-Aborting is hanging up: what has come is the answer, token for token, and the engine ends the request by itself.
+A request is aborted by closing its connection: the tokens received so far are the answer, and the engine notices by
+itself.
 """
 
 from __future__ import annotations
@@ -19,14 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from rollout_server.engines.base import (
-    CommitReport,
-    EngineStatus,
-    GenerationDelta,
-    GenerationRequest,
-    PauseMode,
-    StageReport,
-)
+from rollout_server.engines.base import EngineStatus, GenerationDelta, GenerationRequest
 from rollout_server.engines.http.client import EngineClient, EngineLostError
 from rollout_server.engines.http.health import EngineHealth, Traits, Watch
 from rollout_server.engines.http.weights import Updates
@@ -36,10 +30,11 @@ from rollout_server.engines.step_timing import StepTiming
 from rollout_server.engines.streams import DeltaStream, DeltaStreams
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import NotReadyError, RollmeshError, UsageError
+from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 
 _log = structlog.get_logger()
 START_WITHIN_S = 600.0
-# After the last token only the stream's last word is due; without it the connection is not used again.
+# After the last token only the end-of-stream event is due; without it the connection cannot be used again.
 _TAIL_S = 5.0
 
 
@@ -90,7 +85,7 @@ class HttpEngine:
         return self._eos
 
     async def start(self) -> None:
-        """Meet the engine, which may take a while to come up. Raises UsageError for one that cannot serve."""
+        """Wait for the engine to come up and ask what it can do. Raises UsageError for one that cannot serve."""
         self._vocabulary = vocabulary_size(self._folder)
         self._eos = eos_token_ids(self._folder)
         await self._client.open()
@@ -116,7 +111,7 @@ class HttpEngine:
             inflight = self._inflight[request.request_id] = InflightRequest(request, stream)
             if self._kept:
                 inflight.freeze()
-            inflight.task = asyncio.create_task(self._fly(inflight), name=f"engine request {request.request_id}")
+            inflight.task = asyncio.create_task(self._run(inflight), name=f"engine request {request.request_id}")
             left = request.n
             try:
                 while left:
@@ -126,7 +121,7 @@ class HttpEngine:
                         yield delta
             finally:
                 del self._inflight[request.request_id]
-                await self._land(inflight)
+                await self._end(inflight)
 
     async def abort(self, request_ids: list[str] | None = None) -> int:
         self._traits()
@@ -173,16 +168,16 @@ class HttpEngine:
             await self._client.resume()
         self._let_go()
 
-    async def stage(self, manifest: bytes) -> StageReport:
+    async def stage(self, manifest: bytes) -> StageAnswer:
         return await self._updates.stage(manifest, self._traits())
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int) -> CommitAnswer:
         return await self._serve(version, self._updates.commit)
 
-    async def rollback(self, version: int) -> CommitReport:
+    async def rollback(self, version: int) -> CommitAnswer:
         return await self._serve(version, self._updates.rollback)
 
-    async def _serve(self, version: int, change: Callable[[int, Traits, int], Awaitable[CommitReport]]) -> CommitReport:
+    async def _serve(self, version: int, change: Callable[[int, Traits, int], Awaitable[CommitAnswer]]) -> CommitAnswer:
         again = self._updates.serves(version)
         report = await change(version, self._traits(), len(self._inflight))
         if not again:
@@ -211,7 +206,7 @@ class HttpEngine:
         )
 
     async def close(self) -> None:
-        """Hang up on everything; requests that are still open end with NotReadyError."""
+        """Close all connections; requests that are still open end with NotReadyError."""
         self._fail_all(NotReadyError("the engine is closing", "send the request to another server"))
         tasks = [task for task in (self._watching, *self._tails) if task is not None]
         self._watching = None
@@ -220,8 +215,8 @@ class HttpEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
 
-    async def _fly(self, inflight: InflightRequest) -> None:
-        """Send the request and hand out what comes; whatever happens, its reader learns of it."""
+    async def _run(self, inflight: InflightRequest) -> None:
+        """Send the request and pass its deltas on; a failure reaches its reader as an error."""
         try:
             await self._open.wait()
             self._health.check()
@@ -263,8 +258,8 @@ class HttpEngine:
         if not flow.ended:
             raise EngineLostError(f"the engine at {self._client.url} ended a stream early", "send the request again")
 
-    async def _land(self, inflight: InflightRequest) -> None:
-        """Hang up, unless only the stream's last word is due."""
+    async def _end(self, inflight: InflightRequest) -> None:
+        """Close the connection, unless only the end-of-stream event is still due."""
         task = inflight.task
         assert task is not None
         if not self._inflight:
@@ -290,7 +285,7 @@ class HttpEngine:
                 inflight.fail(error)
 
     async def _stand_still(self) -> int:
-        """End all requests that were sent, and hold new ones back."""
+        """Abort all requests that were sent, and queue new ones."""
         self._committing = True
         self._gate()
         sent = [name for name, inflight in self._inflight.items() if inflight.flow is not None]
@@ -313,7 +308,7 @@ class HttpEngine:
             inflight.thaw()
 
     async def _met_again(self) -> None:
-        """What was agreed with the engine is forgotten there."""
+        """The engine was restarted: it has forgotten the staged version and a pause."""
         self._updates.forget()
         if self._kept:
             await self._client.pause("keep", clear_cache=False)
@@ -324,11 +319,11 @@ class HttpEngine:
         return self._watch.traits
 
 
-# One request on its way: what was sampled for it, who reads it, and the task that listens to the engine.
-
-
 class InflightRequest:
-    """`flow` is None until the request may be sent. `ended`: its reader has, or will have, the last delta or an error."""
+    """A request in flight: the tokens received for it, its reader's stream, and the task that reads from the engine.
+
+    `flow` is None until the request may be sent. `ended`: its reader has, or will have, the last delta or an error.
+    """
 
     def __init__(self, request: GenerationRequest, stream: DeltaStream) -> None:
         self.request = request
@@ -349,7 +344,7 @@ class InflightRequest:
             self._stream.put(delta)
 
     def abort(self) -> None:
-        """End it with what has come. What the engine sampled and has not sent yet was never seen by anybody."""
+        """End it with the tokens received. What the engine sampled and has not sent yet was never seen by anybody."""
         flow = self.flow or Flow(self.request, 0, ())
         self.ended = True
         self.put(flow.abort())
@@ -358,7 +353,7 @@ class InflightRequest:
         self.thaw()
 
     def fail(self, error: RollmeshError) -> None:
-        """End it with `error`, once what has come is read."""
+        """End it with `error`, once its reader has the deltas received before."""
         self.ended = True
         self._stream.fail(error)
         if self.task is not None and self.task is not asyncio.current_task():
@@ -366,7 +361,7 @@ class InflightRequest:
         self.thaw()
 
     def freeze(self) -> None:
-        """What still comes is handed out after `thaw`."""
+        """Deltas that still arrive are passed on after `thaw`."""
         if not self.ended:
             self._thawed.clear()
 

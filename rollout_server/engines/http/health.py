@@ -1,6 +1,12 @@
-"""Watches the engine behind a URL: gone, back again, or with weights that nobody committed.
+"""Health checks of an external engine: is it reachable, was it restarted, does it serve the committed weights?
 
-serving ── a probe or a request finds nobody ──► lost ── meets it again ──► serving, or strange until a commit
+    unseen ── found ──► serving ◄── found, with the committed version ───────┐
+                           │ a probe or a request gets no answer              │
+                           ▼                                                  │
+                         lost ── found, with other weights ──► strange ── commit
+
+An engine that lost its weights (its process was restarted) serves nothing until a version is committed to it: otherwise
+tokens would be stamped with a version that did not sample them.
 """
 
 from __future__ import annotations
@@ -27,21 +33,23 @@ _RETRY_S = 0.25
 
 
 class Watch:
-    """Keeps `health` and `traits` true. `on_lost` ends what is in flight; `on_met` is called when it is back.
+    """Probes an external engine and keeps `health` and `traits` current.
+
+    `on_lost` ends the requests in flight; `on_met` is called when the engine is back.
 
     `busy`: an update is under way, in which the engine may answer nothing else for long.
     """
 
     def __init__(
         self,
-        peer: EngineClient,
+        client: EngineClient,
         health: EngineHealth,
         *,
         on_lost: Callable[[RollmeshError], None],
         on_met: Callable[[], Awaitable[None]],
         busy: Callable[[], bool],
     ) -> None:
-        self._client = peer
+        self._client = client
         self._health = health
         self._on_lost = on_lost
         self._on_met = on_met
@@ -68,7 +76,7 @@ class Watch:
             raise NotReadyError(self._health.failure or "", f"it had {deadline_s:g} s: see that it runs") from error
 
     def lose(self, error: RollmeshError) -> None:
-        """Somebody found nobody there."""
+        """The engine did not answer a request or a probe."""
         if not self._health.lost:
             _log.warning("engine lost", url=self._client.url, why=error.what)
         self._health.lose(error.what)
@@ -129,21 +137,11 @@ class Watch:
         self._poked.clear()
 
 
-# What is known of the engine behind a URL: does it answer, and which weights does it serve? Pure.
-#
-#     unseen ── found ──► serving ◄── found, the version that was committed ──┐
-#                            │ lost                                           │
-#                            ▼                                                │
-#                          lost ── found, other weights ──► strange ── committed
-#
-# An engine that lost its weights (its process began anew) serves nothing until a version is committed to it: what it
-# would generate with is not what this server's tokens are stamped with.
-
 FIRST_VERSION = 0
 
 
 class EngineHealth:
-    """`url` names the engine in errors."""
+    """What is known of an external engine's availability and weight version. `url` names it in errors. Pure."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -200,11 +198,11 @@ class EngineHealth:
         self._strange = why
 
     def rolling_back(self, version: int) -> None:
-        """From now on tokens of this older version are no surprise, also to requests that were sent under a newer one."""
+        """From now on tokens may carry this older version, also those of requests that were sent under a newer one."""
         self.older.add(version)
 
     def committing(self, version: int) -> None:
-        """From now on tokens may be of `version` too."""
+        """From now on tokens may carry `version` too."""
         self._committing = version
         self.known.add(version)
 
@@ -229,8 +227,6 @@ class EngineHealth:
             return None
 
 
-# What kind of engine answers at a URL: found out by asking it, and by generating a few tokens.
-
 _REHEARSAL_S = 60.0
 _REHEARSED = 8
 _EXACT = 1e-4
@@ -238,7 +234,9 @@ _EXACT = 1e-4
 
 @dataclass(frozen=True)
 class Traits:
-    """`label`: what the engine calls its weights, None without routes for operators (`operated`).
+    """What an external engine can do: found out by asking it and by generating a few tokens.
+
+    `label`: what it calls its weights, None without routes for operators (`operated`).
 
     `ours`: a rollout server, which stamps every token and goes on from sampled ones. `processed`: logprobs are of the
     distribution really sampled from; else of the plain softmax, which is another one under most sampling parameters.
@@ -267,36 +265,36 @@ def _plain(sampling: SamplingParams) -> bool:
     return sampling.whole and sampling.temperature == 1.0
 
 
-async def meet(peer: EngineClient) -> Traits:
-    """Ask the engine what it is; one that stands paused is let go on, for nobody else would.
+async def meet(client: EngineClient) -> Traits:
+    """Ask the engine what it can do; one that is paused is resumed, since nobody else would do it.
 
     Raises EngineLostError where nobody answers, UsageError for an engine that cannot serve, as it was started.
     """
-    longest = await peer.max_model_len()
-    label = await peer.weight_label()
-    if label is not None and await peer.is_paused():
-        _log.warning("the engine stood paused, by whoever used it before", url=peer.url)
-        await peer.resume()
-    ours, processed = await _rehearse(peer)
+    longest = await client.max_model_len()
+    label = await client.weight_label()
+    if label is not None and await client.is_paused():
+        _log.warning("the engine was paused by an earlier client, resuming it", url=client.url)
+        await client.resume()
+    ours, processed = await _rehearse(client)
     return Traits(longest, label, ours, processed)
 
 
-async def _rehearse(peer: EngineClient) -> tuple[bool, bool]:
+async def _rehearse(client: EngineClient) -> tuple[bool, bool]:
     """Generate a few tokens, each the likeliest: what the engine refuses, it refuses here, with its reason."""
     asked = GenerationRequest("rehearsal", [0], SamplingParams(max_tokens=_REHEARSED, top_k=1, ignore_eos=True))
     body = generate_body(asked, name="rehearsal", limit=_REHEARSED, ours=False, vocabulary=1, eos_token_ids=())
     ours, logprobs = False, list[float]()
     try:
-        async with asyncio.timeout(_REHEARSAL_S), aclosing(peer.generate(body)) as chunks:
+        async with asyncio.timeout(_REHEARSAL_S), aclosing(client.generate(body)) as chunks:
             async for chunk in chunks:
                 for choice in chunk.choices:
                     ours = ours or choice.version_spans is not None
                     content = None if choice.logprobs is None else choice.logprobs.content
                     logprobs += [entry.logprob for entry in content or ()]
     except TimeoutError as error:
-        raise DeadlineError(f"{peer.url} generated no token within {_REHEARSAL_S:g} s", "see its log") from error
+        raise DeadlineError(f"{client.url} generated no token within {_REHEARSAL_S:g} s", "see its log") from error
     if not logprobs:
-        raise UsageError(f"the engine at {peer.url} tells no logprobs", "use one that does")
+        raise UsageError(f"the engine at {client.url} tells no logprobs", "use one that does")
     return ours, all(_of_the_likeliest(logprob) for logprob in logprobs)
 
 

@@ -1,11 +1,12 @@
-"""New weights for the engine behind a URL, through its own update routes, so that no token is stamped wrongly.
+"""Weight updates of an external engine through its own HTTP routes: stage, commit, rollback, digest.
 
                     a rollout server                     any other engine
     stage           pulls the bytes while it decodes     as its weight backend does it
     commit          flips between two steps; each        requests are ended with what they have (`abort`), the
                     token comes with its version         cache is cleared, and only then the version changes
 
-The second way needs no word of the engine about versions: no request lives under two. Its caller goes on from the tokens.
+In the second way the engine need not report versions, since no request spans two; the client continues from the tokens
+that it has.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from rollout_server.engines.base import CommitReport, StageReport
 from rollout_server.engines.http.client import EngineClient
 from rollout_server.engines.http.health import EngineHealth, Traits
 from services.wire.errors import ConflictError, NotFoundError, NotReadyError, RollmeshError
+from services.wire.weights_api import CommitAnswer, StageAnswer
 from weight_bus.errors import StageError
 from weight_bus.manifest.manifest import decode_manifest
 from weight_bus.vllm.protocol import BACKEND, LIVE_WEIGHTS
@@ -33,7 +34,7 @@ class Updates:
 
     def __init__(
         self,
-        peer: EngineClient,
+        client: EngineClient,
         health: EngineHealth,
         run_id: str,
         transport: str,
@@ -41,7 +42,7 @@ class Updates:
         stand_still: Callable[[], Awaitable[int]],
         go_on: Callable[[], None],
     ) -> None:
-        self._client = peer
+        self._client = client
         self._health = health
         self._run_id = run_id
         self._transport = transport
@@ -58,7 +59,7 @@ class Updates:
     def staged_version(self) -> int | None:
         return self._staged
 
-    async def stage(self, manifest: bytes, traits: Traits) -> StageReport:
+    async def stage(self, manifest: bytes, traits: Traits) -> StageAnswer:
         """Raises StageError for an engine that takes no manifests, and what the engine answers."""
         decoded = decode_manifest(manifest)
         if not traits.operated:
@@ -76,31 +77,31 @@ class Updates:
                     f"the engine at {self._client.url} took no manifest ({error.what})", _REMEDY
                 ) from error
             self._staged = decoded.version
-        return StageReport(
+        return StageAnswer(
             version=decoded.version,
             root_digest=decoded.root_digest,
             bytes_read=decoded.layout.total_bytes,
             seconds=time.monotonic() - started,
         )
 
-    async def commit(self, version: int, traits: Traits, in_flight: int) -> CommitReport:
+    async def commit(self, version: int, traits: Traits, in_flight: int) -> CommitAnswer:
         """`flip_ms` is as long as the engine took to answer: what a commit costs at most. `in_flight`: requests there.
 
         Raises ConflictError unless exactly `version` is staged.
         """
         async with self._turn:
             if self.serves(version):
-                return CommitReport(version, 0.0, in_flight)
+                return CommitAnswer(version, 0.0, in_flight)
             if version != self._staged:
                 raise ConflictError(f"version {version} is not staged ({self._staged} is)", "stage it first")
             self._staged = None
             return await self._serve(version, self._client.finish_update, traits, in_flight)
 
-    async def rollback(self, version: int, traits: Traits, in_flight: int) -> CommitReport:
+    async def rollback(self, version: int, traits: Traits, in_flight: int) -> CommitAnswer:
         """As `commit`. Raises ConflictError where the engine keeps no older version, or has no route for it."""
         async with self._turn:
             if self.serves(version):
-                return CommitReport(version, 0.0, in_flight)
+                return CommitAnswer(version, 0.0, in_flight)
             try:
                 self._health.rolling_back(version)
                 if not traits.ours:
@@ -121,13 +122,13 @@ class Updates:
 
     async def _serve(
         self, version: int, change: Callable[[int], Awaitable[None]], traits: Traits, in_flight: int
-    ) -> CommitReport:
+    ) -> CommitAnswer:
         started = time.monotonic()
         if traits.ours:
             await self._finish(version, change)
         else:
             in_flight = await self._alone(version, change)
-        return CommitReport(version, (time.monotonic() - started) * 1e3, in_flight)
+        return CommitAnswer(version, (time.monotonic() - started) * 1e3, in_flight)
 
     async def digest(self) -> str:
         """Raises NotFoundError where the engine does not tell it."""
@@ -140,7 +141,7 @@ class Updates:
         return root
 
     def forget(self) -> None:
-        """The engine began anew: nothing is staged there."""
+        """The engine was restarted: nothing is staged there."""
         self._staged = None
 
     async def _alone(self, version: int, change: Callable[[int], Awaitable[None]]) -> int:

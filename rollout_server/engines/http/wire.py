@@ -1,9 +1,9 @@
-"""What travels between a rollout server and the engine behind a URL. Pure: no socket, no clock.
+"""Request and response format of an external engine's token route. Pure: no socket, no clock.
 
-GenerationRequest ── generate_body ──► POST /inference/v1/generate
-GenerationDelta … ◄── to_delta ── EngineChoice … ◄── read_chunk ── events
+    GenerationRequest ── generate_body ──► POST /inference/v1/generate
+    GenerationDelta … ◄── to_delta ── EngineChoice … ◄── read_chunk ── events
 
-vLLM's names are read with or without their texts (`token_id:N`), and rollmesh's own fields where the peer speaks them.
+Tokens are named by number or as `token_id:N`, as vLLM does; rollmesh's own fields are read where the engine sends them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PREFIX = "token_id:"
 
 
 class EngineLogprob(msgspec.Struct):
-    """One candidate; its id is told as a number, as `token_id:N`, or both."""
+    """One candidate; its id comes as a number, as `token_id:N`, or both."""
 
     logprob: float
     token_id: int | None = None
@@ -89,9 +89,9 @@ _chunks = msgspec.json.Decoder(EngineChunk)
 def generate_body(
     request: GenerationRequest, *, name: str, limit: int, ours: bool, vocabulary: int, eos_token_ids: Sequence[int]
 ) -> bytes:
-    """The call for `request`, in a stream. `limit`: tokens that fit; `ours`: the peer is a rollout server."""
+    """The call for `request`, in a stream. `limit`: tokens that fit; `ours`: the engine is a rollout server."""
     sampling = request.sampling
-    # Of a peer that cannot be told that tokens were sampled before, only the number of barred stops can be lowered.
+    # vLLM cannot be told that some tokens were sampled before: all that can be done is to lower `min_tokens`.
     barred = sampling.min_tokens if ours else max(sampling.min_tokens - request.resumed, 0)
     parameters: dict[str, Any] = {
         # Greedy samples are all alike, and vLLM refuses to generate more than one.
@@ -117,12 +117,12 @@ def generate_body(
         "request_id": name,
         "token_ids": request.prompt_token_ids,
         "sampling_params": parameters,
-        # Always: what has come is known when the peer dies, and silence tells a peer that stands still.
+        # Always: the tokens received are known when the engine dies, and silence tells one that hangs.
         "stream": True,
     }
     if request.cache_salt is not None:
         call["cache_salt"] = request.cache_salt
-    # What others than rollmesh's servers do not know they ignore.
+    # Other servers ignore what they do not know.
     call["stream_options"] = {"version_spans": True}
     if ours:
         call["resumed"], call["first_index"] = request.resumed, request.first_index
@@ -138,7 +138,7 @@ def read_chunk(event: bytes) -> EngineChunk:
 
 
 def to_delta(request: GenerationRequest, choice: EngineChoice, version: int) -> GenerationDelta:
-    """A choice's tokens. `version`: theirs, where the peer names none. Raises WireError for one that contradicts itself."""
+    """A choice's tokens. `version`: theirs, where the engine names none. Raises WireError for an inconsistent one."""
     tokens = choice.token_ids or []
     content = [] if choice.logprobs is None or choice.logprobs.content is None else choice.logprobs.content
     if [entry.id for entry in content] != tokens:
@@ -188,9 +188,6 @@ def _likeliest(entry: EngineSampled, wanted: int) -> list[tuple[int, float]]:
     return [(token, logprob) for token, logprob in ordered if math.isfinite(logprob) and logprob > _NO_NUMBER]
 
 
-# From a peer's chunks to the deltas of one request: samples counted, versions judged, steps as large as asked. Pure.
-
-
 class OtherWeightsError(NotReadyError):
     """The engine sampled with weights that nobody committed through this server."""
 
@@ -198,10 +195,12 @@ class OtherWeightsError(NotReadyError):
 
 
 class Flow:
-    """One request's samples. `version`: what its tokens are sampled with, where the peer does not say.
+    """Turns an external engine's chunks into the deltas of one request, and checks their versions. Pure.
 
-    `known`: the versions that may be seen; it grows while requests run. `older`: those among them that the engine was told
-    to go back to; any other that is older than `version` is a surprise.
+    `version`: what its tokens are sampled with, where the engine does not say.
+
+    `known`: the versions that may be seen; it grows while requests run. `older`: those among them that the engine was
+    rolled back to; any other that is older than `version` is an error.
     """
 
     def __init__(
@@ -211,10 +210,10 @@ class Flow:
         self._version = version
         self._known = known
         self._older = older
-        # Greedy samples are sampled once (`generate_body`).
+        # Greedy samples are equal and are generated once (`generate_body`).
         self._copies = request.n if request.sampling.temperature == 0.0 else 1
         self._sampled = [0] * (request.n // self._copies)
-        self._held: dict[int, GenerationDelta] = {}
+        self._buffered: dict[int, GenerationDelta] = {}
         self._open = set(range(request.n))
         self.tokens = 0
         """Sampled so far, over all samples."""
@@ -226,7 +225,7 @@ class Flow:
 
     @property
     def begun(self) -> int:
-        """Samples that sampled something and go on."""
+        """Samples that have tokens and are not finished."""
         generating = [index for index, count in enumerate(self._sampled) if count]
         return min(len(generating) * self._copies, len(self._open))
 
@@ -235,7 +234,7 @@ class Flow:
         return [delta for choice in chunk.choices for delta in self._choice(choice)]
 
     def abort(self) -> list[GenerationDelta]:
-        """The last delta of every sample that has none yet: what was held back, and `abort`."""
+        """The last delta of every unfinished sample: the buffered tokens, and `abort`."""
         return [self._end(index) for index in sorted(self._open)]
 
     def _choice(self, choice: EngineChoice) -> list[GenerationDelta]:
@@ -246,30 +245,30 @@ class Flow:
         self._sampled[choice.index] += len(sampled.token_ids)
         copies = range(choice.index, choice.index + 1) if self._copies == 1 else range(self._copies)
         self.tokens += len(sampled.token_ids) * len(copies)
-        return [due for index in copies if (due := self._hold(replace(sampled, index=index))) is not None]
+        return [due for index in copies if (due := self._buffer(replace(sampled, index=index))) is not None]
 
-    def _hold(self, delta: GenerationDelta) -> GenerationDelta | None:
-        """Add to what is held back of a sample; all of it once it is due."""
-        held = self._held.pop(delta.index, None)
-        whole = delta if held is None else join(held, delta)
+    def _buffer(self, delta: GenerationDelta) -> GenerationDelta | None:
+        """Add to a sample's buffered tokens; all of them once a delta is due."""
+        buffered = self._buffered.pop(delta.index, None)
+        whole = delta if buffered is None else join(buffered, delta)
         if whole.finish_reason is not None:
             self._open.discard(whole.index)
             return whole
         if self._request.stream and whole.token_ids and len(whole.token_ids) >= self._request.delta_every:
             return whole
-        self._held[whole.index] = whole
+        self._buffered[whole.index] = whole
         return None
 
     def _end(self, index: int) -> GenerationDelta:
         self._open.discard(index)
-        held = self._held.pop(index, None)
-        if held is not None:
-            return replace(held, finish_reason="abort")
+        buffered = self._buffered.pop(index, None)
+        if buffered is not None:
+            return replace(buffered, finish_reason="abort")
         nothing: list[list[tuple[int, float]]] | None = [] if self._request.top_logprobs else None
         return GenerationDelta(self._request.request_id, index, [], [], [], "abort", nothing)
 
     def _check_versions(self, choice: EngineChoice) -> None:
-        """What the peer says about versions must agree with what was committed there."""
+        """The versions that the engine reports must be those that were committed."""
         if choice.version_spans is not None:
             seen = {span.version for span in choice.version_spans}
             strange = {str(version) for version in seen if not self._expected(version)}

@@ -1,13 +1,13 @@
-"""The decode thread: it alone touches the model, the batch and the KV memory; the event loop posts it commands.
+"""The decode loop on its own thread: it alone touches model, batch and KV cache; the event loop posts commands to it.
 
     event loop                               decode thread
     submit, abort, pause, commit ──► inbox ──► between two steps: run the commands
              deltas of a step    ◄── one call_soon_threadsafe a step ◄── step
 
-                 idle ──command──► gathering (a moment, for the rest of a burst) ──► decoding ──nothing left──► idle
-                                                    any ──error──► crashed: every waiter is told
+                 idle ──command──► gathering (waits 16 ms at most for more of a burst) ──► decoding ──nothing left──► idle
+                                          any state ──error──► crashed: every waiting call gets the error
 
-Commands run in order, each between two steps; that is what makes a weight commit atomic to every request.
+Commands run in order, each between two steps: so a weight commit is atomic for every request.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rollout_server.engines.base import EngineCrashedError, GenerationRequest
 from rollout_server.engines.step_timing import StepTiming
 from rollout_server.engines.torch.scheduler import Outcome, Scheduler
 from services.wire.errors import DeadlineError, NotReadyError
+from services.wire.weights_api import CommitAnswer
 
 _log = structlog.get_logger()
 T = TypeVar("T")
@@ -151,7 +152,7 @@ class DecodeLoop:
         return await self._result(name, future, _COMMAND_DEADLINE_S)
 
     async def drain(self) -> None:
-        """Start nothing new from now on; return when what runs has ended."""
+        """Start no waiting request from now on; return when the running ones have ended."""
         future: Future[None] = Future()
         self._track(future)
 
@@ -163,7 +164,7 @@ class DecodeLoop:
         await self._result("running requests to end", future, _DRAIN_DEADLINE_S)
 
     async def freeze(self) -> None:
-        """Generate nothing from now on; requests keep their place and their KV memory."""
+        """Stop decoding; requests keep their place and their KV cache."""
         await self.call("decoding to freeze", lambda: self._set_mode("freeze"))
 
     async def abort_and_freeze(self) -> None:
@@ -179,16 +180,16 @@ class DecodeLoop:
     async def abort(self, request_ids: list[str] | None) -> int:
         return await self.call("requests to abort", lambda: self._batch.abort(request_ids))
 
-    async def commit(self, version: int, flip: Callable[[], None]) -> tuple[float, int]:
-        """Run `flip` between two steps; returns the milliseconds it took and the samples in flight."""
+    async def commit(self, version: int, flip: Callable[[], None]) -> CommitAnswer:
+        """Run `flip` between two decode steps; later steps sample with `version`."""
 
-        def run() -> tuple[float, int]:
+        def run() -> CommitAnswer:
             started = time.perf_counter()
             flip()
             self.version = version
             self._batch.mark_version(version)
             self._timing.commit()
-            return (time.perf_counter() - started) * 1e3, self._batch.running
+            return CommitAnswer(version, (time.perf_counter() - started) * 1e3, self._batch.running)
 
         return await self.call(f"the commit of version {version}", run)
 
@@ -238,7 +239,7 @@ class DecodeLoop:
             self._inbox.get()()
 
     def _gather(self) -> None:
-        """A burst comes as many small calls; one wide batch of all costs far less than many narrow ones."""
+        """A burst arrives as many small calls; one wide batch costs far less than many narrow ones."""
         ends = time.perf_counter() + _GATHER_S
         while not self._closing and time.perf_counter() < ends:
             try:

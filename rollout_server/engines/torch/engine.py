@@ -14,21 +14,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import structlog
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
-from rollout_server.engines.base import (
-    CommitReport,
-    EngineStatus,
-    GenerationDelta,
-    GenerationRequest,
-    PauseMode,
-    StageReport,
-)
+from rollout_server.engines.base import EngineStatus, GenerationDelta, GenerationRequest
 from rollout_server.engines.request_check import check_request
 from rollout_server.engines.streams import DeltaStreams
 from rollout_server.engines.torch.decode_loop import DecodeLoop
@@ -39,6 +32,7 @@ from rollout_server.engines.torch.scheduler import Scheduler
 from services.host.process import take_over_logs
 from services.wire.errors import NotReadyError, UsageError
 from services.wire.sampling import KvPolicy
+from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 from weight_bus.manifest.manifest import decode_manifest
 from weight_bus.memory.throttle import background_threads
 from weight_bus.receiver.receiver import Receiver
@@ -46,6 +40,7 @@ from weight_bus.transports.base import Reader
 from weight_bus.transports.select import make_readers
 
 _log = structlog.get_logger()
+_Result = TypeVar("_Result")
 
 FIRST_VERSION = 0
 _CLOSE_DEADLINE_S = 30.0
@@ -172,31 +167,29 @@ class TorchEngine:
     async def resume(self) -> None:
         await self._running().resume()
 
-    async def stage(self, manifest: bytes) -> StageReport:
+    async def stage(self, manifest: bytes) -> StageAnswer:
         receiver, _ = self._weights()
         decoded = decode_manifest(manifest)
-        staged = await self._on_weight_thread(lambda: receiver.stage(decoded))
-        return StageReport(staged.version, staged.root_digest, staged.bytes_read, staged.seconds)
+        return await self._on_weight_thread(lambda: receiver.stage(decoded))
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int) -> CommitAnswer:
         receiver, _ = self._weights()
         return await self._serve(version, lambda: receiver.commit(version))
 
-    async def rollback(self, version: int) -> CommitReport:
+    async def rollback(self, version: int) -> CommitAnswer:
         receiver, _ = self._weights()
         return await self._serve(version, lambda: receiver.rollback(version))
 
-    async def _serve(self, version: int, flip: Callable[[], None]) -> CommitReport:
+    async def _serve(self, version: int, flip: Callable[[], None]) -> CommitAnswer:
         decode = self._running()
         if version == decode.version:
             # Asked again: its answer was lost.
-            return CommitReport(version, 0.0, decode.running)
-        flip_ms, in_flight = await decode.commit(version, flip)
-        return CommitReport(version, flip_ms, in_flight)
+            return CommitAnswer(version, 0.0, decode.running)
+        return await decode.commit(version, flip)
 
     async def weights_digest(self) -> str:
         receiver, _ = self._weights()
-        return str(await self._on_weight_thread(receiver.digest))
+        return (await self._on_weight_thread(receiver.digest)).root_digest
 
     def status(self) -> EngineStatus:
         decode = self._decode
@@ -230,7 +223,7 @@ class TorchEngine:
                 self._receiver.close()
                 self._receiver = None
 
-    async def _on_weight_thread(self, work: Any) -> Any:
+    async def _on_weight_thread(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._weight_threads, work)
 
     def _running(self) -> DecodeLoop:
@@ -296,16 +289,14 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     return tuple(int(token) for token in found) if isinstance(found, (list, tuple)) else (int(found),)
 
 
-# Two sets of a model's weights: the live one that decodes, the shadow one that a new version is staged into.
-#
-#     live     p.data ──► storage A ╲╱ storage B        flip: each parameter changes its storage, nothing is copied
-#     shadow              storage B ╱╲ storage A
-#
-# Tied weights are one parameter with several names: one storage, one flip, named once.
-
-
 class ModelWeights:
-    """A `weight_bus.receiver.receiver.WeightTarget` over a model's parameters, by Hugging Face name."""
+    """Double-buffered weights of a transformers model: `weight_bus.receiver.receiver.WeightTarget`.
+
+        live     p.data ──► storage A ╲╱ storage B        flip: each parameter changes its storage, nothing is copied
+        shadow              storage B ╱╲ storage A
+
+    Tied weights are one parameter with several names: one storage, one flip, named once.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = dict(model.named_parameters())
@@ -322,7 +313,7 @@ class ModelWeights:
         return self._shadow
 
     def flip(self) -> None:
-        """Shadow becomes live and live becomes shadow. Call it between two steps; a second one serves the old version."""
+        """Swap live and shadow, between two steps; a second flip serves the old version again."""
         # The tensors must stay ordinary ones, also when the decode thread flips in its inference mode.
         with torch.inference_mode(False):
             for name, parameter in self._parameters.items():

@@ -1,10 +1,10 @@
-"""One forward of a transformers model over `KvCache`: ids in, next-token logits out.
+"""Forward pass of a transformers model over `KvCache`: token ids in, next-token logits out.
 
     ids, starts, columns ─► positions, mask ─► model (writes its keys and values into the window) ─► logits
 
-The model's own code runs, recorded once (see `recording` for why). Whether our cache, masks and positions give what the
-plain model gives, and the recording what these give, is checked when the engine starts: a model that cannot be recorded
-runs as it is, one that would not decode exactly is refused.
+The model's own code runs, traced once (`record`). At start the engine checks that decoding with our cache, masks and
+positions gives the plain model's logits, and that the trace gives the same: a model that cannot be traced runs untraced,
+one that would not decode exactly is refused.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class _Stepper:
 
 
 class _Recordable(torch.nn.Module):
-    """The parameters must belong to the recorded module, so that a flip of their storage reaches the recording."""
+    """The parameters must belong to the traced module, so that a flip of their storage reaches the trace."""
 
     def __init__(self, step: Step, model: PreTrainedModel) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def _slots(shape: KvShape, model: PreTrainedModel) -> KvCache:
 def _rehearse(
     forward: Callable[[torch.Tensor, KvWindow], torch.Tensor], model: PreTrainedModel, shape: KvShape
 ) -> list[tuple[list[list[int]], torch.Tensor]]:
-    """The sequences so far and their logits, for a prefill of unequal prompts and for some decode steps after it."""
+    """Sequences and their logits, for a prefill of unequal prompts and for some decode steps after it."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     token = itertools.count(7, 3)
     sequences = [[next(token) % vocabulary for _ in range(length)] for length in (9, 4, 6)]
@@ -265,23 +265,20 @@ def _close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool
     return bool(((ours - theirs).abs() <= tolerance).all())
 
 
-# Recording tensor code once, so that each call of it is one call from Python instead of hundreds.
-#
-# Why: on a small model Python's share of a decode step is more than half (B=1: 1.6 ms → 0.55, B=128: 3.3 → 1.8), and
-# a long torch call made from Python hands the interpreter lock to whoever waits for it: beside a busy event loop a
-# step that makes hundreds of them crawls (38 ms), one that makes a dozen does not (6 ms).
-
 Recorded = Callable[..., torch.Tensor]
 
 
 class RecordingError(Exception):
-    """The code cannot be recorded: it looks at values, or does what the recorder does not know."""
+    """The code cannot be traced: it branches on values, or does what torch.jit does not support."""
 
 
 def record(code: Callable[..., torch.Tensor], example: tuple[torch.Tensor, ...]) -> Recorded:
-    """`torch.jit.trace` of a function or module, free in all sizes that `code` takes from its arguments' shapes.
+    """`torch.jit.trace` of a function or module: one call from Python instead of hundreds.
 
-    The caller checks the recording against `code` on other shapes and values. Raises RecordingError if it cannot be made.
+    On a small model more than half of a decode step is Python (batch 1: 1.6 ms → 0.55 traced, batch 128: 3.3 → 1.8). And
+    each long torch call gives up the interpreter lock: beside a busy event loop a step of hundreds of calls took 38 ms,
+    one of a dozen 6 ms. Sizes that `code` takes from its arguments' shapes stay free; the caller checks the trace against
+    `code` on other shapes and values. Raises RecordingError if it cannot be made.
     """
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
@@ -297,7 +294,7 @@ def record(code: Callable[..., torch.Tensor], example: tuple[torch.Tensor, ...])
 
 
 def _frozen_value(caught: list[warnings.WarningMessage]) -> str:
-    """Where Python branched on a tensor's value, which is thereby frozen into the recording."""
+    """Where Python branched on a tensor's value, which the trace would freeze."""
     for warning in caught:
         file = Path(warning.filename).name
         # There only the number of queries is looked at, and only for a forward without a mask.

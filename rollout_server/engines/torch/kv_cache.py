@@ -1,13 +1,13 @@
-"""Key-value memory of the requests in flight: rows that are kept dense, columns that share one clock.
+"""KV cache of the running requests: one row a sample, kept dense; all rows write the same column in a step.
 
     column      lo                       clock
     row 0        ·  ·  p  p  p  t  t  t  ▒        p prompt, t sampled tokens, ▒ where the next step writes
     row 1        ·  ·  ·  ·  ·  p  p  t  ▒        · before the row's start: masked out
     row 2        p  p  p  p  t  t  t  t  ▒
 
-Every decode step writes one column of all rows, so a step is a slice and not a scatter, and a row's position is
-`column − start`. A newcomer's prompt is laid so that it ends at the clock. When a row finishes, the last row takes its
-place. When the clock reaches the end, what is live moves back to the front. Rows and columns are allocated on demand.
+Every decode step writes one column of all rows, so a step is a slice, without index writes, and a row's position is
+`column − start`. A new prompt is placed so that it ends at the clock. When a row finishes, the last row takes its
+place. When the clock reaches the end, live columns move back to the front. Rows and columns are allocated on demand.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class KvCache:
 
     @property
     def allocated(self) -> tuple[int, int]:
-        """Rows and columns that memory is held for."""
+        """Rows and columns that memory is allocated for."""
         return self._keys.shape[1], self._keys.shape[3]
 
     @property
@@ -98,7 +98,7 @@ class KvCache:
     def scratch(self, lengths: Sequence[int], *, blank: bool = False) -> KvWindow:
         """Fresh memory to prefill prompts of these lengths together, each ending at the last column.
 
-        `blank`: not all columns will be written, so what stands in them must be finite.
+        `blank`: not all columns will be written, so their contents must be finite.
         """
         width = max(lengths)
         keys, values = self._empty(len(lengths), width)

@@ -1,8 +1,8 @@
-"""Prefill: prompts to keys, values and first logits, each distinct prefix computed once where it can be shared.
+"""Prefill with prefix caching: prompts to keys, values and first logits, each distinct prefix computed once.
 
-newcomers ─► equal ones as one ─► rounds (one waits for another that begins alike) ─► cached prefix ─► one forward ─► rows
-                                                                                           ▲               │
-                                                                                           └─ what is held ┘
+new prompts ─► equal ones merged ─► rounds (a prompt waits for one with the same prefix) ─► forward ─► rows
+                                                                                          ▲           │
+                                                                                          └ PrefixCache
 """
 
 from __future__ import annotations
@@ -17,13 +17,6 @@ import torch
 
 from rollout_server.engines.torch.forward import PolicyForward
 from rollout_server.engines.torch.kv_cache import KvCache, KvWindow
-
-# Keys and values of sequences computed lately, found again by the longest prefix that a new sequence shares with one.
-#
-#     held     a b c d │ e f g h │ i          blocks of a few tokens; each block's chained hash names a sequence that has it
-#     asked    a b c d │ e f x                walk the blocks as far as they are known ──► `a b c d e f` of that sequence
-#
-# All that it holds must be of one policy version: whoever commits another one calls `clear`. Belongs to one thread.
 
 Tokens = npt.NDArray[np.int64]
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
@@ -47,7 +40,13 @@ class CachedSequence:
 
 
 class PrefixCache:
-    """Holds at most `most_bytes` of keys and values; the sequences that were not used for longest go first."""
+    """LRU cache of the keys and values of recent sequences, looked up by the longest common prefix.
+
+        cached     a b c d │ e f g h │ i      blocks of a few tokens; each block's chained hash names a sequence that has it
+        looked up  a b c d │ e f x            follow the blocks as far as they are known ──► `a b c d e f` of that sequence
+
+    It keeps at most `most_bytes`. All entries must be of one policy version: a commit calls `clear`. Used on one thread.
+    """
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -58,15 +57,15 @@ class PrefixCache:
     def longest(self, tokens: Tokens, salt: str | None) -> tuple[CachedSequence, int] | None:
         """A sequence that begins like `tokens`, and for how many of them; None for less than a block.
 
-        Of several, one that shares less than a block fewer than the best. The last of `tokens` never counts: whoever asks
-        wants the logits that come after it. Only sequences added with the same `salt` are found.
+        Of several, one that shares less than a block fewer than the best. The last of `tokens` never counts: the
+        logits that come after it are still to be computed. Only sequences added with the same `salt` are found.
         """
         found = None
         for block in _chain(tokens, salt):
-            held = self._by_block.get(block)
-            if held is None:
+            cached = self._by_block.get(block)
+            if cached is None:
                 break
-            found = held
+            found = cached
         if found is None:
             return None
         self._sequences.move_to_end(id(found))
@@ -77,7 +76,7 @@ class PrefixCache:
         return (found, length) if length >= BLOCK and found.salt == salt else None
 
     def add(self, tokens: Tokens, salt: str | None, copy: Callable[[], KeysAndValues]) -> None:
-        """Hold a sequence, unless all its whole blocks are held. `copy` gives the cache keys and values of its own."""
+        """Add a sequence, unless all its whole blocks are cached. `copy` makes the keys and values to keep."""
         blocks = _chain(tokens, salt)
         if not blocks or blocks[-1] in self._by_block:
             return
@@ -125,10 +124,10 @@ def _chain(tokens: Tokens, salt: str | None) -> list[int]:
 
 PREFILL_TOKENS = 16384
 """Most tokens of one forward, padding counted: that bounds its memory."""
-# A round more is a forward more: so many tokens must be shared for it to pay.
+# A further round costs a further forward: so many shared tokens are needed for it to pay off.
 _WORTH_WAITING = 64
-# What a forward costs beside its tokens, in tokens: measured on a CPU with a model of 3 M parameters. A GPU computes
-# thousands in the time that it takes to start one.
+# The fixed cost of a forward, in tokens: measured on a CPU with a model of 3 M parameters. A GPU computes thousands of
+# tokens in the time that it takes to launch one.
 _FORWARD_TOKENS_CPU, _FORWARD_TOKENS_GPU = 32, 2048
 
 
@@ -143,7 +142,7 @@ class Newcomer:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A newcomer, the numbers of those that it stands for, and where its first `length` tokens' keys and values lie."""
+    """A prompt, the numbers of the equal ones that it represents, and its cached prefix of `length` tokens."""
 
     numbers: list[int]
     newcomer: Newcomer
@@ -179,7 +178,7 @@ class Prefill:
         return order, parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def again(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Compute the keys and values of all rows anew; `sequences[row]`: the tokens that the row holds."""
+        """Recompute the keys and values of all rows; `sequences[row]`: the tokens of the row."""
         low, high = self._slots.columns
         ids = self._padded([np.array(sequence, dtype=np.int64) for sequence in sequences], high - low)
         width = max(1, PREFILL_TOKENS // len(sequences))
@@ -189,12 +188,12 @@ class Prefill:
         self.computed += sum(len(sequence) for sequence in sequences)
 
     def remember(self, row: int, tokens: Tokens, salt: str | None) -> None:
-        """Keep what a row holds for later prompts that begin with it."""
+        """Put a row's keys and values into the prefix cache."""
         if self._cache is not None:
             self._cache.add(tokens, salt, lambda: self._slots.copy_of(row))
 
     def forget(self) -> None:
-        """What was computed so far is of no use to anyone else any more."""
+        """Empty the prefix cache."""
         if self._cache is not None:
             self._cache.clear()
 
@@ -218,7 +217,7 @@ class Prefill:
             waiting = later
 
     def _equal_as_one(self, newcomers: Sequence[Newcomer]) -> list[tuple[list[int], Newcomer]]:
-        """Siblings ask the same: where sharing is allowed, one of them is computed, for the rows of all."""
+        """Equal prompts (samples of a group) are computed once, for the rows of all, where sharing is allowed."""
         if self._cache is None:
             return [([number], newcomer) for number, newcomer in enumerate(newcomers)]
         numbers: dict[tuple[str | None, bytes], list[int]] = {}
@@ -231,7 +230,7 @@ class Prefill:
 
     def _plan(self, numbers: list[int], newcomer: Newcomer) -> _Planned:
         found = None if self._cache is None else self._cache.longest(newcomer.tokens, newcomer.salt)
-        return _Planned(numbers, newcomer) if found is None else _Planned(numbers, newcomer, *found)
+        return _Planned(numbers, newcomer) if found is None else _Planned(numbers, newcomer, found[0], found[1])
 
     def _together(self, part: Sequence[_Planned]) -> torch.Tensor:
         """One forward over these; those of their cached tokens that fall into it are computed again."""
@@ -275,10 +274,9 @@ class Prefill:
 
 
 def _split(planned: Sequence[_Planned], forward_tokens: int) -> list[list[_Planned]]:
-    """Those of like need together: a forward computes as many tokens of each row as its neediest row needs.
+    """Group prompts of similar length: a forward computes as many tokens of each row as its longest row needs.
 
-    Cut wherever the tokens that would be computed for nothing outweigh one more forward, `forward_tokens`: those of all
-    that come before some place, up to the need of the last.
+    A new group begins where the padding computed for nothing would cost more than one more forward, `forward_tokens`.
     """
     parts: list[list[_Planned]] = []
     for plan in sorted(planned, key=lambda plan: plan.fresh):

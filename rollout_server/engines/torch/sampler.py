@@ -1,10 +1,10 @@
-"""Generating tokens for all rows at once, each row by its own parameters.
+"""Token sampling for a batch, each row by its own parameters: temperature, min-p, top-k, top-p, seed, penalties.
 
     logits ─► ÷ temperature ─► min-p, top-k, top-p ─► cumulative distribution ─► first entry above a uniform number
 
-One uniform number a token (inverse-transform sampling, in float64, over the vocabulary in its own order) makes a seeded
-request's samples are its own: no neighbour can shift them. The work of the cuts (a sort) is done only while a row asks
-for it.
+Each token takes one uniform number (inverse-transform sampling, in float64, over the vocabulary in its own order), so a
+seeded request's samples do not depend on the other rows of its batch. The sort for min-p, top-k and top-p is done only
+while a row asks for it.
 
 Logprobs are those of the distribution really sampled from, float32 from a float32 log-softmax; for greedy rows those of the
 plain softmax of the logits that come in (`logit_shaping` has changed them where a row asked for it).
@@ -84,10 +84,11 @@ class Sampler:
         logits = torch.zeros(3, vocabulary, device=device)
         uniforms = torch.full((3, 1), 0.5, dtype=torch.float64, device=device)
         ones = torch.ones(3, 1, device=device)
-        everything = (ones.bool(), -ones, ones.long(), ones.double())
         self._greedy = record(sample_greedy, (logits,))
         self._plain = record(sample_plain, (logits, uniforms, ones))
-        self._restricted = record(sample_restricted, (logits, uniforms, ones, *everything))
+        self._restricted = record(
+            sample_restricted, (logits, uniforms, ones, ones.bool(), -ones, ones.long(), ones.double())
+        )
 
     def sample(self, logits: torch.Tensor, rows: RowParameters, seeded: Sequence[tuple[int, UniformSource]]) -> Sampled:
         """Tokens and logprobs from float32 logits `[rows, vocabulary]`. `seeded`: (row, its source)."""
@@ -102,8 +103,9 @@ class Sampler:
             if rows.plain:
                 sampled = self._plain(logits, column, rows.temperature)
             else:
-                columns = (rows.temperature, rows.greedy, rows.floor, rows.top_k, rows.top_p)
-                sampled = self._restricted(logits, column, *columns)
+                sampled = self._restricted(
+                    logits, column, rows.temperature, rows.greedy, rows.floor, rows.top_k, rows.top_p
+                )
                 likeliest = _likeliest(logits, rows) if rows.likeliest else None
         both: npt.NDArray[np.float64] = sampled.cpu().numpy()
         return Sampled(both[0].astype(np.int64).tolist(), both[1].tolist(), likeliest)
@@ -192,13 +194,6 @@ def _column(values: Sequence[float], dtype: npt.DTypeLike, device: torch.device)
     return torch.from_numpy(np.array(values, dtype=dtype)).to(device).unsqueeze(1)
 
 
-# What changes a row's logits by what it has sampled so far: `min_tokens`, then the penalties, in vLLM's order.
-#
-#     logits ─► stop tokens to −inf until min_tokens ─► repetition ─► frequency, presence ─► the sampler
-#
-# Only rows that ask for it are touched. The counts are made when rows come or go and then kept up token by token.
-
-
 @dataclass(frozen=True)
 class ShapedRow:
     """A row of the batch whose parameters shift its logits. `sampled`: its tokens so far; `stops`: what may end it."""
@@ -211,7 +206,13 @@ class ShapedRow:
 
 
 class LogitShaping:
-    """For one composition of the batch. Call `apply` before each step and `after_sampling` with its tokens."""
+    """Logits processors by the tokens so far: `min_tokens`, then the penalties, in vLLM's order.
+
+        logits ─► stop tokens to −inf until min_tokens ─► repetition ─► frequency, presence ─► the sampler
+
+    Made for one composition of the batch; only rows that ask for it are touched. Call `apply` before each step and
+    `after_sampling` with its tokens.
+    """
 
     def __init__(self, rows: Sequence[ShapedRow], vocabulary: int, device: torch.device) -> None:
         def column(values: Sequence[float]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The requests of an engine: a queue of waiting ones, and the batch of samples that one step extends by a token each.
+"""Continuous batching: a queue of waiting requests, and a batch of samples that each step extends by one token.
 
     add ──► waiting ──► prefill (once a request, copied to its siblings) ──► running ──► finished
                                       └── one step: decode running rows, prefill newcomers, generate for all ──┘
@@ -48,7 +48,7 @@ Outcome = GenerationDelta | RequestFailed
 
 @dataclass(slots=True)
 class _Ticket:
-    """A request, and how many of its siblings have been started."""
+    """A queued request, and how many of its samples have been started."""
 
     request: GenerationRequest
     limit: int
@@ -58,24 +58,24 @@ class _Ticket:
 
 @dataclass(slots=True)
 class _Sample:
-    """`marks`: (first token, version, `kv` of its span) of each stretch of tokens. `sent`: tokens already handed out."""
+    """A running sample. `spans`: (first token, version, `kv`) of each version span. `sent`: tokens already in deltas."""
 
     ticket: _Ticket
     index: int
     source: UniformSource | None
-    marks: list[tuple[int, int, KvPolicy]]
+    spans: list[tuple[int, int, KvPolicy]]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
     sent: int = 0
 
-    def held(self) -> list[int]:
-        """The tokens whose keys and values its row holds: all but the newest."""
+    def cached(self) -> list[int]:
+        """The tokens whose keys and values are in its row: all but the newest."""
         return self.ticket.request.prompt_token_ids + self.tokens[:-1]
 
 
 class Scheduler:
-    """`outbox`: deltas and failures since the caller last took them, in order."""
+    """Continuous batching scheduler. `outbox`: deltas and failures since they were last taken, in order."""
 
     def __init__(
         self,
@@ -116,12 +116,12 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests of which a sibling has not been started."""
+        """Requests of which a sample has not been started."""
         return len(self._waiting)
 
     @property
     def prefill_tokens(self) -> int:
-        """For how many tokens keys and values were computed that were not being sampled."""
+        """Tokens whose keys and values were computed by prefill."""
         return self._prefill.computed
 
     def add(self, request: GenerationRequest) -> None:
@@ -131,7 +131,7 @@ class Scheduler:
         self._waiting.append(_Ticket(request, limit, reachable_stops(sampling, self._vocabulary, self._eos)))
 
     def step(self, version: int, *, admit: bool) -> int:
-        """Extend every running sample by one token, start newcomers if `admit`; returns how many tokens were sampled."""
+        """Extend every running sample by one token, start waiting ones if `admit`; returns how many tokens were sampled."""
         parts = []
         if self._samples:
             ids = torch.from_numpy(np.array(self._newest, dtype=np.int64)).to(self._device).view(-1, 1)
@@ -156,12 +156,12 @@ class Scheduler:
         return count
 
     def mark_version(self, version: int) -> None:
-        """Tokens sampled from now on are `version`'s: see to the keys and values that other versions computed."""
+        """Tokens sampled from now on are `version`'s. Applies the KV policy to what older versions computed."""
         self._prefill.forget()
         for sample in self._samples:
-            sample.marks.append((len(sample.tokens), version, self._kv_policy))
+            sample.spans.append((len(sample.tokens), version, self._kv_policy))
         if self._samples and self._kv_policy == "recompute":
-            self._prefill.again([sample.held() for sample in self._samples])
+            self._prefill.again([sample.cached() for sample in self._samples])
 
     def abort(self, request_ids: Sequence[str] | None) -> int:
         """Finish these requests (None: all) with what was sampled; returns how many were there."""
@@ -202,7 +202,7 @@ class Scheduler:
         return outcomes
 
     def _describe_rows(self) -> RowParameters:
-        """Tell the sampler of the rows there are now."""
+        """Sampling parameters of the current rows."""
         requests = [sample.ticket.request for sample in self._samples]
         self._rows = RowParameters(
             [request.sampling for request in requests],
@@ -220,9 +220,9 @@ class Scheduler:
         return self._rows
 
     def _admit(self, version: int) -> torch.Tensor:
-        """Start as many waiting siblings as fit; returns their logits `[new rows, vocabulary]`.
+        """Start as many waiting samples as fit; returns their logits `[new rows, vocabulary]`.
 
-        Siblings that came as requests of their own are prefilled once, as those of one request are.
+        Equal prompts are prefilled once, whether they are samples of one request or of several.
         """
         alike: dict[tuple[str | None, bytes], tuple[Tokens, list[_Sample]]] = {}
         free = self._max_running - len(self._samples)
@@ -240,8 +240,8 @@ class Scheduler:
             for index in range(ticket.started, ticket.started + count):
                 # What an earlier try sampled, under whichever versions, is prefilled under this one.
                 kv: KvPolicy = "recompute" if request.resumed else self._kv_policy
-                marks: list[tuple[int, int, KvPolicy]] = [(0, version, kv)]
-                samples.append(_Sample(ticket, index, _source(request, index), marks))
+                spans: list[tuple[int, int, KvPolicy]] = [(0, version, kv)]
+                samples.append(_Sample(ticket, index, _source(request, index), spans))
             free -= count
             ticket.started += count
             if ticket.started == request.n:
@@ -283,8 +283,8 @@ class Scheduler:
         for row, reason in finished:
             sample = self._samples[row]
             self.outbox.append(_delta(sample, reason))
-            if self._shares and (len(sample.marks) == 1 or self._kv_policy == "recompute"):
-                self._prefill.remember(row, as_tokens(sample.held()), sample.ticket.request.cache_salt)
+            if self._shares and (len(sample.spans) == 1 or self._kv_policy == "recompute"):
+                self._prefill.remember(row, as_tokens(sample.cached()), sample.ticket.request.cache_salt)
         moves = self._slots.remove([row for row, _ in finished])
         for to, source in moves:
             self._samples[to] = self._samples[source]
@@ -302,7 +302,7 @@ def _source(request: GenerationRequest, index: int) -> UniformSource | None:
 
 
 def _shaped_row(row: int, sample: _Sample) -> ShapedRow:
-    """What an earlier try of the request sampled stands in the prompt; the logits are shifted by it as by output."""
+    """Tokens of an earlier attempt are part of the prompt, but count as output for the penalties."""
     request = sample.ticket.request
     split = len(request.prompt_token_ids) - request.resumed
     prompt, resumed = request.prompt_token_ids[:split], request.prompt_token_ids[split:]
@@ -313,15 +313,15 @@ def _delta(sample: _Sample, reason: FinishReason | None) -> GenerationDelta:
     """What was sampled since the sample's last delta."""
     sent = sample.sent
     total = sample.sent = len(sample.tokens)
-    spans = []
-    ends = [start for start, _, _ in sample.marks[1:]] + [total]
-    for (start, version, kv), end in zip(sample.marks, ends, strict=True):
+    found = []
+    ends = [start for start, _, _ in sample.spans[1:]] + [total]
+    for (start, version, kv), end in zip(sample.spans, ends, strict=True):
         start = max(start, sent)
         if start < end:
-            spans.append(VersionSpan(start - sent, end - start, version, kv=kv))
+            found.append(VersionSpan(start - sent, end - start, version, kv=kv))
     tokens, logprobs = (sample.tokens, sample.logprobs) if sent == 0 else (sample.tokens[sent:], sample.logprobs[sent:])
     if reason is None:
         tokens, logprobs = list(tokens), list(logprobs)
     request = sample.ticket.request
     likeliest = sample.likeliest[sent:] if request.top_logprobs else None
-    return GenerationDelta(request.request_id, sample.index, tokens, logprobs, spans, reason, likeliest)
+    return GenerationDelta(request.request_id, sample.index, tokens, logprobs, found, reason, likeliest)

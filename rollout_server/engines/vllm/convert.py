@@ -1,4 +1,4 @@
-"""From vLLM's outputs to deltas: token ids, logprobs of the sampled tokens, and a version for every token. Pure."""
+"""Convert between the engine interface and vLLM: outputs to deltas with version spans, requests to SamplingParams."""
 
 from __future__ import annotations
 
@@ -117,9 +117,6 @@ def to_delta(
         finish_reason=reason,
         top_logprobs=alternatives,
     )
-
-
-# A request's sampling parameters as vLLM wants them.
 
 
 def vllm_parameters(

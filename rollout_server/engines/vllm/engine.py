@@ -4,7 +4,7 @@ rollout server (this process)                     engine core (child)
 generate ──── token ids ────────────────────────► scheduler · model · sampler
          ◄─── tokens, logprobs, weight version ── every step's outputs
 stage ─────── manifest ─────────────────────────► a thread pulls buckets into shadow memory
-commit ────── version ──────────────────────────► between two steps: flip, relabel
+commit ────── version ──────────────────────────► between two steps: flip, change the version label
 """
 
 from __future__ import annotations
@@ -17,22 +17,14 @@ from typing import Any, TypeVar
 
 import structlog
 
-from rollout_server.engines.base import (
-    CommitReport,
-    EngineStatus,
-    GenerationDelta,
-    GenerationRequest,
-    PauseMode,
-    StageReport,
-    collect,
-    join,
-)
+from rollout_server.engines.base import EngineStatus, GenerationDelta, GenerationRequest, collect, join
 from rollout_server.engines.request_check import eos_token_ids
 from rollout_server.engines.vllm import launch as vllm_launch
 from rollout_server.engines.vllm.convert import to_delta, vllm_parameters
 from rollout_server.engines.vllm.stats import StepMeter
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import KvPolicy, SamplingParams
+from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 from weight_bus.vllm.protocol import Attached, Committed, Digest, Staged, ask
 
 _log = structlog.get_logger()
@@ -114,7 +106,7 @@ class VllmEngine:
         """Import vLLM, which takes most of a start. Blocks; raises UsageError where vLLM is missing."""
         if not self._preloaded:
             vllm_launch.import_everything(self._threads)
-            # The imported heap is here to stay: neither this process nor the forked one needs to walk it again.
+            # The imported modules stay: neither this process nor the forked one needs to collect garbage among them.
             gc.freeze()
             self._preloaded = True
 
@@ -124,7 +116,7 @@ class VllmEngine:
             raise UsageError(f"{model} is no model folder (no config.json)", "give a Hugging Face folder")
         self.preload()
         if vllm_launch.on_cpu():
-            # Here, not on a thread: it forks, and a fork copies whatever another thread happens to hold.
+            # Here, not on a thread: it forks, and a fork copies the locks that other threads hold.
             self._llm, self._scratch = vllm_launch.launch(self._plan)
         else:
             self._llm, self._scratch = await asyncio.to_thread(vllm_launch.launch, self._plan)
@@ -141,8 +133,15 @@ class VllmEngine:
         self._eos = eos_token_ids(self._plan.model)
         self._max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
         await self._llm.get_supported_tasks()
-        run = self._run_id, self._transport, self._plan.kv_policy, self._weights_key, self._file_root
-        attached = await self._call(Attached, "rollmesh_attach", *run)
+        attached = await self._call(
+            Attached,
+            "rollmesh_attach",
+            self._run_id,
+            self._transport,
+            self._plan.kv_policy,
+            self._weights_key,
+            self._file_root,
+        )
         await self._rehearse()
         _log.info("engine_ready", engine="vllm", model=str(self._plan.model), weight_bytes=attached.total_bytes)
 
@@ -161,7 +160,7 @@ class VllmEngine:
         self._live[request.request_id] = request.n
         collector, unfinished = None, request.n
         begins = [0] * request.n
-        held: dict[int, GenerationDelta] = {}
+        buffered: dict[int, GenerationDelta] = {}
         try:
             prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
             collector = await llm.add_request(request.request_id, prompt, parameters)
@@ -172,11 +171,11 @@ class VllmEngine:
                     delta = self._delta(request, collector.request_id, completion, begins[index])
                     begins[index] += len(delta.token_ids)
                     unfinished -= delta.finish_reason is not None
-                    if index in held:
-                        delta = join(held.pop(index), delta)
+                    if index in buffered:
+                        delta = join(buffered.pop(index), delta)
                     # vLLM's own interval lets a sample's first token through at once.
                     if delta.finish_reason is None and len(delta.token_ids) < request.delta_every:
-                        held[index] = delta
+                        buffered[index] = delta
                     else:
                         yield delta
         except (EngineDeadError, EngineGenerateError) as error:
@@ -201,7 +200,7 @@ class VllmEngine:
     async def pause(self, mode: PauseMode) -> None:
         llm = self._running()
         self._paused = True
-        # The cache is kept: requests in flight go on with the keys and values they have.
+        # The cache is kept: requests in flight continue with the keys and values they have.
         await llm.engine_core.pause_scheduler_async(mode, False)
         # Outputs of the last step came before the answer, but wait in a queue for another task: let it have its turn.
         for _ in range(_SETTLE_TURNS):
@@ -215,35 +214,29 @@ class VllmEngine:
         await self._running().engine_core.resume_scheduler_async()
         self._paused = False
 
-    async def stage(self, manifest: bytes) -> StageReport:
+    async def stage(self, manifest: bytes) -> StageAnswer:
         self._staged = None
-        staged = await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_STAGE_DEADLINE_S)
+        staged = (await self._call(Staged, "rollmesh_stage", manifest, deadline_s=_STAGE_DEADLINE_S)).result
         self._staged = staged.version
-        return StageReport(
-            version=staged.version,
-            root_digest=staged.root_digest,
-            bytes_read=staged.bytes_read,
-            seconds=staged.seconds,
-            rank_digests=staged.rank_digests,
-        )
+        return staged
 
-    async def commit(self, version: int) -> CommitReport:
+    async def commit(self, version: int) -> CommitAnswer:
         return await self._serve("rollmesh_commit", version)
 
-    async def rollback(self, version: int) -> CommitReport:
+    async def rollback(self, version: int) -> CommitAnswer:
         return await self._serve("rollmesh_rollback", version)
 
-    async def _serve(self, method: str, version: int) -> CommitReport:
+    async def _serve(self, method: str, version: int) -> CommitAnswer:
         if version == self._version:
             # Asked again: its answer was lost.
-            return CommitReport(version=version, flip_ms=0.0, requests_in_flight=len(self._live))
+            return CommitAnswer(version=version, flip_ms=0.0, requests_in_flight=len(self._live))
         committed = await self._call(Committed, method, version)
-        self._version, self._staged = committed.version, None
+        self._version, self._staged = committed.result.version, None
         self._meter.committed(committed.at)
-        return CommitReport(version=committed.version, flip_ms=committed.flip_ms, requests_in_flight=committed.running)
+        return committed.result
 
     async def weights_digest(self) -> str:
-        return (await self._call(Digest, "rollmesh_digest", deadline_s=_STAGE_DEADLINE_S)).root_digest
+        return (await self._call(Digest, "rollmesh_digest", deadline_s=_STAGE_DEADLINE_S)).result.root_digest
 
     def status(self) -> EngineStatus:
         unfinished = 0 if self._llm is None else self._llm.output_processor.get_num_unfinished_requests()
@@ -285,7 +278,7 @@ class VllmEngine:
         return self._llm
 
     def _failure(self) -> str | None:
-        """Why nothing is served any more. The core says so itself, or its process has ended."""
+        """Why nothing is served any more: the core reported an error, or its process has ended."""
         if self._llm is None or self._core_gone is None:
             return None
         return _DEAD if self._core_gone.done() or self._llm.errored else None
@@ -304,7 +297,7 @@ class VllmEngine:
         self._meter = StepMeter()
 
     def _watch_steps(self) -> None:
-        """See every message of the engine core on its way to vLLM's own handler, which has handled those before it."""
+        """Observe every message of the engine core before vLLM's own handler gets it."""
         client = self._llm.engine_core
         receive = client.get_output_async
 
@@ -320,7 +313,7 @@ class VllmEngine:
         client.get_output_async = receive_and_observe
 
     def _watch_core(self) -> None:
-        """vLLM leaves calls waiting when the core dies; the end of its process ends them here."""
+        """Fail waiting calls when the engine core process ends: vLLM would leave them waiting."""
         loop = asyncio.get_running_loop()
         self._core_gone = gone = loop.create_future()
 

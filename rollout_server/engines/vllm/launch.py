@@ -1,4 +1,4 @@
-"""Starting and ending a vLLM engine: environment, configuration, the engine-core process and its end.
+"""Start and stop a vLLM engine: environment variables, configuration, the engine-core process.
 
     preload ─ imports (seconds) ─► launch ─ configuration, fork, model load ─► AsyncLLM ─► end
 
@@ -73,11 +73,11 @@ def set_environment(threads: int) -> None:
 
 
 def import_everything(threads: int) -> None:
-    """The imports, several seconds of them. Raises UsageError where vLLM is missing or broken."""
+    """Import vLLM, which takes several seconds. Raises UsageError where it is missing or broken."""
     set_environment(threads)
     try:
         with warnings.catch_warnings():
-            # Deprecations inside vLLM are nothing a reader of the server's log can mend.
+            # Deprecation warnings inside vLLM are of no use in the server's log.
             warnings.simplefilter("ignore", FutureWarning)
             for module in _MODULES:
                 importlib.import_module(module)
@@ -113,7 +113,7 @@ def launch(plan: Plan) -> tuple[Any, Path]:
         if on_cpu():
             _register_architectures(plan.model)
             if plan.tensor_parallel > 1:
-                # Ranks share the cores as the system sees fit; vLLM would give each a NUMA node of its own.
+                # The system schedules the ranks over all cores; vLLM would bind each to a NUMA node of its own.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         config = AsyncEngineArgs(**_arguments(plan)).create_engine_config()
         with _forking() if on_cpu() else contextlib.nullcontext():
@@ -215,11 +215,9 @@ def end(llm: Any, scratch: Path, deadline_s: float) -> None:
                 del os.environ[name]
 
 
-# RMS norms on a CPU by vLLM's own compiled kernels, registered by its own means.
-#
-# vLLM ships these kernels for CPUs too but, run eagerly, takes six tensor operations a norm instead: five times the
-# time, and a twelfth of a step of a small model. Where a kernel cannot take what it is given, vLLM goes on to its
-# native one. It insists on the whole signature of its native norm, names too, whether all is used or not.
+# RMS norms on a CPU by vLLM's compiled kernels. vLLM has them for CPUs too, but in eager mode it runs six tensor
+# operations for each norm: five times as long, a twelfth of a step of a small model. Where a kernel does not support its
+# arguments, vLLM falls back to its native norm. The functions must have that norm's whole signature, used or not.
 
 # ruff: noqa: ARG001
 

@@ -1,7 +1,7 @@
-"""What a running engine tells about itself, read off the outputs of its steps as they pass by.
+"""Engine statistics from vLLM's step outputs: tokens, prefill, commits and stalls.
 
-vLLM's own statistics cost a walk over every request a step; this needs the time stamp each step carries anyway. Steps and
-commits are put in order by the engine core's clock, since here they arrive by different ways.
+vLLM's own statistics loop over all requests in each step; this needs only the time stamp that each step carries. Steps
+and commits are ordered by the engine core's clock, since they arrive here on different channels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class StepMeter:
         self._commits: deque[float] = deque()
         self.commits = 0
         self.generating = 0
-        """Samples that sampled a token in the last step."""
+        """Samples that got a token in the last step."""
         self.prefill_tokens = 0
 
     @property

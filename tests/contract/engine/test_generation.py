@@ -33,7 +33,7 @@ async def test_it_is_an_engine_and_describes_itself(case: EngineCase) -> None:
     assert (status.policy_version, status.paused, status.failure) == (case.version, False, None)
 
 
-async def test_every_drawn_token_is_counted(case: EngineCase) -> None:
+async def test_every_sampled_token_is_counted(case: EngineCase) -> None:
     before = case.engine.status().tokens_generated
     answers = await case.many([request(prompt, 7, n=3, temperature=1.0) for prompt in prompts(5, seed=21)])
     sampled = sum(len(sample.token_ids) for samples in answers for sample in samples)
@@ -142,7 +142,7 @@ async def test_a_prompt_that_leaves_no_room_is_refused_in_the_words_clients_look
     ],
     ids=str,
 )
-async def test_parameters_that_cannot_be_drawn_with_are_refused_and_harm_no_neighbour(
+async def test_parameters_that_cannot_be_sampled_with_are_refused_and_harm_no_neighbour(
     case: EngineCase, absurd: dict[str, Any]
 ) -> None:
     neighbour = asyncio.create_task(case.one(request([5, 6], 40, ignore_eos=True)))

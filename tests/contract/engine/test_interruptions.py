@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
 @pytest.mark.parametrize("by_id", [True, False])
-async def test_abort_returns_what_was_drawn(case: EngineCase, by_id: bool) -> None:
+async def test_abort_returns_what_was_sampled(case: EngineCase, by_id: bool) -> None:
     asked = request(prompts(1, seed=30)[0], 240, n=2, stream=True, ignore_eos=True)
     with case.in_flight(asked) as (reading, task):
         await asyncio.wait_for(reading.started.wait(), 30.0)

@@ -40,7 +40,7 @@ async def test_greedy_logprobs_are_the_plain_softmax(case: EngineCase) -> None:
     assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=1e-4)
 
 
-async def test_seeds_draw_the_same_where_prompts_do_not_fit_one_step(case: EngineCase) -> None:
+async def test_seeds_sample_the_same_where_prompts_do_not_fit_one_step(case: EngineCase) -> None:
     """vLLM computes 2,048 tokens of prompts a step, and the prompt that is over that in parts."""
     asked = [
         request(prompt, 6, ignore_eos=True, seed=number)
@@ -90,7 +90,7 @@ async def test_restricted_sampling_stays_inside_and_its_logprobs_are_of_what_is_
             assert sample.logprobs[0] == pytest.approx(expected[sample.token_ids[0]], abs=1e-4)
 
 
-async def test_a_seeded_request_draws_the_same_beside_any_neighbours(case: EngineCase) -> None:
+async def test_a_seeded_request_samples_the_same_beside_any_neighbours(case: EngineCase) -> None:
     prompt = prompts(1, seed=6)[0]
     alone = sample_of(await case.one(request(prompt, 24, seed=7, ignore_eos=True)))
     crowd = [
@@ -196,7 +196,7 @@ async def test_logprobs_are_of_the_distribution_that_the_parameters_promise(
     assert told > 100
 
 
-async def test_no_stop_token_is_drawn_before_min_tokens_and_one_may_be_after(case: EngineCase) -> None:
+async def test_no_stop_token_is_sampled_before_min_tokens_and_one_may_be_after(case: EngineCase) -> None:
     stops = tuple(range(1, 40))
     asked = request(prompts(1, seed=52)[0], 60, n=MAX_RUNNING, min_tokens=10, stop_token_ids=stops, temperature=2.0)
     lengths = []
@@ -213,18 +213,18 @@ async def test_min_tokens_beyond_the_models_length_ends_there(case: EngineCase) 
     assert (len(sample.token_ids), sample.finish_reason) == (6, "length")
 
 
-async def test_seeded_draws_follow_the_reported_distribution(case: EngineCase) -> None:
+async def test_seeded_samples_follow_the_reported_distribution(case: EngineCase) -> None:
     prompt = prompts(1, seed=54)[0]
     parameters = {"temperature": 2.0, "top_k": 8, "min_p": 0.01, "repetition_penalty": 1.3}
     asked = [request(prompt, 1, n=100, seed=seed, ignore_eos=True, **parameters) for seed in range(0, 20_000, 1000)]
     counts = Counter(sample.token_ids[0] for samples in await case.many(asked) for sample in samples)
     logits = harness.next_logits(case.folder, prompt)[0]
     chances = distribution(logits, asked[0].sampling, prompt, [], set()).exp()
-    draws = sum(counts.values())
-    assert draws == 2000
+    total = sum(counts.values())
+    assert total == 2000
     for token, chance in enumerate(chances.tolist()):
-        deviation = math.sqrt(draws * chance * (1 - chance))
-        assert abs(counts[token] - draws * chance) <= 5 * deviation, f"token {token}"
+        deviation = math.sqrt(total * chance * (1 - chance))
+        assert abs(counts[token] - total * chance) <= 5 * deviation, f"token {token}"
 
 
 async def test_alternatives_come_only_to_who_asked(case: EngineCase) -> None:
@@ -238,7 +238,7 @@ async def test_alternatives_come_only_to_who_asked(case: EngineCase) -> None:
         assert [len(each) for each in likeliest] == [count] * 40
 
 
-async def test_a_cache_salt_changes_nothing_that_is_drawn(case: EngineCase) -> None:
+async def test_a_cache_salt_changes_nothing_that_is_sampled(case: EngineCase) -> None:
     asked = request([5, 6, 7], 12, temperature=0.0)
     salted = dataclasses.replace(asked, request_id="salted", cache_salt="pepper")
     plain, same = await case.many([asked, salted])

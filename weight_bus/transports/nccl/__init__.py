@@ -1,1 +1,1 @@
-"""Broadcast by NCCL, or gloo where there is no GPU."""
+"""The collective transport: broadcast by NCCL, or gloo where there is no GPU."""

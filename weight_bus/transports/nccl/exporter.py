@@ -1,4 +1,4 @@
-"""The publisher's side of the collective transport: one thread an export opens epochs for whoever wants the bytes.
+"""The publisher's side of the collective transport: one thread an export broadcasts the arena, epoch by epoch.
 
     open ──first member joins──► window ──member list fixed──► broadcast ──all have it──► open (next epoch)
                                                                   └──one died or stalled: the epoch ends──┘
@@ -34,7 +34,7 @@ from weight_bus.transports.nccl.group import (
 
 _POLL_S = 0.01
 _TICKET_S = 1.0
-"""How long a member that has sampled a ticket may take to say what it wants."""
+"""How long a member that has a ticket may take to say from which byte on it reads."""
 
 log = structlog.get_logger(__name__)
 
@@ -123,7 +123,7 @@ class _Export:
         try:
             while not self._withdrawn.wait(_POLL_S):
                 if self._store.add(f"{self._epoch}/joined", 0):
-                    self._hold_epoch()
+                    self._run_epoch()
         except RuntimeError as error:
             # The store is in this process: only torch itself can fail here. Receivers find nobody and say so.
             log.error("weight broadcast ended", port=self.port, why=str(error))
@@ -131,7 +131,7 @@ class _Export:
             self._bytes = None
             del self._store
 
-    def _hold_epoch(self) -> None:
+    def _run_epoch(self) -> None:
         self._withdrawn.wait(self._window_s)
         plan, epoch = self._fix_members(), self._epoch
         self._store.set(f"{epoch}/plan", msgspec.json.encode(plan).decode())

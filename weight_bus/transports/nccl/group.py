@@ -1,4 +1,4 @@
-"""Broadcast groups that are made by hand, one an epoch, beside the trainer's own process group and never in its way.
+"""NCCL and gloo process groups for broadcasts, one an epoch, apart from the trainer's own process group.
 
     store, one an export     epoch ─► number that is open for joining
                              E/joined ─► tickets given out      E/from/T ─► first byte that ticket T wants
@@ -23,7 +23,7 @@ from torch import distributed
 
 from weight_bus.errors import TransportError
 
-# Torch's stubs leave out what is made in C++.
+# Torch's type stubs lack the classes made in C++.
 _c10d: Any = distributed
 
 GLOO, NCCL = "gloo", "nccl"
@@ -114,7 +114,7 @@ def make_group(backend: str, store: Store, epoch: int, rank: int, size: int, pee
 
 
 def end_group(group: Any) -> None:
-    """Leave: whoever still waits for this member has an error, now or when its stall time is over."""
+    """Leave the group: members that still wait for this one get an error, now or when their stall time is over."""
     try:
         group.abort()
     except RuntimeError:
@@ -134,11 +134,11 @@ def local_address(peer: str) -> str:
             probe.connect((peer, 9))
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise RuntimeError(f"no way leads to {peer} ({error})") from error
+        raise RuntimeError(f"no route to {peer} ({error})") from error
 
 
 def quiet_torch() -> None:
-    """Torch's sockets log every peer that goes away, with a stack; we say it in one line of our own."""
+    """Torch logs a stack trace for every peer that disconnects; we log one line instead."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 

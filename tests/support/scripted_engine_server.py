@@ -19,7 +19,7 @@ FIRST_TOKEN = 5
 
 
 def manifest(version: int) -> bytes:
-    """A version of one byte: a scripted peer reads none of it."""
+    """A version of one byte: a scripted server reads none of it."""
     bucket = Bucket(offset=0, length=1, hash="00" * 32)
     layout = Layout(tensors=[], total_bytes=1, digest="")
     owner = Owner(total_bytes=1, sources=[])
@@ -29,7 +29,7 @@ def manifest(version: int) -> bytes:
     )
 
 
-class ScriptedPeer:
+class ScriptedEngineServer:
     """A plain `vllm serve`: no versions but vLLM's, with the final chunk; routes for operators only if `operated`.
 
     Tokens are 5, 6, 7 …, a chunk each. `step`: cleared, an answer stands still after its first `free` tokens.
@@ -54,7 +54,7 @@ class ScriptedPeer:
         self.url = ""
 
     @asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator[ScriptedPeer]:
+    async def serving(self, port: int = 0) -> AsyncIterator[ScriptedEngineServer]:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)

@@ -101,10 +101,10 @@ def test_one_copy_puts_in_place_what_single_copies_do_and_nothing_that_lies_betw
 
 
 def filled(weights: dict[str, torch.Tensor]) -> bytes:
-    exporter = make_exporter("shm", "one-piece")
+    exporter = make_exporter("shm", "contiguous")
     try:
-        half = ArenaBuffer(exporter, plan_owner(weights, "float32", None), torch.float32)
-        half.fill(weights)
-        return bytes(half.view)
+        buffer = ArenaBuffer(exporter, plan_owner(weights, "float32", None), torch.float32)
+        buffer.fill(weights)
+        return bytes(buffer.view)
     finally:
         exporter.close()
