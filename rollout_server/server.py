@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 from fastapi import FastAPI
@@ -21,7 +22,7 @@ from redis.exceptions import RedisError
 
 from rollout_server.chat.tokenizer import Renderer
 from rollout_server.completions.base import AnswerDeps, AnswerService
-from rollout_server.completions.service import AnswerKinds
+from rollout_server.completions.service import CompletionServices
 from rollout_server.completions.turns import TurnTaker
 from rollout_server.engines.base import Engine
 from rollout_server.journal.journal import Journal
@@ -58,6 +59,7 @@ DRAIN_WITHIN_S = 3.0
 _PAUSE_POLL_S = 0.02
 
 _log = structlog.get_logger()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class ServerPlan:
 
 @dataclass(frozen=True)
 class Parts:
-    """What routes work with once the engine is up."""
+    """What there is once the engine is up."""
 
     engine: Engine
     ledger: Ledger
@@ -97,7 +99,7 @@ class Parts:
     renderer: Renderer
     turns: TurnTaker
     answer_service: AnswerService
-    completions: AnswerKinds
+    completions: CompletionServices
     publisher: Publisher
     finisher: Finisher
     log: TrajectoryLog
@@ -130,8 +132,11 @@ class RolloutServer:
         self._cpu_when_ready = 0.0
         stop.on_stop = self._drain
 
-    def parts(self) -> Parts:
-        """The parts. Raises NotReadyError before the engine is up."""
+    def ready(self, part: Callable[[Parts], T]) -> Callable[[], T]:
+        """Gives one part, to whoever works with that alone. Raises NotReadyError, when asked before the engine is up."""
+        return lambda: part(self._ready_parts())
+
+    def _ready_parts(self) -> Parts:
         if self._parts is None:
             raise NotReadyError(f"rollout server {self.plan.server_id} is {self._phase}", "try again")
         return self._parts
@@ -151,7 +156,7 @@ class RolloutServer:
     async def drain(self) -> None:
         """Begin to drain, and go on in the background. Raises ConflictError where nobody would take what is let go of."""
         if self._draining is None:
-            if not await self.parts().drainer.others():
+            if not await self._ready_parts().drainer.others():
                 raise ConflictError("no other rollout server is serving", "start one, or end this one with SIGTERM")
             self._start_draining()
 
@@ -194,13 +199,13 @@ class RolloutServer:
                 with first_failure():
                     async with asyncio.TaskGroup() as tasks:
                         tasks.create_task(parts.journal.run(), name="journal")
-                        tasks.create_task(parts.heartbeat.run(), name="announcer")
-                        tasks.create_task(parts.takeover.run(), name="adoption")
+                        tasks.create_task(parts.heartbeat.run(), name="heartbeat")
+                        tasks.create_task(parts.takeover.run(), name="takeover")
                         watch = EngineWatch(self._engine, parts.takeover, parts.drainer, parts.heartbeat)
                         tasks.create_task(watch.run(), name="engine watch")
                         tasks.create_task(parts.gate.run(), name="admission")
                         tasks.create_task(parts.publisher.run(), name="publisher")
-                        tasks.create_task(expire_idle(parts.registry, parts.finisher, timeout_s), name="sweeper")
+                        tasks.create_task(expire_idle(parts.registry, parts.finisher, timeout_s), name="expiry")
                         tasks.create_task(parts.answer_service.watch(parts.registry, timeout_s), name="call watcher")
                         if self._membership is not None:
                             tasks.create_task(self._membership.run(), name="membership")
@@ -227,6 +232,10 @@ class RolloutServer:
         journal = Journal(redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.let_go)
         takeover = Takeover(registry, journal, ledger, servers, plan.server_id, plan.trust)
         heartbeat = Heartbeat(servers, lambda: self._record(registry))
+        log, origin = (
+            TrajectoryLog(redis, plan.run_id),
+            Origin(plan.run_id, plan.server_id, renderer.vocabulary_digest()),
+        )
         publisher = Publisher(TrajectoryWriter(redis, plan.run_id, journal.owner), ledger)
         gate = AdmissionGate(
             ledger,
@@ -250,7 +259,7 @@ class RolloutServer:
             registry=registry,
             access=access,
             opener=SessionOpener(
-                *(registry, gate, ledger, journal, takeover, plan.settings.rollout.group_timeout_s), plan.tracing
+                registry, gate, ledger, journal, takeover, plan.settings.rollout.group_timeout_s, plan.tracing
             ),
             journal=journal,
             takeover=takeover,
@@ -262,16 +271,18 @@ class RolloutServer:
             turns=TurnTaker(self._engine, renderer, journal, self.until_clear, plan.tracing),
             answer_service=AnswerService(
                 AnswerDeps(
-                    *(self._engine, journal, self.until_clear, plan.settings.rollout.draft_every_tokens), plan.tracing
+                    engine=self._engine,
+                    journal=journal,
+                    until_clear=self.until_clear,
+                    partial_every=plan.settings.rollout.draft_every_tokens,
+                    tracing=plan.tracing,
                 ),
                 self.fail,
             ),
-            completions=AnswerKinds(self._engine, renderer, plan.model, plan.settings.rollout.renderer),
+            completions=CompletionServices(self._engine, renderer, plan.model, plan.settings.rollout.renderer),
             publisher=publisher,
-            finisher=Finisher(
-                registry, publisher, ledger, journal, Origin(plan.run_id, plan.server_id, renderer.vocabulary_digest())
-            ),
-            log=TrajectoryLog(redis, plan.run_id),
+            finisher=Finisher(registry, publisher, ledger, journal, log, origin),
+            log=log,
         )
 
     async def _session_keys(self, ledger: Ledger) -> SessionKeys:
@@ -306,10 +317,10 @@ class RolloutServer:
     def _start_draining(self) -> None:
         if self._draining is None:
             self._phase = "draining"
-            self._draining = asyncio.create_task(self.parts().drainer.drain(DRAIN_WITHIN_S), name="draining")
+            self._draining = asyncio.create_task(self._ready_parts().drainer.drain(DRAIN_WITHIN_S), name="draining")
 
     async def _begin_draining(self, heartbeat: Heartbeat) -> None:
-        parts = self.parts()
+        parts = self._ready_parts()
         parts.gate.close()
         parts.takeover.taking = False
         await heartbeat.announce()

@@ -8,7 +8,7 @@ Endpoints take any of: path parameters (strings), one body model, `Request`; the
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -19,6 +19,10 @@ from starlette.routing import request_response
 
 from rollout_server.api.request_names import name_call
 from services.http.app import declared_errors
+
+T = TypeVar("T")
+Ready = Callable[[], T]
+"""Gives a route one part of the server. Raises NotReadyError before the engine is up."""
 
 
 def answer(body: BaseModel, status_code: int = 200) -> Response:

@@ -18,16 +18,24 @@ import structlog
 from redis.exceptions import RedisError
 
 from rollout_server.journal.journal import Journal
-from rollout_server.journal.records import GroupEnded, SessionEnded
-from rollout_server.journal.replay import apply_end
+from rollout_server.journal.records import GroupEnded, Rewarded, SessionEnded
+from rollout_server.journal.replay import apply_end, apply_reward
 from rollout_server.sessions.group import Group, GroupRegistry
 from rollout_server.sessions.session import DropCause, Reward, Session, SessionEnd
 from services.run_store.ledger import Ledger
-from services.run_store.stream import TrajectoryWriter
-from services.wire.errors import ConcludedError, ConflictError, DrainingError, NotReadyError, RollmeshError, UsageError
+from services.run_store.stream import TrajectoryLog, TrajectoryWriter
+from services.wire.errors import (
+    ConcludedError,
+    ConflictError,
+    DrainingError,
+    NotFoundError,
+    NotReadyError,
+    RollmeshError,
+    UsageError,
+)
 from services.wire.rollout_api import SessionReward
-from services.wire.session_api import SessionState
-from services.wire.trajectory import RewardSpan, Trajectory
+from services.wire.session_api import GiveReward, SessionState
+from services.wire.trajectory import RewardSpan, Trajectory, decode_trajectory
 
 _log = structlog.get_logger()
 
@@ -45,12 +53,19 @@ class Finisher:
     """Finishes sessions and groups and gives up those that nobody will finish."""
 
     def __init__(
-        self, registry: GroupRegistry, publisher: Publisher, ledger: Ledger, journal: Journal, origin: Origin
+        self,
+        registry: GroupRegistry,
+        publisher: Publisher,
+        ledger: Ledger,
+        journal: Journal,
+        log: TrajectoryLog,
+        origin: Origin,
     ) -> None:
         self._registry = registry
         self._publisher = publisher
         self._ledger = ledger
         self._journal = journal
+        self._log = log
         self._origin = origin
 
     async def finish(self, group_id: str, rewards: Sequence[SessionReward]) -> dict[str, str]:
@@ -107,6 +122,13 @@ class Finisher:
             session.conclude("finished", stream_id, len(trajectory.segments))
         return dict(zip(group.sessions, stream_ids, strict=True))
 
+    async def reward(self, session: Session, given: GiveReward) -> None:
+        """Give the session, or one call of it, a reward in place of an earlier one. Raises as `Journal.append` does."""
+        record = Rewarded(
+            session_id=session.session_id, value=given.reward, components=given.components, call_id=given.call_id
+        )
+        await self._journal.append(session.group_id, record, lambda: apply_reward(session, record))
+
     async def finish_session(self, session: Session) -> SessionEnd:
         """Publish one session's trajectory and end it. Its rewards have been given.
 
@@ -130,6 +152,39 @@ class Finisher:
                     self._registry.let_go(group.group_id, lost)
                     raise
             return await self._end(group, session, "finished", stream_id, segments)
+
+    async def finished_before(self, session_id: str) -> SessionEnd:
+        """The end of a session that this server does not know any more (it was restarted), as the stream holds it.
+
+        Raises NotFoundError for one that was never finished or whose trajectory was trimmed.
+        """
+        stream_id = await self._ledger.stream_id_of(session_id)
+        if stream_id is None:
+            raise NotFoundError(f"no session {session_id!r} on this server", "it never was here, or ended long ago")
+        entry = await self._log.one(stream_id)
+        if entry is None:
+            raise NotFoundError(f"the trajectory of session {session_id!r} was trimmed", "it was finished long ago")
+        trajectory = decode_trajectory(entry.payload)
+        return SessionEnd(
+            session_id=session_id,
+            group_id=trajectory.group_id,
+            ordinal=trajectory.group_ordinal,
+            member=trajectory.member,
+            state="finished",
+            reward=trajectory.reward,
+            stream_id=stream_id,
+            answers=0,
+            sampled=trajectory.sampled_tokens(),
+            segments=len(trajectory.segments),
+            metadata=trajectory.metadata,
+            ended_at=0.0,
+        )
+
+    async def abort(self, session: Session) -> SessionEnd:
+        """As `abandon`, at the environment's wish. Raises ConflictError while somebody else ends the session."""
+        if session.ending:
+            raise ConflictError(f"session {session.session_id} is being ended", "wait for its answer")
+        return await self.abandon(session, "aborted")
 
     async def abandon(self, session: Session, state: SessionState) -> SessionEnd:
         """End a session without a trajectory, whatever goes on in it: its calls are ended with it."""

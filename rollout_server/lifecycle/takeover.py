@@ -24,6 +24,7 @@ from redis.exceptions import RedisError
 from rollout_server.journal.journal import LET_GO, Journal
 from rollout_server.journal.replay import AnswerName, Now, Replayed, replay
 from rollout_server.sessions.group import GroupRegistry
+from rollout_server.sessions.session import Session, SessionEnd
 from services.host.aio import NamedLocks
 from services.run_store.discovery import Registry, ServerRecord
 from services.run_store.ledger import Ledger
@@ -93,6 +94,16 @@ class Takeover:
             probe.cancel()
         await asyncio.gather(*(probe for _, probe in self._probes.values()), return_exceptions=True)
         await self._http.aclose()
+
+    async def session(self, session_id: str) -> Session | SessionEnd | None:
+        """The session, or what is left of it, now held here; None for one unknown. Raises as `hold_group` does."""
+        await self.hold_session(session_id)
+        return self._groups.get_session(session_id)
+
+    async def open_session(self, session_id: str) -> Session:
+        """The open session, now held here. Raises as `hold_group` and `GroupRegistry.find_session` do."""
+        await self.hold_session(session_id)
+        return self._groups.find_session(session_id)
 
     async def hold_session(self, session_id: str) -> None:
         """If any server knows this session, this one does now. Raises as `hold_group` does."""
