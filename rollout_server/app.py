@@ -42,6 +42,12 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     gate = server.ready(lambda parts: parts.gate)
     finisher = server.ready(lambda parts: parts.finisher)
     ledger = server.ready(lambda parts: parts.ledger)
+    completions = server.ready(lambda parts: parts.completions)
+    answers = server.ready(lambda parts: parts.answer_service)
+    turns = server.ready(lambda parts: parts.turns)
+    renderer = server.ready(lambda parts: parts.renderer)
+    log = server.ready(lambda parts: parts.log)
+    check = server.check_taking_calls
     on_commit = lambda: gate().notify()  # noqa: E731
     metrics = Metrics()
     metrics.read(lambda: server_readings(served, groups, gate, server.http_cpu_s))
@@ -66,56 +72,21 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     routers = [
         # First what is called most: a call looks at each route before its own.
         completion_routes(
-            access=access,
-            takeover=takeover,
-            groups=groups,
-            completions=server.ready(lambda parts: parts.completions),
-            answer_service=server.ready(lambda parts: parts.answer_service),
-            engine=engine,
-            model=plan.model,
-            check_taking_calls=server.check_taking_calls,
-            on_crash=server.fail,
-            patience_s=rollout.retry_patience_s,
+            access,
+            takeover,
+            groups,
+            completions,
+            answers,
+            engine,
+            plan.model,
+            check,
+            server.fail,
+            rollout.retry_patience_s,
         ),
-        group_routes(
-            access=access,
-            opener=opener,
-            takeover=takeover,
-            groups=groups,
-            turns=server.ready(lambda parts: parts.turns),
-            finisher=finisher,
-            engine=engine,
-            check_taking_calls=server.check_taking_calls,
-            patience_s=rollout.group_timeout_s,
-        ),
-        report_routes(
-            access=access,
-            groups=groups,
-            gate=gate,
-            ledger=ledger,
-            engine=engine,
-            run_id=plan.run_id,
-            server_id=plan.server_id,
-            http_cpu_s=server.http_cpu_s,
-        ),
-        session_routes(
-            access=access,
-            opener=opener,
-            takeover=takeover,
-            groups=groups,
-            finisher=finisher,
-            engine=engine,
-            check_taking_calls=server.check_taking_calls,
-            url=plan.url,
-        ),
-        trajectory_routes(
-            access=access,
-            takeover=takeover,
-            groups=groups,
-            renderer=server.ready(lambda parts: parts.renderer),
-            ledger=ledger,
-            log=server.ready(lambda parts: parts.log),
-        ),
+        group_routes(access, opener, takeover, groups, turns, finisher, engine, check, rollout.group_timeout_s),
+        report_routes(access, groups, gate, ledger, engine, plan.run_id, plan.server_id, server.http_cpu_s),
+        session_routes(access, opener, takeover, groups, finisher, engine, check, plan.url),
+        trajectory_routes(access, takeover, groups, renderer, ledger, log),
         model_routes(access, engine, plan.model),
         engine_routes(served, services_only),
         weight_update_routes(served, on_commit, services_only),

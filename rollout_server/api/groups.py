@@ -32,7 +32,6 @@ from services.wire.rollout_api import (
 
 
 def group_routes(
-    *,
     access: Ready[Access],
     opener: Ready[SessionOpener],
     takeover: Ready[Takeover],
@@ -96,7 +95,6 @@ def group_routes(
 
 
 def report_routes(
-    *,
     access: Ready[Access],
     groups: Ready[GroupRegistry],
     gate: Ready[AdmissionGate],

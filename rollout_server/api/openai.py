@@ -36,7 +36,6 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 
 
 def completion_routes(
-    *,
     access: Ready[Access],
     takeover: Ready[Takeover],
     groups: Ready[GroupRegistry],

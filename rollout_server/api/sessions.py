@@ -32,7 +32,6 @@ _ADDRESS = re.compile(r"https?://[^\s/?#@]{1,255}/?")
 
 
 def session_routes(
-    *,
     access: Ready[Access],
     opener: Ready[SessionOpener],
     takeover: Ready[Takeover],

@@ -41,7 +41,6 @@ StreamId = Annotated[
 
 
 def trajectory_routes(
-    *,
     access: Ready[Access],
     takeover: Ready[Takeover],
     groups: Ready[GroupRegistry],
