@@ -20,6 +20,7 @@ import msgspec
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
 from rollout_server.journal.journal import Journal
 from rollout_server.journal.records import PartialHead, PartialPart
+from services.policies.continuation import rest_of
 from services.wire.errors import DeadlineError
 
 
@@ -74,7 +75,7 @@ async def resume(
             await until_clear()
         whole = tries == 0 and not any(sample.sampled or sample.ended for sample in samples)
         async with aclosing(
-            _generate(engine, request, samples, tries) if not whole else _plain(engine, request)
+            _generate_rests(engine, request, samples, tries) if not whole else _generate(engine, request)
         ) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "abort":
@@ -87,21 +88,29 @@ async def resume(
         tries += 1
 
 
-def _plain(engine: Engine, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
+def _generate(engine: Engine, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
     # Engines are asynchronous generators, though their interface does not say so: closing one frees the engine at once.
     return cast("AsyncGenerator[GenerationDelta, None]", engine.generate(request))
 
 
-async def _generate(
+async def _generate_rests(
     engine: Engine, request: GenerationRequest, samples: Sequence[_Sample], tries: int
 ) -> AsyncGenerator[GenerationDelta, None]:
     """What is left of the samples that have not ended, each as a request of its own."""
-    left = {index: _rest(request, index, sample, tries) for index, sample in enumerate(samples) if not sample.ended}
+    left: dict[int, GenerationRequest] = {}
+    for index, sample in enumerate(samples):
+        if sample.ended:
+            continue
+        rest = _rest_request(request, index, sample, tries)
+        if rest is not None:
+            left[index] = rest
+        else:  # it was broken off after its last token
+            yield GenerationDelta(request.request_id, index, [], [], [], "length")
     deltas: asyncio.Queue[GenerationDelta | BaseException | None] = asyncio.Queue()
 
     async def run(index: int, rest: GenerationRequest) -> None:
         try:
-            async with aclosing(_plain(engine, rest)) as sampled:
+            async with aclosing(_generate(engine, rest)) as sampled:
                 async for delta in sampled:
                     deltas.put_nowait(replace(delta, request_id=request.request_id, index=index))
             deltas.put_nowait(None)
@@ -125,17 +134,25 @@ async def _generate(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _rest(request: GenerationRequest, index: int, sample: _Sample, tries: int) -> GenerationRequest:
-    """The request for what is left of a sample."""
-    sampled = len(sample.sampled)
+def _rest_request(request: GenerationRequest, index: int, sample: _Sample, tries: int) -> GenerationRequest | None:
+    rest = rest_of(
+        request.prompt_token_ids,
+        sample.sampled,
+        max_tokens=request.sampling.max_tokens,
+        resumed=request.resumed,
+        first_index=request.first_index,
+        index=index,
+    )
+    if rest is None:
+        return None
     return replace(
         request,
         request_id=f"{request.request_id}~{tries}.{index}",
-        prompt_token_ids=[*request.prompt_token_ids, *sample.sampled],
-        sampling=msgspec.structs.replace(request.sampling, max_tokens=request.sampling.max_tokens - sampled),
+        prompt_token_ids=rest.token_ids,
+        sampling=msgspec.structs.replace(request.sampling, max_tokens=rest.max_tokens),
         n=1,
-        resumed=request.resumed + sampled,
-        first_index=request.first_index + index,
+        resumed=rest.resumed,
+        first_index=rest.first_index,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from rollout_server.engines.base import FinishReason, GenerationDelta
 from rollout_server.sessions.capture import CaptureError, check_sampled
+from services.policies.continuation import joined_versions
 from services.wire.trajectory import VersionSpan
 
 Piece = TypeVar("Piece")
@@ -73,11 +74,7 @@ class Sample(Generic[Piece]):
     @property
     def policy_versions(self) -> list[tuple[int, int]]:
         """(version, offset of its first token), neighbours of one version as one."""
-        starts: list[tuple[int, int]] = []
-        for span in self.versions:
-            if not starts or starts[-1][0] != span.version:
-                starts.append((span.version, span.start))
-        return starts
+        return joined_versions((), 0, [(span.version, span.start) for span in self.versions])
 
 
 async def collect_samples(

@@ -13,6 +13,7 @@ from rollout_server.completions.samples import Sample, collect_samples
 from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
 from services.http.app import DONE, error_event
+from services.policies.continuation import Versions, joined_versions
 from services.wire.errors import ContextLengthError, RollmeshError, UnsupportedParameterError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import VersionSpan
@@ -27,7 +28,7 @@ from services.wire.vllm_api import (
     SamplingCall,
     TokenLogprob,
     Usage,
-    WeightVersionSpan,
+    weight_spans,
 )
 
 
@@ -188,7 +189,10 @@ def full_answer(
         request_id=request.request_id,
         created=created,
         model=wanted.model,
-        choices=[_choice(Choice, request, sample, wanted, sample.versions) for sample in samples],
+        choices=[
+            _choice(Choice, request, sample, wanted, _starts(sample.versions), len(sample.token_ids))
+            for sample in samples
+        ],
         usage=_usage(len(request.prompt_token_ids), sampled),
         prompt_token_ids=request.prompt_token_ids if wanted.prompt else None,
     )
@@ -206,19 +210,19 @@ class StreamEncoder:
         self._request = request
         self._wanted = wanted
         self._prompt_due = wanted.prompt
-        self._spans: list[list[VersionSpan]] = [[] for _ in range(request.n)]
+        self._versions: list[Versions] = [[] for _ in range(request.n)]
         self._sampled = [0] * request.n
 
     def chunk(self, delta: GenerationDelta) -> bytes:
         """One event, or none for a delta that says nothing."""
         if not delta.token_ids and delta.finish_reason is None:
             return b""
-        spans, begin = self._spans[delta.index], self._sampled[delta.index]
-        for span in delta.versions:
-            _extend(spans, VersionSpan(begin + span.start, span.length, span.version))
-        self._sampled[delta.index] += len(delta.token_ids)
-        whole = spans if delta.finish_reason is not None else None
-        choice = _choice(ChunkChoice, self._request, delta, self._wanted, whole)
+        before = self._sampled[delta.index]
+        versions = joined_versions(self._versions[delta.index], before, _starts(delta.versions))
+        self._versions[delta.index] = versions
+        self._sampled[delta.index] = sampled = before + len(delta.token_ids)
+        whole = versions if delta.finish_reason is not None else None
+        choice = _choice(ChunkChoice, self._request, delta, self._wanted, whole, sampled)
         if self._wanted.spans:
             choice.version_spans = delta.versions
         body = GenerateChunk(request_id=self._request.request_id, choices=[choice])
@@ -276,18 +280,17 @@ def _choice(
     request: GenerationRequest,
     delta: GenerationDelta,
     wanted: Wanted,
-    whole: Sequence[VersionSpan] | None,
+    versions: Versions | None,
+    sampled: int,
 ) -> _Choice:
-    """`whole`: the spans of the sample from its first token on, once it has ended."""
+    """`versions`: of the sample from its first token on, once it has ended with `sampled` tokens in all."""
     choice = kind(index=delta.index, token_ids=delta.token_ids, finish_reason=delta.finish_reason)
     if wanted.logprobs is not None:
         choice.logprobs = _logprobs(delta, max(wanted.logprobs, 1))
-    if whole is not None:
+    if versions is not None:
         choice.stop_reason = _stop_reason(request, delta, wanted.eos_token_ids)
-        choice.weight_versions = [
-            WeightVersionSpan(str(span.version), span.start, span.start + span.length) for span in whole
-        ]
-        choice.policy_versions = [(span.version, span.start) for span in whole]
+        choice.weight_versions = weight_spans(versions, sampled)
+        choice.policy_versions = list(versions)
     return choice
 
 
@@ -329,11 +332,8 @@ def _with_alternatives(
     return SampledLogprob(name, token, logprob, rank, [TokenLogprob(name, token, logprob, rank), *others][:entries])
 
 
-def _extend(spans: list[VersionSpan], span: VersionSpan) -> None:
-    if spans and spans[-1].version == span.version:
-        spans[-1] = VersionSpan(spans[-1].start, spans[-1].length + span.length, span.version)
-    else:
-        spans.append(span)
+def _starts(spans: Sequence[VersionSpan]) -> list[tuple[int, int]]:
+    return [(span.version, span.start) for span in spans]
 
 
 def _usage(prompt: int, sampled: int) -> Usage:

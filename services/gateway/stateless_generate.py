@@ -28,6 +28,7 @@ from services.gateway.servers import Server
 from services.gateway.upstream import TryFailedError, error_detail, rest_refused
 from services.host.aio import first_failure
 from services.http.app import DONE
+from services.policies.continuation import Versions, joined_versions, rest_of
 from services.wire.errors import ContextLengthError
 from services.wire.gateway_api import CALL_HEADER
 from services.wire.vllm_api import (
@@ -37,7 +38,7 @@ from services.wire.vllm_api import (
     GenerateChunk,
     Logprobs,
     Usage,
-    WeightVersionSpan,
+    weight_spans,
 )
 
 _answer = msgspec.json.Decoder(GenerateAnswer)
@@ -278,25 +279,15 @@ class StatelessStream:
         if piece.token_ids:
             spans = piece.version_spans
             starts = None if spans is msgspec.UNSET else [(span.version, span.start) for span in spans]
-            sampled.policy_versions = joined_versions(sampled.policy_versions, count, starts)
+            sampled.policy_versions = known_versions(sampled.policy_versions, count, starts)
 
 
 def _event(chunk: GenerateChunk) -> bytes:
     return _DATA + _encoder.encode(chunk) + b"\n\n"
 
 
-# Continuing a generation that was broken off: what is left to ask for, and how the parts become one sample. Pure.
-#
-#     asked: token_ids, max_tokens     ──► sampled k tokens, then `abort` (or the server died)
-#     left : token_ids + sampled, max_tokens − k, resumed + k      ──► joined: sampled + the rest, versions moved on by k
-#
-# `resumed` tells the engine that the last k tokens of the prompt are output, so penalties, `min_tokens` and a seed go
-# on as in an unbroken generation; so does `first_index` for one of several samples.
-
 Call = dict[str, Any]
 """A decoded `GenerateCall`, with all that its sender wrote."""
-Versions = Sequence[tuple[int, int]]
-"""(policy version, the first output token that it sampled), in order."""
 
 
 def asks_for_one(call: Call) -> bool:
@@ -308,17 +299,24 @@ def asks_for_one(call: Call) -> bool:
 def what_is_left(call: Call, sampled: Choice) -> Call | None:
     """The call for the rest of one sample; None where `sampled` has all the tokens that were asked for."""
     sampling = {**call["sampling_params"], "n": 1}
-    count = len(sampled.token_ids)
-    if sampling.get("max_tokens") is not None:
-        sampling["max_tokens"] -= count
-        if sampling["max_tokens"] <= 0:
-            return None
+    rest = rest_of(
+        call["token_ids"],
+        sampled.token_ids,
+        max_tokens=sampling.get("max_tokens"),
+        resumed=call.get("resumed", 0),
+        first_index=call.get("first_index", 0),
+        index=sampled.index,
+    )
+    if rest is None:
+        return None
+    if rest.max_tokens is not None:
+        sampling["max_tokens"] = rest.max_tokens
     left = {
         **call,
-        "token_ids": [*call["token_ids"], *sampled.token_ids],
+        "token_ids": rest.token_ids,
         "sampling_params": sampling,
-        "resumed": call.get("resumed", 0) + count,
-        "first_index": call.get("first_index", 0) + sampled.index,
+        "resumed": rest.resumed,
+        "first_index": rest.first_index,
         # The agent has its prompt already.
         "return_token_ids": False,
     }
@@ -329,7 +327,7 @@ def what_is_left(call: Call, sampled: Choice) -> Call | None:
 
 def join(sampled: Choice, more: Choice) -> Choice:
     """One sample of two parts that follow each other; `more` says how it ends."""
-    versions = joined_versions(sampled.policy_versions, len(sampled.token_ids), more.policy_versions)
+    versions = known_versions(sampled.policy_versions, len(sampled.token_ids), more.policy_versions)
     token_ids = [*sampled.token_ids, *more.token_ids]
     return Choice(
         index=sampled.index,
@@ -347,28 +345,11 @@ def ended(sampled: Choice, reason: Literal["stop", "length"]) -> Choice:
     return join(sampled, Choice(index=sampled.index, token_ids=[], finish_reason=reason, policy_versions=[]))
 
 
-def joined_versions(earlier: Versions | None, count: int, starts: Versions | None) -> list[tuple[int, int]] | None:
-    """Versions over the whole of a sample: `earlier` of its first `count` tokens, `starts` of the part behind them.
-
-    None where those of a part are not known.
-    """
+def known_versions(earlier: Versions | None, count: int, more: Versions | None) -> list[tuple[int, int]] | None:
+    """As `joined_versions`; None where a part that has tokens does not tell its versions."""
     if not count:
         earlier = []
-    if earlier is None or starts is None:
-        return None
-    joined = list(earlier)
-    for version, start in starts:
-        if not joined or joined[-1][0] != version:
-            joined.append((version, start + count))
-    return joined
-
-
-def weight_spans(versions: Versions | None, length: int) -> list[WeightVersionSpan] | None:
-    """The same in vLLM's words, for a sample of `length` tokens."""
-    if versions is None:
-        return None
-    ends = [*(start for _, start in versions), length][1:]
-    return [WeightVersionSpan(str(version), start, end) for (version, start), end in zip(versions, ends, strict=True)]
+    return None if earlier is None or more is None else joined_versions(earlier, count, more)
 
 
 def usage(prompt_tokens: int, samples: Sequence[Choice]) -> Usage:
