@@ -27,13 +27,11 @@ from services.wire.gateway_api import BASE_URL_HEADER, CALL_HEADER
 GENERATE = "/inference/v1/generate"
 _ROOTS = frozenset(("sessions", "groups", "v1", "trajectories"))
 # Of the connection, not of the call (RFC 9110, 7.6.1); and what each side of us writes anew.
-_OF_THE_REQUEST = frozenset(
-    (
-        *(b"connection", b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"trailer"),
-        *(b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect"),
-        BASE_URL_HEADER.encode(),
-    )
-)
+_OF_THE_REQUEST = {
+    *b"connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade".split(),
+    *b"host content-length expect".split(),
+    BASE_URL_HEADER.encode(),
+}
 _GENERATING = ("/completions", "/generate", "/turns")
 
 Headers = list[tuple[str, str]]

@@ -17,15 +17,11 @@ from services.wire.gateway_api import OWNER_URL_HEADER
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
-_DROPPED = frozenset(
-    (
-        # Of the connection, not of the answer (RFC 9110, 7.6.1).
-        *(b"connection", b"keep-alive", b"proxy-authenticate", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
-        # Our own server writes these.
-        *(b"date", b"server"),
-        OWNER_URL_HEADER.encode(),
-    )
-)
+# Of the connection, not of the answer (RFC 9110, 7.6.1); and what our own server writes.
+_DROPPED = {
+    *b"connection keep-alive proxy-authenticate te trailer transfer-encoding upgrade date server".split(),
+    OWNER_URL_HEADER.encode(),
+}
 
 
 class Repetition:
