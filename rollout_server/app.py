@@ -47,7 +47,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     turns = server.ready(lambda parts: parts.turns)
     renderer = server.ready(lambda parts: parts.renderer)
     log = server.ready(lambda parts: parts.log)
-    check = server.check_taking_calls
+    check, retry_patience_s = server.check_taking_calls, rollout.retry_patience_s
     on_commit = lambda: gate().notify()  # noqa: E731
     metrics = Metrics()
     metrics.read(lambda: server_readings(served, groups, gate, server.http_cpu_s))
@@ -72,16 +72,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     routers = [
         # First what is called most: a call looks at each route before its own.
         completion_routes(
-            access,
-            takeover,
-            groups,
-            completions,
-            answers,
-            engine,
-            plan.model,
-            check,
-            server.fail,
-            rollout.retry_patience_s,
+            access, takeover, groups, completions, answers, engine, plan.model, check, server.fail, retry_patience_s
         ),
         group_routes(access, opener, takeover, groups, turns, finisher, engine, check, rollout.group_timeout_s),
         report_routes(access, groups, gate, ledger, engine, plan.run_id, plan.server_id, server.http_cpu_s),

@@ -1,4 +1,4 @@
-"""One rollout server's life: from nothing to serving, and back to nothing.
+"""Start, serving, drain and shutdown of one rollout server, and the tasks that run meanwhile.
 
 starting ── model folder ─► engine ─► ledger ─► bus, registry ──► serving ──► draining ──► closed
     └── anything fails ──► the process ends and says why
@@ -142,19 +142,19 @@ class RolloutServer:
         return self._parts
 
     def check_taking_calls(self) -> None:
-        """Raise DrainingError once the end has begun: another server goes on with what this one holds."""
+        """Raise DrainingError once the server drains: another one takes over what it holds."""
         if self._phase == "draining":
             raise DrainingError(f"rollout server {self.plan.server_id} is shutting down", "use another server")
 
     async def until_clear(self) -> None:
-        """Return once the engine takes requests. Raises DrainingError once the end has begun."""
+        """Return once the engine takes requests. Raises DrainingError once the server drains."""
         self.check_taking_calls()
         while self._engine.status().paused:
             await asyncio.sleep(_PAUSE_POLL_S)
             self.check_taking_calls()
 
     async def drain(self) -> None:
-        """Begin to drain, and go on in the background. Raises ConflictError where nobody would take what is let go of."""
+        """Begin to drain, in the background. Raises ConflictError where no other server could take the groups over."""
         if self._draining is None:
             if not await self._ready_parts().drainer.others():
                 raise ConflictError("no other rollout server is serving", "start one, or end this one with SIGTERM")
@@ -248,7 +248,7 @@ class RolloutServer:
             engine_version=lambda: self._engine.policy_version,
         )
         # Before it holds anything: what an unknown server holds is taken for an orphan.
-        await heartbeat.announce()
+        await heartbeat.beat()
         _log.info(
             "serving", url=plan.url, version=self._engine.policy_version, after_s=round(time.monotonic() - started, 2)
         )
@@ -308,7 +308,7 @@ class RolloutServer:
         )
 
     def _drain(self) -> None:
-        """The end has begun: answer who waits, hand over what goes on."""
+        """Begin to drain, or only say so where nothing has started yet."""
         if self._parts is None:
             self._phase = "draining"
         else:
@@ -323,10 +323,10 @@ class RolloutServer:
         parts = self._ready_parts()
         parts.gate.close()
         parts.takeover.taking = False
-        await heartbeat.announce()
+        await heartbeat.beat()
 
     async def _close(self, redis: Redis) -> None:
-        """Leave the bus, give open groups up, close the engine and Redis: each, whatever becomes of the others."""
+        """Leave the bus, drop open groups, close the engine and Redis: each, also where another fails."""
         self._phase = "closed"
         parts = self._parts
         try:

@@ -1,4 +1,4 @@
-"""The rollout API: groups are opened, take turns and are finished (bodies in `services.wire.rollout_api`)."""
+"""The group API: open, generate turns, finish; and the state of run and engine (`services.wire.rollout_api`)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def group_routes(
                 check_every_s=patience_s,
             )
         except ClientGoneError:
-            group.left = True
+            group.client_gone = True
             raise
         return Response(taken, media_type="application/json")
 

@@ -1,4 +1,4 @@
-"""The session API: open, look, reward, finish, give up (bodies in `services.wire.session_api`)."""
+"""The session API: open, read, reward, finish, abort (bodies in `services.wire.session_api`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at what sessions and groups hold and at what was finished, in the order of completion."""
+"""Routes that read: tokens or messages of a session, the state of a group, finished trajectories in their order."""
 
 from __future__ import annotations
 
@@ -137,9 +137,6 @@ def _state(group_id: str, ordinal: int, size: int, purpose: Purpose, known: list
         siblings=siblings,
         missing=[sibling.member for sibling in siblings if sibling.state != "finished"],
     )
-
-
-# A session's capture for people and tests: segments as plain lists, or as the messages that the agent saw.
 
 
 def as_tokens(session_id: str, segments: Sequence[Segment]) -> TrajectoryTokens:

@@ -1,9 +1,10 @@
-"""A request carried to its end whatever interrupts it: what was sampled stays, the rest is asked for again.
+"""Resuming generation after an abort: sampled tokens stay, the rest is asked for again with prompt + sampled tokens.
 
     engine ──delta──► … ──abort──► (until the engine takes requests again) ──prompt + sampled──► engine ──delta──► … ──► end
-                                        └── this server is being drained: DrainingError, and another server goes on
+                                        └── this server is being drained: DrainingError, and another server resumes
 
-So nobody ever sees `finish_reason` abort, and a sample that was interrupted by an update carries a span of each version.
+So no client ever sees `finish_reason` abort, and a sample that a weight update interrupted has a span of each version.
+What is left to ask for is decided in `services.policies.continuation`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from services.wire.errors import DeadlineError
 
 
 class Progress:
-    """Tells an engine that stands still from one that is slow or paused: `check` it now and then."""
+    """Detects an engine that makes no progress, other than one that is slow or paused: call `check` now and then."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -156,18 +157,15 @@ def _rest_request(request: GenerationRequest, index: int, sample: _Sample, tries
     )
 
 
-# A partial answer: an answer as far as it is sampled, written down before its chunks are sent, so that another server
-# can go on.
-#
-#     engine ─► delta ─► journal ─► chunk ─► agent           the server dies here: no agent knows more than the journal
-#     another server:  parts of the partial answer, through the same code ─► the same chunks, byte for byte ─► engine
-#
-# A part belongs to one of the call's prompts. Parts are replayed in the order in which they were written, also where
-# the prompts are sampled at once, for the chunks of all are one stream.
-
-
 class PartialAnswer:
-    """The partial answer of one call in a session of group `group_id`, under `key`. `known`: what an earlier try wrote."""
+    """What is sampled of one call's answer so far, journaled before its chunks are sent, so that another server can resume.
+
+        engine ─► delta ─► journal ─► chunk ─► agent      the server dies here: no agent has more than the journal
+        another server: the journal's parts ─► the same code ─► the same chunks, byte for byte ─► engine
+
+    A part belongs to one of the call's prompts. Parts are replayed in the order in which they were written, also where the
+    prompts are sampled at once: their chunks are one stream. `known`: the parts that an earlier try wrote under `key`.
+    """
 
     def __init__(
         self, journal: Journal, group_id: str, key: str, head: PartialHead, known: Sequence[PartialPart]
@@ -183,7 +181,7 @@ class PartialAnswer:
         self._new = not known
 
     async def add(self, prompt: int, delta: GenerationDelta) -> None:
-        """Write a delta of this prompt down. Raises as `Journal.append` does."""
+        """Journal a delta of this prompt. Raises as `Journal.append` does."""
         if self._new:
             self._new = False
             await self._journal.add_partial(self._group_id, self.key, self.head)

@@ -1,4 +1,4 @@
-"""The services of chat, text and token calls, made when the first call needs them: a chat template costs a second."""
+"""Chat, text and token completions of one model folder, whose chat template is loaded (a second) at the first call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Taking turns: siblings whose context is the same become one engine request; a call takes effect whole or not at all.
+"""Turns of the group API: siblings with the same context are one engine request; a call takes effect whole or not at all.
 
-reserve sessions ─► encode ─► plan requests ─► engine, all awaited together ─► check ─► write down, apply every turn
+reserve sessions ─► encode ─► plan requests ─► engine, all awaited together ─► check ─► journal, apply every turn
                                                    │ client gone, engine error, no progress
                                                    └─► requests closed, no turn recorded, sessions free again
 """
@@ -50,7 +50,7 @@ class Plan:
 
 
 class TurnTaker:
-    """Lets the policy speak in sessions."""
+    """Generates the policy's turns in sessions of a group."""
 
     def __init__(
         self,

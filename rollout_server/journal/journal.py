@@ -1,13 +1,13 @@
-"""The journal: what happens in a group is written down in Redis before anybody hears of it, by the group's owner alone.
+"""Write-ahead journal of groups in Redis: only the owner writes, and nothing is told to an agent before it is written.
 
     append ──► queue ──► everything queued: one script ──► applied here, in the journal's order ──► told to the agent
-                              │ not the owner any more, or Redis failed: nothing is applied, the group is let go of,
+                              │ not the owner any more, or Redis failed: nothing is applied, the group is released,
                               └── and the next call reads it again from the journal, here or at another server
 
-    owners:  group ─► me        held            ─► ""   let go of (draining)       (no entry) ended, or never was
+    owners:  group ─► me        held            ─► ""   released (draining)       (no entry) ended, or never was
 
 An element is appended at the position that the owner knows to be next, so a script that the client library repeats after a
-lost connection appends nothing twice, and one who has lost the group appends nothing at all.
+lost connection appends nothing twice, and a server that has lost the group appends nothing at all.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _AT_ONCE = 256
 _log = structlog.get_logger()
 T = TypeVar("T")
 
-# KEYS: owners; then for each item journal, draft and answer. ARGV: owner; then for each item group, position, payload,
-# '1' for a partial answer's part ('' for a record), answer. Answers 1 for each that is in the journal now.
+# KEYS: owners; then for each item journal, partial answer, answer. ARGV: owner; then for each item group, position,
+# payload, '1' for a partial answer's part ('' for a record), answer. Answers 1 for each that is in the journal now.
 _WRITE = """
 local done = {}
 local at = 2
 for i = 2, #KEYS, 3 do
-  local group, position, payload, draft, answer = ARGV[at], tonumber(ARGV[at+1]), ARGV[at+2], ARGV[at+3], ARGV[at+4]
+  local group, position, payload, part, answer = ARGV[at], tonumber(ARGV[at+1]), ARGV[at+2], ARGV[at+3], ARGV[at+4]
   at = at + 5
   local ok = redis.call('HGET', KEYS[1], group) == ARGV[1]
-  if ok and draft ~= '' then
+  if ok and part ~= '' then
     redis.call('RPUSH', KEYS[i+1], payload)
     redis.call('EXPIRE', KEYS[i+1], ARGV[#ARGV - 1])
   elseif ok then
@@ -345,7 +345,7 @@ def _bytes(reply: object) -> list[bytes]:
 
 
 def _nothing() -> None:
-    """A part of a partial answer changes nothing here."""
+    """A part of a partial answer changes nothing in memory."""
 
 
 def _lost(group_id: str) -> DrainingError:

@@ -1,8 +1,8 @@
-"""Records applied: the same functions change a live session and build one anew from its journal, so both become alike.
+"""Replaying journal records: the same functions change a live session and rebuild one from its journal.
 
     live      record ─► journal ─► apply            taken over      journal ─► apply, apply, apply …
 
-Pure but for the clocks, which the caller brings.
+Pure: the caller gives the time.
 """
 
 from __future__ import annotations

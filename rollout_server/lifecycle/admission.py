@@ -1,10 +1,10 @@
-"""Waiting for admission: first come first served, one Redis call for everybody who waits.
+"""Admission queue of groups: first come first served, one Redis call for all who wait.
 
 open() ──► queue ──► pump: one ledger call for the whole queue ──► admitted, ordinal
              ▲         │ refused: sleep until a commit or a closing here, a deadline, or the poll interval
-             └─────────┘ (other servers share the account, so what closes the gate may change without us)
+             └─────────┘ (other servers share the account, so admission may open without an event here)
 
-Who is refused at the end of his wait is told when to ask again, by the pace of commits and closings seen here.
+A refusal carries a Retry-After, estimated from the rate of commits and closings seen here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """`ends` and `since` on the monotonic clock, `asked_at` in Unix seconds. `ahead`: how many came before him."""
+    """`ends` and `since` on the monotonic clock, `asked_at` in Unix seconds. `ahead`: how many came before it."""
 
     group_id: str
     ends: float
@@ -52,7 +52,7 @@ class _Waiter:
     asked_at: float = field(default_factory=time.time)
     ahead: int = 0
     queued: bool = False
-    """In Redis too: others leave him his place."""
+    """In Redis too: other servers keep its place."""
     ordinal: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 

@@ -1,9 +1,9 @@
-"""Draining: a server lets go of what it holds, so that others go on with it, and takes nothing new.
+"""Draining a server: it releases the groups that it holds, so that other servers take them over, and takes nothing new.
 
-    serving ──drain──► engine interrupted (partial answers are in the journal) ──► each group let go of as soon as nothing
-                       goes on in it ──► (deadline: the rest, its calls ended) ──► drained
+    serving ──drain──► engine interrupted (partial answers are in the journal) ──► each group released as soon as no call
+                       runs in it ──► (deadline: the rest, its calls ended) ──► drained
 
-Where no other server is serving there is nobody to take the groups: then they are given up when the process ends.
+Where no other server is serving nobody can take the groups over: then they are dropped when the process ends.
 """
 
 from __future__ import annotations
@@ -85,15 +85,14 @@ class Drainer:
             self._groups.let_go(name, why)
 
 
-# Watching the engine: one that serves nothing any more, behind a server that lives, must not keep its sessions.
-#
-# serving ──the engine fails──► announced as draining, groups let go of, none taken ──it serves again──► serving
-
 POLL_S = 0.5
 
 
 class EngineWatch:
-    """`run` is a task owned by the server."""
+    """Releases the groups of a server whose engine has failed, until it serves again. `run` is a task of the server.
+
+    serving ──engine fails──► registered as draining, groups released, none taken over ──engine serves again──► serving
+    """
 
     def __init__(self, engine: Engine, takeover: Takeover, drainer: Drainer, heartbeat: Heartbeat) -> None:
         self._engine = engine

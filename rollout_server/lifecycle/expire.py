@@ -1,4 +1,4 @@
-"""Expiry: sessions past their deadline or idle time expire, groups that nobody completes are dropped, ends forgotten."""
+"""Expiry of sessions and groups: by deadline and idle timeout; groups that nobody completes are dropped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout_server.sessions.group import Group, GroupRegistry
 from rollout_server.sessions.session import Session
 
 LEFT_AFTER_S = 20.0
-"""A client that hung up in mid-turn and has not come back after so long is taken to have died."""
+"""Idle timeout of a group whose client disconnected during a turn: it is taken to have died."""
 _LONGEST_PAUSE_S = 1.0
 
 
@@ -40,5 +40,5 @@ def _is_idle(group: Group, session: Session) -> bool:
     in_use = any(sibling.busy for sibling in together)
     idle_timeout_s = session.terms.idle_timeout_s
     return not in_use and time.monotonic() - last_used > (
-        min(idle_timeout_s, LEFT_AFTER_S) if group.left else idle_timeout_s
+        min(idle_timeout_s, LEFT_AFTER_S) if group.client_gone else idle_timeout_s
     )

@@ -50,7 +50,7 @@ class Origin:
 
 
 class Finisher:
-    """Finishes sessions and groups and gives up those that nobody will finish."""
+    """Rewards, finishes, aborts and drops sessions and groups."""
 
     def __init__(
         self,
@@ -314,13 +314,6 @@ def _match(group: Group, rewards: Sequence[SessionReward]) -> None:
         raise UsageError(f"group {group.group_id}: {which}", "give each session exactly one reward")
 
 
-# Publishing what was finished: groups and sessions that finish while a call to Redis is under way share the next one.
-#
-#     publish ──► queue ──► everything queued: one append, one closing of accounts ──► stream ids
-#
-# What is handed in together is appended all or none; a group's account is closed after its trajectories are in the
-# stream.
-
 TOKENS_AT_ONCE = 1 << 20
 """A call carries no more tokens than this, unless one group alone does."""
 
@@ -335,7 +328,13 @@ class _Finished:
 
 
 class Publisher:
-    """Writes groups to the stream and closes them in the ledger. `run` is a task owned by the server."""
+    """Appends finished trajectories to the stream in batches and closes their groups in the ledger.
+
+        publish ──► queue ──► everything queued: one append, one closing of groups in the ledger ──► stream ids
+
+    What finishes while a call to Redis runs shares the next one. What is handed in together is appended all or none; a
+    group is closed after its trajectories are in the stream. `run` is a task owned by the server.
+    """
 
     def __init__(self, writer: TrajectoryWriter, ledger: Ledger) -> None:
         self._writer = writer

@@ -1,13 +1,13 @@
-"""Takeover: a group whose server has died, or let go of it, is taken over by whichever server is asked for it.
+"""Takeover (failover of sessions): a group whose server died or released it moves to whichever server is asked for it.
 
     call for a session ──here?──► yes
                           └ no: its group's owner ──alive──► HeldElsewhereError: there
-                                                  ├─dead, or let go of──► claimed, journal replayed ──► here
+                                                  ├─dead, or released──► claimed, journal replayed ──► here
                                                   └─none──► it has ended: its journal says how, for a while
 
-Nobody needs to ask: every round, each server takes the orphans that fall to it, so that groups which no agent asks for
-again expire and give their place in the account back. A server that is only believed to be dead does no harm: what it
-writes is refused, for it is not the owner any more.
+Groups that no agent asks for are taken over too, every few seconds, so that they expire and free their place in the ledger:
+a rendezvous hash says by whom. A server that is wrongly believed to be dead does no harm: its writes are refused, because
+it is not the owner any more.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def incarnation_of(record: ServerRecord) -> str:
 
 
 def falls_to(group_id: str, server_ids: Sequence[str]) -> str:
-    """The server that an orphan falls to, by rendezvous: the same wherever it is computed. Pure."""
+    """The server that takes an orphan, by rendezvous hashing: every server computes the same. Pure."""
     return max(server_ids, key=lambda name: blake2b(f"{group_id}\0{name}".encode(), digest_size=8).digest())
 
 
@@ -234,7 +234,7 @@ class Takeover:
             # Its own that it does not know: Redis failed while something was written.
             or (owner == self._journal.owner and not self._groups.knows(group_id))
         }
-        # Missed twice: nobody is just opening it, or announcing itself late after Redis stood still.
+        # Missed twice: no server is just opening it, or late with its heartbeat because Redis stood still.
         for group_id in missed & self._missed:
             await self._hold_orphan(group_id)
         self._missed = missed

@@ -6,10 +6,10 @@
     segments     root ─ child 1      all sampled tokens trained
                  root ─ child 2      the root's are context here, they are trained above; break_reason `branch`
 
-A node's path, from its root to its last sampled token, is a context that some later prompt may extend. Every way from a
+A node's path, from its root to its last sampled token, is a context that some later prompt may extend. Every path from a
 root to a leaf is one segment. Every sampled token is captured once, with the id that the engine sampled (no text is
 ever encoded again), and its mask is 1 in exactly one segment. Which one follows from the tree alone and not from the
-order in which branches came: the longest way is laid first. Pure.
+order in which branches came: the longest path is laid out first. Pure.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Capture:
         index = self._sampling_index(sampling)
         spans: list[VersionSpan] = []
         for span in versions:
-            # What an answer's first version computed anew (a call that was carried on) is what it had been.
+            # What an answer's first version computed anew (a call that was resumed) is what it had been.
             first = all(earlier.version == span.version for earlier in spans)
             kv = versions[0].kv if first else span.kv
             _append_merged(spans, VersionSpan(span.start, span.length, span.version, index, kv))
@@ -139,7 +139,7 @@ class Capture:
         sizes, prints = _measure(self.roots)
 
         def order(node: Node) -> tuple[bool, int, bytes]:
-            # What began on its own comes before what broke off; then the longest way; then anything that is not chance.
+            # What began on its own comes before what broke off; then the longest path; then anything that is not chance.
             return node.break_reason is not None, -sizes[node], prints[node]
 
         segments: list[Segment] = []
@@ -164,7 +164,7 @@ class Capture:
 
 
 def leaves(capture: Capture) -> list[list[Node]]:
-    """Every way through the tree, as its nodes from root to leaf, in the order of their recording."""
+    """Every path through the tree, as its nodes from root to leaf, in the order of their recording."""
     waiting, ways = list(reversed(capture.roots)), []
     while waiting:
         node = waiting.pop()
@@ -210,7 +210,7 @@ def _ancestry(node: Node) -> list[Node]:
 
 
 def _measure(roots: Sequence[Node]) -> tuple[dict[Node, int], dict[Node, bytes]]:
-    """Of every node: the sampled tokens of the longest way down from it, and a digest of all that lies below it."""
+    """Of every node: the sampled tokens of the longest path down from it, and a digest of all that lies below it."""
     downwards = list(roots)
     for node in downwards:  # grows while it is walked, so long conversations need no recursion
         downwards += node.children
@@ -263,14 +263,6 @@ def _append_merged(spans: list[VersionSpan], span: VersionSpan) -> None:
         spans.append(span)
 
 
-# Finding the longest remembered sequence that a new one extends, without keeping the sequences themselves.
-#
-#     remembered   p q r            digest(p q r) ──► value
-#                  p q r s t        digest(p q r s t) ──► value
-#     longest(p q r s u v) = the value of `p q r`, and 3
-#
-# Cost of a look-up: one hash over the new sequence, a digest at each remembered length. Pure.
-
 Value = TypeVar("Value")
 _DIGEST_BYTES = 16
 
@@ -280,7 +272,15 @@ def digest_of(sequence: bytes) -> bytes:
 
 
 class PrefixIndex(Generic[Value]):
-    """Values by byte strings. Of two with the same bytes the first remembered is kept, so that a look-up stays stable."""
+    """Longest-prefix look-up of byte strings, of which only digests are kept. Pure.
+
+        added        p q r            digest(p q r) ──► value
+                     p q r s t        digest(p q r s t) ──► value
+        longest(p q r s u v) = the value of `p q r`, and 3
+
+    A look-up costs one hash over the new sequence and a digest at each known length. Of two values for the same bytes the
+    first is kept, so that look-ups stay stable.
+    """
 
     def __init__(self) -> None:
         self._values: dict[bytes, Value] = {}

@@ -1,6 +1,6 @@
-"""Answers of one session that outlive the connection that asked for them, so that a retry replays or joins them.
+"""Answers of one session and their retries (idempotency): an answer outlives its connection, a retry replays or joins it.
 
-    call ──new──► Answer ◄── produce: generates tokens, puts chunks ──► (somebody hears it) ──► captured ──► done
+    call ──new──► Answer ◄── produce: generates tokens, puts chunks ──► (a client listens) ──► captured ──► done
       └──repeated──► listens to the same Answer from its first chunk on
 
     nobody listens ──► patience_s ──► cancelled, and nothing of it is captured: no agent ever saw it
@@ -33,7 +33,7 @@ class AnswerLostError(RollmeshError):
 
 
 class Answer:
-    """One answer in the making. Used on the event loop only."""
+    """One answer while it is generated, and after. Used on the event loop only."""
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
@@ -57,7 +57,7 @@ class Answer:
         self._wake()
 
     def stage(self, chunk: bytes) -> None:
-        """Keep a chunk back until `release`: nobody may hear the end of an answer that is not written down."""
+        """Keep a chunk back until `release`: no client may get the end of an answer that is not in the journal."""
         self._staged.append(chunk)
 
     def release(self) -> None:
@@ -125,7 +125,7 @@ Produce = Callable[[Answer], Awaitable[None]]
 
 
 class Answers:
-    """The answers of one session: those in the making, and the last few for retries that are still to come."""
+    """The answers of one session: those being generated, and the last few, for retries."""
 
     def __init__(self) -> None:
         self._index: IdempotencyIndex[Answer] = IdempotencyIndex()
@@ -178,7 +178,7 @@ class Answers:
             await asyncio.wait([task for _, task in unheard])
 
     def cancel_all(self, error: RollmeshError) -> None:
-        """End what is in the making; listeners get `error`."""
+        """End what is being generated; listeners get `error`."""
         for answer in list(self._tasks):
             self._cancel(answer, error)
 
@@ -219,17 +219,6 @@ class Answers:
             self._index.forget(kept.pop(0))
 
 
-# Which earlier call does this one repeat? Pure.
-#
-# | the call carries         | it is                                                                            |
-# |--------------------------|----------------------------------------------------------------------------------|
-# | the gateway's name       | the call that carried the same name before                                       |
-# | an Idempotency-Key       | the call that carried the same key before; with another body an error            |
-# | the SDK's retry count ≥ 1 | the oldest call of the same body that no retry of that count has claimed yet     |
-# | neither                  | a new sample, also when the body is the same: siblings share prompts             |
-#
-# Two agents that send the same body at the same time and both try again thus each get back an answer of their own.
-
 Value = TypeVar("Value")
 
 
@@ -245,7 +234,7 @@ class KeyReusedError(RollmeshError):
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """How a call is marked. `body`: a digest of route and body. `retry`: how often its client sent it before.
+    """By what a retry is recognised. `body`: a digest of route and body. `retry`: how often its client sent it before.
 
     `call`: the name that the gateway gave it, the same for each server that it tries.
     """
@@ -264,7 +253,17 @@ class _Known(Generic[Value]):
 
 
 class IdempotencyIndex(Generic[Value]):
-    """The calls of one session that may still be repeated, oldest first."""
+    """Finds the earlier call of a session that a retry repeats. Pure.
+
+    | the call carries          | it is                                                                          |
+    |---------------------------|--------------------------------------------------------------------------------|
+    | the gateway's call id     | the call that carried the same id before                                       |
+    | an Idempotency-Key        | the call that carried the same key before; with another body an error          |
+    | the SDK's retry count ≥ 1 | the oldest call of the same body that no retry of that count has claimed yet   |
+    | none of them              | a new sample, also when the body is the same: siblings share prompts           |
+
+    So two agents that send the same body at the same time and both retry each get their own answer back.
+    """
 
     def __init__(self) -> None:
         self._known: list[_Known[Value]] = []

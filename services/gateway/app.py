@@ -68,9 +68,9 @@ class GatewayPlan:
     redis_url: str
     settings: GatewaySettings
     name: str = "gateway"
-    """On the wait board and in the directory."""
+    """On the wait board and in service discovery."""
     url: str | None = None
-    """Where it is reached; None: it does not stand in the directory."""
+    """Where it is reached; None: it is not listed in service discovery."""
     keys: Keys = NO_KEYS
     """What callers must show (`services.security.permissions`); session keys are judged by the servers."""
     tracing: Tracing = NO_TRACING
@@ -79,7 +79,7 @@ class GatewayPlan:
 
 
 class Gateway:
-    """Owns a gateway's parts and the task that looks for servers."""
+    """Owns a gateway's parts and the task that polls the registry for servers."""
 
     def __init__(self, plan: GatewayPlan, stop: Stop) -> None:
         self._plan = plan
@@ -100,19 +100,19 @@ class Gateway:
             stack.push_async_callback(self._redis.aclose)
             await stack.enter_async_context(self.upstream)
             # Before the first call: a gateway that has just started knows its servers.
-            await self.servers.look()
+            await self.servers.refresh()
             if plan.url is not None:
                 record = ServiceRecord(name=plan.name, kind="gateway", url=plan.url)
                 await stack.enter_async_context(announced(self._redis, plan.run_id, record))
-            looking = asyncio.create_task(self._look(), name="looking for servers")
+            polling = asyncio.create_task(self._poll_servers(), name="polling servers")
             try:
                 yield
             finally:
-                looking.cancel()
+                polling.cancel()
                 with suppress(asyncio.CancelledError):
-                    await looking
+                    await polling
 
-    async def _look(self) -> None:
+    async def _poll_servers(self) -> None:
         try:
             await self.servers.run()
         except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and the process must not linger

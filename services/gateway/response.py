@@ -1,7 +1,7 @@
-"""The answer as the agent gets it: begun once, by whichever try comes first, and gone on with by the next.
+"""The response to the agent, which several tries may write: the first begins it, a later one continues it.
 
-Servers answer a call that is sent again byte for byte, so a later try goes on where the earlier one broke off: what the
-agent has already is left out, and checked: parts of two different answers are never put together.
+Servers repeat the answer to a retried call byte for byte. So a later try leaves out what the agent already has, and checks
+it by its checksum: parts of two different answers are never joined.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.wire.gateway_api import OWNER_URL_HEADER
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
-# Of the connection, not of the answer (RFC 9110, 7.6.1); and what our own server writes.
+# Hop-by-hop headers (RFC 9110, 7.6.1), and those that our own server writes.
 _DROPPED = {
     *b"connection keep-alive proxy-authenticate te trailer transfer-encoding upgrade date server".split(),
     OWNER_URL_HEADER.encode(),

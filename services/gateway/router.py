@@ -1,9 +1,9 @@
-"""Where a call goes: to the server that holds its session, else where `services.policies.routing` says.
+"""Router: a call goes to the server that holds its session, else where `services.policies.routing` says.
 
     a call names      │ known here                    │ unknown
-    ──────────────────┼───────────────────────────────┼──────────────────────────────────────────────────────
-    a session, group  │ the server that answered last  │ by rendezvous; a 421 then says who holds it
-    a new group       │ the siblings' server           │ where its problem was seen, else the least loaded
+    ──────────────────┼───────────────────────────────┼──────────────────────────────────────────────────────────────
+    a session, group  │ the server that answered last │ by rendezvous hashing; a 421 then says who holds it
+    a new group       │ the siblings' server          │ where its problem was seen, else the least loaded
     nothing           │                               │ where its prompt's prefix was computed, else the least loaded
 
 All that is remembered here may be forgotten: a wrong guess costs one more hop.
@@ -168,14 +168,12 @@ def _prefixes(body: bytes) -> list[bytes]:
         return []
 
 
-# A dictionary that forgets what was used longest ago, so that a gateway's memory has a bound.
-
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class Lru(Generic[K, V]):
-    """At most `limit` entries."""
+    """Least-recently-used cache of at most `limit` entries, so that a gateway's memory is bounded."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -1,7 +1,8 @@
-"""`POST /inference/v1/generate` outside any session: a generation that breaks off is continued from its own tokens.
+"""Stateless `POST /inference/v1/generate`: a generation that breaks off is resumed on another server from its tokens.
 
-No server keeps such a generation, so sending the call again would generate something else. What has come is put behind
-the prompt instead, and the rest is asked for; the agent sees one answer, never `finish_reason: "abort"`.
+No server keeps such a generation, so a plain retry would generate something else. Instead the tokens that have come are
+appended to the prompt and the rest is asked for (`services.policies.continuation`); the agent sees one answer, never
+`finish_reason: "abort"`.
 
     whole answer:   choices that ended by `abort` ──► each one's rest, on its own ──► joined
     stream, n = 1:  chunks pass on; after an `abort` or a broken connection those of the rest follow
@@ -45,7 +46,7 @@ _answer = msgspec.json.Decoder(GenerateAnswer)
 
 
 @dataclass
-class _Got:
+class _Whole:
     """A whole answer of one server."""
 
     server: Server
@@ -78,7 +79,7 @@ class StatelessCalls:
             with first_failure():
                 async with asyncio.TaskGroup() as tasks:
                     rests = [
-                        tasks.create_task(self._finished(call, asked, choice, got.server.name))
+                        tasks.create_task(self._resumed(call, asked, choice, got.server.name))
                         for choice in whole.choices
                     ]
             whole.choices = [rest.result() for rest in rests]
@@ -88,13 +89,13 @@ class StatelessCalls:
         await agent.begin(got.status, got.headers)
         await agent.end(got.body)
 
-    async def _finished(self, call: ProxiedCall, asked: Call, sampled: Choice, server_id: str) -> Choice:
-        """The sample, carried on until it ends by itself; `server_id`: who broke it off."""
+    async def _resumed(self, call: ProxiedCall, asked: Call, sampled: Choice, server_id: str) -> Choice:
+        """The sample, resumed until it ends by itself; `server_id`: who broke it off."""
         while sampled.finish_reason == "abort":
-            left = what_is_left(asked, sampled)
+            left = rest_call(asked, sampled)
             if left is None:
                 return ended(sampled, "length")
-            got = await self._ask(_again(call, left), rest_of=sampled, apart_from=(server_id,))
+            got = await self._ask(_with_body(call, left), sampled, apart_from=(server_id,))
             if got.status != 200:
                 if error_detail(got.body).code == ContextLengthError.code:
                     return ended(sampled, "length")
@@ -103,14 +104,14 @@ class StatelessCalls:
             server_id = got.server.name
         return sampled
 
-    async def _ask(self, call: ProxiedCall, rest_of: Choice | None = None, apart_from: Collection[str] = ()) -> _Got:
-        got: list[_Got] = []
+    async def _ask(self, call: ProxiedCall, sampled: Choice | None = None, apart_from: Collection[str] = ()) -> _Whole:
+        got: list[_Whole] = []
 
         async def keep(server: Server, response: ClientResponse) -> None:
             body = await response.read()
-            if rest_of is not None and b'"abort"' in body and not _answer.decode(body).choices[0].token_ids:
+            if sampled is not None and b'"abort"' in body and not _answer.decode(body).choices[0].token_ids:
                 raise TryFailedError("it broke the generation off before the first token")
-            got.append(_Got(server, response.status, response.raw_headers, body))
+            got.append(_Whole(server, response.status, response.raw_headers, body))
 
         await self._failover.deliver(call, keep, lambda: 0, apart_from=apart_from)
         return got[-1]
@@ -122,7 +123,7 @@ class StatelessCalls:
         while left is not None:
             try:
                 await self._failover.deliver(
-                    _again(call, left), stream.take, stream.progress, apart_from=broken_by, resend=False
+                    _with_body(call, left), stream.take, stream.progress, apart_from=broken_by, resend=False
                 )
                 return
             except TryFailedError as failure:
@@ -142,8 +143,8 @@ class StatelessCalls:
         await self._failover.deliver(call, take, lambda: agent.begun + agent.passed_on, resend=False)
 
 
-def _again(call: ProxiedCall, left: Call) -> ProxiedCall:
-    """A call of its own, for what is left: a server that knows the first one must not replay that."""
+def _with_body(call: ProxiedCall, left: Call) -> ProxiedCall:
+    """The call with another body and call id: a server that knows the first call must not replay its answer."""
     call_id = secrets.token_hex(16)
     headers = [(name, call_id if name == CALL_HEADER else value) for name, value in call.headers]
     return replace(call, headers=headers, body=msgspec.json.encode(left), call_id=call_id)
@@ -158,11 +159,6 @@ def _decode(body: bytes) -> Call:
     return decoded if isinstance(decoded, dict) else {}
 
 
-# One streamed sample outside any session, from as many servers as it takes.
-#
-# The first server's events pass as they are. Those of a later one are written anew: as if they went on where the
-# first broke off, with its `request_id`, versions over the whole sample, and usage of the whole answer.
-
 _chunk = msgspec.json.Decoder(GenerateChunk)
 _encoder = msgspec.json.Encoder()
 _END = b"data: [DONE]"
@@ -170,7 +166,11 @@ _DATA = b"data: "
 
 
 class StatelessStream:
-    """What the agent has of one sample; `take` handles one server's part of it."""
+    """One streamed sample that several servers may generate in turn; `take` handles one server's part of it.
+
+    The first server's events pass as they are. Those of a later one are rewritten to continue the first stream: its
+    `request_id`, versions over the whole sample, usage of the whole answer.
+    """
 
     def __init__(self, asked: Call, agent: DownstreamResponse) -> None:
         options = asked.get("stream_options") or {}
@@ -190,7 +190,7 @@ class StatelessStream:
 
     def left(self) -> Call | None:
         """What is asked of the next; None where all tokens have come."""
-        return what_is_left(self._asked, self._sampled)
+        return rest_call(self._asked, self._sampled)
 
     def progress(self) -> int:
         return len(self._sampled.token_ids)
@@ -296,7 +296,7 @@ def asks_for_one(call: Call) -> bool:
     return isinstance(sampling, dict) and sampling.get("n", 1) == 1 and isinstance(call.get("token_ids"), list)
 
 
-def what_is_left(call: Call, sampled: Choice) -> Call | None:
+def rest_call(call: Call, sampled: Choice) -> Call | None:
     """The call for the rest of one sample; None where `sampled` has all the tokens that were asked for."""
     sampling = {**call["sampling_params"], "n": 1}
     rest = rest_of(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollout_server.completions.resumable import resume
 from rollout_server.engines.base import GenerationDelta, GenerationRequest
-from services.gateway.stateless_generate import asks_for_one, ended, join, known_versions, usage, what_is_left
+from services.gateway.stateless_generate import asks_for_one, ended, join, known_versions, rest_call, usage
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import VersionSpan
 from services.wire.vllm_api import Choice, Logprobs, SampledLogprob, weight_spans
@@ -39,7 +39,7 @@ def test_parts_join_to_the_whole(versions: list[int], cuts: list[int]) -> None:
     call = {"token_ids": [7, 8], "sampling_params": {"max_tokens": len(tokens) + 1, "n": 4, "seed": 5}, "model": "m"}
     sampled = Choice(index=2, token_ids=[], logprobs=Logprobs([]), finish_reason="abort", policy_versions=[])
     for begin, end in pairwise(ends):
-        left = what_is_left(call, sampled)
+        left = rest_call(call, sampled)
         assert left is not None
         # The engine sees each time what it would have seen, and is asked for what is missing.
         assert left["token_ids"] == [7, 8, *tokens[:begin]]
@@ -52,8 +52,8 @@ def test_parts_join_to_the_whole(versions: list[int], cuts: list[int]) -> None:
 
 def test_nothing_is_left_of_a_sample_that_has_all_its_tokens() -> None:
     sampled = part([1, 2], [0, 0], None)
-    assert what_is_left({"token_ids": [5], "sampling_params": {"max_tokens": 2}}, sampled) is None
-    assert what_is_left({"token_ids": [5], "sampling_params": {}}, sampled) is not None
+    assert rest_call({"token_ids": [5], "sampling_params": {"max_tokens": 2}}, sampled) is None
+    assert rest_call({"token_ids": [5], "sampling_params": {}}, sampled) is not None
     assert ended(sampled, "length") == part([1, 2], [0, 0], "length")
 
 
