@@ -146,7 +146,7 @@ class RolloutServer:
         if self._phase == "draining":
             raise DrainingError(f"rollout server {self.plan.server_id} is shutting down", "use another server")
 
-    async def until_clear(self) -> None:
+    async def until_accepting(self) -> None:
         """Return once the engine takes requests. Raises DrainingError once the server drains."""
         self.check_taking_calls()
         while self._engine.status().paused:
@@ -229,7 +229,9 @@ class RolloutServer:
         base_version = await ledger.begin(self._engine.policy_version)
         access = Access(await self._session_keys(ledger), self.authorizer)
         servers = Registry(redis, plan.run_id)
-        journal = Journal(redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.let_go)
+        journal = Journal(
+            redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.forget_open
+        )
         takeover = Takeover(registry, journal, ledger, servers, plan.server_id, plan.trust)
         heartbeat = Heartbeat(servers, lambda: self._record(registry))
         log, origin = (
@@ -268,12 +270,12 @@ class RolloutServer:
             ),
             heartbeat=heartbeat,
             renderer=renderer,
-            turns=TurnTaker(self._engine, renderer, journal, self.until_clear, plan.tracing),
+            turns=TurnTaker(self._engine, renderer, journal, self.until_accepting, plan.tracing),
             answer_service=AnswerService(
                 AnswerDeps(
                     engine=self._engine,
                     journal=journal,
-                    until_clear=self.until_clear,
+                    until_accepting=self.until_accepting,
                     partial_every=plan.settings.rollout.draft_every_tokens,
                     tracing=plan.tracing,
                 ),

@@ -19,7 +19,7 @@ from hashlib import blake2b
 import msgspec
 from redis.exceptions import RedisError
 
-from rollout_server.completions.resumable import PartialAnswer, Progress, UntilClear, resume
+from rollout_server.completions.resumable import PartialAnswer, Progress, UntilAccepting, resume
 from rollout_server.completions.samples import Piece, Sample
 from rollout_server.completions.sampling import BudgetSpentError, within
 from rollout_server.engines.base import Engine, EngineCrashedError, FinishReason, GenerationDelta, GenerationRequest
@@ -45,7 +45,7 @@ class AnswerDeps:
 
     engine: Engine
     journal: Journal
-    until_clear: UntilClear
+    until_accepting: UntilAccepting
     partial_every: int
     tracing: Tracing = NO_TRACING
 
@@ -73,7 +73,7 @@ class AnswerContext:
         """Deltas of prompt number `prompt`; those of a partial answer are given out once they are in the journal."""
         deps, partial = self.deps, self.partial
         if partial is None:
-            return resume(deps.engine, request, deps.until_clear)
+            return resume(deps.engine, request, deps.until_accepting)
         streamed = request.stream
         if not streamed and request.sampling.max_tokens > deps.partial_every:
             request = replace(request, stream=True, delta_every=deps.partial_every)
@@ -83,7 +83,7 @@ class AnswerContext:
             if streamed or delta.finish_reason is None:
                 await partial.add(prompt, delta)
 
-        return resume(deps.engine, request, deps.until_clear, partial.replay(prompt, request), keep)
+        return resume(deps.engine, request, deps.until_accepting, partial.replay(prompt, request), keep)
 
     def tool_call_ids(self) -> Callable[[], Callable[[], str]]:
         """For each sample's reader, a maker of ids: the same in every try."""

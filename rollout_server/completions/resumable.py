@@ -40,7 +40,7 @@ class Progress:
         self._seen = status.tokens_generated
 
 
-UntilClear = Callable[[], Awaitable[None]]
+UntilAccepting = Callable[[], Awaitable[None]]
 """Returns once the engine takes requests; raises DrainingError when it will not any more."""
 
 
@@ -57,7 +57,7 @@ class _Sample:
 async def resume(
     engine: Engine,
     request: GenerationRequest,
-    until_clear: UntilClear,
+    until_accepting: UntilAccepting,
     known: AsyncIterator[GenerationDelta] | None = None,
     keep: Callable[[GenerationDelta], Awaitable[None]] | None = None,
 ) -> AsyncGenerator[GenerationDelta, None]:
@@ -73,7 +73,7 @@ async def resume(
     tries = 0
     while not all(sample.ended for sample in samples):
         if tries:
-            await until_clear()
+            await until_accepting()
         whole = tries == 0 and not any(sample.sampled or sample.ended for sample in samples)
         async with aclosing(
             _generate_rests(engine, request, samples, tries) if not whole else _generate(engine, request)

@@ -40,7 +40,7 @@ KEEP_ENDED_S = 600
 """How long the journal of a group that has ended is kept, for calls that come late."""
 KEEP_ANSWER_S = 60
 KEEP_PARTIAL_S = 3600
-LET_GO = ""
+RELEASED = ""
 _AT_ONCE = 256
 
 _log = structlog.get_logger()
@@ -111,7 +111,7 @@ return 1
 """
 
 # KEYS: owners. ARGV: owner, groups.
-_LET_GO = """
+_RELEASE = """
 for i = 2, #ARGV do
   if redis.call('HGET', KEYS[1], ARGV[i]) == ARGV[1] then redis.call('HSET', KEYS[1], ARGV[i], '') end
 end
@@ -148,7 +148,7 @@ class Journal:
         self._open = redis.register_script(_OPEN)
         self._claim = redis.register_script(_CLAIM)
         self._conclude = redis.register_script(_CONCLUDE)
-        self._let_go = redis.register_script(_LET_GO)
+        self._release = redis.register_script(_RELEASE)
         self._lengths: dict[str, int] = {}
         """Elements in the journal of each group that is held."""
         self._queue: list[_Item] = []
@@ -260,10 +260,10 @@ class Journal:
             raise lost
         self._lengths.pop(group_id, None)
 
-    async def let_go(self, group_ids: Sequence[str]) -> None:
-        """Anybody may take over these groups now. Raises RedisError."""
+    async def release(self, group_ids: Sequence[str]) -> None:
+        """Any server may take over these groups now. Raises RedisError."""
         if group_ids:
-            await self._let_go(keys=[self._keys.owners], args=[self.owner, *group_ids])
+            await self._release(keys=[self._keys.owners], args=[self.owner, *group_ids])
         for group_id in group_ids:
             self._lengths.pop(group_id, None)
 
@@ -272,7 +272,7 @@ class Journal:
         return None if found is None else as_text(found)
 
     async def owner_of(self, group_id: str) -> str | None:
-        """Who holds the group: an incarnation, LET_GO, or None for one that has ended or never was."""
+        """Who holds the group: an incarnation, RELEASED, or None for one that has ended or never was."""
         found = await self._redis.hget(self._keys.owners, group_id)
         return None if found is None else as_text(found)
 

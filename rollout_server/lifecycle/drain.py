@@ -47,7 +47,7 @@ class Drainer:
         self._begin = begin
 
     async def others(self) -> list[str]:
-        """Servers that would take what this one lets go of. Raises RedisError."""
+        """Servers that could take over what this one releases. Raises RedisError."""
         servers = await self._servers.servers()
         return [each.server_id for each in servers if each.state == "serving" and each.server_id != self._server_id]
 
@@ -62,7 +62,7 @@ class Drainer:
         while True:
             left = self._groups.all_open()
             late = time.monotonic() - started > within_s
-            await self._let_go([group for group in left if late or not group.taking_turns], why)
+            await self._release([group for group in left if late or not group.taking_turns], why)
             if not len(self._groups):
                 break
             # What had not begun when the first were interrupted has begun by now.
@@ -75,14 +75,14 @@ class Drainer:
         """Let go of everything at once, its calls ended with `why`, if somebody would take it. Raises RedisError."""
         groups = self._groups.all_open()
         if groups and await self.others():
-            await self._let_go(groups, why)
+            await self._release(groups, why)
             _log.info("handed over", groups=len(groups), why=why.what)
 
-    async def _let_go(self, groups: list[Group], why: RollmeshError) -> None:
+    async def _release(self, groups: list[Group], why: RollmeshError) -> None:
         names = [group.group_id for group in groups]
-        await self._journal.let_go(names)
+        await self._journal.release(names)
         for name in names:
-            self._groups.let_go(name, why)
+            self._groups.forget_open(name, why)
 
 
 POLL_S = 0.5

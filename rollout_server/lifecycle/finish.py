@@ -115,7 +115,7 @@ class Finisher:
             await self._conclude(group, None, "run_concluded")
             raise
         except DrainingError as lost:
-            self._registry.let_go(group.group_id, lost)
+            self._registry.forget_open(group.group_id, lost)
             raise
         pairs = zip(group.sessions.values(), trajectories, stream_ids, strict=True)
         for session, trajectory, stream_id in pairs:
@@ -149,7 +149,7 @@ class Finisher:
                     await self._end(group, session, "dropped")
                     raise
                 except DrainingError as lost:
-                    self._registry.let_go(group.group_id, lost)
+                    self._registry.forget_open(group.group_id, lost)
                     raise
             return await self._end(group, session, "finished", stream_id, segments)
 
@@ -271,7 +271,7 @@ class Finisher:
             raise ConflictError(f"session {session.session_id} took no turn", "let it take one, or give it up")
         layout = capture.layout()
         spans = [
-            RewardSpan(*layout.places[node], len(node.sampled), reward.value, reward.components)
+            RewardSpan(*layout.positions[node], len(node.sampled), reward.value, reward.components)
             for call_id, reward in session.rewards.calls.items()
             for node in session.memory.calls.get(call_id, ())
             if node.sampled

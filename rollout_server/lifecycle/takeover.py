@@ -21,7 +21,7 @@ import httpx
 import structlog
 from redis.exceptions import RedisError
 
-from rollout_server.journal.journal import LET_GO, Journal
+from rollout_server.journal.journal import RELEASED, Journal
 from rollout_server.journal.replay import AnswerName, Now, Replayed, replay
 from rollout_server.sessions.group import GroupRegistry
 from rollout_server.sessions.session import Session, SessionEnd
@@ -138,7 +138,7 @@ class Takeover:
             if owner is None:
                 await self._remember_end(group_id)
                 return
-            if owner not in (LET_GO, self._journal.owner):
+            if owner not in (RELEASED, self._journal.owner):
                 url = await self._alive(owner)
                 if url is not None:
                     raise HeldElsewhereError(f"another rollout server holds group {group_id}", url)

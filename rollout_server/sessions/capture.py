@@ -54,10 +54,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Layout:
-    """`places`: for each node the segment in which its sampled tokens are trained, and the position of the first there."""
+    """`positions`: of each node, the segment that trains its sampled tokens, and where in it they begin."""
 
     segments: list[Segment]
-    places: dict[Node, tuple[int, int]]
+    positions: dict[Node, tuple[int, int]]
 
 
 class Capture:
@@ -136,24 +136,24 @@ class Capture:
 
     def layout(self) -> Layout:
         """Segments, and where in them each node's sampled tokens are trained."""
-        sizes, prints = _measure(self.roots)
+        sizes, digests = _measure(self.roots)
 
         def order(node: Node) -> tuple[bool, int, bytes]:
             # What began on its own comes before what broke off; then the longest path; then anything that is not chance.
-            return node.break_reason is not None, -sizes[node], prints[node]
+            return node.break_reason is not None, -sizes[node], digests[node]
 
         segments: list[Segment] = []
-        places: dict[Node, tuple[int, int]] = {}
+        positions: dict[Node, tuple[int, int]] = {}
         waiting = sorted(self.roots, key=order, reverse=True)
         while waiting:
             node = waiting.pop()
             if node.children:
                 waiting += sorted(node.children, key=order, reverse=True)
                 continue
-            segment = _lay(_ancestry(node), len(segments), places)
+            segment = _segment_along(_ancestry(node), len(segments), positions)
             if segment is not None:
                 segments.append(segment)
-        return Layout(segments, places)
+        return Layout(segments, positions)
 
     def _sampling_index(self, sampling: SamplingParams) -> int:
         for index, known in enumerate(self.samplings):
@@ -165,13 +165,13 @@ class Capture:
 
 def leaves(capture: Capture) -> list[list[Node]]:
     """Every path through the tree, as its nodes from root to leaf, in the order of their recording."""
-    waiting, ways = list(reversed(capture.roots)), []
+    waiting, paths = list(reversed(capture.roots)), []
     while waiting:
         node = waiting.pop()
         waiting += reversed(node.children)
         if not node.children:
-            ways.append(_ancestry(node))
-    return ways
+            paths.append(_ancestry(node))
+    return paths
 
 
 def path(node: Node) -> list[int]:
@@ -215,20 +215,20 @@ def _measure(roots: Sequence[Node]) -> tuple[dict[Node, int], dict[Node, bytes]]
     for node in downwards:  # grows while it is walked, so long conversations need no recursion
         downwards += node.children
     sizes: dict[Node, int] = {}
-    prints: dict[Node, bytes] = {}
+    digests: dict[Node, bytes] = {}
     for node in reversed(downwards):
         sizes[node] = len(node.sampled) + max((sizes[child] for child in node.children), default=0)
         hasher = blake2b(repr((node.break_reason, node.spans, len(node.prompt))).encode(), digest_size=16)
         for part in (node.prompt, node.sampled, node.logprobs):
             hasher.update(part)
-        for below in sorted(prints[child] for child in node.children):
+        for below in sorted(digests[child] for child in node.children):
             hasher.update(below)
-        prints[node] = hasher.digest()
-    return sizes, prints
+        digests[node] = hasher.digest()
+    return sizes, digests
 
 
-def _lay(nodes: Sequence[Node], number: int, places: dict[Node, tuple[int, int]]) -> Segment | None:
-    """Segment `number` along `nodes`: sampled tokens that have no place yet get theirs here. None if none lacked one."""
+def _segment_along(nodes: Sequence[Node], number: int, positions: dict[Node, tuple[int, int]]) -> Segment | None:
+    """Segment `number` along `nodes`: sampled tokens that have no position yet get theirs here. None if none lacked one."""
     tokens: list[int] = []
     mask = bytearray()
     logprobs = array("f")
@@ -240,12 +240,12 @@ def _lay(nodes: Sequence[Node], number: int, places: dict[Node, tuple[int, int]]
         mask += bytes(len(node.prompt))
         logprobs.extend([0.0] * len(node.prompt))
         sampled = len(node.sampled)
-        if node in places:
+        if node in positions:
             shared = True
             mask += bytes(sampled)
             logprobs.extend([0.0] * sampled)
             continue
-        places[node] = number, len(mask)
+        positions[node] = number, len(mask)
         for span in node.spans:
             _append_merged(spans, span.over(len(mask) + span.start, span.length))
         mask += b"\x01" * sampled

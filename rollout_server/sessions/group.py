@@ -213,7 +213,7 @@ class GroupRegistry:
         self.add(group)
         self._end(group, stream_ids, cause)
 
-    def let_go(self, group_id: str, why: RollmeshError) -> None:
+    def forget_open(self, group_id: str, why: RollmeshError) -> None:
         """Forget an open group without an end: another server has it, or the journal must be read again."""
         group = self._open.pop(group_id, None)
         if group is None:

@@ -139,7 +139,7 @@ def admin_routes(servers: Servers, upstream: Upstream, authorizer: Authorizer) -
 
     @router.post("/admin/drain", status_code=202, dependencies=authorizer.of("operator"))
     async def drain(call: DrainServer, request: Request) -> Draining:
-        """Have a server let go of its sessions, which others take up, and end. The caller's own key is shown to it."""
+        """Have a server release its sessions, which others take over, and end. The caller's own key is shown to it."""
         server = servers.named(call.server_id)
         if server is None:
             known = ", ".join(each.name for each in servers.all()) or "none"
