@@ -65,7 +65,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
 
     @app.exception_handler(EngineCrashedError)
     async def on_crash(_: Request, error: EngineCrashedError) -> Response:
-        """An engine that crashed serves nothing more: the process ends, and whoever watches it starts another."""
+        """A crashed engine ends the process; its supervisor restarts it."""
         server.fail(error)
         return error_answer(error)
 

@@ -133,7 +133,7 @@ class RolloutServer:
         stop.on_stop = self._drain
 
     def ready(self, part: Callable[[Parts], T]) -> Callable[[], T]:
-        """Gives one part, to whoever works with that alone. Raises NotReadyError, when asked before the engine is up."""
+        """A getter of one part, for code that needs that one alone. It raises NotReadyError before the engine is up."""
         return lambda: part(self._ready_parts())
 
     def _ready_parts(self) -> Parts:
@@ -213,7 +213,7 @@ class RolloutServer:
             self._stop.fail(error)
         except RedisError as error:
             self._stop.fail(RollmeshError(f"Redis failed while the server started ({error})", "see that it runs"))
-        except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and the process must not linger
+        except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and the process must end
             _log.exception("rollout server failed")
             self._stop.fail(RollmeshError(f"rollout server {self.plan.server_id} failed ({error!r})", "see its log"))
 
@@ -341,7 +341,7 @@ class RolloutServer:
                         await parts.finisher.drop_all("shutdown")
                     await parts.heartbeat.withdraw()
         except (RollmeshError, RedisError, TimeoutError) as error:
-            _log.warning("closed untidily", server=self.plan.server_id, why=repr(error))
+            _log.warning("not closed cleanly", server=self.plan.server_id, why=repr(error))
         finally:
             if self._draining is not None:
                 self._draining.cancel()

@@ -1,4 +1,4 @@
-"""vLLM's routes for whoever operates an engine: pause, resume, abort, and how many processes hold it."""
+"""vLLM's routes for operating an engine: pause, resume, abort, and how many processes hold it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.wire.vllm_api import AbortAnswer, AbortRequests, IsPaused, PauseAn
 
 
 def engine_routes(engine: Ready[Engine], dependencies: list[Any]) -> APIRouter:
-    """Routes that whoever operates the engine calls; names and answers are vLLM's. `dependencies` judge the caller."""
+    """Routes for operating the engine; names and answers are vLLM's. `dependencies` judge the caller."""
     router = APIRouter(tags=["engine"], responses=ERRORS, dependencies=dependencies)
 
     @router.post("/pause")

@@ -64,7 +64,7 @@ def group_routes(
 
     @router.post("/groups/{group_id}/turns", response_model=TurnsTaken)
     async def take_turns(group_id: str, call: TakeTurns, request: Request) -> Response:
-        """Let the policy speak in one or more sessions of the group. The call takes effect whole or not at all."""
+        """Generate one turn in one or more sessions of the group. The call takes effect whole or not at all."""
         access().require_agent(request)
         await takeover().hold_group(group_id)
         check_taking_calls()

@@ -56,7 +56,7 @@ def session_routes(
         responses={200: {"model": SessionOpened, "description": "This session was opened before with the same body"}},
     )
     async def open_session(call: OpenSession, request: Request) -> Response:
-        """Open a session. Its `base_url` and `api_key` make any OpenAI client speak in it."""
+        """Open a session. Its `base_url` and `api_key` let any OpenAI client generate in it."""
         access().require_agent(request)
         check_taking_calls()
         session, new = await while_connected(request, opener().open(call, call_name(request)))
@@ -73,7 +73,7 @@ def session_routes(
 
     @router.get("/{session_id}", response_model=SessionStatus)
     async def read_session(session_id: str, request: Request) -> Response:
-        """How the session stands."""
+        """The session's status."""
         access().require_session(request, session_id)
         return answer(_status(await _find(takeover(), session_id), engine))
 

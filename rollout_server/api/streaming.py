@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 class ClientGoneError(RollmeshError):
-    """The client hung up before its answer was ready; nobody reads this error."""
+    """The client disconnected before its answer was ready: no client reads this error."""
 
     status = 499
     code = "client_gone"

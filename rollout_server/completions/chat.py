@@ -61,7 +61,7 @@ class ChatCalls:
         Raises UnsupportedParameterError, TemplateError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
         if refused := call.unsupported():
-            raise UnsupportedParameterError(f"{', '.join(refused)} cannot be had here", "leave it out")
+            raise UnsupportedParameterError(f"{', '.join(refused)} not supported here", "leave it out")
         session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
         messages = [message.model_dump(exclude_none=True) for message in call.messages]
         offered = call.tools if call.tool_choice != "none" else None

@@ -61,7 +61,7 @@ class CompletionCalls:
         Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
         if refused := call.unsupported():
-            raise UnsupportedParameterError(f"{', '.join(refused)} cannot be had here", "leave it out")
+            raise UnsupportedParameterError(f"{', '.join(refused)} not supported here", "leave it out")
         session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
         prompts = _prompts(call)
         if len(prompts) * (call.n or 1) > _MOST_ANSWERS:

@@ -184,7 +184,7 @@ class Journal:
         partial: str | None = None,
         answer: tuple[str, bytes] | None = None,
     ) -> T:
-        """Write `record`, then run `then` and return its result: in the journal's order, also if nobody waits any more.
+        """Write `record`, then run `then` and return its result: in the journal's order, also if the caller was cancelled.
 
         `partial`: key of one that the record replaces. `answer`: its name, and bytes to keep for those who ask again.
         Raises DrainingError when the group is another's, NotReadyError when Redis fails; then nothing was applied.
@@ -252,7 +252,7 @@ class Journal:
                 _fail(item, lost)
 
     async def conclude(self, group_id: str, ended: GroupEnded, session_ids: Sequence[str]) -> None:
-        """The group has ended: nobody holds it any more. Raises as `append` does, and RedisError."""
+        """Write the end of the group and remove its owner. Raises as `append` does, and RedisError."""
         keys = [self._keys.owners, self._keys.journal(group_id), *map(self._keys.group_of, session_ids)]
         if not await self._conclude(keys=keys, args=[self.owner, group_id, encode_record(ended), KEEP_ENDED_S]):
             lost = _lost(group_id)
@@ -288,7 +288,7 @@ class Journal:
         ]
 
     async def claim(self, group_id: str, expected: str) -> list[Record] | None:
-        """Take hold of a group that `expected` holds, and read it; None when somebody else was faster."""
+        """Take hold of a group that `expected` holds, and read it; None when another server was faster."""
         keys = [self._keys.owners, self._keys.journal(group_id), self._keys.open_groups]
         found = await self._claim(keys=keys, args=[group_id, expected, self.owner, self._server_id])
         if found is None:
@@ -327,7 +327,7 @@ class Journal:
 def _settle(item: _Item) -> None:
     try:
         result = item.then()
-    except Exception as error:  # noqa: BLE001 - told to whoever waits, who says it
+    except Exception as error:  # noqa: BLE001 - raised again in the waiting callers
         if not item.done.done():
             item.done.set_exception(error)
         return

@@ -227,7 +227,7 @@ def _session(group: Group, record: SessionBegan, now: Now) -> Session:
 def _find(group: Group, session_id: str) -> Session:
     session = group.sessions.get(session_id)
     if session is None:
-        raise WireError(f"the journal of group {group.group_id} speaks of session {session_id!r}, which never began")
+        raise WireError(f"the journal of group {group.group_id} names session {session_id!r}, which was never opened")
     return session
 
 

@@ -52,7 +52,7 @@ class Drainer:
         return [each.server_id for each in servers if each.state == "serving" and each.server_id != self._server_id]
 
     async def drain(self, within_s: float) -> bool:
-        """Let go of everything; returns whether somebody else can take it. Raises RedisError."""
+        """Release all groups; returns whether another server can take them over. Raises RedisError."""
         started = time.monotonic()
         await self._begin()
         await self._engine.abort()
@@ -72,7 +72,7 @@ class Drainer:
         return True
 
     async def hand_over(self, why: RollmeshError) -> None:
-        """Let go of everything at once, its calls ended with `why`, if somebody would take it. Raises RedisError."""
+        """Release all groups at once, ending their calls with `why`, if another server can take them. Raises RedisError."""
         groups = self._groups.all_open()
         if groups and await self.others():
             await self._release(groups, why)

@@ -25,7 +25,7 @@ async def expire_idle(registry: GroupRegistry, finisher: Finisher, idle_timeout_
 
 async def _expire_group(group: Group, finisher: Finisher) -> None:
     for session in group.live:
-        # A call that goes on notices the deadline itself; somebody who ends the session will be done in a moment.
+        # A running call sees the deadline itself; a session that is being ended will be in a moment.
         if session.end is None and not session.busy and (session.seconds_left() <= 0.0 or _is_idle(group, session)):
             await finisher.abandon(session, "expired")
     unused_s = time.monotonic() - group.last_used

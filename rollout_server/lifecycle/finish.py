@@ -181,13 +181,13 @@ class Finisher:
         )
 
     async def abort(self, session: Session) -> SessionEnd:
-        """As `abandon`, at the environment's wish. Raises ConflictError while somebody else ends the session."""
+        """Abort at the environment's request, as `abandon`. Raises ConflictError while another call ends the session."""
         if session.ending:
             raise ConflictError(f"session {session.session_id} is being ended", "wait for its answer")
         return await self.abandon(session, "aborted")
 
     async def abandon(self, session: Session, state: SessionState) -> SessionEnd:
-        """End a session without a trajectory, whatever goes on in it: its calls are ended with it."""
+        """End a session without a trajectory, and the calls that run in it."""
         group = self._registry.group_of(session)
         _log.info("session given up", session=session.session_id, state=state, answers=session.capture.answers)
         session.ending = True
@@ -253,7 +253,7 @@ class Finisher:
             return True
 
     async def drop_all(self, cause: DropCause) -> None:
-        """Drop every open group, whatever goes on in them: the run's last server is ending. Raises RedisError."""
+        """Drop every open group, with the calls that run in it: the run's last server is ending. Raises RedisError."""
         groups = self._registry.all_open()
         for group in groups:
             await self._journal.conclude(group.group_id, GroupEnded(stream_ids=None, cause=cause), list(group.sessions))

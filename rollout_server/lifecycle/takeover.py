@@ -147,7 +147,7 @@ class Takeover:
             started = time.monotonic()
             records = await self._journal.claim(group_id, owner)
             if records is None:
-                continue  # somebody else was faster
+                continue  # another server was faster
             replayed = replay(records, Now(time.time(), time.monotonic()))
             if replayed.ended is not None:  # its owner died before it could take its entry away
                 await self._journal.conclude(group_id, replayed.ended, list(replayed.group.sessions))
@@ -164,7 +164,7 @@ class Takeover:
                 ms=round((time.monotonic() - started) * 1e3, 1),
             )
             return
-        raise NotReadyError(f"group {group_id} changes hands", "send the call again")
+        raise NotReadyError(f"group {group_id} is being taken over", "send the call again")
 
     async def _remember_end(self, group_id: str) -> None:
         records = await self._journal.read(group_id)

@@ -59,7 +59,7 @@ class Access:
         return own or named
 
     def _bearer_session(self, request: Request, scope: AuthScope = "environment") -> str | None:
-        """The session whose key is shown; None for whoever shows a key that opens `scope`."""
+        """The session whose key is shown; None for another key that opens `scope`."""
         shown = bearer(request.headers.get("authorization"))
         if shown.startswith(PREFIX):
             session_id = self.keys.session_of(shown)

@@ -37,7 +37,7 @@ def sampling_of(body: SamplingBody) -> SamplingParams:
 
 
 def new_group_id() -> str:
-    """Whoever knows a group's id may speak in it, so it cannot be guessed (128 random bits)."""
+    """Not to be guessed (128 random bits): knowing a group's id is enough to generate in it."""
     return f"g-{secrets.token_hex(16)}"
 
 
@@ -66,7 +66,7 @@ class Group:
     taken_over: bool = False
     """It was another server's, or an earlier life's."""
     closing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by whoever ends the group."""
+    """Held while the group is being ended."""
     client_gone: bool = False
     """Its client disconnected while it waited for a turn, and has not come back."""
     turns_answered: OrderedDict[str, bytes] = field(default_factory=OrderedDict)

@@ -3,7 +3,7 @@
     call ──new──► Answer ◄── produce: generates tokens, puts chunks ──► (a client listens) ──► captured ──► done
       └──repeated──► listens to the same Answer from its first chunk on
 
-    nobody listens ──► patience_s ──► cancelled, and nothing of it is captured: no agent ever saw it
+    no listener ──► patience_s ──► cancelled, and nothing of it is captured: no agent ever saw it
 
 A whole answer is one chunk, a streamed one many; both are replayed byte for byte.
 """
@@ -26,7 +26,7 @@ _KEPT_BYTES = 1 << 20
 
 
 class AnswerLostError(RollmeshError):
-    """The answer was given up because nobody listened to it."""
+    """The answer was cancelled because no client listened to it."""
 
     status = 409
     code = "answer_lost"
@@ -70,7 +70,7 @@ class Answer:
         self._wake()
 
     async def heard(self) -> None:
-        """Return once somebody listens: only then does the answer count."""
+        """Return once a client listens: only then is the answer captured."""
         while not self.listeners:
             await self._change()
 
@@ -156,7 +156,7 @@ class Answers:
 
     @contextmanager
     def listening(self, answer: Answer, patience_s: float) -> Iterator[None]:
-        """Somebody listens for the time of the block. `patience_s`: how long a retry is waited for if it ends early."""
+        """A client listens during the block. `patience_s`: how long a retry is waited for if the client disconnects."""
         timer = self._giving_up.pop(answer, None)
         if timer is not None:
             timer.cancel()
@@ -170,7 +170,7 @@ class Answers:
                 self._giving_up[answer] = loop.call_later(patience_s, self._cancel, answer, None)
 
     async def give_up_unheard(self) -> None:
-        """End what nobody listens to now, and wait until it has."""
+        """Cancel answers that no client listens to, and wait until they have ended."""
         unheard = [(answer, task) for answer, task in self._tasks.items() if not answer.listeners]
         for answer, _ in unheard:
             self._cancel(answer, None)
@@ -185,8 +185,8 @@ class Answers:
     def _cancel(self, answer: Answer, error: RollmeshError | None) -> None:
         task = self._tasks.get(answer)
         if task is not None and not answer.ended:
-            answer.end(error or AnswerLostError("nobody listened to this answer any more", "send the call again"))
-            # At once, not when the generation has unwound: a retry in between would join what nobody makes any more.
+            answer.end(error or AnswerLostError("no client listened to this answer any more", "send the call again"))
+            # At once, not when the task has unwound: a retry in between would join an answer that nothing generates.
             self._index.forget(answer)
             task.cancel()
 
@@ -200,7 +200,7 @@ class Answers:
                 answer.end(NotReadyError("the server is shutting down", "use another server"))
         except RollmeshError as error:
             answer.end(error)
-        except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and whoever listens is told
+        except Exception as error:  # noqa: BLE001 - a bug: logged with its traceback, and raised to the listeners
             _log.exception("an answer failed")
             answer.end(RollmeshError(f"the server failed on this call ({type(error).__name__})", "see its log"))
         finally:

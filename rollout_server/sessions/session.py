@@ -189,7 +189,7 @@ class Session:
         return float("inf") if limit is None else self.opened + limit - time.monotonic()
 
     def expires_in_s(self) -> float:
-        """Until it expires, if nothing happens in it and nothing goes on."""
+        """Until it expires, if no call comes or runs."""
         idle = float("inf") if self.busy else self.last_used + self.terms.idle_timeout_s - time.monotonic()
         return max(0.0, min(idle, self.seconds_left()))
 
@@ -209,7 +209,7 @@ class Session:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """A call of the agent goes on for the time of the block. Any number may at once: sub-agents branch."""
+        """A call of the agent runs during the block; several may run at once: sub-agents branch."""
         self.check_open()
         self.calls_in_flight += 1
         try:
@@ -220,7 +220,7 @@ class Session:
 
     @contextmanager
     def being_ended(self) -> Iterator[None]:
-        """Somebody ends it in the block; if that fails, the session goes on. Raises ConflictError while a call goes on."""
+        """The session is ended in the block; where that fails it stays open. Raises ConflictError while a call runs."""
         self.check_may_end()
         self.ending = True
         try:

@@ -49,7 +49,7 @@ def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> Fas
         metrics_access=authorizer.of("service"),
     )
     app.include_router(run_routes(gateway.servers, gateway.upstream, authorizer))
-    # Last: it answers every path that nobody else does.
+    # Last: it answers every path that no other route takes.
     app.include_router(admin_routes(gateway.servers, gateway.upstream, authorizer))
     app.add_middleware(ProxyPaths, proxy=BodyLimit(gateway.proxy, max_body_mib << 20))
     trace_calls(app, plan.tracing)
@@ -115,7 +115,7 @@ class Gateway:
     async def _poll_servers(self) -> None:
         try:
             await self.servers.run()
-        except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and the process must not linger
+        except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and the process must end
             _log.exception("gateway failed")
             self._stop.fail(RollmeshError(f"the gateway failed ({error!r})", "see its log"))
 
@@ -163,7 +163,7 @@ def run_routes(servers: Servers, upstream: Upstream, authorizer: Authorizer) -> 
 
     @router.get("/run")
     async def read_run(request: Request) -> RunState:
-        """The run as the server with the oldest policy sees it: whoever waits for new weights waits for all servers."""
+        """The run as the server with the oldest policy sees it: waiting for new weights means waiting for all servers."""
 
         async def ask(server: Server) -> RunState | None:
             try:

@@ -118,7 +118,7 @@ async def _read_body(receive: Receive) -> bytes:
 
 
 class AgentGoneError(Exception):
-    """The agent hung up; nobody waits for the answer."""
+    """The agent disconnected before it had its answer."""
 
 
 @asynccontextmanager

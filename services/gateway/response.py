@@ -40,13 +40,13 @@ class Repetition:
         self._left -= len(known)
         self._checksum = zlib.crc32(known, self._checksum)
         if not self._left and self._checksum != self._expected:
-            raise RollmeshError("the answer came out otherwise when it was made again", "send the call again")
+            raise RollmeshError("a retry gave a different answer", "send the call again")
         return new
 
     def check_reached(self) -> None:
         """Raise RollmeshError where the answer ended before all that the agent has."""
         if self._left:
-            raise RollmeshError("the answer came out shorter when it was made again", "send the call again")
+            raise RollmeshError("a retry gave a shorter answer", "send the call again")
 
 
 class DownstreamResponse:

@@ -84,7 +84,7 @@ class Server:
             self._opening -= opens
 
     def gone(self) -> None:
-        """Its lease ran out, or another has taken its place: nobody waits for it any longer."""
+        """Its lease ran out, or another process took its name: calls stop waiting for it."""
         now = asyncio.get_running_loop().time()
         for limit in self._tries:
             limit.reschedule(now)
