@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request, Response
 
 from rollout_server.api.bus_weight_updates import ServedWeights
 from rollout_server.api.engine_admin import admin_routes, engine_routes
-from rollout_server.api.groups import group_routes
+from rollout_server.api.groups import group_routes, report_routes
 from rollout_server.api.openai import completion_routes, model_routes
 from rollout_server.api.sessions import session_routes
 from rollout_server.api.trajectories import trajectory_routes
-from rollout_server.api.typed_route import ERRORS
+from rollout_server.api.typed_route import ERRORS, Ready
 from rollout_server.api.vllm_weight_updates import weight_update_routes
 from rollout_server.engines.base import Engine, EngineCrashedError
+from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.server import RolloutServer, ServerPlan
+from rollout_server.sessions.group import GroupRegistry
 from services.http.app import BodyLimit, Stop, error_answer, make_app
 from services.http.auth import AuthMiddleware
 from services.observability import catalog
@@ -30,34 +32,57 @@ from weight_bus.client.membership import Bus
 def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: Stop) -> FastAPI:
     """The application around an engine that has not been started; without a bus it serves the weights it has."""
     server = RolloutServer(plan, engine, bus, stop)
+    rollout, services_only = plan.settings.rollout, server.authorizer.of("service")
+    # What routes get: each part by itself, once there is one.
+    served = server.ready(lambda parts: parts.engine)
+    access = server.ready(lambda parts: parts.access)
+    opener = server.ready(lambda parts: parts.opener)
+    takeover = server.ready(lambda parts: parts.takeover)
+    groups = server.ready(lambda parts: parts.registry)
+    gate = server.ready(lambda parts: parts.gate)
+    finisher = server.ready(lambda parts: parts.finisher)
+    ledger = server.ready(lambda parts: parts.ledger)
+    completions = server.ready(lambda parts: parts.completions)
+    answers = server.ready(lambda parts: parts.answer_service)
+    turns = server.ready(lambda parts: parts.turns)
+    renderer = server.ready(lambda parts: parts.renderer)
+    log = server.ready(lambda parts: parts.log)
+    check, retry_patience_s = server.check_taking_calls, rollout.retry_patience_s
+    on_commit = lambda: gate().notify()  # noqa: E731
     metrics = Metrics()
-    metrics.read(lambda: server_readings(server))
-    scraping = server.authorizer.of("service")
+    metrics.read(lambda: server_readings(served, groups, gate, server.http_cpu_s))
     app = make_app(
-        *("rollmesh rollout server", version("rollmesh"), server.lifespan, server.not_ready, metrics),
-        metrics_access=scraping,
+        "rollmesh rollout server",
+        version("rollmesh"),
+        server.lifespan,
+        server.not_ready,
+        metrics,
+        metrics_access=services_only,
     )
-    app.add_middleware(BodyLimit, limit_bytes=plan.settings.rollout.max_body_mib << 20)
+    app.add_middleware(BodyLimit, limit_bytes=rollout.max_body_mib << 20)
     trace_calls(app, plan.tracing)
     app.add_middleware(AuthMiddleware, authorizer=server.authorizer, sessions=True)
 
     @app.exception_handler(EngineCrashedError)
     async def on_crash(_: Request, error: EngineCrashedError) -> Response:
-        """An engine that crashed serves nothing more: the process ends, and whoever watches it starts another."""
+        """A crashed engine ends the process; its supervisor restarts it."""
         server.fail(error)
         return error_answer(error)
 
     routers = [
         # First what is called most: a call looks at each route before its own.
-        completion_routes(server),
-        group_routes(server),
-        session_routes(server),
-        trajectory_routes(server),
-        model_routes(server),
-        engine_routes(server),
-        weight_update_routes(server),
-        admin_routes(server),
-        weight_routes(ServedWeights(server), ERRORS, server.authorizer.of("service")),
+        completion_routes(
+            access, takeover, groups, completions, answers, engine, plan.model, check, server.fail, retry_patience_s
+        ),
+        group_routes(access, opener, takeover, groups, turns, finisher, engine, check, rollout.group_timeout_s),
+        report_routes(access, groups, gate, ledger, engine, plan.run_id, plan.server_id, server.http_cpu_s),
+        session_routes(access, opener, takeover, groups, finisher, engine, check, plan.url),
+        trajectory_routes(access, takeover, groups, renderer, ledger, log),
+        model_routes(access, engine, plan.model),
+        engine_routes(served, services_only),
+        weight_update_routes(served, on_commit, services_only),
+        admin_routes(access, server.drain, plan.server_id),
+        weight_routes(ServedWeights(served, on_commit, plan.tracing), ERRORS, services_only),
     ]
     for router in routers:
         # `include_router` would make each route a second time, which takes as long as the first.
@@ -65,16 +90,17 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     return app
 
 
-# A rollout server's figures, read off it when somebody scrapes: a token costs nothing more for being counted.
+def server_readings(
+    engine: Ready[Engine], groups: Ready[GroupRegistry], gate: Ready[AdmissionGate], http_cpu_s: Callable[[], float]
+) -> Iterator[Reading]:
+    """The server's metrics, read at each scrape, so that a token costs nothing for being counted. For the event loop.
 
-
-def server_readings(server: RolloutServer) -> Iterator[Reading]:
-    """The engine's and the sessions' figures; none before the engine is up. For the event loop."""
+    None before the engine is up.
+    """
     try:
-        parts = server.parts()
+        status = engine().status()
     except NotReadyError:
         return
-    status = parts.engine.status()
     yield Reading(catalog.ROLLOUT_VERSION, status.policy_version)
     if status.staged_version is not None:
         yield Reading(catalog.ROLLOUT_STAGED, status.staged_version)
@@ -86,7 +112,7 @@ def server_readings(server: RolloutServer) -> Iterator[Reading]:
     yield Reading(catalog.ROLLOUT_COMMITS, status.commits)
     if status.stalls_ms:
         yield Reading(catalog.ROLLOUT_STALL, status.stalls_ms[-1] / 1e3)
-    yield Reading(catalog.ROLLOUT_GROUPS, len(parts.registry))
-    yield Reading(catalog.ROLLOUT_SESSIONS, parts.registry.live_sessions)
-    yield Reading(catalog.ROLLOUT_ADMISSION, parts.gate.waiting)
-    yield Reading(catalog.ROLLOUT_HTTP, server.http_cpu_s())
+    yield Reading(catalog.ROLLOUT_GROUPS, len(groups()))
+    yield Reading(catalog.ROLLOUT_SESSIONS, groups().live_sessions)
+    yield Reading(catalog.ROLLOUT_ADMISSION, gate().waiting)
+    yield Reading(catalog.ROLLOUT_HTTP, http_cpu_s())

@@ -1,4 +1,4 @@
-"""One rollout server's life: from nothing to serving, and back to nothing.
+"""Start, serving, drain and shutdown of one rollout server, and the tasks that run meanwhile.
 
 starting ── model folder ─► engine ─► ledger ─► bus, registry ──► serving ──► draining ──► closed
     └── anything fails ──► the process ends and says why
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 from fastapi import FastAPI
@@ -21,7 +22,7 @@ from redis.exceptions import RedisError
 
 from rollout_server.chat.tokenizer import Renderer
 from rollout_server.completions.base import AnswerDeps, AnswerService
-from rollout_server.completions.service import AnswerKinds
+from rollout_server.completions.service import CompletionServices
 from rollout_server.completions.turns import TurnTaker
 from rollout_server.engines.base import Engine
 from rollout_server.journal.journal import Journal
@@ -58,6 +59,7 @@ DRAIN_WITHIN_S = 3.0
 _PAUSE_POLL_S = 0.02
 
 _log = structlog.get_logger()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class ServerPlan:
 
 @dataclass(frozen=True)
 class Parts:
-    """What routes work with once the engine is up."""
+    """What there is once the engine is up."""
 
     engine: Engine
     ledger: Ledger
@@ -97,7 +99,7 @@ class Parts:
     renderer: Renderer
     turns: TurnTaker
     answer_service: AnswerService
-    completions: AnswerKinds
+    completions: CompletionServices
     publisher: Publisher
     finisher: Finisher
     log: TrajectoryLog
@@ -130,28 +132,31 @@ class RolloutServer:
         self._cpu_when_ready = 0.0
         stop.on_stop = self._drain
 
-    def parts(self) -> Parts:
-        """The parts. Raises NotReadyError before the engine is up."""
+    def ready(self, part: Callable[[Parts], T]) -> Callable[[], T]:
+        """A getter of one part, for code that needs that one alone. It raises NotReadyError before the engine is up."""
+        return lambda: part(self._ready_parts())
+
+    def _ready_parts(self) -> Parts:
         if self._parts is None:
             raise NotReadyError(f"rollout server {self.plan.server_id} is {self._phase}", "try again")
         return self._parts
 
     def check_taking_calls(self) -> None:
-        """Raise DrainingError once the end has begun: another server goes on with what this one holds."""
+        """Raise DrainingError once the server drains: another one takes over what it holds."""
         if self._phase == "draining":
             raise DrainingError(f"rollout server {self.plan.server_id} is shutting down", "use another server")
 
-    async def until_clear(self) -> None:
-        """Return once the engine takes requests. Raises DrainingError once the end has begun."""
+    async def until_accepting(self) -> None:
+        """Return once the engine takes requests. Raises DrainingError once the server drains."""
         self.check_taking_calls()
         while self._engine.status().paused:
             await asyncio.sleep(_PAUSE_POLL_S)
             self.check_taking_calls()
 
     async def drain(self) -> None:
-        """Begin to drain, and go on in the background. Raises ConflictError where nobody would take what is let go of."""
+        """Begin to drain, in the background. Raises ConflictError where no other server could take the groups over."""
         if self._draining is None:
-            if not await self.parts().drainer.others():
+            if not await self._ready_parts().drainer.others():
                 raise ConflictError("no other rollout server is serving", "start one, or end this one with SIGTERM")
             self._start_draining()
 
@@ -195,12 +200,12 @@ class RolloutServer:
                     async with asyncio.TaskGroup() as tasks:
                         tasks.create_task(parts.journal.run(), name="journal")
                         tasks.create_task(parts.heartbeat.run(), name="heartbeat")
-                        tasks.create_task(parts.takeover.run(), name="adoption")
+                        tasks.create_task(parts.takeover.run(), name="takeover")
                         watch = EngineWatch(self._engine, parts.takeover, parts.drainer, parts.heartbeat)
                         tasks.create_task(watch.run(), name="engine watch")
                         tasks.create_task(parts.gate.run(), name="admission")
                         tasks.create_task(parts.publisher.run(), name="publisher")
-                        tasks.create_task(expire_idle(parts.registry, parts.finisher, timeout_s), name="sweeper")
+                        tasks.create_task(expire_idle(parts.registry, parts.finisher, timeout_s), name="expiry")
                         tasks.create_task(parts.answer_service.watch(parts.registry, timeout_s), name="call watcher")
                         if self._membership is not None:
                             tasks.create_task(self._membership.run(), name="membership")
@@ -208,7 +213,7 @@ class RolloutServer:
             self._stop.fail(error)
         except RedisError as error:
             self._stop.fail(RollmeshError(f"Redis failed while the server started ({error})", "see that it runs"))
-        except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and the process must not linger
+        except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and the process must end
             _log.exception("rollout server failed")
             self._stop.fail(RollmeshError(f"rollout server {self.plan.server_id} failed ({error!r})", "see its log"))
 
@@ -224,9 +229,15 @@ class RolloutServer:
         base_version = await ledger.begin(self._engine.policy_version)
         access = Access(await self._session_keys(ledger), self.authorizer)
         servers = Registry(redis, plan.run_id)
-        journal = Journal(redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.let_go)
+        journal = Journal(
+            redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.forget_open
+        )
         takeover = Takeover(registry, journal, ledger, servers, plan.server_id, plan.trust)
         heartbeat = Heartbeat(servers, lambda: self._record(registry))
+        log, origin = (
+            TrajectoryLog(redis, plan.run_id),
+            Origin(plan.run_id, plan.server_id, renderer.vocabulary_digest()),
+        )
         publisher = Publisher(TrajectoryWriter(redis, plan.run_id, journal.owner), ledger)
         gate = AdmissionGate(
             ledger,
@@ -239,7 +250,7 @@ class RolloutServer:
             engine_version=lambda: self._engine.policy_version,
         )
         # Before it holds anything: what an unknown server holds is taken for an orphan.
-        await heartbeat.announce()
+        await heartbeat.beat()
         _log.info(
             "serving", url=plan.url, version=self._engine.policy_version, after_s=round(time.monotonic() - started, 2)
         )
@@ -250,7 +261,7 @@ class RolloutServer:
             registry=registry,
             access=access,
             opener=SessionOpener(
-                *(registry, gate, ledger, journal, takeover, plan.settings.rollout.group_timeout_s), plan.tracing
+                registry, gate, ledger, journal, takeover, plan.settings.rollout.group_timeout_s, plan.tracing
             ),
             journal=journal,
             takeover=takeover,
@@ -259,19 +270,21 @@ class RolloutServer:
             ),
             heartbeat=heartbeat,
             renderer=renderer,
-            turns=TurnTaker(self._engine, renderer, journal, self.until_clear, plan.tracing),
+            turns=TurnTaker(self._engine, renderer, journal, self.until_accepting, plan.tracing),
             answer_service=AnswerService(
                 AnswerDeps(
-                    *(self._engine, journal, self.until_clear, plan.settings.rollout.draft_every_tokens), plan.tracing
+                    engine=self._engine,
+                    journal=journal,
+                    until_accepting=self.until_accepting,
+                    partial_every=plan.settings.rollout.draft_every_tokens,
+                    tracing=plan.tracing,
                 ),
                 self.fail,
             ),
-            completions=AnswerKinds(self._engine, renderer, plan.model, plan.settings.rollout.renderer),
+            completions=CompletionServices(self._engine, renderer, plan.model, plan.settings.rollout.renderer),
             publisher=publisher,
-            finisher=Finisher(
-                registry, publisher, ledger, journal, Origin(plan.run_id, plan.server_id, renderer.vocabulary_digest())
-            ),
-            log=TrajectoryLog(redis, plan.run_id),
+            finisher=Finisher(registry, publisher, ledger, journal, log, origin),
+            log=log,
         )
 
     async def _session_keys(self, ledger: Ledger) -> SessionKeys:
@@ -297,7 +310,7 @@ class RolloutServer:
         )
 
     def _drain(self) -> None:
-        """The end has begun: answer who waits, hand over what goes on."""
+        """Begin to drain, or only say so where nothing has started yet."""
         if self._parts is None:
             self._phase = "draining"
         else:
@@ -306,16 +319,16 @@ class RolloutServer:
     def _start_draining(self) -> None:
         if self._draining is None:
             self._phase = "draining"
-            self._draining = asyncio.create_task(self.parts().drainer.drain(DRAIN_WITHIN_S), name="draining")
+            self._draining = asyncio.create_task(self._ready_parts().drainer.drain(DRAIN_WITHIN_S), name="draining")
 
     async def _begin_draining(self, heartbeat: Heartbeat) -> None:
-        parts = self.parts()
+        parts = self._ready_parts()
         parts.gate.close()
         parts.takeover.taking = False
-        await heartbeat.announce()
+        await heartbeat.beat()
 
     async def _close(self, redis: Redis) -> None:
-        """Leave the bus, give open groups up, close the engine and Redis: each, whatever becomes of the others."""
+        """Leave the bus, drop open groups, close the engine and Redis: each, also where another fails."""
         self._phase = "closed"
         parts = self._parts
         try:
@@ -328,7 +341,7 @@ class RolloutServer:
                         await parts.finisher.drop_all("shutdown")
                     await parts.heartbeat.withdraw()
         except (RollmeshError, RedisError, TimeoutError) as error:
-            _log.warning("closed untidily", server=self.plan.server_id, why=repr(error))
+            _log.warning("not closed cleanly", server=self.plan.server_id, why=repr(error))
         finally:
             if self._draining is not None:
                 self._draining.cancel()

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Query, Request
 
-from rollout_server.api.typed_route import ERRORS
-from rollout_server.server import RolloutServer
+from rollout_server.api.typed_route import ERRORS, Ready
+from rollout_server.engines.base import Engine
+from rollout_server.sessions.access import Access
 from services.wire.gateway_api import Draining
 from services.wire.vllm_api import AbortAnswer, AbortRequests, IsPaused, PauseAnswer, WorldSize
 from services.wire.weights_api import PauseMode
 
 
-def engine_routes(server: RolloutServer) -> APIRouter:
-    """Routes for operating the engine; names and answers are vLLM's."""
-    router = APIRouter(tags=["engine"], responses=ERRORS, dependencies=server.authorizer.of("service"))
+def engine_routes(engine: Ready[Engine], dependencies: list[Any]) -> APIRouter:
+    """Routes for operating the engine; names and answers are vLLM's. `dependencies` judge the caller."""
+    router = APIRouter(tags=["engine"], responses=ERRORS, dependencies=dependencies)
 
     @router.post("/pause")
     async def pause(
@@ -24,17 +26,17 @@ def engine_routes(server: RolloutServer) -> APIRouter:
     ) -> PauseAnswer:
         """Stop decoding: `abort` ends requests with what they have, `wait` lets them end, `keep` freezes them."""
         del clear_cache
-        await server.parts().engine.pause(mode)
+        await engine().pause(mode)
         return PauseAnswer(status="paused")
 
     @router.post("/resume")
     async def resume() -> PauseAnswer:
-        await server.parts().engine.resume()
+        await engine().resume()
         return PauseAnswer(status="resumed")
 
     @router.get("/is_paused")
     async def is_paused() -> IsPaused:
-        return IsPaused(is_paused=server.parts().engine.status().paused)
+        return IsPaused(is_paused=engine().status().paused)
 
     @router.post("/abort_requests")
     async def abort_requests(call: Annotated[AbortRequests | None, Body()] = None) -> AbortAnswer:
@@ -43,7 +45,7 @@ def engine_routes(server: RolloutServer) -> APIRouter:
         `aborted`: how many were in flight.
         """
         request_ids = call.request_ids if call is not None else None
-        return AbortAnswer(aborted=await server.parts().engine.abort(request_ids or None))
+        return AbortAnswer(aborted=await engine().abort(request_ids or None))
 
     @router.get("/get_world_size")
     async def get_world_size(
@@ -51,20 +53,20 @@ def engine_routes(server: RolloutServer) -> APIRouter:
     ) -> WorldSize:
         """How many ranks a trainer's transport would have to reach."""
         del include_dp
-        return WorldSize(world_size=server.parts().engine.status().ranks)
+        return WorldSize(world_size=engine().status().ranks)
 
     return router
 
 
-def admin_routes(server: RolloutServer) -> APIRouter:
-    """Routes for operators and the gateway."""
+def admin_routes(access: Ready[Access], drain_server: Callable[[], Awaitable[None]], server_id: str) -> APIRouter:
+    """Routes for operators and the gateway: draining one rollout server."""
     router = APIRouter(prefix="/admin", tags=["admin"], responses=ERRORS)
 
     @router.post("/drain", status_code=202)
     async def drain(request: Request) -> Draining:
         """Hand everything over to other servers and take nothing new. The process stays; SIGTERM ends it."""
-        server.parts().access.require_agent(request, "operator")
-        await server.drain()
-        return Draining(server_id=server.plan.server_id, state="draining")
+        access().require_agent(request, "operator")
+        await drain_server()
+        return Draining(server_id=server_id, state="draining")
 
     return router

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,9 +13,13 @@ from fastapi import APIRouter, Request, Response
 from rollout_server.api.request_names import call_name, name_session
 from rollout_server.api.stateless_generate import GENERATE_ANSWERS, generate_stateless
 from rollout_server.api.streaming import BrokenOffError, EventStream, while_connected
-from rollout_server.api.typed_route import ERRORS, TypedRoute, answer
-from rollout_server.completions.base import AnswerContext, new_call_id
-from rollout_server.server import RolloutServer
+from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute, answer
+from rollout_server.completions.base import AnswerContext, AnswerService, new_call_id
+from rollout_server.completions.service import CompletionServices
+from rollout_server.engines.base import Engine
+from rollout_server.lifecycle.takeover import Takeover
+from rollout_server.sessions.access import Access
+from rollout_server.sessions.group import GroupRegistry
 from rollout_server.sessions.responses import Answer, Answers, RequestKey
 from rollout_server.sessions.session import Session
 from services.http.app import error_event
@@ -30,24 +35,33 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-def completion_routes(server: RolloutServer) -> APIRouter:
-    """Chat and text completions, and the token route in a session."""
+def completion_routes(
+    access: Ready[Access],
+    takeover: Ready[Takeover],
+    groups: Ready[GroupRegistry],
+    completions: Ready[CompletionServices],
+    answer_service: Ready[AnswerService],
+    engine: Engine,
+    model: Path,
+    check_taking_calls: Callable[[], None],
+    on_crash: Callable[[RollmeshError], None],
+    patience_s: float,
+) -> APIRouter:
+    """Chat and text completions, and the token route. `patience_s`: how long an answer waits for its caller's retry."""
     router = APIRouter(route_class=TypedRoute, tags=["openai"])
     started = int(time.time())
-    patience_s = server.plan.settings.rollout.retry_patience_s
 
     async def find(request: Request, named: str | None) -> Session:
-        parts = server.parts()
-        name = parts.access.find_session(request, named)
+        name = access().find_session(request, named)
         if name is None:
             raise UnauthenticatedError(
                 "this call names no session",
                 "use the base_url or the api_key that POST /sessions answered, or the header X-Session-ID",
             )
-        await parts.takeover.hold_session(name)
-        server.check_taking_calls()
-        name_session(name, parts.engine.policy_version)
-        return parts.registry.find_session(name)
+        await takeover().hold_session(name)
+        check_taking_calls()
+        name_session(name, engine.policy_version)
+        return groups().find_session(name)
 
     async def respond(
         request: Request,
@@ -57,7 +71,7 @@ def completion_routes(server: RolloutServer) -> APIRouter:
         call_id: str,
         produce: Callable[[AnswerContext], Awaitable[None]],
     ) -> Response:
-        found = await server.parts().answer_service.ask(session, await _marks(request, kind), call_id, produce)
+        found = await answer_service().ask(session, await _request_key(request, kind), call_id, produce)
         answers = session.memory.answers
         if not stream:
             with answers.listening(found, patience_s):
@@ -70,14 +84,14 @@ def completion_routes(server: RolloutServer) -> APIRouter:
 
     async def chat(request: Request, named: str | None, call: ChatCall) -> Response:
         session = await find(request, named)
-        calls = await server.parts().completions.chat()
-        produce = lambda making: calls.produce(call, making)  # noqa: E731
+        calls = await completions().chat()
+        produce = lambda context: calls.produce(call, context)  # noqa: E731
         return await respond(request, session, "chat", bool(call.stream), new_call_id("chatcmpl"), produce)
 
     async def complete(request: Request, named: str | None, call: CompletionCall) -> Response:
         session = await find(request, named)
-        calls = await server.parts().completions.completions()
-        produce = lambda making: calls.produce(call, making)  # noqa: E731
+        calls = await completions().text()
+        produce = lambda context: calls.produce(call, context)  # noqa: E731
         return await respond(request, session, "text", bool(call.stream), new_call_id("cmpl"), produce)
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=_STREAMED)
@@ -101,26 +115,25 @@ def completion_routes(server: RolloutServer) -> APIRouter:
         return await complete(request, session_id, call)
 
     async def generate(request: Request, session: Session, call: GenerateCall) -> Response:
-        calls = server.parts().completions.tokens
+        calls = completions().tokens
         call_id = call.request_id or new_call_id("gen")
-        produce = lambda making: calls.produce(call, making)  # noqa: E731
+        produce = lambda context: calls.produce(call, context)  # noqa: E731
         return await respond(request, session, "tokens", bool(call.stream), call_id, produce)
 
     @router.post("/inference/v1/generate", response_class=Response, responses=GENERATE_ANSWERS)
     async def generate_by_key(call: GenerateCall, request: Request) -> Response:
         """vLLM's token route. Where the key or `X-Session-ID` names a session here it is captured, elsewhere it is not."""
-        parts = server.parts()
-        name = parts.access.find_session(request, None, "reading")
+        name = access().find_session(request, None, "reading")
         if name is not None:
-            await parts.takeover.hold_session(name)
+            await takeover().hold_session(name)
         # Trainers' clients send session ids of their own making: they name nothing here.
-        if name is None or parts.registry.get_session(name) is None:
+        if name is None or groups().get_session(name) is None:
             # A session's key opens that session and nothing else, also when it is forgotten.
-            parts.access.require_agent(request, "reading")
-            return await generate_stateless(server, call, request)
-        parts.access.require_session(request, name)
-        server.check_taking_calls()
-        return await generate(request, parts.registry.find_session(name), call)
+            access().require_agent(request, "reading")
+            return await generate_stateless(engine, model.name, on_crash, call, request)
+        access().require_session(request, name)
+        check_taking_calls()
+        return await generate(request, groups().find_session(name), call)
 
     @router.post("/sessions/{session_id}/inference/v1/generate", response_class=Response, responses=GENERATE_ANSWERS)
     async def generate_in_session(session_id: str, call: GenerateCall, request: Request) -> Response:
@@ -131,7 +144,7 @@ def completion_routes(server: RolloutServer) -> APIRouter:
     async def models_in_session(session_id: str, request: Request) -> Response:
         """The model that answers."""
         await find(request, session_id)
-        return answer(model_list(server, started))
+        return answer(model_list(engine, model, started))
 
     return router
 
@@ -148,8 +161,8 @@ async def _events(answers: Answers, found: Answer, patience_s: float, *, named: 
             yield error_event(error)
 
 
-async def _marks(request: Request, kind: str) -> RequestKey:
-    """How the call is marked as one that may be, or is, a repetition."""
+async def _request_key(request: Request, kind: str) -> RequestKey:
+    """By what a retry of the call is recognised."""
     body = blake2b(kind.encode() + b"\0" + await request.body(), digest_size=16).digest()
     key = request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= _LONGEST_KEY:
@@ -159,24 +172,24 @@ async def _marks(request: Request, kind: str) -> RequestKey:
     return RequestKey(body, key, int(counted) if counted.isdecimal() and len(counted) < 4 else 0, name)
 
 
-# `GET /v1/models`: the one model that this server serves, as OpenAI lists models, with vLLM's `max_model_len`.
+def model_list(engine: Engine, model: Path, created: int) -> ModelList:
+    """The one model that this server serves, as OpenAI lists models, with vLLM's `max_model_len`.
 
-
-def model_list(server: RolloutServer, created: int) -> ModelList:
-    """The list, also for routes under a session. `created`: Unix seconds. Raises NotReadyError before the engine is up."""
-    model = server.plan.model
-    card = ModelCard(id=model.name, created=created, root=str(model), max_model_len=server.parts().engine.max_model_len)
+    `created`: Unix seconds. For an engine that is up.
+    """
+    card = ModelCard(id=model.name, created=created, root=str(model), max_model_len=engine.max_model_len)
     return ModelList(data=[card])
 
 
-def model_routes(server: RolloutServer) -> APIRouter:
+def model_routes(access: Ready[Access], engine: Engine, model: Path) -> APIRouter:
+    """`GET /v1/models`, for every key."""
     router = APIRouter(tags=["engine"], responses=ERRORS)
     created = int(time.time())
 
     @router.get("/v1/models")
     async def models(request: Request) -> ModelList:
         """The model. Its `id` is the folder's name; calls may name any model and get this one."""
-        server.parts().access.require_any(request)
-        return model_list(server, created)
+        access().require_any(request)
+        return model_list(engine, model, created)
 
     return router

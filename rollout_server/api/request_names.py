@@ -1,4 +1,7 @@
-"""The name that a gateway gives a call, the same for each server that it tries: what was done for it is done once."""
+"""Names of a request: the gateway's call id, the same for each server that it tries, and what log lines are tagged with.
+
+The log context (session or group, served policy version) is bound for the request's task and for those that it starts.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,18 @@ def call_name(request: Request) -> str | None:
     return name
 
 
-# What log lines of a call name: its group or session, and the policy version that was served when it came.
-#
-# Bound for the call's task and for those that it starts; each call has a task of its own.
-
 _NAMES = {"session_id": "session", "group_id": "group"}
 
 
 def name_call(path: Mapping[str, Any]) -> None:
-    """`path`: the parameters of the call's path."""
+    """Tag log lines with the session or group of the path. `path`: the parameters of the call's path."""
     for parameter, name in _NAMES.items():
         if parameter in path:
             bind_contextvars(**{name: path[parameter]})
 
 
 def name_session(session_id: str, version: int) -> None:
-    """Of a call that names its session by key or header, too."""
+    """Tag log lines of a call that names its session by key or header."""
     bind_contextvars(session=session_id, version=version)
 
 

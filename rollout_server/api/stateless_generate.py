@@ -12,9 +12,8 @@ from fastapi import Request, Response
 
 from rollout_server.api.streaming import EventStream, while_connected
 from rollout_server.api.typed_route import ERRORS, schema_of
-from rollout_server.completions.tokens import StreamEncoder, Wanted, encode_answer, full_answer, to_request
-from rollout_server.engines.base import EngineCrashedError, GenerationDelta, collect
-from rollout_server.server import RolloutServer
+from rollout_server.completions.tokens import AnswerFields, StreamEncoder, encode_answer, full_answer, to_request
+from rollout_server.engines.base import Engine, EngineCrashedError, GenerationDelta, collect
 from services.wire.errors import RollmeshError
 from services.wire.vllm_api import GenerateAnswer, GenerateCall
 
@@ -30,25 +29,26 @@ GENERATE_ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-async def generate_stateless(server: RolloutServer, call: GenerateCall, request: Request) -> Response:
-    """Generate continuations of `token_ids`. Hanging up aborts the request."""
-    engine = server.parts().engine
+async def generate_stateless(
+    engine: Engine, model: str, on_crash: Callable[[RollmeshError], None], call: GenerateCall, request: Request
+) -> Response:
+    """Generate continuations of `token_ids`. Hanging up aborts the request. `model`: the name that answers carry."""
     asked = to_request(call, call.request_id or uuid.uuid4().hex, engine.max_model_len)
-    wanted = Wanted.of(call, server.plan.model.name, engine.eos_token_ids)
+    fields = AnswerFields.of(call, model, engine.eos_token_ids)
     deltas = cast("AsyncGenerator[GenerationDelta, None]", engine.generate(asked))
     if not asked.stream:
         async with aclosing(deltas):
             samples = await while_connected(request, collect(deltas))
-        body = encode_answer(full_answer(asked, samples, wanted, int(time.time())))
+        body = encode_answer(full_answer(asked, samples, fields, int(time.time())))
         return Response(body, media_type="application/json")
-    encoder = StreamEncoder(asked, wanted)
+    encoder = StreamEncoder(asked, fields)
     try:
         # Before the answer begins: what is refused is refused with its status, not inside a stream.
         first = await while_connected(request, _next(deltas))
     except BaseException:
         await deltas.aclose()
         raise
-    return EventStream(_events(encoder, first, deltas, server.fail))
+    return EventStream(_events(encoder, first, deltas, on_crash))
 
 
 async def _next(deltas: AsyncIterator[GenerationDelta]) -> GenerationDelta:

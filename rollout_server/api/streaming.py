@@ -1,7 +1,7 @@
-"""A streamed answer that ends what it streams when the client hangs up, also while there is nothing to send.
+"""Server-sent events that stop generating when the client disconnects, also while there is nothing to send.
 
-Starlette's own notices only at the next chunk (there may be none for minutes: the engine is paused), and leaves the
-iterator to the garbage collector.
+Starlette's `StreamingResponse` notices a disconnect only at the next chunk (there may be none for minutes: the engine is
+paused), and leaves the iterator to the garbage collector.
 """
 
 from __future__ import annotations
@@ -60,13 +60,11 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-# Work that is only worth doing while the client is there.
-
 T = TypeVar("T")
 
 
 class ClientGoneError(RollmeshError):
-    """The client hung up before its answer was ready; nobody reads this error."""
+    """The client disconnected before its answer was ready: no client reads this error."""
 
     status = 499
     code = "client_gone"

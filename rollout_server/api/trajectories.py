@@ -1,4 +1,4 @@
-"""Looking at what sessions and groups hold and at what was finished, in the order of completion."""
+"""Routes that read: tokens or messages of a session, the state of a group, finished trajectories in their order."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from redis.exceptions import RedisError
 
-from rollout_server.api.typed_route import ERRORS
+from rollout_server.api.typed_route import ERRORS, Ready
 from rollout_server.chat.tokenizer import Renderer
-from rollout_server.server import Parts, RolloutServer
+from rollout_server.lifecycle.takeover import Takeover
+from rollout_server.sessions.access import Access
 from rollout_server.sessions.capture import Node, leaves
-from rollout_server.sessions.group import Ended, Group
+from rollout_server.sessions.group import Ended, Group, GroupRegistry
 from rollout_server.sessions.session import Session
-from services.run_store.stream import StreamEntry
+from services.run_store.ledger import Ledger
+from services.run_store.stream import StreamEntry, TrajectoryLog
 from services.wire.errors import NotFoundError, NotReadyError, SessionConcludedError
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.rollout_api import Purpose
@@ -38,7 +40,14 @@ StreamId = Annotated[
 ]
 
 
-def trajectory_routes(server: RolloutServer) -> APIRouter:
+def trajectory_routes(
+    access: Ready[Access],
+    takeover: Ready[Takeover],
+    groups: Ready[GroupRegistry],
+    renderer: Ready[Renderer],
+    ledger: Ready[Ledger],
+    log: Ready[TrajectoryLog],
+) -> APIRouter:
     """Routes that only read."""
     router = APIRouter(tags=["sessions"], responses=ERRORS)
 
@@ -47,20 +56,18 @@ def trajectory_routes(server: RolloutServer) -> APIRouter:
         session_id: str, request: Request, format: Literal["tokens", "messages"] = "tokens"
     ) -> TrajectoryTokens | TrajectoryMessages:
         """What was captured so far, or what was finished, as token lists; as messages only while the session is open."""
-        parts = server.parts()
-        parts.access.require_session(request, session_id)
-        await parts.takeover.hold_session(session_id)
-        found = parts.registry.get_session(session_id)
+        access().require_session(request, session_id)
+        found = await takeover().session(session_id)
         if isinstance(found, Session):
             return (
-                as_messages(found, parts.renderer)
+                as_messages(found, renderer())
                 if format == "messages"
                 else as_tokens(session_id, found.capture.segments())
             )
         if format == "messages" and found is not None:
             raise SessionConcludedError(f"session {session_id} has ended", "ask for format=tokens")
-        stream_id = await parts.ledger.stream_id_of(session_id) if found is None else found.stream_id
-        entry = None if stream_id is None else await parts.log.one(stream_id)
+        stream_id = await ledger().stream_id_of(session_id) if found is None else found.stream_id
+        entry = None if stream_id is None else await log().one(stream_id)
         if entry is None:
             raise NotFoundError(f"no tokens of session {session_id!r} are kept", "ask before it ends or is trimmed")
         return as_tokens(session_id, decode_trajectory(entry.payload).segments)
@@ -68,13 +75,12 @@ def trajectory_routes(server: RolloutServer) -> APIRouter:
     @router.get("/groups/{group_id}")
     async def read_group(group_id: str, request: Request) -> GroupState:
         """Which siblings of a group there are, and which trajectories are missing."""
-        parts = server.parts()
-        parts.access.require_agent(request)
-        await parts.takeover.hold_group(group_id)
-        group = parts.registry.get_open(group_id)
+        access().require_agent(request)
+        await takeover().hold_group(group_id)
+        group = groups().get_open(group_id)
         if group is not None:
             return _open_state(group)
-        ended = parts.registry.find_ended(group_id)
+        ended = groups().find_ended(group_id)
         if ended is None:
             raise NotFoundError(f"no group {group_id!r} on this server", "it never was here, or ended long ago")
         return _ended_state(group_id, ended)
@@ -87,11 +93,10 @@ def trajectory_routes(server: RolloutServer) -> APIRouter:
         wait_s: Annotated[float, Query(ge=0.0, le=60.0, description="Wait so long for a first one")] = 0.0,
     ) -> TrajectoryPage:
         """Finished trajectories of the run, of all its servers, in the order of their completion."""
-        parts = server.parts()
-        parts.access.require_agent(request)
+        access().require_agent(request)
         ends = time.monotonic() + wait_s
         while True:
-            entries = await _entries(parts, after, limit)
+            entries = await _entries(log(), after, limit)
             if entries or time.monotonic() >= ends or await request.is_disconnected():
                 break
             await asyncio.sleep(_POLL_S)
@@ -101,9 +106,9 @@ def trajectory_routes(server: RolloutServer) -> APIRouter:
     return router
 
 
-async def _entries(parts: Parts, after: str, limit: int) -> list[StreamEntry]:
+async def _entries(log: TrajectoryLog, after: str, limit: int) -> list[StreamEntry]:
     try:
-        return await parts.log.after(after, limit)
+        return await log.after(after, limit)
     except RedisError as error:
         raise NotReadyError(f"the stream cannot be read ({error})", "try again") from error
 
@@ -132,9 +137,6 @@ def _state(group_id: str, ordinal: int, size: int, purpose: Purpose, known: list
         siblings=siblings,
         missing=[sibling.member for sibling in siblings if sibling.state != "finished"],
     )
-
-
-# A session's capture for people and tests: segments as plain lists, or as the messages that the agent saw.
 
 
 def as_tokens(session_id: str, segments: Sequence[Segment]) -> TrajectoryTokens:

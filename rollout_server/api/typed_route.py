@@ -8,7 +8,7 @@ Endpoints take any of: path parameters (strings), one body model, `Request`; the
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -19,6 +19,10 @@ from starlette.routing import request_response
 
 from rollout_server.api.request_names import name_call
 from services.http.app import declared_errors
+
+T = TypeVar("T")
+Ready = Callable[[], T]
+"""Gives a route one part of the server. Raises NotReadyError before the engine is up."""
 
 
 def answer(body: BaseModel, status_code: int = 200) -> Response:
@@ -74,13 +78,14 @@ def _parse(model: type[BaseModel], content_type: str, payload: bytes) -> BaseMod
         ) from error
 
 
-# The OpenAPI schema of answers that are msgspec structs: FastAPI knows only pydantic's.
-
 _REFERENCE = "#/structs/"
 
 
 def schema_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """JSON schema of a struct with every struct in it written out in place. Not for recursive ones."""
+    """OpenAPI schema of a msgspec struct, the structs in it written out in place (FastAPI knows only pydantic's models).
+
+    Not for recursive ones.
+    """
     (schema,), parts = msgspec.json.schema_components([struct], ref_template=_REFERENCE + "{name}")
 
     def resolve(node: Any) -> Any:
@@ -95,8 +100,6 @@ def schema_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
     resolved: dict[str, Any] = resolve(schema)
     return resolved
 
-
-# The error answers that routes declare in the OpenAPI document; every one has the same body.
 
 _MEANINGS = {
     400: "A prompt that is too long, or something that cannot be served",
@@ -113,3 +116,4 @@ _MEANINGS = {
 }
 
 ERRORS = declared_errors(_MEANINGS)
+"""The error answers that routes declare in the OpenAPI document; all have the same body."""

@@ -5,16 +5,15 @@ For trainers that push weights to one server themselves. In a mesh the weight bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 import structlog
 from fastapi import APIRouter, Body
 from pydantic import JsonValue
 
-from rollout_server.api.typed_route import ERRORS
+from rollout_server.api.typed_route import ERRORS, Ready
 from rollout_server.engines.base import Engine
-from rollout_server.server import RolloutServer
 from services.wire.errors import ConflictError, UsageError
 from services.wire.vllm_api import (
     Checksums,
@@ -36,49 +35,47 @@ _log = structlog.get_logger()
 _TELLTALES = {"master_address": "nccl", "master_port": "nccl", "rank_offset": "nccl"}
 
 
-def weight_update_routes(server: RolloutServer) -> APIRouter:
+def weight_update_routes(engine: Ready[Engine], on_commit: Callable[[], None], dependencies: list[Any]) -> APIRouter:
     """Routes for a trainer that updates one server. Wrong order: 409; a failed step leaves the old version serving."""
-    router = APIRouter(tags=["weights"], responses=ERRORS, dependencies=server.authorizer.of("service"))
+    router = APIRouter(tags=["weights"], responses=ERRORS, dependencies=dependencies)
     update = WeightUpdate()
 
     @router.post("/init_weight_transfer_engine")
     async def init_weight_transfer_engine(call: InitWeightTransfer) -> Message:
         """Begin; an unfinished update is abandoned. `init_info`: `{"backend": "rollmesh"}`, or empty."""
-        server.parts()
+        engine()
         _check_backend(call.init_info)
         update.init()
         return Message(message="Weight transfer initialized")
 
     @router.post("/start_weight_update")
     async def start_weight_update() -> Message:
-        server.parts()
+        engine()
         update.start()
         return Message(message="Weight update started")
 
     @router.post("/update_weights")
     async def update_weights(call: UpdateWeights) -> Message:
         """Pull the manifest's buckets into shadow memory while requests run."""
-        engine = server.parts().engine
-        await update.update(engine, manifest_bytes(call.update_info.manifest))
+        await update.update(engine(), manifest_bytes(call.update_info.manifest))
         return Message(message="Weights updated")
 
     @router.post("/finish_weight_update")
     async def finish_weight_update(call: Annotated[FinishWeightUpdate | None, Body()] = None) -> Message:
         """Serve the staged version from the next decode step on; requests in flight go on under it."""
-        parts = server.parts()
-        report = await update.finish(parts.engine, call.weight_version if call is not None else None)
-        parts.gate.notify()
+        report = await update.finish(engine(), call.weight_version if call is not None else None)
+        on_commit()
         _log.info("commit", version=report.version, flip_ms=round(report.flip_ms, 3), running=report.requests_in_flight)
         return Message(message="Weight update finished")
 
     @router.get("/weight_info")
     async def weight_info() -> WeightInfo:
-        return WeightInfo(weight_version=str(server.parts().engine.policy_version))
+        return WeightInfo(weight_version=str(engine().policy_version))
 
     @router.post("/update_weight_version")
     async def update_weight_version(call: UpdateWeightVersion) -> Message:
         """Always refused: a version belongs to its bytes."""
-        server.parts()
+        engine()
         raise UsageError(
             f"the weights being served cannot be called {call.new_version!r}",
             "a version is fixed by its manifest: send that through /update_weights",
@@ -87,12 +84,12 @@ def weight_update_routes(server: RolloutServer) -> APIRouter:
     @router.post("/weight_checker")
     async def weight_checker(call: WeightCheck) -> Checksums | Comparison:
         """Digest of the bytes that are really served, or how it compares. `reset` is refused."""
-        engine = server.parts().engine
+        served = engine()
         if call.action == "reset":
             raise UsageError("reset would overwrite the weights being served", "use checksum and compare")
         if call.action == "compare" and call.baseline is None:
             raise UsageError("compare needs a baseline", "give what checksum answered")
-        checksums = {"root": await engine.weights_digest()}
+        checksums = {"root": await served.weights_digest()}
         if call.action == "checksum" or call.baseline is None:
             return Checksums(checksums=checksums)
         baseline = call.baseline

@@ -1,4 +1,4 @@
-"""An answer as it is sampled: deltas of reasoning, content and tool calls whose sum is the answer that is recorded.
+"""Streaming parser of chat answers: deltas of reasoning, content and tool calls whose sum is the recorded answer.
 
     tokens    <think>  Hm  ⏎  </think>  It  is  ⏎  <tool_call>  {…}  </tool_call>  <|im_end|>
     deltas              Hm              It is                                       tool call 0

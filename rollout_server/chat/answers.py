@@ -1,4 +1,4 @@
-"""What the policy said as an assistant's message: reasoning, content, tool calls, read by the model family's grammar."""
+"""Parsing sampled tokens into an assistant message: reasoning, content and tool calls, by the model family's grammar."""
 
 from __future__ import annotations
 
@@ -134,9 +134,6 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-# What can be wrong with a chat request before any token is sampled.
 
 
 class TemplateError(RollmeshError):

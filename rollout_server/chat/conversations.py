@@ -1,4 +1,4 @@
-"""Which captured call a client's messages continue, and why they continue none.
+"""Matching a client's messages to the captured call that they continue, and why they continue none.
 
     remembered   S U1 A1         ──► node 1        (A: answers of the policy, each ends a remembered conversation)
                  S U1 A1 U2 A2   ──► node 2

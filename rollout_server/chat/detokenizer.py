@@ -1,4 +1,4 @@
-"""Tokens to text as they come, without ever showing half a character.
+"""Incremental detokenization: tokens to text as they come, never half a character; and stop strings.
 
     tokens   "H"  "é"₁  "é"₂  <|im_end|>        (the bytes of one letter may lie in two tokens)
     text     "H"   ""   "é"
@@ -113,11 +113,11 @@ def _alphabet() -> dict[str, int]:
 _BYTE_OF = _alphabet()
 
 
-# Plain text of an answer as it is sampled: no grammar, special tokens left out.
-
-
 class TextStream:
-    """What /v1/completions gives. `feed` the tokens, then `finish`; how they are cut into pieces changes nothing."""
+    """Plain text of an answer for `/v1/completions`: no grammar, special tokens left out. `feed` the tokens, then `finish`.
+
+    How the tokens are cut into pieces changes nothing.
+    """
 
     def __init__(self, table: TokenTable, stop: Sequence[str] = ()) -> None:
         self._table = table
@@ -155,18 +155,16 @@ class TextStream:
         return rest, "".join(self._parts)
 
 
-# Stop strings over text that comes in pieces: what may be shown, and where to stop. Pure.
-#
-#     stop "END"    fed "the E"  ──► show "the ", hold back "E"
-#                   fed "N"      ──► hold back "EN"
-#                   fed "D, so"  ──► stopped by "END"; "EN" never shows
-#
-# Of several the one that is complete first counts, and of those complete at the same character the longest, so that
-# it does not matter how the text was cut into pieces. The stop string itself does not show.
-
-
 class StopStrings:
-    """Watches one text."""
+    """Finds stop strings in text that comes in pieces: what may be shown, and where to stop. Pure.
+
+        stop "END"    fed "the E"  ──► show "the ", hold back "E"
+                      fed "N"      ──► hold back "EN"
+                      fed "D, so"  ──► stopped by "END"; "EN" never shows
+
+    Of several the one that is complete first counts, and of those complete at the same character the longest, so that it
+    does not matter how the text was cut into pieces. The stop string itself does not show.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]

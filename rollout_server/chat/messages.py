@@ -1,7 +1,7 @@
-"""When two messages of OpenAI's API say the same: a canonical form and its digest.
+"""Digests of OpenAI chat messages: two messages that mean the same have the same canonical form.
 
 Clients send back what they were given in many spellings: content as a string, as parts or as null, tool arguments with
-other spaces or key order, fields of other clients' making. What counts is the role, the text, the tool calls
+other spaces or key order, fields that other clients add. What counts is the role, the text, the tool calls
 (id, name, arguments as JSON values), the call that a tool answers, and the name; the rest is ignored. Reasoning is
 digested apart (`reasoning_digest`), because it counts only where a client sends it at all.
 

@@ -1,11 +1,11 @@
-"""Messages ↔ tokens for one model folder: prompts, their exact extension, answers.
+"""Chat templates: messages ↔ tokens for one model folder; prompts, their exact extension, parsed answers.
 
     first call     render(messages)                                          ──► prompt
     next call      extend(prompt, sampled tokens, new messages)                ──► prompt ++ sampled tokens ++ the rest
     every answer   parse(prompt, sampled tokens)  or  answer_stream(prompt)    ──► reasoning, content, tool calls
 
-What the model sampled is never rendered or encoded again, however oddly it was tokenised. Rendering and answers are the
-kept library's (`renderers`) where it knows the model family; every other folder is rendered by its own template.
+What the model sampled is never rendered or encoded again, however oddly it was tokenised. Rendering and parsing are done
+by the `renderers` library where it knows the model family; every other folder is rendered by its own template.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ if TYPE_CHECKING:
     from renderers import RendererConfig
     from transformers import PreTrainedTokenizerFast
 
-# Which of the kept library's renderers a model folder gets.
-
 AUTO = "auto"
 
 
 def choose_config(name: str, folder: Path, template: str, table: TokenTable) -> RendererConfig:
-    """The configuration for `name`, or for `auto` what the folder's name and vocabulary say.
+    """The `renderers` configuration for `name`, or for `auto` what the folder's name and vocabulary say.
 
     `auto` takes the family that the library lists for a model of this name (`…/Qwen/Qwen3-8B`, or its folder in a hub
     cache). Every other folder keeps its own template, and gets the parsers whose markers its vocabulary has.

@@ -1,4 +1,4 @@
-"""The model folder's own chat template as text, and what it puts between two answers.
+"""The model folder's own Jinja chat template: rendered text, and the text that it puts between two answers.
 
 To continue a conversation nothing of it is rendered again. A stand-in conversation with a made-up answer is rendered with
 the new messages after it; what follows the made-up answer is what follows the real one:

@@ -1,4 +1,4 @@
-"""Text ↔ tokens with the model folder's own tokenizer (`tokenizer.json`)."""
+"""Tokenizer: text ↔ tokens with the model folder's own `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -60,12 +60,6 @@ class Renderer:
         return text
 
 
-# The folder's tokenizer as the kept library uses it, without what its Python layers cost a call.
-#
-# Reading one answer asks the tokenizer a dozen small questions: the ids of a fixed header, of a marker, the text of
-# some tokens. Through transformers each takes 20 to 60 µs, nearly all of it in Python; asked of the tokenizer
-# beneath, or remembered, one or two.
-
 _REMEMBERED = 256
 _LONGEST_REMEMBERED = 64
 """Characters: headers and markers are shorter, and what people write is not worth remembering."""
@@ -73,7 +67,12 @@ _KNOWN = ("eos_token_id", "unk_token_id", "all_special_tokens", "name_or_path")
 
 
 class QuickTokenizer:
-    """Answers as `tokenizer` does. It must not be changed any more. Safe to use from several threads."""
+    """A transformers tokenizer with a cache and without its Python layers, for the `renderers` library.
+
+    Parsing one answer encodes and decodes a dozen short strings. Through transformers each takes 20 to 60 µs, nearly all of
+    it in Python; from the Rust tokenizer below, or from the cache, one or two. `tokenizer` must not be changed any more.
+    Safe to use from several threads.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer

@@ -1,8 +1,8 @@
-"""Calls of agents: each an answer in a session, made once however often it is asked for, ended by whoever may end it.
+"""Answers to generation calls in a session: generated once per call, retries get the same answer.
 
 HTTP call ──► a retry? ──► the answer that is there
-                └─ no ──► task: render ─► generate ─► (heard) ─► captured ─► chunks
-                             ends early: deadline, abort, expiry, nobody listens, the engine stands still
+                └─ no ──► task: render ─► generate ─► (a client listens) ─► captured ─► last chunks
+                             ends early: deadline, abort, expiry, no client listens, the engine makes no progress
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hashlib import blake2b
 import msgspec
 from redis.exceptions import RedisError
 
-from rollout_server.completions.resumable import PartialAnswer, Progress, UntilClear, resume
+from rollout_server.completions.resumable import PartialAnswer, Progress, UntilAccepting, resume
 from rollout_server.completions.samples import Piece, Sample
 from rollout_server.completions.sampling import BudgetSpentError, within
 from rollout_server.engines.base import Engine, EngineCrashedError, FinishReason, GenerationDelta, GenerationRequest
@@ -35,30 +35,30 @@ from services.wire.errors import ContextLengthError, DeadlineError, NotReadyErro
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import BreakReason, VersionSpan
 
-# One answer in the making: what every try of it has in common, and the way of its tokens from the engine.
-#
-#     engine ─► carried on through interruptions ─► (partial answer) ─► read, chunks ─► written down ─► applied, released
-#
-# `call_id` and `created` come from the partial answer where there is one, so that all tries say the same.
-
 _KEPT_BYTES = 1 << 20
 _DIGITS = 24
 
 
 @dataclass(frozen=True)
 class AnswerDeps:
-    """What answers are made with. `partial_every`: tokens after which one that is not streamed is written down."""
+    """What answers are made with. `partial_every`: tokens after which an answer that is not streamed is journaled."""
 
     engine: Engine
     journal: Journal
-    until_clear: UntilClear
+    until_accepting: UntilAccepting
     partial_every: int
     tracing: Tracing = NO_TRACING
 
 
 @dataclass(frozen=True)
 class AnswerContext:
-    """`created`: Unix seconds. `partial`: None where nobody could ask another server for it. `span`: of the try."""
+    """One try of one answer: its session, its names, and the way of its tokens from the engine.
+
+        engine ─► resumed after aborts ─► journal (partial answer) ─► read, chunks ─► journal (whole) ─► captured, released
+
+    `call_id` and `created` (Unix seconds) come from the partial answer where there is one, so that all tries say the same.
+    `partial`: None where no other server could be asked for the answer. `span`: the try's tracing span.
+    """
 
     deps: AnswerDeps
     session: Session
@@ -70,20 +70,20 @@ class AnswerContext:
     span: Span
 
     def generate(self, request: GenerationRequest, prompt: int = 0) -> AsyncGenerator[GenerationDelta, None]:
-        """Deltas of prompt number `prompt`. None is given out before it is written down, if it is to be."""
+        """Deltas of prompt number `prompt`; those of a partial answer are given out once they are in the journal."""
         deps, partial = self.deps, self.partial
         if partial is None:
-            return resume(deps.engine, request, deps.until_clear)
+            return resume(deps.engine, request, deps.until_accepting)
         streamed = request.stream
         if not streamed and request.sampling.max_tokens > deps.partial_every:
             request = replace(request, stream=True, delta_every=deps.partial_every)
 
         async def keep(delta: GenerationDelta) -> None:
-            # What ends a call that is not streamed is written down with the whole answer, a moment later.
+            # The last delta of a call that is not streamed is journaled with the whole answer, a moment later.
             if streamed or delta.finish_reason is None:
                 await partial.add(prompt, delta)
 
-        return resume(deps.engine, request, deps.until_clear, partial.replay(prompt, request), keep)
+        return resume(deps.engine, request, deps.until_accepting, partial.replay(prompt, request), keep)
 
     def tool_call_ids(self) -> Callable[[], Callable[[], str]]:
         """For each sample's reader, a maker of ids: the same in every try."""
@@ -109,7 +109,7 @@ class AnswerContext:
         digests: bytes = b"",
         tools: bytes = b"",
     ) -> list[Node]:
-        """Write the answer down, capture it, and let its end be heard. Raises as `Journal.append` does."""
+        """Journal the answer, capture it, release its last chunks. Raises as `Journal.append` does."""
         request_key, session = self.request_key, self.session
         if self.span.context:
             note_sampled(self.span, [node.spans for node in nodes], session=session.session_id, answer=self.call_id)
@@ -140,7 +140,7 @@ class AnswerContext:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A prompt and where it hangs: after `parent`'s path, or a root for `reason`."""
+    """A prompt and what it extends: the path of the captured node `parent`, or nothing, for `reason`."""
 
     token_ids: list[int]
     parent: Node | None
@@ -155,7 +155,7 @@ Produce = Callable[[AnswerContext], Awaitable[None]]
 
 
 class AnswerService:
-    """Starts answers in sessions and watches over them. `on_crash` is told when the engine is gone for good."""
+    """Starts answers in sessions and ends those that make no progress. `on_crash` is called when the engine crashed."""
 
     def __init__(self, deps: AnswerDeps, on_crash: Callable[[RollmeshError], None]) -> None:
         self._deps = deps
@@ -193,7 +193,7 @@ class AnswerService:
         return session.memory.answers.start(request_key, make)
 
     async def _read_partial(self, session: Session, request_key: RequestKey) -> list[PartialHead | PartialPart]:
-        """What another server has sampled of this call. A session that was always here needs no look."""
+        """What another server has sampled of this call; nothing for a session that was always here."""
         if request_key.call is None or not session.taken_over or session.memory.answers.knows(request_key):
             return []
         journal = self._deps.journal
@@ -271,7 +271,7 @@ def why_no_prefix(session: Session, prompt: Sequence[int]) -> BreakReason | None
 
 
 def written(context: Context, samples: Sequence[Sample[Piece]]) -> list[NodeRecord]:
-    """Whole samples as they are written down."""
+    """Journal records of whole samples."""
     return [
         msgspec.structs.replace(
             node_record(context.parent, context.addition, sample.token_ids, sample.logprobs, sample.versions),
@@ -285,21 +285,19 @@ def _live(registry: GroupRegistry) -> list[Session]:
     return [session for group in registry.all_open() for session in group.live]
 
 
-# The span of generating tokens for a call in a session: how many, and by which policy versions.
-
-NAME = "rollout.generate"
+SPAN_NAME = "rollout.generate"
 
 
 def generating(tracing: Tracing, trace: str) -> AbstractContextManager[Span]:
-    """Below the call that is being answered; where that is of no trace (an agent's own client), below the session's.
+    """The tracing span of generating tokens: a child of the request's, or of the session's where the request has none.
 
     `trace`: the context that the session was opened in.
     """
-    return tracing.span(NAME, parent=tracing.current() or trace)
+    return tracing.span(SPAN_NAME, parent=tracing.current() or trace)
 
 
 def note_sampled(span: Span, samples: Sequence[Sequence[VersionSpan]], **names: str) -> None:
-    """`samples`: by which versions the tokens of each were sampled. `names`: of what they were sampled for, by kind."""
+    """Tag the span with token counts and policy versions. `samples`: version spans of each. `names`: session, group …"""
     spans = [each for sample in samples for each in sample]
     span.note(**names, samples=len(samples), tokens=sum(each.length for each in spans))
     if spans:

@@ -1,4 +1,4 @@
-"""One chat completion: messages to a prompt that extends what was captured, sampled tokens to a message, both remembered.
+"""Chat completions: messages become a prompt that extends captured tokens, sampled tokens become a message.
 
 messages ──match──► the captured call they continue ──extend──► prompt      only new messages are rendered
             └─ none: rendered whole, a new segment that says why
@@ -61,12 +61,12 @@ class ChatCalls:
         Raises UnsupportedParameterError, TemplateError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
         if refused := call.unsupported():
-            raise UnsupportedParameterError(f"{', '.join(refused)} cannot be had here", "leave it out")
+            raise UnsupportedParameterError(f"{', '.join(refused)} not supported here", "leave it out")
         session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
         messages = [message.model_dump(exclude_none=True) for message in call.messages]
         offered = call.tools if call.tool_choice != "none" else None
         tools = [tool.model_dump(exclude_none=True) for tool in offered] if offered else None
-        context, digests = await self._place(session, messages, tools)
+        context, digests = await self._find_context(session, messages, tools)
         n, longest = call.n or 1, self._engine.max_model_len
         limit = call.max_completion_tokens if call.max_completion_tokens is not None else call.max_tokens
         sampling = choose_sampling(session.terms.sampling, call, limit, self._chat.stop_token_ids, longest)
@@ -88,7 +88,7 @@ class ChatCalls:
                 lambda: self._chat.answer_stream(context.token_ids, tools, call.stops, ids()),
                 chunks.piece if chunks is not None else None,
             )
-            # An answer that nobody hears is none: it is captured for whoever asks for it again.
+            # Captured only once a client listens: this one, or its retry.
             await answer.heard()
         finished = [sample.reader.finish() for sample in samples]  # type: ignore[attr-defined]
         parsed = [whole for _, whole in finished]
@@ -104,7 +104,9 @@ class ChatCalls:
             nodes, sampling, samples[0].finish_reason, digests=b"".join(digests), tools=tools_digest(tools)
         )
 
-    async def _place(self, session: Session, messages: list[Message], tools: Tools) -> tuple[Context, list[bytes]]:
+    async def _find_context(
+        self, session: Session, messages: list[Message], tools: Tools
+    ) -> tuple[Context, list[bytes]]:
         """The prompt of a call, and its messages' digests. CPU work: about 0.2 ms for a short conversation."""
         digests = [message_digest(message) for message in messages]
         match = session.memory.conversations.match(messages, tools, digests)
@@ -113,11 +115,11 @@ class ChatCalls:
             node = match.node
             before = path(node)[: node.end - len(node.sampled)]
             new = messages[match.new_from :]
-            extended = await _aside(new, lambda: self._chat.extend(before, list(node.sampled), new, tools))
+            extended = await _in_thread_if_long(new, lambda: self._chat.extend(before, list(node.sampled), new, tools))
             if extended is not None:
                 return Context(extended, node, None), digests
             reason = "template"
-        rendered = await _aside(messages, lambda: self._chat.render(messages, tools))
+        rendered = await _in_thread_if_long(messages, lambda: self._chat.render(messages, tools))
         # A template may be so regular that a whole rendering extends what was captured, token for token.
         return Context(rendered, session.capture.find(rendered), reason), digests
 
@@ -135,14 +137,12 @@ class ChatCalls:
         return records
 
 
-async def _aside(messages: Sequence[Message], work: Callable[[], Rendered]) -> Rendered:
+async def _in_thread_if_long(messages: Sequence[Message], work: Callable[[], Rendered]) -> Rendered:
     """Render long messages on a thread. What a session has captured is only looked at on the event loop."""
     if sum(len(str(message.get("content", ""))) for message in messages) > LONG_TEXT:
         return await asyncio.to_thread(work)
     return work()
 
-
-# A chat completion as its client gets it: in one piece, or as the events of a stream.
 
 _UNSET = msgspec.UNSET
 _TOKEN_FIELDS: Any = {"prompt_token_ids": True, "choices": {"__all__": {"token_ids", "policy_versions"}}}

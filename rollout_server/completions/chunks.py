@@ -1,4 +1,4 @@
-"""Server-sent events of the OpenAI API. Structs, because a stream encodes one for every token."""
+"""Server-sent events of the OpenAI API, as msgspec structs: a stream encodes one for every token."""
 
 from __future__ import annotations
 
@@ -116,11 +116,8 @@ def event(chunk: msgspec.Struct) -> bytes:
     return b"data: " + _encoder.encode(chunk) + b"\n\n"
 
 
-# What single tokens say, for logprob entries: text and bytes, as OpenAI's clients expect them.
-
-
 class TokenTexts:
-    """`as_ids`: tokens are written `token_id:N`, for clients that must know them exactly."""
+    """Text and bytes of single tokens, for logprob entries. `as_ids`: as `token_id:N`, for clients that need exact ids."""
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table

@@ -1,9 +1,10 @@
-"""A request carried to its end whatever interrupts it: what was sampled stays, the rest is asked for again.
+"""Resuming generation after an abort: sampled tokens stay, the rest is asked for again with prompt + sampled tokens.
 
     engine ──delta──► … ──abort──► (until the engine takes requests again) ──prompt + sampled──► engine ──delta──► … ──► end
-                                        └── this server is being drained: DrainingError, and another server goes on
+                                        └── this server is being drained: DrainingError, and another server resumes
 
-So nobody ever sees `finish_reason` abort, and a sample that was interrupted by an update carries a span of each version.
+So no client ever sees `finish_reason` abort, and a sample that a weight update interrupted has a span of each version.
+What is left to ask for is decided in `services.policies.continuation`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import msgspec
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
 from rollout_server.journal.journal import Journal
 from rollout_server.journal.records import PartialHead, PartialPart
+from services.policies.continuation import rest_of
 from services.wire.errors import DeadlineError
 
 
 class Progress:
-    """Tells an engine that stands still from one that is slow or paused: `check` it now and then."""
+    """Detects an engine that makes no progress, other than one that is slow or paused: call `check` now and then."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -38,7 +40,7 @@ class Progress:
         self._seen = status.tokens_generated
 
 
-UntilClear = Callable[[], Awaitable[None]]
+UntilAccepting = Callable[[], Awaitable[None]]
 """Returns once the engine takes requests; raises DrainingError when it will not any more."""
 
 
@@ -55,7 +57,7 @@ class _Sample:
 async def resume(
     engine: Engine,
     request: GenerationRequest,
-    until_clear: UntilClear,
+    until_accepting: UntilAccepting,
     known: AsyncIterator[GenerationDelta] | None = None,
     keep: Callable[[GenerationDelta], Awaitable[None]] | None = None,
 ) -> AsyncGenerator[GenerationDelta, None]:
@@ -71,10 +73,10 @@ async def resume(
     tries = 0
     while not all(sample.ended for sample in samples):
         if tries:
-            await until_clear()
+            await until_accepting()
         whole = tries == 0 and not any(sample.sampled or sample.ended for sample in samples)
         async with aclosing(
-            _generate(engine, request, samples, tries) if not whole else _plain(engine, request)
+            _generate_rests(engine, request, samples, tries) if not whole else _generate(engine, request)
         ) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "abort":
@@ -87,21 +89,29 @@ async def resume(
         tries += 1
 
 
-def _plain(engine: Engine, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
+def _generate(engine: Engine, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
     # Engines are asynchronous generators, though their interface does not say so: closing one frees the engine at once.
     return cast("AsyncGenerator[GenerationDelta, None]", engine.generate(request))
 
 
-async def _generate(
+async def _generate_rests(
     engine: Engine, request: GenerationRequest, samples: Sequence[_Sample], tries: int
 ) -> AsyncGenerator[GenerationDelta, None]:
     """What is left of the samples that have not ended, each as a request of its own."""
-    left = {index: _rest(request, index, sample, tries) for index, sample in enumerate(samples) if not sample.ended}
+    left: dict[int, GenerationRequest] = {}
+    for index, sample in enumerate(samples):
+        if sample.ended:
+            continue
+        rest = _rest_request(request, index, sample, tries)
+        if rest is not None:
+            left[index] = rest
+        else:  # it was broken off after its last token
+            yield GenerationDelta(request.request_id, index, [], [], [], "length")
     deltas: asyncio.Queue[GenerationDelta | BaseException | None] = asyncio.Queue()
 
     async def run(index: int, rest: GenerationRequest) -> None:
         try:
-            async with aclosing(_plain(engine, rest)) as sampled:
+            async with aclosing(_generate(engine, rest)) as sampled:
                 async for delta in sampled:
                     deltas.put_nowait(replace(delta, request_id=request.request_id, index=index))
             deltas.put_nowait(None)
@@ -125,32 +135,37 @@ async def _generate(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _rest(request: GenerationRequest, index: int, sample: _Sample, tries: int) -> GenerationRequest:
-    """The request for what is left of a sample."""
-    sampled = len(sample.sampled)
+def _rest_request(request: GenerationRequest, index: int, sample: _Sample, tries: int) -> GenerationRequest | None:
+    rest = rest_of(
+        request.prompt_token_ids,
+        sample.sampled,
+        max_tokens=request.sampling.max_tokens,
+        resumed=request.resumed,
+        first_index=request.first_index,
+        index=index,
+    )
+    if rest is None:
+        return None
     return replace(
         request,
         request_id=f"{request.request_id}~{tries}.{index}",
-        prompt_token_ids=[*request.prompt_token_ids, *sample.sampled],
-        sampling=msgspec.structs.replace(request.sampling, max_tokens=request.sampling.max_tokens - sampled),
+        prompt_token_ids=rest.token_ids,
+        sampling=msgspec.structs.replace(request.sampling, max_tokens=rest.max_tokens),
         n=1,
-        resumed=request.resumed + sampled,
-        first_index=request.first_index + index,
+        resumed=rest.resumed,
+        first_index=rest.first_index,
     )
 
 
-# A partial answer: an answer as far as it is sampled, written down before its chunks are sent, so that another server
-# can go on.
-#
-#     engine ─► delta ─► journal ─► chunk ─► agent           the server dies here: no agent knows more than the journal
-#     another server:  parts of the partial answer, through the same code ─► the same chunks, byte for byte ─► engine
-#
-# A part belongs to one of the call's prompts. Parts are replayed in the order in which they were written, also where
-# the prompts are sampled at once, for the chunks of all are one stream.
-
-
 class PartialAnswer:
-    """The partial answer of one call in a session of group `group_id`, under `key`. `known`: what an earlier try wrote."""
+    """What is sampled of one call's answer so far, journaled before its chunks are sent, so that another server can resume.
+
+        engine ─► delta ─► journal ─► chunk ─► agent      the server dies here: no agent has more than the journal
+        another server: the journal's parts ─► the same code ─► the same chunks, byte for byte ─► engine
+
+    A part belongs to one of the call's prompts. Parts are replayed in the order in which they were written, also where the
+    prompts are sampled at once: their chunks are one stream. `known`: the parts that an earlier try wrote under `key`.
+    """
 
     def __init__(
         self, journal: Journal, group_id: str, key: str, head: PartialHead, known: Sequence[PartialPart]
@@ -166,7 +181,7 @@ class PartialAnswer:
         self._new = not known
 
     async def add(self, prompt: int, delta: GenerationDelta) -> None:
-        """Write a delta of this prompt down. Raises as `Journal.append` does."""
+        """Journal a delta of this prompt. Raises as `Journal.append` does."""
         if self._new:
             self._new = False
             await self._journal.add_partial(self._group_id, self.key, self.head)

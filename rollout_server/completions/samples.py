@@ -1,4 +1,4 @@
-"""Generating the samples of one prompt: deltas from the engine, read as they come, cut where a stop string ends an answer.
+"""Collecting the samples of one prompt: deltas from the engine, read as they come, cut where a stop string ends an answer.
 
 engine ──delta──► Sample: tokens, logprobs, versions ──reader──► piece of text, calls … ──► on_piece (a stream's chunk)
                     └── a stop string is complete ──► the sample ends with that token; what the engine sampled beyond it
@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from rollout_server.engines.base import FinishReason, GenerationDelta
 from rollout_server.sessions.capture import CaptureError, check_sampled
+from services.policies.continuation import joined_versions
 from services.wire.trajectory import VersionSpan
 
 Piece = TypeVar("Piece")
@@ -46,7 +47,7 @@ class Sample(Generic[Piece]):
     finish_reason: FinishReason | None = None
 
     def add(self, delta: GenerationDelta) -> tuple[Piece, int]:
-        """Take up what was sampled; returns what it says and how many of the tokens belong to the answer."""
+        """Add what was sampled; returns its text and how many of the tokens belong to the answer."""
         piece = self.reader.feed(delta.token_ids)
         offset, keep = len(self.token_ids), len(delta.token_ids)
         self.finish_reason = delta.finish_reason
@@ -73,11 +74,7 @@ class Sample(Generic[Piece]):
     @property
     def policy_versions(self) -> list[tuple[int, int]]:
         """(version, offset of its first token), neighbours of one version as one."""
-        starts: list[tuple[int, int]] = []
-        for span in self.versions:
-            if not starts or starts[-1][0] != span.version:
-                starts.append((span.version, span.start))
-        return starts
+        return joined_versions((), 0, [(span.version, span.start) for span in self.versions])
 
 
 async def collect_samples(

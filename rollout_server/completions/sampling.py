@@ -1,4 +1,4 @@
-"""How a call's tokens are sampled: the session's word first, then the call's, then OpenAI's defaults. Pure.
+"""Sampling parameters of a call: the session's settings win over the call's, those over OpenAI's defaults. Pure.
 
 A trainer opens a session and needs its answers sampled in a way that it can train on; an agent that hard-codes a
 temperature must not be able to undo that. Of two limits on tokens the smaller holds.

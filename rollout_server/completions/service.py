@@ -1,4 +1,4 @@
-"""The services of chat, text and token calls, made when the first call needs them: a chat template costs a second."""
+"""Chat, text and token completions of one model folder, whose chat template is loaded (a second) at the first call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rollout_server.engines.base import Engine
 from services.host.process import heavy_imports
 
 
-class AnswerKinds:
-    """Over one engine and the model folder that it serves. `renderer_name`: of the chat renderer, or `auto`."""
+class CompletionServices:
+    """What answers chat, text and token calls of one engine. `renderer_name`: of the chat renderer, or `auto`."""
 
     def __init__(self, engine: Engine, renderer: Renderer, model: Path, renderer_name: str) -> None:
         self.tokens = GenerateCalls(engine, model.name)
@@ -31,7 +31,7 @@ class AnswerKinds:
         chat = await self._load()
         return ChatCalls(self._engine, chat, TokenTexts(chat.table), self._model.name)
 
-    async def completions(self) -> CompletionCalls:
+    async def text(self) -> CompletionCalls:
         """Raises UsageError for a folder or a renderer name that cannot be used."""
         chat = await self._load()
         return CompletionCalls(self._engine, self._renderer, chat, TokenTexts(chat.table), self._model.name)

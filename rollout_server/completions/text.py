@@ -1,11 +1,11 @@
-"""One text completion: prompts as text or as tokens, each extending what was captured where it can.
+"""Text completions: prompts as text or as tokens, each extending captured tokens where it can.
 
     text    the whole text of a captured call, and more ──► its tokens, and only the rest encoded
             anything else ──► encoded whole
     tokens  the path of a captured call, and more ──► a child of it
             anything else ──► a root, with the reason why
 
-An agent that keeps its transcript as text thereby goes on from the very tokens that were sampled.
+So an agent that keeps its transcript as text continues the very tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class CompletionCalls:
         Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
         if refused := call.unsupported():
-            raise UnsupportedParameterError(f"{', '.join(refused)} cannot be had here", "leave it out")
+            raise UnsupportedParameterError(f"{', '.join(refused)} not supported here", "leave it out")
         session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
         prompts = _prompts(call)
         if len(prompts) * (call.n or 1) > _MOST_ANSWERS:
             raise UsageError(
                 f"{len(prompts)} prompts with n = {call.n or 1}", f"ask for {_MOST_ANSWERS} answers at most"
             )
-        contexts = [await self._place(session, prompt) for prompt in prompts]
+        contexts = [await self._find_context(session, prompt) for prompt in prompts]
         n, longest = call.n or 1, self._engine.max_model_len
         limit = 16 if call.max_tokens is None else call.max_tokens  # OpenAI's default for this route
         sampling = choose_sampling(session.terms.sampling, call, limit, (), longest)
@@ -101,7 +101,7 @@ class CompletionCalls:
                     # The first that failed ended the others: the call failed as it did.
                     raise failed.exceptions[0] from failed
                 sampled = [task.result() for task in sampling_calls]
-            # An answer that nobody hears is none: it is captured for whoever asks for it again.
+            # Captured only once a client listens: this one, or its retry.
             await answer.heard()
         finished = [[sample.reader.finish() for sample in samples] for samples in sampled]  # type: ignore[attr-defined]
         nodes: list[NodeRecord] = []
@@ -118,7 +118,7 @@ class CompletionCalls:
             answer.stage(whole_text(self._texts, head, call, sampled, said, contexts, prompt_tokens))
         await answer_context.settle(nodes, sampling, sampled[-1][0].finish_reason)
 
-    async def _place(self, session: Session, prompt: str | list[int]) -> Context:
+    async def _find_context(self, session: Session, prompt: str | list[int]) -> Context:
         if isinstance(prompt, list):
             parent = session.capture.find(prompt)
             return Context(prompt, parent, None if parent is not None else self._why(session, prompt))
@@ -149,9 +149,6 @@ def _prompts(call: CompletionCall) -> list[str | list[int]]:
     if not prompt or isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]
     return list(prompt)
-
-
-# A text completion as its client gets it: in one piece, or as the events of a stream.
 
 
 def whole_text(

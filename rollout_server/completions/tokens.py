@@ -1,4 +1,7 @@
-"""One call of vLLM's token route in a session: the client's tokens are the prompt, what is sampled is captured."""
+"""vLLM's token route (tokens in, tokens out): captured in a session, and how calls and engine requests translate.
+
+GenerateCall ── to_request ──► GenerationRequest ──► engine ──► deltas ──► full_answer | StreamEncoder ──► bytes
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from rollout_server.completions.samples import Sample, collect_samples
 from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
 from services.http.app import DONE, error_event
+from services.policies.continuation import Versions, joined_versions
 from services.wire.errors import ContextLengthError, RollmeshError, UnsupportedParameterError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import VersionSpan
@@ -27,7 +31,7 @@ from services.wire.vllm_api import (
     SamplingCall,
     TokenLogprob,
     Usage,
-    WeightVersionSpan,
+    weight_spans,
 )
 
 
@@ -53,8 +57,8 @@ class GenerateCalls:
         wished = call.sampling_params
         sampling = choose_sampling(session.terms.sampling, wished, wished.max_tokens, (), longest)
         request = replace(asked, sampling=fit(session, sampling, [context], asked.n, longest))
-        wanted = Wanted.of(call, self._model, self._engine.eos_token_ids)
-        encoder = StreamEncoder(request, wanted) if request.stream else None
+        fields = AnswerFields.of(call, self._model, self._engine.eos_token_ids)
+        encoder = StreamEncoder(request, fields) if request.stream else None
 
         def piece(sample: Sample[None], _: None, grown: int) -> None:
             # The last chunk of a sample waits until the sample is captured: the next call may follow it at once.
@@ -65,11 +69,11 @@ class GenerateCalls:
         sent = [0] * request.n
         with session.reserving(request.n * request.sampling.max_tokens):
             samples = await collect_samples(answer_context.generate(request), request.n, _Unread, piece)
-            # An answer that nobody hears is none: it is captured for whoever asks for it again.
+            # Captured only once a client listens: this one, or its retry.
             await answer.heard()
         if encoder is None:
             whole = [_delta(call_id, sample, 0) for sample in samples]
-            answer.stage(encode_answer(full_answer(request, whole, wanted, answer_context.created)))
+            answer.stage(encode_answer(full_answer(request, whole, fields, answer_context.created)))
         else:
             for sample in samples:
                 answer.stage(encoder.chunk(_delta(call_id, sample, sent[sample.index])))
@@ -106,10 +110,6 @@ def _after(span: VersionSpan, start: int) -> VersionSpan:
     return span.over(begin - start, span.start + span.length - begin)
 
 
-# Between vLLM's generate call and an engine's request and deltas. Pure: no routes, no engine, no clock.
-#
-# GenerateCall ── to_request ──► GenerationRequest ──► engine ──► deltas ──► full_answer | StreamEncoder ──► bytes
-
 _UNSUPPORTED_SAMPLING = (
     "stop",
     "structured_outputs",
@@ -132,8 +132,8 @@ _Choice = TypeVar("_Choice", bound=Choice)
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the answer to a call holds besides tokens. `eos_token_ids`: the model's own."""
+class AnswerFields:
+    """Which fields the answer to a call has besides tokens. `eos_token_ids`: the model's own."""
 
     model: str
     eos_token_ids: tuple[int, ...]
@@ -144,7 +144,7 @@ class Wanted:
     spans: bool = False
 
     @classmethod
-    def of(cls, call: GenerateCall, model: str, eos_token_ids: tuple[int, ...]) -> Wanted:
+    def of(cls, call: GenerateCall, model: str, eos_token_ids: tuple[int, ...]) -> AnswerFields:
         options = call.stream_options
         usage = options is not None and bool(options.include_usage)
         return cls(
@@ -180,17 +180,20 @@ def to_request(call: GenerateCall, request_id: str, max_model_len: int) -> Gener
 
 
 def full_answer(
-    request: GenerationRequest, samples: Sequence[GenerationDelta], wanted: Wanted, created: int
+    request: GenerationRequest, samples: Sequence[GenerationDelta], fields: AnswerFields, created: int
 ) -> GenerateAnswer:
     """The answer in one piece. `samples`: one whole delta a sample (`engines.base.collect`); `created`: Unix seconds."""
     sampled = sum(len(sample.token_ids) for sample in samples)
     return GenerateAnswer(
         request_id=request.request_id,
         created=created,
-        model=wanted.model,
-        choices=[_choice(Choice, request, sample, wanted, sample.versions) for sample in samples],
+        model=fields.model,
+        choices=[
+            _choice(Choice, request, sample, fields, _starts(sample.versions), len(sample.token_ids))
+            for sample in samples
+        ],
         usage=_usage(len(request.prompt_token_ids), sampled),
-        prompt_token_ids=request.prompt_token_ids if wanted.prompt else None,
+        prompt_token_ids=request.prompt_token_ids if fields.prompt else None,
     )
 
 
@@ -202,35 +205,35 @@ def encode_answer(body: GenerateAnswer) -> bytes:
 class StreamEncoder:
     """Server-sent events of one request: `chunk` for each delta, then `end`; after an error, `failure` instead."""
 
-    def __init__(self, request: GenerationRequest, wanted: Wanted) -> None:
+    def __init__(self, request: GenerationRequest, fields: AnswerFields) -> None:
         self._request = request
-        self._wanted = wanted
-        self._prompt_due = wanted.prompt
-        self._spans: list[list[VersionSpan]] = [[] for _ in range(request.n)]
+        self._fields = fields
+        self._prompt_due = fields.prompt
+        self._versions: list[Versions] = [[] for _ in range(request.n)]
         self._sampled = [0] * request.n
 
     def chunk(self, delta: GenerationDelta) -> bytes:
         """One event, or none for a delta that says nothing."""
         if not delta.token_ids and delta.finish_reason is None:
             return b""
-        spans, begin = self._spans[delta.index], self._sampled[delta.index]
-        for span in delta.versions:
-            _extend(spans, VersionSpan(begin + span.start, span.length, span.version))
-        self._sampled[delta.index] += len(delta.token_ids)
-        whole = spans if delta.finish_reason is not None else None
-        choice = _choice(ChunkChoice, self._request, delta, self._wanted, whole)
-        if self._wanted.spans:
+        before = self._sampled[delta.index]
+        versions = joined_versions(self._versions[delta.index], before, _starts(delta.versions))
+        self._versions[delta.index] = versions
+        self._sampled[delta.index] = sampled = before + len(delta.token_ids)
+        whole = versions if delta.finish_reason is not None else None
+        choice = _choice(ChunkChoice, self._request, delta, self._fields, whole, sampled)
+        if self._fields.spans:
             choice.version_spans = delta.versions
         body = GenerateChunk(request_id=self._request.request_id, choices=[choice])
         if self._prompt_due:
             body.prompt_token_ids, self._prompt_due = self._request.prompt_token_ids, False
-        if self._wanted.usage_always:
+        if self._fields.usage_always:
             body.usage = _usage(len(self._request.prompt_token_ids), self._sampled[delta.index])
         return _event(_encoder.encode(body))
 
     def end(self) -> bytes:
         """The usage, if asked for, and the end of the stream."""
-        if not self._wanted.usage:
+        if not self._fields.usage:
             return DONE
         usage = _usage(len(self._request.prompt_token_ids), sum(self._sampled))
         body = GenerateChunk(request_id=self._request.request_id, choices=[], usage=usage)
@@ -275,19 +278,18 @@ def _choice(
     kind: type[_Choice],
     request: GenerationRequest,
     delta: GenerationDelta,
-    wanted: Wanted,
-    whole: Sequence[VersionSpan] | None,
+    fields: AnswerFields,
+    versions: Versions | None,
+    sampled: int,
 ) -> _Choice:
-    """`whole`: the spans of the sample from its first token on, once it has ended."""
+    """`versions`: of the sample from its first token on, once it has ended with `sampled` tokens in all."""
     choice = kind(index=delta.index, token_ids=delta.token_ids, finish_reason=delta.finish_reason)
-    if wanted.logprobs is not None:
-        choice.logprobs = _logprobs(delta, max(wanted.logprobs, 1))
-    if whole is not None:
-        choice.stop_reason = _stop_reason(request, delta, wanted.eos_token_ids)
-        choice.weight_versions = [
-            WeightVersionSpan(str(span.version), span.start, span.start + span.length) for span in whole
-        ]
-        choice.policy_versions = [(span.version, span.start) for span in whole]
+    if fields.logprobs is not None:
+        choice.logprobs = _logprobs(delta, max(fields.logprobs, 1))
+    if versions is not None:
+        choice.stop_reason = _stop_reason(request, delta, fields.eos_token_ids)
+        choice.weight_versions = weight_spans(versions, sampled)
+        choice.policy_versions = list(versions)
     return choice
 
 
@@ -329,11 +331,8 @@ def _with_alternatives(
     return SampledLogprob(name, token, logprob, rank, [TokenLogprob(name, token, logprob, rank), *others][:entries])
 
 
-def _extend(spans: list[VersionSpan], span: VersionSpan) -> None:
-    if spans and spans[-1].version == span.version:
-        spans[-1] = VersionSpan(spans[-1].start, spans[-1].length + span.length, span.version)
-    else:
-        spans.append(span)
+def _starts(spans: Sequence[VersionSpan]) -> list[tuple[int, int]]:
+    return [(span.version, span.start) for span in spans]
 
 
 def _usage(prompt: int, sampled: int) -> Usage:

@@ -1,6 +1,6 @@
-"""Taking turns: siblings whose context is the same become one engine request; a call takes effect whole or not at all.
+"""Turns of the group API: siblings with the same context are one engine request; a call takes effect whole or not at all.
 
-reserve sessions ─► encode ─► plan requests ─► engine, all awaited together ─► check ─► write down, apply every turn
+reserve sessions ─► encode ─► plan requests ─► engine, all awaited together ─► check ─► journal, apply every turn
                                                    │ client gone, engine error, no progress
                                                    └─► requests closed, no turn recorded, sessions free again
 """
@@ -17,7 +17,7 @@ import msgspec
 
 from rollout_server.chat.tokenizer import Renderer
 from rollout_server.completions.base import generating, note_sampled
-from rollout_server.completions.resumable import UntilClear, resume
+from rollout_server.completions.resumable import UntilAccepting, resume
 from rollout_server.completions.sampling import within
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest, collect
 from rollout_server.journal.journal import Journal
@@ -50,20 +50,20 @@ class Plan:
 
 
 class TurnTaker:
-    """Lets the policy speak in sessions."""
+    """Generates the policy's turns in sessions of a group."""
 
     def __init__(
         self,
         engine: Engine,
         renderer: Renderer,
         journal: Journal,
-        until_clear: UntilClear,
+        until_accepting: UntilAccepting,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._journal = journal
-        self._until_clear = until_clear
+        self._until_accepting = until_accepting
         self._tracing = tracing
         self._names = NamedLocks()
         self._count = itertools.count()
@@ -183,7 +183,7 @@ class TurnTaker:
         return {position: delta for answer in answers for position, delta in answer.items()}
 
     async def _run(self, plan: Plan) -> dict[int, GenerationDelta]:
-        async with aclosing(resume(self._engine, plan.request, self._until_clear)) as deltas:
+        async with aclosing(resume(self._engine, plan.request, self._until_accepting)) as deltas:
             samples = await collect(deltas)
         if [sample.index for sample in samples] != list(range(plan.request.n)):
             raise CaptureError(f"the engine answered {len(samples)} of {plan.request.n} samples")

@@ -1,13 +1,13 @@
-"""The journal: what happens in a group is written down in Redis before anybody hears of it, by the group's owner alone.
+"""Write-ahead journal of groups in Redis: only the owner writes, and nothing is told to an agent before it is written.
 
     append ──► queue ──► everything queued: one script ──► applied here, in the journal's order ──► told to the agent
-                              │ not the owner any more, or Redis failed: nothing is applied, the group is let go of,
+                              │ not the owner any more, or Redis failed: nothing is applied, the group is released,
                               └── and the next call reads it again from the journal, here or at another server
 
-    owners:  group ─► me        held            ─► ""   let go of (draining)       (no entry) ended, or never was
+    owners:  group ─► me        held            ─► ""   released (draining)       (no entry) ended, or never was
 
 An element is appended at the position that the owner knows to be next, so a script that the client library repeats after a
-lost connection appends nothing twice, and one who has lost the group appends nothing at all.
+lost connection appends nothing twice, and a server that has lost the group appends nothing at all.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ KEEP_ENDED_S = 600
 """How long the journal of a group that has ended is kept, for calls that come late."""
 KEEP_ANSWER_S = 60
 KEEP_PARTIAL_S = 3600
-LET_GO = ""
+RELEASED = ""
 _AT_ONCE = 256
 
 _log = structlog.get_logger()
 T = TypeVar("T")
 
-# KEYS: owners; then for each item journal, draft and answer. ARGV: owner; then for each item group, position, payload,
-# '1' for a partial answer's part ('' for a record), answer. Answers 1 for each that is in the journal now.
+# KEYS: owners; then for each item journal, partial answer, answer. ARGV: owner; then for each item group, position,
+# payload, '1' for a partial answer's part ('' for a record), answer. Answers 1 for each that is in the journal now.
 _WRITE = """
 local done = {}
 local at = 2
 for i = 2, #KEYS, 3 do
-  local group, position, payload, draft, answer = ARGV[at], tonumber(ARGV[at+1]), ARGV[at+2], ARGV[at+3], ARGV[at+4]
+  local group, position, payload, part, answer = ARGV[at], tonumber(ARGV[at+1]), ARGV[at+2], ARGV[at+3], ARGV[at+4]
   at = at + 5
   local ok = redis.call('HGET', KEYS[1], group) == ARGV[1]
-  if ok and draft ~= '' then
+  if ok and part ~= '' then
     redis.call('RPUSH', KEYS[i+1], payload)
     redis.call('EXPIRE', KEYS[i+1], ARGV[#ARGV - 1])
   elseif ok then
@@ -111,7 +111,7 @@ return 1
 """
 
 # KEYS: owners. ARGV: owner, groups.
-_LET_GO = """
+_RELEASE = """
 for i = 2, #ARGV do
   if redis.call('HGET', KEYS[1], ARGV[i]) == ARGV[1] then redis.call('HSET', KEYS[1], ARGV[i], '') end
 end
@@ -148,7 +148,7 @@ class Journal:
         self._open = redis.register_script(_OPEN)
         self._claim = redis.register_script(_CLAIM)
         self._conclude = redis.register_script(_CONCLUDE)
-        self._let_go = redis.register_script(_LET_GO)
+        self._release = redis.register_script(_RELEASE)
         self._lengths: dict[str, int] = {}
         """Elements in the journal of each group that is held."""
         self._queue: list[_Item] = []
@@ -184,7 +184,7 @@ class Journal:
         partial: str | None = None,
         answer: tuple[str, bytes] | None = None,
     ) -> T:
-        """Write `record`, then run `then` and return its result: in the journal's order, also if nobody waits any more.
+        """Write `record`, then run `then` and return its result: in the journal's order, also if the caller was cancelled.
 
         `partial`: key of one that the record replaces. `answer`: its name, and bytes to keep for those who ask again.
         Raises DrainingError when the group is another's, NotReadyError when Redis fails; then nothing was applied.
@@ -252,7 +252,7 @@ class Journal:
                 _fail(item, lost)
 
     async def conclude(self, group_id: str, ended: GroupEnded, session_ids: Sequence[str]) -> None:
-        """The group has ended: nobody holds it any more. Raises as `append` does, and RedisError."""
+        """Write the end of the group and remove its owner. Raises as `append` does, and RedisError."""
         keys = [self._keys.owners, self._keys.journal(group_id), *map(self._keys.group_of, session_ids)]
         if not await self._conclude(keys=keys, args=[self.owner, group_id, encode_record(ended), KEEP_ENDED_S]):
             lost = _lost(group_id)
@@ -260,10 +260,10 @@ class Journal:
             raise lost
         self._lengths.pop(group_id, None)
 
-    async def let_go(self, group_ids: Sequence[str]) -> None:
-        """Anybody may take over these groups now. Raises RedisError."""
+    async def release(self, group_ids: Sequence[str]) -> None:
+        """Any server may take over these groups now. Raises RedisError."""
         if group_ids:
-            await self._let_go(keys=[self._keys.owners], args=[self.owner, *group_ids])
+            await self._release(keys=[self._keys.owners], args=[self.owner, *group_ids])
         for group_id in group_ids:
             self._lengths.pop(group_id, None)
 
@@ -272,7 +272,7 @@ class Journal:
         return None if found is None else as_text(found)
 
     async def owner_of(self, group_id: str) -> str | None:
-        """Who holds the group: an incarnation, LET_GO, or None for one that has ended or never was."""
+        """Who holds the group: an incarnation, RELEASED, or None for one that has ended or never was."""
         found = await self._redis.hget(self._keys.owners, group_id)
         return None if found is None else as_text(found)
 
@@ -288,7 +288,7 @@ class Journal:
         ]
 
     async def claim(self, group_id: str, expected: str) -> list[Record] | None:
-        """Take hold of a group that `expected` holds, and read it; None when somebody else was faster."""
+        """Take hold of a group that `expected` holds, and read it; None when another server was faster."""
         keys = [self._keys.owners, self._keys.journal(group_id), self._keys.open_groups]
         found = await self._claim(keys=keys, args=[group_id, expected, self.owner, self._server_id])
         if found is None:
@@ -327,7 +327,7 @@ class Journal:
 def _settle(item: _Item) -> None:
     try:
         result = item.then()
-    except Exception as error:  # noqa: BLE001 - told to whoever waits, who says it
+    except Exception as error:  # noqa: BLE001 - raised again in the waiting callers
         if not item.done.done():
             item.done.set_exception(error)
         return
@@ -345,7 +345,7 @@ def _bytes(reply: object) -> list[bytes]:
 
 
 def _nothing() -> None:
-    """A part of a partial answer changes nothing here."""
+    """A part of a partial answer changes nothing in memory."""
 
 
 def _lost(group_id: str) -> DrainingError:

@@ -1,8 +1,8 @@
-"""What a group's journal holds: everything that whoever takes over the group must know, in the order in which it happened.
+"""Journal records (msgpack): all that a server needs to take a group over, in the order in which it happened.
 
     GroupBegan ─ SessionBegan … ─ Answered | TurnsAnswered | Rewarded | SessionEnded … ─ GroupEnded
 
-One record is one element of a Redis list, msgpack with a tag. Arrays are packed as `services.wire.packed` says. A
+One record is one element of a Redis list, with a tag. Arrays are packed as `services.wire.packed` says. A
 partial answer is a list of its own: the deltas of an answer that is not whole yet.
 """
 

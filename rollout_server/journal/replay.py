@@ -1,8 +1,8 @@
-"""Records applied: the same functions change a live session and build one anew from its journal, so both become alike.
+"""Replaying journal records: the same functions change a live session and rebuild one from its journal.
 
     live      record ─► journal ─► apply            taken over      journal ─► apply, apply, apply …
 
-Pure but for the clocks, which the caller brings.
+Pure: the caller gives the time.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _session(group: Group, record: SessionBegan, now: Now) -> Session:
 def _find(group: Group, session_id: str) -> Session:
     session = group.sessions.get(session_id)
     if session is None:
-        raise WireError(f"the journal of group {group.group_id} speaks of session {session_id!r}, which never began")
+        raise WireError(f"the journal of group {group.group_id} names session {session_id!r}, which was never opened")
     return session
 
 

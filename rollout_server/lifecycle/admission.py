@@ -1,10 +1,10 @@
-"""Waiting for admission: first come first served, one Redis call for everybody who waits.
+"""Admission queue of groups: first come first served, one Redis call for all who wait.
 
 open() ──► queue ──► pump: one ledger call for the whole queue ──► admitted, ordinal
              ▲         │ refused: sleep until a commit or a closing here, a deadline, or the poll interval
-             └─────────┘ (other servers share the account, so what closes the gate may change without us)
+             └─────────┘ (other servers share the account, so admission may open without an event here)
 
-Who is refused at the end of his wait is told when to ask again, by the pace of commits and closings seen here.
+A refusal carries a Retry-After, estimated from the rate of commits and closings seen here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """`ends` and `since` on the monotonic clock, `asked_at` in Unix seconds. `ahead`: how many came before him."""
+    """`ends` and `since` on the monotonic clock, `asked_at` in Unix seconds. `ahead`: how many came before it."""
 
     group_id: str
     ends: float
@@ -52,13 +52,13 @@ class _Waiter:
     asked_at: float = field(default_factory=time.time)
     ahead: int = 0
     queued: bool = False
-    """In Redis too: others leave him his place."""
+    """In Redis too: other servers keep its place."""
     ordinal: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """What the account looked like when it last let somebody wait."""
+    """What the account looked like when a group was last refused."""
 
     left: Places
     straggler: OpenGroupRecord | None
@@ -97,7 +97,7 @@ class AdmissionGate:
         self._refusal: _Refusal | None = None
         self._posted: tuple[Closed, int | None] | None = None
         self._leaving: list[str] = []
-        # Groups that may be open in the ledger though nobody waits for them any more.
+        # Groups that may be open in the ledger though their callers are gone.
         self._orphans: list[str] = []
         ledger.on_closing(self._closings)
 
@@ -123,7 +123,7 @@ class AdmissionGate:
         try:
             return await waiter.ordinal
         except asyncio.CancelledError:
-            # The pump may have admitted it in this very moment: then nobody else will ever close it.
+            # It may have been admitted in this very moment: then it must be closed here.
             if waiter.ordinal.done() and not waiter.ordinal.cancelled() and waiter.ordinal.exception() is None:
                 self._orphans.append(group_id)
                 self._wake.set()
@@ -142,7 +142,7 @@ class AdmissionGate:
             self._wake.set()
 
     def close(self) -> None:
-        """Refuse everybody from now on: the server is shutting down."""
+        """Refuse all from now on: the server is shutting down."""
         self._closed = NotReadyError(f"rollout server {self._server_id} is shutting down", "use another server")
         self._fail_all(self._closed)
 
@@ -180,7 +180,7 @@ class AdmissionGate:
         """Ask for these; returns whether admission is closed, to those too who wait behind them."""
         version = self._engine_version()
         if not waiters or version < self._rules.base_version:
-            # Nobody asks, or a late joiner: the bus will bring it up to the run's version.
+            # No waiters, or a server that joined late: the bus will bring it up to the run's version.
             return True
         now = time.monotonic()
         asking = [Asking(waiter.group_id, waiter.asked_at, stays=waiter.ends > now) for waiter in waiters]
@@ -203,7 +203,7 @@ class AdmissionGate:
                 refused = True
                 continue
             self._queue.remove(waiter)
-            if waiter.group_id in self._orphans:  # one who asked for it before gave up; now somebody has it
+            if waiter.group_id in self._orphans:  # an earlier caller gave up; this one has it now
                 self._orphans.remove(waiter.group_id)
             if waiter.ordinal.done():
                 self._orphans.append(waiter.group_id)
@@ -219,7 +219,7 @@ class AdmissionGate:
         return refused
 
     async def _tidy(self) -> None:
-        """Leave the queue for those who wait no more, and close what was opened for nobody."""
+        """Remove cancelled waiters from the queue in Redis, and close groups that were opened for them."""
         leaving, self._leaving = self._leaving, []
         await self._ledger.admission.leave(leaving)
         while self._orphans:

@@ -1,9 +1,9 @@
-"""Draining: a server lets go of what it holds, so that others go on with it, and takes nothing new.
+"""Draining a server: it releases the groups that it holds, so that other servers take them over, and takes nothing new.
 
-    serving ──drain──► engine interrupted (partial answers are in the journal) ──► each group let go of as soon as nothing
-                       goes on in it ──► (deadline: the rest, its calls ended) ──► drained
+    serving ──drain──► engine interrupted (partial answers are in the journal) ──► each group released as soon as no call
+                       runs in it ──► (deadline: the rest, its calls ended) ──► drained
 
-Where no other server is serving there is nobody to take the groups: then they are given up when the process ends.
+Where no other server is serving nobody can take the groups over: then they are dropped when the process ends.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Drainer:
         self._begin = begin
 
     async def others(self) -> list[str]:
-        """Servers that would take what this one lets go of. Raises RedisError."""
+        """Servers that could take over what this one releases. Raises RedisError."""
         servers = await self._servers.servers()
         return [each.server_id for each in servers if each.state == "serving" and each.server_id != self._server_id]
 
     async def drain(self, within_s: float) -> bool:
-        """Let go of everything; returns whether somebody else can take it. Raises RedisError."""
+        """Release all groups; returns whether another server can take them over. Raises RedisError."""
         started = time.monotonic()
         await self._begin()
         await self._engine.abort()
@@ -62,7 +62,7 @@ class Drainer:
         while True:
             left = self._groups.all_open()
             late = time.monotonic() - started > within_s
-            await self._let_go([group for group in left if late or not group.taking_turns], why)
+            await self._release([group for group in left if late or not group.taking_turns], why)
             if not len(self._groups):
                 break
             # What had not begun when the first were interrupted has begun by now.
@@ -72,28 +72,27 @@ class Drainer:
         return True
 
     async def hand_over(self, why: RollmeshError) -> None:
-        """Let go of everything at once, its calls ended with `why`, if somebody would take it. Raises RedisError."""
+        """Release all groups at once, ending their calls with `why`, if another server can take them. Raises RedisError."""
         groups = self._groups.all_open()
         if groups and await self.others():
-            await self._let_go(groups, why)
+            await self._release(groups, why)
             _log.info("handed over", groups=len(groups), why=why.what)
 
-    async def _let_go(self, groups: list[Group], why: RollmeshError) -> None:
+    async def _release(self, groups: list[Group], why: RollmeshError) -> None:
         names = [group.group_id for group in groups]
-        await self._journal.let_go(names)
+        await self._journal.release(names)
         for name in names:
-            self._groups.let_go(name, why)
+            self._groups.forget_open(name, why)
 
-
-# Watching the engine: one that serves nothing any more, behind a server that lives, must not keep its sessions.
-#
-# serving ──the engine fails──► announced as draining, groups let go of, none taken ──it serves again──► serving
 
 POLL_S = 0.5
 
 
 class EngineWatch:
-    """`run` is a task owned by the server."""
+    """Releases the groups of a server whose engine has failed, until it serves again. `run` is a task of the server.
+
+    serving ──engine fails──► registered as draining, groups released, none taken over ──engine serves again──► serving
+    """
 
     def __init__(self, engine: Engine, takeover: Takeover, drainer: Drainer, heartbeat: Heartbeat) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Expiry: sessions past their deadline or idle time expire, groups that nobody completes are dropped, ends forgotten."""
+"""Expiry of sessions and groups: by deadline and idle timeout; groups that nobody completes are dropped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout_server.sessions.group import Group, GroupRegistry
 from rollout_server.sessions.session import Session
 
 LEFT_AFTER_S = 20.0
-"""A client that hung up in mid-turn and has not come back after so long is taken to have died."""
+"""Idle timeout of a group whose client disconnected during a turn: it is taken to have died."""
 _LONGEST_PAUSE_S = 1.0
 
 
@@ -25,7 +25,7 @@ async def expire_idle(registry: GroupRegistry, finisher: Finisher, idle_timeout_
 
 async def _expire_group(group: Group, finisher: Finisher) -> None:
     for session in group.live:
-        # A call that goes on notices the deadline itself; somebody who ends the session will be done in a moment.
+        # A running call sees the deadline itself; a session that is being ended will be in a moment.
         if session.end is None and not session.busy and (session.seconds_left() <= 0.0 or _is_idle(group, session)):
             await finisher.abandon(session, "expired")
     unused_s = time.monotonic() - group.last_used
@@ -40,5 +40,5 @@ def _is_idle(group: Group, session: Session) -> bool:
     in_use = any(sibling.busy for sibling in together)
     idle_timeout_s = session.terms.idle_timeout_s
     return not in_use and time.monotonic() - last_used > (
-        min(idle_timeout_s, LEFT_AFTER_S) if group.left else idle_timeout_s
+        min(idle_timeout_s, LEFT_AFTER_S) if group.client_gone else idle_timeout_s
     )

@@ -18,16 +18,24 @@ import structlog
 from redis.exceptions import RedisError
 
 from rollout_server.journal.journal import Journal
-from rollout_server.journal.records import GroupEnded, SessionEnded
-from rollout_server.journal.replay import apply_end
+from rollout_server.journal.records import GroupEnded, Rewarded, SessionEnded
+from rollout_server.journal.replay import apply_end, apply_reward
 from rollout_server.sessions.group import Group, GroupRegistry
 from rollout_server.sessions.session import DropCause, Reward, Session, SessionEnd
 from services.run_store.ledger import Ledger
-from services.run_store.stream import TrajectoryWriter
-from services.wire.errors import ConcludedError, ConflictError, DrainingError, NotReadyError, RollmeshError, UsageError
+from services.run_store.stream import TrajectoryLog, TrajectoryWriter
+from services.wire.errors import (
+    ConcludedError,
+    ConflictError,
+    DrainingError,
+    NotFoundError,
+    NotReadyError,
+    RollmeshError,
+    UsageError,
+)
 from services.wire.rollout_api import SessionReward
-from services.wire.session_api import SessionState
-from services.wire.trajectory import RewardSpan, Trajectory
+from services.wire.session_api import GiveReward, SessionState
+from services.wire.trajectory import RewardSpan, Trajectory, decode_trajectory
 
 _log = structlog.get_logger()
 
@@ -42,15 +50,22 @@ class Origin:
 
 
 class Finisher:
-    """Finishes sessions and groups and gives up those that nobody will finish."""
+    """Rewards, finishes, aborts and drops sessions and groups."""
 
     def __init__(
-        self, registry: GroupRegistry, publisher: Publisher, ledger: Ledger, journal: Journal, origin: Origin
+        self,
+        registry: GroupRegistry,
+        publisher: Publisher,
+        ledger: Ledger,
+        journal: Journal,
+        log: TrajectoryLog,
+        origin: Origin,
     ) -> None:
         self._registry = registry
         self._publisher = publisher
         self._ledger = ledger
         self._journal = journal
+        self._log = log
         self._origin = origin
 
     async def finish(self, group_id: str, rewards: Sequence[SessionReward]) -> dict[str, str]:
@@ -100,12 +115,19 @@ class Finisher:
             await self._conclude(group, None, "run_concluded")
             raise
         except DrainingError as lost:
-            self._registry.let_go(group.group_id, lost)
+            self._registry.forget_open(group.group_id, lost)
             raise
         pairs = zip(group.sessions.values(), trajectories, stream_ids, strict=True)
         for session, trajectory, stream_id in pairs:
             session.conclude("finished", stream_id, len(trajectory.segments))
         return dict(zip(group.sessions, stream_ids, strict=True))
+
+    async def reward(self, session: Session, given: GiveReward) -> None:
+        """Give the session, or one call of it, a reward in place of an earlier one. Raises as `Journal.append` does."""
+        record = Rewarded(
+            session_id=session.session_id, value=given.reward, components=given.components, call_id=given.call_id
+        )
+        await self._journal.append(session.group_id, record, lambda: apply_reward(session, record))
 
     async def finish_session(self, session: Session) -> SessionEnd:
         """Publish one session's trajectory and end it. Its rewards have been given.
@@ -127,12 +149,45 @@ class Finisher:
                     await self._end(group, session, "dropped")
                     raise
                 except DrainingError as lost:
-                    self._registry.let_go(group.group_id, lost)
+                    self._registry.forget_open(group.group_id, lost)
                     raise
             return await self._end(group, session, "finished", stream_id, segments)
 
+    async def finished_before(self, session_id: str) -> SessionEnd:
+        """The end of a session that this server does not know any more (it was restarted), as the stream holds it.
+
+        Raises NotFoundError for one that was never finished or whose trajectory was trimmed.
+        """
+        stream_id = await self._ledger.stream_id_of(session_id)
+        if stream_id is None:
+            raise NotFoundError(f"no session {session_id!r} on this server", "it never was here, or ended long ago")
+        entry = await self._log.one(stream_id)
+        if entry is None:
+            raise NotFoundError(f"the trajectory of session {session_id!r} was trimmed", "it was finished long ago")
+        trajectory = decode_trajectory(entry.payload)
+        return SessionEnd(
+            session_id=session_id,
+            group_id=trajectory.group_id,
+            ordinal=trajectory.group_ordinal,
+            member=trajectory.member,
+            state="finished",
+            reward=trajectory.reward,
+            stream_id=stream_id,
+            answers=0,
+            sampled=trajectory.sampled_tokens(),
+            segments=len(trajectory.segments),
+            metadata=trajectory.metadata,
+            ended_at=0.0,
+        )
+
+    async def abort(self, session: Session) -> SessionEnd:
+        """Abort at the environment's request, as `abandon`. Raises ConflictError while another call ends the session."""
+        if session.ending:
+            raise ConflictError(f"session {session.session_id} is being ended", "wait for its answer")
+        return await self.abandon(session, "aborted")
+
     async def abandon(self, session: Session, state: SessionState) -> SessionEnd:
-        """End a session without a trajectory, whatever goes on in it: its calls are ended with it."""
+        """End a session without a trajectory, and the calls that run in it."""
         group = self._registry.group_of(session)
         _log.info("session given up", session=session.session_id, state=state, answers=session.capture.answers)
         session.ending = True
@@ -198,7 +253,7 @@ class Finisher:
             return True
 
     async def drop_all(self, cause: DropCause) -> None:
-        """Drop every open group, whatever goes on in them: the run's last server is ending. Raises RedisError."""
+        """Drop every open group, with the calls that run in it: the run's last server is ending. Raises RedisError."""
         groups = self._registry.all_open()
         for group in groups:
             await self._journal.conclude(group.group_id, GroupEnded(stream_ids=None, cause=cause), list(group.sessions))
@@ -216,7 +271,7 @@ class Finisher:
             raise ConflictError(f"session {session.session_id} took no turn", "let it take one, or give it up")
         layout = capture.layout()
         spans = [
-            RewardSpan(*layout.places[node], len(node.sampled), reward.value, reward.components)
+            RewardSpan(*layout.positions[node], len(node.sampled), reward.value, reward.components)
             for call_id, reward in session.rewards.calls.items()
             for node in session.memory.calls.get(call_id, ())
             if node.sampled
@@ -259,13 +314,6 @@ def _match(group: Group, rewards: Sequence[SessionReward]) -> None:
         raise UsageError(f"group {group.group_id}: {which}", "give each session exactly one reward")
 
 
-# Publishing what was finished: groups and sessions that finish while a call to Redis is under way share the next one.
-#
-#     publish ──► queue ──► everything queued: one append, one closing of accounts ──► stream ids
-#
-# What is handed in together is appended all or none; a group's account is closed after its trajectories are in the
-# stream.
-
 TOKENS_AT_ONCE = 1 << 20
 """A call carries no more tokens than this, unless one group alone does."""
 
@@ -280,7 +328,13 @@ class _Finished:
 
 
 class Publisher:
-    """Writes groups to the stream and closes them in the ledger. `run` is a task owned by the server."""
+    """Appends finished trajectories to the stream in batches and closes their groups in the ledger.
+
+        publish ──► queue ──► everything queued: one append, one closing of groups in the ledger ──► stream ids
+
+    What finishes while a call to Redis runs shares the next one. What is handed in together is appended all or none; a
+    group is closed after its trajectories are in the stream. `run` is a task owned by the server.
+    """
 
     def __init__(self, writer: TrajectoryWriter, ledger: Ledger) -> None:
         self._writer = writer

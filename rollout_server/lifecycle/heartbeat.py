@@ -1,4 +1,4 @@
-"""Announcing: a server tells the registry that it is alive, three times a lease, and at once when its state changes."""
+"""Heartbeat: a server renews its registry record three times a lease, and at once when its state changes."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ class Heartbeat:
         self._wake = asyncio.Event()
 
     def notify(self) -> None:
-        """Something that others should know at once has changed."""
+        """Send the next heartbeat now: the state has changed."""
         self._wake.set()
 
-    async def announce(self) -> None:
-        """Raises RedisError."""
+    async def beat(self) -> None:
+        """One heartbeat. Raises RedisError."""
         await self._registry.announce(self._describe(), LEASE_S)
 
     async def run(self) -> None:
-        """Announce until cancelled. A Redis that is away is tried again; meanwhile the lease may run out."""
+        """Renew until cancelled. A Redis that fails is tried again; meanwhile the lease may run out."""
         failing = False
         while True:
             self._wake.clear()
             try:
-                await self.announce()
+                await self.beat()
                 failing = False
             except RedisError as error:
                 if not failing:
-                    _log.warning("cannot announce this server", why=str(error))
+                    _log.warning("cannot send the heartbeat", why=str(error))
                 failing = True
             with suppress(TimeoutError):
                 async with asyncio.timeout(LEASE_S / HEARTBEATS_A_LEASE):
                     await self._wake.wait()
 
     async def withdraw(self) -> None:
-        """This server is gone. Raises RedisError."""
+        """Remove this server from the registry. Raises RedisError."""
         record = self._describe()
         await self._registry.withdraw(record.server_id, record.incarnation)

@@ -1,4 +1,4 @@
-"""Opening groups and sessions: the first sibling opens the group, the others join it; the same call again changes nothing.
+"""Opening groups and sessions, idempotently: the first sibling opens the group, the others join it.
 
 POST /sessions ──► known id? ──same body──► the same session
                        │ no                └─another body──► 409
@@ -6,7 +6,7 @@ POST /sessions ──► known id? ──same body──► the same session
                  group open here? ──no──► admission (ledger) ──► group, journal
                        └──yes──► join, journal
 
-A call that a gateway named makes its ids of that name, so that a second try finds what the first one opened.
+A call with a gateway's call id derives its ids from that, so that a retry finds what the first try opened.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SessionOpener:
                 await self._takeover.hold_group(group_id)
                 if self._registry.knows(group_id):
                     found = self._registry.find_open(group_id)
-                    found.left = False
+                    found.client_gone = False
                     return found
             ordinal = await self._admit(group_id, call.purpose == "train", call.wait_s)
             group = Group(
@@ -97,10 +97,10 @@ class SessionOpener:
             greedy = replace(terms, sampling=limits.model_copy(update={"temperature": 0.0}))
             group.fill(terms, greedy if call.greedy_baseline else terms)
             try:
-                await _unbroken(self._begin(group))
+                await _shielded(self._begin(group))
             except asyncio.CancelledError:
-                # Nobody heard of it; the same call again takes it up.
-                group.left = True
+                # The client does not know of it; a retry of the call finds it.
+                group.client_gone = True
                 raise
             return group
 
@@ -147,7 +147,7 @@ class SessionOpener:
         group = Group(group_id, ordinal, call.group_size, call.env, call.purpose, idle_timeout_s)
         session = group.next_session(session_id, self._terms(call), fingerprint)
         group.add(session)
-        await _unbroken(self._begin(group))
+        await _shielded(self._begin(group))
         return session
 
     async def _admit(self, group_id: str, train: bool, wait_s: float) -> int:
@@ -192,7 +192,7 @@ class SessionOpener:
             self._registry.add_session(session)
 
         record = began(session, Now(time.time(), time.monotonic()))
-        await _unbroken(self._journal.join(group.group_id, record, add))
+        await _shielded(self._journal.join(group.group_id, record, add))
         return session
 
     def _terms(self, call: OpenSession) -> Terms:
@@ -209,8 +209,8 @@ class SessionOpener:
         )
 
 
-async def _unbroken(work: Awaitable[T]) -> T:
-    """Awaited to its end also if the caller goes away: what is half written would be held by nobody."""
+async def _shielded(work: Awaitable[T]) -> T:
+    """Await to the end even when cancelled: a group that is half written would have no owner."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

@@ -1,13 +1,13 @@
-"""Takeover: a group whose server has died, or let go of it, is taken over by whichever server is asked for it.
+"""Takeover (failover of sessions): a group whose server died or released it moves to whichever server is asked for it.
 
     call for a session ──here?──► yes
                           └ no: its group's owner ──alive──► HeldElsewhereError: there
-                                                  ├─dead, or let go of──► claimed, journal replayed ──► here
+                                                  ├─dead, or released──► claimed, journal replayed ──► here
                                                   └─none──► it has ended: its journal says how, for a while
 
-Nobody needs to ask: every round, each server takes the orphans that fall to it, so that groups which no agent asks for
-again expire and give their place in the account back. A server that is only believed to be dead does no harm: what it
-writes is refused, for it is not the owner any more.
+Groups that no agent asks for are taken over too, every few seconds, so that they expire and free their place in the ledger:
+a rendezvous hash says by whom. A server that is wrongly believed to be dead does no harm: its writes are refused, because
+it is not the owner any more.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import httpx
 import structlog
 from redis.exceptions import RedisError
 
-from rollout_server.journal.journal import LET_GO, Journal
+from rollout_server.journal.journal import RELEASED, Journal
 from rollout_server.journal.replay import AnswerName, Now, Replayed, replay
 from rollout_server.sessions.group import GroupRegistry
+from rollout_server.sessions.session import Session, SessionEnd
 from services.host.aio import NamedLocks
 from services.run_store.discovery import Registry, ServerRecord
 from services.run_store.ledger import Ledger
@@ -47,7 +48,7 @@ def incarnation_of(record: ServerRecord) -> str:
 
 
 def falls_to(group_id: str, server_ids: Sequence[str]) -> str:
-    """The server that an orphan falls to, by rendezvous: the same wherever it is computed. Pure."""
+    """The server that takes an orphan, by rendezvous hashing: every server computes the same. Pure."""
     return max(server_ids, key=lambda name: blake2b(f"{group_id}\0{name}".encode(), digest_size=8).digest())
 
 
@@ -94,6 +95,16 @@ class Takeover:
         await asyncio.gather(*(probe for _, probe in self._probes.values()), return_exceptions=True)
         await self._http.aclose()
 
+    async def session(self, session_id: str) -> Session | SessionEnd | None:
+        """The session, or what is left of it, now held here; None for one unknown. Raises as `hold_group` does."""
+        await self.hold_session(session_id)
+        return self._groups.get_session(session_id)
+
+    async def open_session(self, session_id: str) -> Session:
+        """The open session, now held here. Raises as `hold_group` and `GroupRegistry.find_session` do."""
+        await self.hold_session(session_id)
+        return self._groups.find_session(session_id)
+
     async def hold_session(self, session_id: str) -> None:
         """If any server knows this session, this one does now. Raises as `hold_group` does."""
         if self._groups.get_session(session_id) is not None:
@@ -127,7 +138,7 @@ class Takeover:
             if owner is None:
                 await self._remember_end(group_id)
                 return
-            if owner not in (LET_GO, self._journal.owner):
+            if owner not in (RELEASED, self._journal.owner):
                 url = await self._alive(owner)
                 if url is not None:
                     raise HeldElsewhereError(f"another rollout server holds group {group_id}", url)
@@ -136,7 +147,7 @@ class Takeover:
             started = time.monotonic()
             records = await self._journal.claim(group_id, owner)
             if records is None:
-                continue  # somebody else was faster
+                continue  # another server was faster
             replayed = replay(records, Now(time.time(), time.monotonic()))
             if replayed.ended is not None:  # its owner died before it could take its entry away
                 await self._journal.conclude(group_id, replayed.ended, list(replayed.group.sessions))
@@ -153,7 +164,7 @@ class Takeover:
                 ms=round((time.monotonic() - started) * 1e3, 1),
             )
             return
-        raise NotReadyError(f"group {group_id} changes hands", "send the call again")
+        raise NotReadyError(f"group {group_id} is being taken over", "send the call again")
 
     async def _remember_end(self, group_id: str) -> None:
         records = await self._journal.read(group_id)
@@ -223,7 +234,7 @@ class Takeover:
             # Its own that it does not know: Redis failed while something was written.
             or (owner == self._journal.owner and not self._groups.knows(group_id))
         }
-        # Missed twice: nobody is just opening it, or announcing itself late after Redis stood still.
+        # Missed twice: no server is just opening it, or late with its heartbeat because Redis stood still.
         for group_id in missed & self._missed:
             await self._hold_orphan(group_id)
         self._missed = missed

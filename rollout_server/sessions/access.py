@@ -1,10 +1,10 @@
-"""Who is calling, and which session is meant.
+"""Authorization of agents' calls, and which session a call means.
 
 | bearer            | opens                                                                                    |
 |-------------------|------------------------------------------------------------------------------------------|
-| a session's key   | the OpenAI API, status and heartbeat of that session, the list of models             |
+| a session's key   | the OpenAI API, status and heartbeat of that session, the list of models                 |
 | the agent key     | every session, opening, rewarding and ending them                                        |
-| admin, peer       | what `services.security.permissions` says; no session                                               |
+| admin, peer       | what `services.security.permissions` says; no session                                    |
 | anything else     | everything where no key is configured (loopback only), nothing elsewhere                 |
 
 A session is named by the URL (`/sessions/{id}/…`), by its key as bearer, or by the header `X-Session-ID`.
@@ -30,7 +30,7 @@ class Access:
         self._authorizer = authorizer
 
     def require_agent(self, request: Request, scope: AuthScope = "environment") -> None:
-        """For what no session may do. Raises UnauthenticatedError, or ForbiddenError for a key of another door."""
+        """For what no session may do. Raises UnauthenticatedError, or ForbiddenError for a key of another scope."""
         if self._bearer_session(request, scope) is not None:
             raise ForbiddenError(
                 "a session's key does not open this", "use the agent key: it is the environment's to do"
@@ -59,7 +59,7 @@ class Access:
         return own or named
 
     def _bearer_session(self, request: Request, scope: AuthScope = "environment") -> str | None:
-        """The session whose key is shown; None for whoever shows a key that opens `scope`."""
+        """The session whose key is shown; None for another key that opens `scope`."""
         shown = bearer(request.headers.get("authorization"))
         if shown.startswith(PREFIX):
             session_id = self.keys.session_of(shown)

@@ -6,10 +6,10 @@
     segments     root ─ child 1      all sampled tokens trained
                  root ─ child 2      the root's are context here, they are trained above; break_reason `branch`
 
-A node's path, from its root to its last sampled token, is a context that some later prompt may extend. Every way from a
+A node's path, from its root to its last sampled token, is a context that some later prompt may extend. Every path from a
 root to a leaf is one segment. Every sampled token is captured once, with the id that the engine sampled (no text is
 ever encoded again), and its mask is 1 in exactly one segment. Which one follows from the tree alone and not from the
-order in which branches came: the longest way is laid first. Pure.
+order in which branches came: the longest path is laid out first. Pure.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Layout:
-    """`places`: for each node the segment in which its sampled tokens are trained, and the position of the first there."""
+    """`positions`: of each node, the segment that trains its sampled tokens, and where in it they begin."""
 
     segments: list[Segment]
-    places: dict[Node, tuple[int, int]]
+    positions: dict[Node, tuple[int, int]]
 
 
 class Capture:
@@ -109,7 +109,7 @@ class Capture:
         index = self._sampling_index(sampling)
         spans: list[VersionSpan] = []
         for span in versions:
-            # What an answer's first version computed anew (a call that was carried on) is what it had been.
+            # What an answer's first version computed anew (a call that was resumed) is what it had been.
             first = all(earlier.version == span.version for earlier in spans)
             kv = versions[0].kv if first else span.kv
             _append_merged(spans, VersionSpan(span.start, span.length, span.version, index, kv))
@@ -136,24 +136,24 @@ class Capture:
 
     def layout(self) -> Layout:
         """Segments, and where in them each node's sampled tokens are trained."""
-        sizes, prints = _measure(self.roots)
+        sizes, digests = _measure(self.roots)
 
         def order(node: Node) -> tuple[bool, int, bytes]:
-            # What began on its own comes before what broke off; then the longest way; then anything that is not chance.
-            return node.break_reason is not None, -sizes[node], prints[node]
+            # What began on its own comes before what broke off; then the longest path; then anything that is not chance.
+            return node.break_reason is not None, -sizes[node], digests[node]
 
         segments: list[Segment] = []
-        places: dict[Node, tuple[int, int]] = {}
+        positions: dict[Node, tuple[int, int]] = {}
         waiting = sorted(self.roots, key=order, reverse=True)
         while waiting:
             node = waiting.pop()
             if node.children:
                 waiting += sorted(node.children, key=order, reverse=True)
                 continue
-            segment = _lay(_ancestry(node), len(segments), places)
+            segment = _segment_along(_ancestry(node), len(segments), positions)
             if segment is not None:
                 segments.append(segment)
-        return Layout(segments, places)
+        return Layout(segments, positions)
 
     def _sampling_index(self, sampling: SamplingParams) -> int:
         for index, known in enumerate(self.samplings):
@@ -164,14 +164,14 @@ class Capture:
 
 
 def leaves(capture: Capture) -> list[list[Node]]:
-    """Every way through the tree, as its nodes from root to leaf, in the order of their recording."""
-    waiting, ways = list(reversed(capture.roots)), []
+    """Every path through the tree, as its nodes from root to leaf, in the order of their recording."""
+    waiting, paths = list(reversed(capture.roots)), []
     while waiting:
         node = waiting.pop()
         waiting += reversed(node.children)
         if not node.children:
-            ways.append(_ancestry(node))
-    return ways
+            paths.append(_ancestry(node))
+    return paths
 
 
 def path(node: Node) -> list[int]:
@@ -210,25 +210,25 @@ def _ancestry(node: Node) -> list[Node]:
 
 
 def _measure(roots: Sequence[Node]) -> tuple[dict[Node, int], dict[Node, bytes]]:
-    """Of every node: the sampled tokens of the longest way down from it, and a digest of all that lies below it."""
+    """Of every node: the sampled tokens of the longest path down from it, and a digest of all that lies below it."""
     downwards = list(roots)
     for node in downwards:  # grows while it is walked, so long conversations need no recursion
         downwards += node.children
     sizes: dict[Node, int] = {}
-    prints: dict[Node, bytes] = {}
+    digests: dict[Node, bytes] = {}
     for node in reversed(downwards):
         sizes[node] = len(node.sampled) + max((sizes[child] for child in node.children), default=0)
         hasher = blake2b(repr((node.break_reason, node.spans, len(node.prompt))).encode(), digest_size=16)
         for part in (node.prompt, node.sampled, node.logprobs):
             hasher.update(part)
-        for below in sorted(prints[child] for child in node.children):
+        for below in sorted(digests[child] for child in node.children):
             hasher.update(below)
-        prints[node] = hasher.digest()
-    return sizes, prints
+        digests[node] = hasher.digest()
+    return sizes, digests
 
 
-def _lay(nodes: Sequence[Node], number: int, places: dict[Node, tuple[int, int]]) -> Segment | None:
-    """Segment `number` along `nodes`: sampled tokens that have no place yet get theirs here. None if none lacked one."""
+def _segment_along(nodes: Sequence[Node], number: int, positions: dict[Node, tuple[int, int]]) -> Segment | None:
+    """Segment `number` along `nodes`: sampled tokens that have no position yet get theirs here. None if none lacked one."""
     tokens: list[int] = []
     mask = bytearray()
     logprobs = array("f")
@@ -240,12 +240,12 @@ def _lay(nodes: Sequence[Node], number: int, places: dict[Node, tuple[int, int]]
         mask += bytes(len(node.prompt))
         logprobs.extend([0.0] * len(node.prompt))
         sampled = len(node.sampled)
-        if node in places:
+        if node in positions:
             shared = True
             mask += bytes(sampled)
             logprobs.extend([0.0] * sampled)
             continue
-        places[node] = number, len(mask)
+        positions[node] = number, len(mask)
         for span in node.spans:
             _append_merged(spans, span.over(len(mask) + span.start, span.length))
         mask += b"\x01" * sampled
@@ -263,14 +263,6 @@ def _append_merged(spans: list[VersionSpan], span: VersionSpan) -> None:
         spans.append(span)
 
 
-# Finding the longest remembered sequence that a new one extends, without keeping the sequences themselves.
-#
-#     remembered   p q r            digest(p q r) ──► value
-#                  p q r s t        digest(p q r s t) ──► value
-#     longest(p q r s u v) = the value of `p q r`, and 3
-#
-# Cost of a look-up: one hash over the new sequence, a digest at each remembered length. Pure.
-
 Value = TypeVar("Value")
 _DIGEST_BYTES = 16
 
@@ -280,7 +272,15 @@ def digest_of(sequence: bytes) -> bytes:
 
 
 class PrefixIndex(Generic[Value]):
-    """Values by byte strings. Of two with the same bytes the first remembered is kept, so that a look-up stays stable."""
+    """Longest-prefix look-up of byte strings, of which only digests are kept. Pure.
+
+        added        p q r            digest(p q r) ──► value
+                     p q r s t        digest(p q r s t) ──► value
+        longest(p q r s u v) = the value of `p q r`, and 3
+
+    A look-up costs one hash over the new sequence and a digest at each known length. Of two values for the same bytes the
+    first is kept, so that look-ups stay stable.
+    """
 
     def __init__(self) -> None:
         self._values: dict[bytes, Value] = {}

@@ -1,9 +1,9 @@
-"""Groups and their registry: who is open, who has ended and with which answer.
+"""Groups of sessions and the registry of them: which are open, which have ended and how.
 
     (admitted) ──► open ──every sibling finished───────────────────────► finished   stream ids kept for repeated calls
                      └──a sibling aborted, expired or never opened ...──► dropped    once all siblings have ended
 
-Only the fact of the end is kept, for a bounded time and number, so that late calls get a true answer.
+Of a group that has ended only how it ended is kept, for a bounded time and number, to answer late calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sampling_of(body: SamplingBody) -> SamplingParams:
 
 
 def new_group_id() -> str:
-    """Whoever knows a group's id may speak in it, so it cannot be guessed (128 random bits)."""
+    """Not to be guessed (128 random bits): knowing a group's id is enough to generate in it."""
     return f"g-{secrets.token_hex(16)}"
 
 
@@ -66,9 +66,9 @@ class Group:
     taken_over: bool = False
     """It was another server's, or an earlier life's."""
     closing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by whoever ends the group."""
-    left: bool = False
-    """Its client hung up while it waited for a turn, and has not come back."""
+    """Held while the group is being ended."""
+    client_gone: bool = False
+    """Its client disconnected while it waited for a turn, and has not come back."""
     turns_answered: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
     """The last answers to calls for turns, by the calls' names."""
 
@@ -124,7 +124,7 @@ class Group:
             session.check_open()
             if session.busy:
                 raise ConflictError(f"session {session.session_id} is taking a turn", "wait for its answer")
-        self.left = False
+        self.client_gone = False
         for session in sessions:
             session.taking_turn = True
         try:
@@ -154,7 +154,7 @@ class Ended:
     cause: DropCause | None = None
 
     def answer(self, group_id: str) -> dict[str, str]:
-        """The stream ids. Raises what a call on a group that was dropped deserves."""
+        """The stream ids. Raises ConcludedError or ConflictError for a group that was dropped."""
         if self.stream_ids is not None:
             return dict(self.stream_ids)
         if self.cause == "run_concluded":
@@ -165,7 +165,7 @@ class Ended:
 
 
 class GroupRegistry:
-    """All groups and sessions of one server. Pure bookkeeping: the ledger and the stream are its callers' business."""
+    """All groups and sessions of one server. Pure bookkeeping: its callers write to the ledger and the stream."""
 
     def __init__(self, *, keep_ended: int = 4096, keep_ended_s: float = 600.0) -> None:
         self._open: dict[str, Group] = {}
@@ -213,7 +213,7 @@ class GroupRegistry:
         self.add(group)
         self._end(group, stream_ids, cause)
 
-    def let_go(self, group_id: str, why: RollmeshError) -> None:
+    def forget_open(self, group_id: str, why: RollmeshError) -> None:
         """Forget an open group without an end: another server has it, or the journal must be read again."""
         group = self._open.pop(group_id, None)
         if group is None:
@@ -231,7 +231,7 @@ class GroupRegistry:
         return found.end if isinstance(found, Session) and found.end is not None else found
 
     def find_session(self, name: str) -> Session:
-        """The open session. Raises NotFoundError, or what a call in one that has ended deserves."""
+        """The open session. Raises NotFoundError, or as `SessionEnd.refuse` says for one that has ended."""
         found = self.get_session(name)
         if isinstance(found, Session):
             return found

@@ -1,9 +1,9 @@
-"""Answers of one session that outlive the connection that asked for them, so that a retry replays or joins them.
+"""Answers of one session and their retries (idempotency): an answer outlives its connection, a retry replays or joins it.
 
-    call ──new──► Answer ◄── produce: generates tokens, puts chunks ──► (somebody hears it) ──► captured ──► done
+    call ──new──► Answer ◄── produce: generates tokens, puts chunks ──► (a client listens) ──► captured ──► done
       └──repeated──► listens to the same Answer from its first chunk on
 
-    nobody listens ──► patience_s ──► cancelled, and nothing of it is captured: no agent ever saw it
+    no listener ──► patience_s ──► cancelled, and nothing of it is captured: no agent ever saw it
 
 A whole answer is one chunk, a streamed one many; both are replayed byte for byte.
 """
@@ -26,14 +26,14 @@ _KEPT_BYTES = 1 << 20
 
 
 class AnswerLostError(RollmeshError):
-    """The answer was given up because nobody listened to it."""
+    """The answer was cancelled because no client listened to it."""
 
     status = 409
     code = "answer_lost"
 
 
 class Answer:
-    """One answer in the making. Used on the event loop only."""
+    """One answer while it is generated, and after. Used on the event loop only."""
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
@@ -57,7 +57,7 @@ class Answer:
         self._wake()
 
     def stage(self, chunk: bytes) -> None:
-        """Keep a chunk back until `release`: nobody may hear the end of an answer that is not written down."""
+        """Keep a chunk back until `release`: no client may get the end of an answer that is not in the journal."""
         self._staged.append(chunk)
 
     def release(self) -> None:
@@ -70,7 +70,7 @@ class Answer:
         self._wake()
 
     async def heard(self) -> None:
-        """Return once somebody listens: only then does the answer count."""
+        """Return once a client listens: only then is the answer captured."""
         while not self.listeners:
             await self._change()
 
@@ -125,7 +125,7 @@ Produce = Callable[[Answer], Awaitable[None]]
 
 
 class Answers:
-    """The answers of one session: those in the making, and the last few for retries that are still to come."""
+    """The answers of one session: those being generated, and the last few, for retries."""
 
     def __init__(self) -> None:
         self._index: IdempotencyIndex[Answer] = IdempotencyIndex()
@@ -156,7 +156,7 @@ class Answers:
 
     @contextmanager
     def listening(self, answer: Answer, patience_s: float) -> Iterator[None]:
-        """Somebody listens for the time of the block. `patience_s`: how long a retry is waited for if it ends early."""
+        """A client listens during the block. `patience_s`: how long a retry is waited for if the client disconnects."""
         timer = self._giving_up.pop(answer, None)
         if timer is not None:
             timer.cancel()
@@ -170,7 +170,7 @@ class Answers:
                 self._giving_up[answer] = loop.call_later(patience_s, self._cancel, answer, None)
 
     async def give_up_unheard(self) -> None:
-        """End what nobody listens to now, and wait until it has."""
+        """Cancel answers that no client listens to, and wait until they have ended."""
         unheard = [(answer, task) for answer, task in self._tasks.items() if not answer.listeners]
         for answer, _ in unheard:
             self._cancel(answer, None)
@@ -178,15 +178,15 @@ class Answers:
             await asyncio.wait([task for _, task in unheard])
 
     def cancel_all(self, error: RollmeshError) -> None:
-        """End what is in the making; listeners get `error`."""
+        """End what is being generated; listeners get `error`."""
         for answer in list(self._tasks):
             self._cancel(answer, error)
 
     def _cancel(self, answer: Answer, error: RollmeshError | None) -> None:
         task = self._tasks.get(answer)
         if task is not None and not answer.ended:
-            answer.end(error or AnswerLostError("nobody listened to this answer any more", "send the call again"))
-            # At once, not when the generation has unwound: a retry in between would join what nobody makes any more.
+            answer.end(error or AnswerLostError("no client listened to this answer any more", "send the call again"))
+            # At once, not when the task has unwound: a retry in between would join an answer that nothing generates.
             self._index.forget(answer)
             task.cancel()
 
@@ -200,7 +200,7 @@ class Answers:
                 answer.end(NotReadyError("the server is shutting down", "use another server"))
         except RollmeshError as error:
             answer.end(error)
-        except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and whoever listens is told
+        except Exception as error:  # noqa: BLE001 - a bug: logged with its traceback, and raised to the listeners
             _log.exception("an answer failed")
             answer.end(RollmeshError(f"the server failed on this call ({type(error).__name__})", "see its log"))
         finally:
@@ -219,17 +219,6 @@ class Answers:
             self._index.forget(kept.pop(0))
 
 
-# Which earlier call does this one repeat? Pure.
-#
-# | the call carries         | it is                                                                            |
-# |--------------------------|----------------------------------------------------------------------------------|
-# | the gateway's name       | the call that carried the same name before                                       |
-# | an Idempotency-Key       | the call that carried the same key before; with another body an error            |
-# | the SDK's retry count ≥ 1 | the oldest call of the same body that no retry of that count has claimed yet     |
-# | neither                  | a new sample, also when the body is the same: siblings share prompts             |
-#
-# Two agents that send the same body at the same time and both try again thus each get back an answer of their own.
-
 Value = TypeVar("Value")
 
 
@@ -245,7 +234,7 @@ class KeyReusedError(RollmeshError):
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """How a call is marked. `body`: a digest of route and body. `retry`: how often its client sent it before.
+    """By what a retry is recognised. `body`: a digest of route and body. `retry`: how often its client sent it before.
 
     `call`: the name that the gateway gave it, the same for each server that it tries.
     """
@@ -264,7 +253,17 @@ class _Known(Generic[Value]):
 
 
 class IdempotencyIndex(Generic[Value]):
-    """The calls of one session that may still be repeated, oldest first."""
+    """Finds the earlier call of a session that a retry repeats. Pure.
+
+    | the call carries          | it is                                                                          |
+    |---------------------------|--------------------------------------------------------------------------------|
+    | the gateway's call id     | the call that carried the same id before                                       |
+    | an Idempotency-Key        | the call that carried the same key before; with another body an error          |
+    | the SDK's retry count ≥ 1 | the oldest call of the same body that no retry of that count has claimed yet   |
+    | none of them              | a new sample, also when the body is the same: siblings share prompts           |
+
+    So two agents that send the same body at the same time and both retry each get their own answer back.
+    """
 
     def __init__(self) -> None:
         self._known: list[_Known[Value]] = []

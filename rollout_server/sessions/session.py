@@ -6,7 +6,7 @@
       └──the run concluded | shutdown──► dropped
 
 An answer is captured whole or not at all. What changes a session is written in its group's journal first, and applied by
-`journal_replay`, so that any server can take the session over.
+`journal.replay`, so that any server can take the session over.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from services.wire.errors import (
 from services.wire.rollout_api import Purpose, SamplingLimits
 from services.wire.session_api import SessionState
 
-# What a session remembers of the calls that agents made in it, beside the captured tokens.
-
 
 @dataclass(frozen=True, slots=True)
 class Said:
@@ -43,20 +41,16 @@ class Said:
 
 @dataclass(slots=True)
 class CompletionMemory:
-    """`texts`: captured nodes by the whole text that a completions client saw. `calls`: an answer's id → its nodes."""
+    """What a session keeps of its calls beside the captured tokens, to continue conversations and answer retries.
+
+    `texts`: captured nodes by the whole text that a completions client saw. `calls`: an answer's id → its nodes.
+    """
 
     conversations: Conversations[Node] = field(default_factory=Conversations)
     texts: PrefixIndex[Node] = field(default_factory=PrefixIndex)
     said: dict[Node, Said] = field(default_factory=dict)
     calls: dict[str, list[Node]] = field(default_factory=dict)
     answers: Answers = field(default_factory=Answers)
-
-
-# The rewards of one session: its own, and those of single calls. Pure.
-#
-#     session's reward + Σ rewards of calls = the trajectory's reward; named components are added up the same way
-#
-# Giving a reward again replaces it, so a repeated request changes nothing.
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,10 @@ class Reward:
 
 @dataclass(slots=True)
 class Rewards:
-    """`calls`: by the id of the call."""
+    """The rewards of a session: its own, and those of single calls, by call id. A reward given again replaces the earlier.
+
+    session's reward + Σ rewards of calls = the trajectory's reward; named components are added up the same way
+    """
 
     session: Reward | None = None
     calls: dict[str, Reward] = field(default_factory=dict)
@@ -97,7 +94,7 @@ DropCause = Literal["idle", "aborted", "run_concluded", "shutdown"]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What sessions are opened on; siblings may share it. `sampling` wins over what calls say.
+    """The settings a session was opened with; siblings may share them. `sampling` wins over what calls ask for.
 
     `trace`: the context of the call that opened them, where it is recorded; also after another server has taken over them.
     """
@@ -115,7 +112,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """What stays of a session that has ended. `ended_at` on the monotonic clock."""
+    """What is kept of a session that has ended. `ended_at` on the monotonic clock."""
 
     session_id: str
     group_id: str
@@ -131,7 +128,7 @@ class SessionEnd:
     ended_at: float
 
     def refuse(self) -> RollmeshError:
-        """What a call in it deserves."""
+        """The error for a call in it."""
         if self.state == "expired":
             return SessionExpiredError(
                 f"session {self.session_id} has expired", "open another one; heartbeats keep one alive"
@@ -192,7 +189,7 @@ class Session:
         return float("inf") if limit is None else self.opened + limit - time.monotonic()
 
     def expires_in_s(self) -> float:
-        """Until it expires, if nothing happens in it and nothing goes on."""
+        """Until it expires, if no call comes or runs."""
         idle = float("inf") if self.busy else self.last_used + self.terms.idle_timeout_s - time.monotonic()
         return max(0.0, min(idle, self.seconds_left()))
 
@@ -212,7 +209,7 @@ class Session:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """A call of the agent goes on for the time of the block. Any number may at once: sub-agents branch."""
+        """A call of the agent runs during the block; several may run at once: sub-agents branch."""
         self.check_open()
         self.calls_in_flight += 1
         try:
@@ -223,7 +220,7 @@ class Session:
 
     @contextmanager
     def being_ended(self) -> Iterator[None]:
-        """Somebody ends it in the block; if that fails, the session goes on. Raises ConflictError while a call goes on."""
+        """The session is ended in the block; where that fails it stays open. Raises ConflictError while a call runs."""
         self.check_may_end()
         self.ending = True
         try:

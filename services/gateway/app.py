@@ -11,7 +11,6 @@ from importlib.metadata import version
 
 import structlog
 from fastapi import APIRouter, FastAPI, Request
-from starlette.types import Receive, Scope, Send
 
 from services.config.settings import GatewaySettings
 from services.gateway.proxy import Proxy, ProxyPaths
@@ -38,24 +37,25 @@ from services.wire.rollout_api import RunState
 
 def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> FastAPI:
     """The application; bodies may be as large as the servers take them."""
-    gateway = Gateway(plan, stop)
+    gateway, authorizer = Gateway(plan, stop), Authorizer(plan.keys)
     metrics = Metrics()
-    metrics.read(lambda: gateway_readings(gateway))
-    scraping = gateway.authorizer.of("service")
+    metrics.read(lambda: gateway_readings(gateway.servers, gateway.failover))
     app = make_app(
-        *("rollmesh gateway", version("rollmesh"), gateway.lifespan, gateway.not_ready, metrics),
-        metrics_access=scraping,
+        "rollmesh gateway",
+        version("rollmesh"),
+        gateway.lifespan,
+        gateway.servers.not_ready,
+        metrics,
+        metrics_access=authorizer.of("service"),
     )
-    app.include_router(run_routes(gateway))
-    # Last: it answers every path that nobody else does.
-    app.include_router(admin_routes(gateway))
-    app.add_middleware(ProxyPaths, proxy=BodyLimit(gateway, max_body_mib << 20))
+    app.include_router(run_routes(gateway.servers, gateway.upstream, authorizer))
+    # Last: it answers every path that no other route takes.
+    app.include_router(admin_routes(gateway.servers, gateway.upstream, authorizer))
+    app.add_middleware(ProxyPaths, proxy=BodyLimit(gateway.proxy, max_body_mib << 20))
     trace_calls(app, plan.tracing)
-    app.add_middleware(AuthMiddleware, authorizer=gateway.authorizer, sessions=True)
+    app.add_middleware(AuthMiddleware, authorizer=authorizer, sessions=True)
     return app
 
-
-# One gateway's life: it looks for servers, and has its parts as long as its application lives.
 
 _log = structlog.get_logger()
 
@@ -68,9 +68,9 @@ class GatewayPlan:
     redis_url: str
     settings: GatewaySettings
     name: str = "gateway"
-    """On the wait board and in the directory."""
+    """On the wait board and in service discovery."""
     url: str | None = None
-    """Where it is reached; None: it does not stand in the directory."""
+    """Where it is reached; None: it is not listed in service discovery."""
     keys: Keys = NO_KEYS
     """What callers must show (`services.security.permissions`); session keys are judged by the servers."""
     tracing: Tracing = NO_TRACING
@@ -78,102 +78,73 @@ class GatewayPlan:
     """Which certificates of servers it takes."""
 
 
-@dataclass(frozen=True)
-class GatewayParts:
-    """What lives as long as the application."""
-
-    servers: Servers
-    upstream: Upstream
-    failover: Failover
-    proxy: Proxy
-
-
 class Gateway:
-    """Owns the parts and the task that looks for servers. An ASGI application: the proxied paths."""
+    """Owns a gateway's parts and the task that polls the registry for servers."""
 
     def __init__(self, plan: GatewayPlan, stop: Stop) -> None:
         self._plan = plan
-        self.authorizer = Authorizer(plan.keys)
         self._stop = stop
-        self._parts: GatewayParts | None = None
-
-    def parts(self) -> GatewayParts:
-        """The parts. Raises NotReadyError before the application has begun."""
-        if self._parts is None:
-            raise NotReadyError("the gateway is starting", "try again")
-        return self._parts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.parts().proxy(scope, receive, send)
-
-    def not_ready(self) -> list[str]:
-        """Why the gateway cannot do its work; nothing when it can."""
-        return ["starting"] if self._parts is None else self._parts.servers.not_ready()
+        self._redis = redis = connect(plan.redis_url)
+        board = WaitBoard(redis, plan.run_id, plan.name)
+        self.servers = Servers(Registry(redis, plan.run_id), board, plan.settings.poll_s)
+        self.upstream = Upstream(plan.trust)
+        router = Router(self.servers, plan.settings)
+        self.failover = Failover(self.servers, router, self.upstream, plan.settings.failover_timeout_s)
+        self.proxy = Proxy(self.failover, router, SessionIndex(redis, plan.run_id))
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """The application's lifespan."""
-        plan, settings = self._plan, self._plan.settings
+        plan = self._plan
         async with AsyncExitStack() as stack:
-            redis = connect(plan.redis_url)
-            stack.push_async_callback(redis.aclose)
-            upstream = await stack.enter_async_context(Upstream(plan.trust))
-            board = WaitBoard(redis, plan.run_id, plan.name)
-            servers = Servers(Registry(redis, plan.run_id), board, settings.poll_s)
-            router = Router(servers, settings)
-            failover = Failover(servers, router, upstream, settings.failover_timeout_s)
+            stack.push_async_callback(self._redis.aclose)
+            await stack.enter_async_context(self.upstream)
             # Before the first call: a gateway that has just started knows its servers.
-            await servers.look()
-            proxy = Proxy(failover, router, SessionIndex(redis, plan.run_id))
-            self._parts = GatewayParts(servers, upstream, failover, proxy)
+            await self.servers.refresh()
             if plan.url is not None:
                 record = ServiceRecord(name=plan.name, kind="gateway", url=plan.url)
-                await stack.enter_async_context(announced(redis, plan.run_id, record))
-            looking = asyncio.create_task(self._look(servers), name="looking for servers")
+                await stack.enter_async_context(announced(self._redis, plan.run_id, record))
+            polling = asyncio.create_task(self._poll_servers(), name="polling servers")
             try:
                 yield
             finally:
-                looking.cancel()
+                polling.cancel()
                 with suppress(asyncio.CancelledError):
-                    await looking
+                    await polling
 
-    async def _look(self, servers: Servers) -> None:
+    async def _poll_servers(self) -> None:
         try:
-            await servers.run()
-        except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and the process must not linger
+            await self.servers.run()
+        except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and the process must end
             _log.exception("gateway failed")
             self._stop.fail(RollmeshError(f"the gateway failed ({error!r})", "see its log"))
 
-
-# Routes for whoever operates the mesh: which servers there are, and letting one go.
 
 _ANNOUNCED = [name for name in KnownServer.model_fields if name != "in_flight"]
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 
 
-def admin_routes(gateway: Gateway) -> APIRouter:
-    """The gateway's own routes; what is neither theirs nor proxied is answered with where it belongs."""
+def admin_routes(servers: Servers, upstream: Upstream, authorizer: Authorizer) -> APIRouter:
+    """Routes for operators: list the servers, drain one. What no other route takes is answered with where it belongs."""
     router = APIRouter(tags=["admin"])
 
-    @router.get("/admin/servers", dependencies=gateway.authorizer.of("service"))
+    @router.get("/admin/servers", dependencies=authorizer.of("service"))
     async def read_servers() -> KnownServers:
         """The servers that are alive, as they announce themselves and as this gateway uses them."""
-        servers = gateway.parts().servers
         known = [
             KnownServer(**{name: getattr(server.record, name) for name in _ANNOUNCED}, in_flight=server.in_flight)
             for server in servers.all()
         ]
         return KnownServers(servers=known, not_ready=servers.not_ready())
 
-    @router.post("/admin/drain", status_code=202, dependencies=gateway.authorizer.of("operator"))
+    @router.post("/admin/drain", status_code=202, dependencies=authorizer.of("operator"))
     async def drain(call: DrainServer, request: Request) -> Draining:
-        """Have a server let go of its sessions, which others take up, and end. The caller's own key is shown to it."""
-        parts = gateway.parts()
-        server = parts.servers.named(call.server_id)
+        """Have a server release its sessions, which others take over, and end. The caller's own key is shown to it."""
+        server = servers.named(call.server_id)
         if server is None:
-            known = ", ".join(each.name for each in parts.servers.all()) or "none"
+            known = ", ".join(each.name for each in servers.all()) or "none"
             raise NotFoundError(f"no rollout server {call.server_id!r} is alive", f"known: {known}")
-        content = await parts.upstream.ask(server, "POST", "/admin/drain", request.headers.get("authorization"))
+        content = await upstream.ask(server, "POST", "/admin/drain", request.headers.get("authorization"))
         return Draining.model_validate_json(content)
 
     @router.api_route("/{path:path}", methods=_METHODS, include_in_schema=False)
@@ -186,26 +157,22 @@ def admin_routes(gateway: Gateway) -> APIRouter:
     return router
 
 
-# `GET /run` of a mesh: what is true of all its servers, not of the one that a call happens to meet.
-
-
-def run_routes(gateway: Gateway) -> APIRouter:
-    """The one route of agents that is answered by the gateway itself."""
-    router = APIRouter(tags=["rollout"], dependencies=gateway.authorizer.of("reading"))
+def run_routes(servers: Servers, upstream: Upstream, authorizer: Authorizer) -> APIRouter:
+    """`GET /run` of a mesh, answered by the gateway itself: true of all servers, not of the one that a call meets."""
+    router = APIRouter(tags=["rollout"], dependencies=authorizer.of("reading"))
 
     @router.get("/run")
     async def read_run(request: Request) -> RunState:
-        """The run as the server with the oldest policy sees it: whoever waits for new weights waits for all servers."""
-        parts = gateway.parts()
+        """The run as the server with the oldest policy sees it: waiting for new weights means waiting for all servers."""
 
         async def ask(server: Server) -> RunState | None:
             try:
-                content = await parts.upstream.ask(server, "GET", "/run", request.headers.get("authorization"))
+                content = await upstream.ask(server, "GET", "/run", request.headers.get("authorization"))
             except RollmeshError:
                 return None  # it is on its way out, or in: the others serve
             return RunState.model_validate_json(content)
 
-        states = [state for state in await asyncio.gather(*map(ask, parts.servers.serving())) if state is not None]
+        states = [state for state in await asyncio.gather(*map(ask, servers.serving())) if state is not None]
         if not states:
             raise NotReadyError("no rollout server says how far the run is", "try again; see GET /admin/servers")
         return min(states, key=lambda state: state.policy_version)
@@ -213,21 +180,14 @@ def run_routes(gateway: Gateway) -> APIRouter:
     return router
 
 
-# A gateway's figures, read off it when somebody scrapes.
-
-
-def gateway_readings(gateway: Gateway) -> Iterator[Reading]:
-    """The servers that it knows and the calls that it has sent them; none before the application has begun."""
-    try:
-        parts = gateway.parts()
-    except NotReadyError:
-        return
-    known = parts.servers.all()
+def gateway_readings(servers: Servers, failover: Failover) -> Iterator[Reading]:
+    """A gateway's metrics, read at each scrape: the servers that it knows and the calls that it has sent them."""
+    known = servers.all()
     states = Counter({"serving": 0, "draining": 0})
     states.update(server.record.state for server in known)
     for state, count in states.items():
         yield Reading(catalog.GATEWAY_SERVERS, count, (state,))
     for server in known:
         yield Reading(catalog.GATEWAY_IN_FLIGHT, server.in_flight, (server.name,))
-    for name, count in parts.failover.failed_tries.items():
+    for name, count in failover.failed_tries.items():
         yield Reading(catalog.GATEWAY_RESENT, count, (name,))

@@ -1,4 +1,4 @@
-"""The proxied paths, as one ASGI application: read the call, send it on, pass the answer on as it comes.
+"""Reverse proxy of the agents' paths, as one ASGI application: read the call, send it on, pass the answer on as it comes.
 
 No route, no model, no parsing of what is passed through: a call costs the two HTTP parsers and little more.
 """
@@ -117,16 +117,16 @@ async def _read_body(receive: Receive) -> bytes:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-# Ending a block as soon as the agent hangs up: the server, which has more patience, is then told at once.
-
-
 class AgentGoneError(Exception):
-    """The agent hung up; nobody waits for the answer."""
+    """The agent disconnected before it had its answer."""
 
 
 @asynccontextmanager
 async def until_hung_up(receive: Receive) -> AsyncIterator[None]:
-    """Run the block; raises AgentGoneError when the agent disconnects first. The request's body must have been read."""
+    """Run the block; raises AgentGoneError as soon as the agent disconnects, so that the server stops generating too.
+
+    The request's body must have been read.
+    """
     limit = asyncio.timeout(None)
     gone = done = False
 

@@ -1,4 +1,4 @@
-"""What the gateway reads off a call: which session or group it names, and whether it opens one or generates tokens. Pure.
+"""Parsing a proxied request: which session or group it names, and whether it opens one or generates tokens.
 
 | named by                          | example                                      |
 |-----------------------------------|----------------------------------------------|
@@ -26,14 +26,12 @@ from services.wire.gateway_api import BASE_URL_HEADER, CALL_HEADER
 
 GENERATE = "/inference/v1/generate"
 _ROOTS = frozenset(("sessions", "groups", "v1", "trajectories"))
-# Of the connection, not of the call (RFC 9110, 7.6.1); and what each side of us writes anew.
-_OF_THE_REQUEST = frozenset(
-    (
-        *(b"connection", b"keep-alive", b"proxy-connection", b"proxy-authorization", b"te", b"trailer"),
-        *(b"transfer-encoding", b"upgrade", b"host", b"content-length", b"expect"),
-        BASE_URL_HEADER.encode(),
-    )
-)
+# Hop-by-hop headers (RFC 9110, 7.6.1), and those that are written anew for each hop.
+_OF_THE_REQUEST = {
+    *b"connection keep-alive proxy-connection proxy-authorization te trailer transfer-encoding upgrade".split(),
+    *b"host content-length expect".split(),
+    BASE_URL_HEADER.encode(),
+}
 _GENERATING = ("/completions", "/generate", "/turns")
 
 Headers = list[tuple[str, str]]
@@ -132,20 +130,21 @@ def _of_key(key: str) -> str | None:
     return key.removeprefix(PREFIX).rpartition("-")[0] or None if key.startswith(PREFIX) else None
 
 
-# Whether a session id is one of ours: trainers' clients send ids of their own making with the token route.
-
 _LOOK_WITHIN_S = 2.0
 
 
 class SessionIndex:
-    """The sessions that the servers of a run have opened, as they stand in Redis."""
+    """The sessions that the servers of a run have opened, read from Redis.
+
+    With vLLM's token route trainers' clients send session ids of their own, which name nothing here.
+    """
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._redis = redis
         self._keys = RunKeys(run_id)
 
     async def holds(self, session_id: str) -> bool:
-        """Whether a server has opened this session. While Redis fails every id counts as one: servers know better."""
+        """Whether a server has opened this session. While Redis fails every id counts as one: the servers decide."""
         try:
             async with asyncio.timeout(_LOOK_WITHIN_S):
                 return bool(await self._redis.exists(self._keys.group_of(session_id)))

@@ -1,7 +1,7 @@
-"""The answer as the agent gets it: begun once, by whichever try comes first, and gone on with by the next.
+"""The response to the agent, which several tries may write: the first begins it, a later one continues it.
 
-Servers answer a call that is sent again byte for byte, so a later try goes on where the earlier one broke off: what the
-agent has already is left out, and checked: parts of two different answers are never put together.
+Servers repeat the answer to a retried call byte for byte. So a later try leaves out what the agent already has, and checks
+it by its checksum: parts of two different answers are never joined.
 """
 
 from __future__ import annotations
@@ -17,15 +17,11 @@ from services.wire.gateway_api import OWNER_URL_HEADER
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
-_DROPPED = frozenset(
-    (
-        # Of the connection, not of the answer (RFC 9110, 7.6.1).
-        *(b"connection", b"keep-alive", b"proxy-authenticate", b"te", b"trailer", b"transfer-encoding", b"upgrade"),
-        # Our own server writes these.
-        *(b"date", b"server"),
-        OWNER_URL_HEADER.encode(),
-    )
-)
+# Hop-by-hop headers (RFC 9110, 7.6.1), and those that our own server writes.
+_DROPPED = {
+    *b"connection keep-alive proxy-authenticate te trailer transfer-encoding upgrade date server".split(),
+    OWNER_URL_HEADER.encode(),
+}
 
 
 class Repetition:
@@ -44,13 +40,13 @@ class Repetition:
         self._left -= len(known)
         self._checksum = zlib.crc32(known, self._checksum)
         if not self._left and self._checksum != self._expected:
-            raise RollmeshError("the answer came out otherwise when it was made again", "send the call again")
+            raise RollmeshError("a retry gave a different answer", "send the call again")
         return new
 
     def check_reached(self) -> None:
         """Raise RollmeshError where the answer ended before all that the agent has."""
         if self._left:
-            raise RollmeshError("the answer came out shorter when it was made again", "send the call again")
+            raise RollmeshError("a retry gave a shorter answer", "send the call again")
 
 
 class DownstreamResponse:

@@ -1,10 +1,10 @@
-"""Sending a call again until a server answers it.
+"""Retries and failover: a call is sent to one server after another until one answers it.
 
     choose ──► try ──answered──► done
       ▲         └─ failed: the next server, at once; the one that a 421 names first
-      └── pause (0.05 s, twice as long each time, at most 1 s) when every server has been tried ──► … ──► give up
+      └── back off (0.05 s, twice as long each time, at most 1 s) when every server has been tried ──► … ──► give up
 
-A call carries the same `x-rollmesh-call` on every try, so a server makes its answer once, whichever tries reach it.
+A call carries the same `x-rollmesh-call` on every try, so a server generates its answer once, whichever tries reach it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Tries:
         """Returns whether the agent got something from this try."""
         progressed = self._progress() > self._seen
         if progressed:
-            # What came meanwhile was worth the time: only standing still is bounded.
+            # Only the time without progress is bounded.
             self._seen, self._ends, self._pauses = self._progress(), None, 0
         if self._ends is None:
             self._ends = time.monotonic() + self._timeout_s

@@ -1,9 +1,9 @@
-"""Where a call goes: to the server that holds its session, else where `services.policies.routing` says.
+"""Router: a call goes to the server that holds its session, else where `services.policies.routing` says.
 
     a call names      │ known here                    │ unknown
-    ──────────────────┼───────────────────────────────┼──────────────────────────────────────────────────────
-    a session, group  │ the server that answered last  │ by rendezvous; a 421 then says who holds it
-    a new group       │ the siblings' server           │ where its problem was seen, else the least loaded
+    ──────────────────┼───────────────────────────────┼──────────────────────────────────────────────────────────────
+    a session, group  │ the server that answered last │ by rendezvous hashing; a 421 then says who holds it
+    a new group       │ the siblings' server          │ where its problem was seen, else the least loaded
     nothing           │                               │ where its prompt's prefix was computed, else the least loaded
 
 All that is remembered here may be forgotten: a wrong guess costs one more hop.
@@ -26,7 +26,7 @@ from services.policies.routing import Candidate, block_keys, place, rendezvous
 
 _BLOCK = 64
 _MOST_BLOCKS = 128
-_MOST_HOMES = 4
+_MOST_HOLDERS = 4
 """Servers that are remembered for one prefix."""
 
 Prefix = bytes | tuple[str, str]
@@ -77,8 +77,8 @@ class Router:
         self._servers = servers
         self._slack = settings.prefix_slack
         self._group_of: Lru[str, str] = Lru(settings.remembered)
-        self._home: Lru[str, str] = Lru(settings.remembered)
-        self._computed: Lru[Prefix, tuple[str, ...]] = Lru(settings.remembered)
+        self._holders: Lru[str, str] = Lru(settings.remembered)
+        self._prefix_holders: Lru[Prefix, tuple[str, ...]] = Lru(settings.remembered)
 
     def destination(self, call: ProxiedCall) -> Destination:
         """Read off a call where it belongs; once a call."""
@@ -100,15 +100,15 @@ class Router:
         chosen = self._choose(call, destination, {server.name: server for server in servers})
         if call.opens and destination.names_something:
             # Siblings may come before the first is answered.
-            self._home.put(destination.key, chosen.name)
+            self._holders.put(destination.key, chosen.name)
         for prefix in destination.prefixes:
             self._remember(prefix, chosen.name)
         return chosen
 
     def held_by(self, destination: Destination, server: Server) -> None:
         """A server has said that it, or another has said that this one, holds what the call names."""
-        if destination.names_something and self._home.get(destination.key) != server.name:
-            self._home.put(destination.key, server.name)
+        if destination.names_something and self._holders.get(destination.key) != server.name:
+            self._holders.put(destination.key, server.name)
 
     def opened(self, server: Server, body: bytes) -> None:
         """A server has answered that it opened a session or a group."""
@@ -118,15 +118,15 @@ class Router:
             return
         sessions = answer.session_ids or ([answer.session_id] if answer.session_id else [])
         server.opened(len(sessions))
-        self._home.put(f"group {answer.group_id}", server.name)
+        self._holders.put(f"group {answer.group_id}", server.name)
         for session_id in sessions:
             self._group_of.put(session_id, answer.group_id)
 
     def _choose(self, call: ProxiedCall, destination: Destination, servers: dict[str, Server]) -> Server:
         if destination.names_something:
-            home = servers.get(self._home.get(destination.key) or "")
-            if home is not None:
-                return home
+            holder = servers.get(self._holders.get(destination.key) or "")
+            if holder is not None:
+                return holder
             if not call.opens:
                 return servers[rendezvous(destination.key, servers)]
         # What a new group will cost shows in the sessions that are open, long before their first call.
@@ -134,8 +134,8 @@ class Router:
             Candidate(name, each.busy + (each.sessions if call.opens else 0), each.record.max_running)
             for name, each in servers.items()
         ]
-        homes = next(filter(None, map(self._computed.get, reversed(destination.prefixes))), ())
-        return servers[place(candidates, destination.key, homes, self._slack).name]
+        holders = next(filter(None, map(self._prefix_holders.get, reversed(destination.prefixes))), ())
+        return servers[place(candidates, destination.key, holders, self._slack).name]
 
     def _key_of(self, session_id: str) -> str:
         """Sessions go where their group is: one server holds them all."""
@@ -156,9 +156,9 @@ class Router:
         return Destination(call.call_id, False, shared)
 
     def _remember(self, prefix: Prefix, server_id: str) -> None:
-        homes = self._computed.get(prefix) or ()
-        if server_id not in homes:
-            self._computed.put(prefix, (*homes, server_id)[-_MOST_HOMES:])
+        holders = self._prefix_holders.get(prefix) or ()
+        if server_id not in holders:
+            self._prefix_holders.put(prefix, (*holders, server_id)[-_MOST_HOLDERS:])
 
 
 def _prefixes(body: bytes) -> list[bytes]:
@@ -168,14 +168,12 @@ def _prefixes(body: bytes) -> list[bytes]:
         return []
 
 
-# A dictionary that forgets what was used longest ago, so that a gateway's memory has a bound.
-
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class Lru(Generic[K, V]):
-    """At most `limit` entries."""
+    """Least-recently-used cache of at most `limit` entries, so that a gateway's memory is bounded."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

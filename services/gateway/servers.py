@@ -1,9 +1,9 @@
-"""The servers that a gateway knows: as they announce themselves, and as it finds them.
+"""Service discovery and load of rollout servers, as one gateway sees them: their heartbeats, and its own calls.
 
 registry ──every poll_s──► records ──► serving | draining          new work goes to those that serve
                              └── the lease ran out ──► gone         what is in flight there is sent elsewhere at once
 
-While Redis fails the last view stands: servers that are gone show by their connections.
+While Redis fails the last view is kept: that a server is gone then shows in its connections.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from services.gateway.request import ProxiedCall
 from services.run_store.discovery import Registry, ServerRecord
 from services.run_store.status import WaitBoard
 
-_LOOK_WITHIN_S = 2.0
+_REDIS_WITHIN_S = 2.0
 AVOIDED_S = 1.0
 """How long a server that refuses connections gets no work while others do."""
 
@@ -45,17 +45,17 @@ class Server:
 
     @property
     def busy(self) -> int:
-        """Calls that it generates for or holds back: as announced, and what this gateway has added or taken since."""
-        announced = self.record.running + self.record.waiting
-        return max(self.in_flight, announced + self.in_flight - self._in_flight_then)
+        """Calls that run or wait there: as of its last heartbeat, and what this gateway started or ended since."""
+        reported = self.record.running + self.record.waiting
+        return max(self.in_flight, reported + self.in_flight - self._in_flight_then)
 
     @property
     def sessions(self) -> int:
-        """Open sessions: as announced, opened through this gateway since, and about to be."""
+        """Open sessions: as of its last heartbeat, opened through this gateway since, and about to be."""
         return self.record.open_sessions + self._opened + self._opening
 
     def renew(self, record: ServerRecord) -> None:
-        """Take its latest announcement."""
+        """Take the record of its latest heartbeat."""
         if record != self.record:
             self.record, self._in_flight_then, self._opened = record, self.in_flight, 0
 
@@ -84,14 +84,14 @@ class Server:
             self._opening -= opens
 
     def gone(self) -> None:
-        """Its lease ran out, or another has taken its place: nobody waits for it any longer."""
+        """Its lease ran out, or another process took its name: calls stop waiting for it."""
         now = asyncio.get_running_loop().time()
         for limit in self._tries:
             limit.reschedule(now)
 
 
 class Servers:
-    """Keeps the view. `run` looks, until cancelled."""
+    """The known servers. `run` polls the registry until cancelled."""
 
     def __init__(self, registry: Registry, board: WaitBoard, poll_s: float) -> None:
         self._registry = registry
@@ -99,7 +99,7 @@ class Servers:
         self._poll_s = poll_s
         self._known: dict[str, Server] = {}
         self._failing_since: float | None = None
-        self._looked = False
+        self._refreshed = False
 
     def all(self) -> list[Server]:
         """All that are alive, by name."""
@@ -115,7 +115,7 @@ class Servers:
         return self._known.get(server_id)
 
     def at(self, url: str) -> Server | None:
-        """The server at an address; None for an address that nobody announces."""
+        """The server at an address; None for an address of none."""
         return next((server for server in self._known.values() if server.record.url == url), None)
 
     def not_ready(self) -> list[str]:
@@ -125,15 +125,15 @@ class Servers:
             since = time.monotonic() - self._failing_since
             reasons.append(f"the registry cannot be read for {since:.1f} s: servers may have come or gone")
         if not any(server.record.state == "serving" for server in self._known.values()):
-            reasons.append("no rollout server is serving" if self._looked else "looking for rollout servers")
+            reasons.append("no rollout server is serving" if self._refreshed else "looking for rollout servers")
         return reasons
 
     async def run(self) -> None:
-        """Look again and again, and say on the wait board when there is nobody to send calls to."""
+        """Poll the registry, and post on the wait board while no server takes calls."""
         waiting = False
         try:
             while True:
-                await self.look()
+                await self.refresh()
                 lacking = not self.serving()
                 if lacking != waiting and self._failing_since is None:
                     waiting = await self._say(lacking)
@@ -142,10 +142,10 @@ class Servers:
             if waiting:
                 await self._say(False)
 
-    async def look(self) -> None:
-        """Read the registry once; a failure leaves the last view standing."""
+    async def refresh(self) -> None:
+        """Read the registry once; where that fails the last view is kept."""
         try:
-            async with asyncio.timeout(_LOOK_WITHIN_S):
+            async with asyncio.timeout(_REDIS_WITHIN_S):
                 records = await self._registry.servers()
         except (RedisError, OSError, TimeoutError, msgspec.MsgspecError) as error:
             if self._failing_since is None:
@@ -154,7 +154,7 @@ class Servers:
             return
         if self._failing_since is not None:
             _log.info("the registry can be read again", after_s=round(time.monotonic() - self._failing_since, 1))
-        self._failing_since, self._looked = None, True
+        self._failing_since, self._refreshed = None, True
         self._take(records)
 
     def _take(self, records: list[ServerRecord]) -> None:
@@ -177,7 +177,7 @@ class Servers:
     async def _say(self, lacking: bool) -> bool:
         """Post or clear the wait; returns whether it stands on the board."""
         try:
-            async with asyncio.timeout(_LOOK_WITHIN_S):
+            async with asyncio.timeout(_REDIS_WITHIN_S):
                 await (self._board.post("a rollout server that takes calls") if lacking else self._board.clear())
         except (RedisError, OSError, TimeoutError):
             return not lacking

@@ -1,7 +1,8 @@
-"""`POST /inference/v1/generate` outside any session: a generation that breaks off is continued from its own tokens.
+"""Stateless `POST /inference/v1/generate`: a generation that breaks off is resumed on another server from its tokens.
 
-No server keeps such a generation, so sending the call again would generate something else. What has come is put behind
-the prompt instead, and the rest is asked for; the agent sees one answer, never `finish_reason: "abort"`.
+No server keeps such a generation, so a plain retry would generate something else. Instead the tokens that have come are
+appended to the prompt and the rest is asked for (`services.policies.continuation`); the agent sees one answer, never
+`finish_reason: "abort"`.
 
     whole answer:   choices that ended by `abort` ──► each one's rest, on its own ──► joined
     stream, n = 1:  chunks pass on; after an `abort` or a broken connection those of the rest follow
@@ -28,6 +29,7 @@ from services.gateway.servers import Server
 from services.gateway.upstream import TryFailedError, error_detail, rest_refused
 from services.host.aio import first_failure
 from services.http.app import DONE
+from services.policies.continuation import Versions, joined_versions, rest_of
 from services.wire.errors import ContextLengthError
 from services.wire.gateway_api import CALL_HEADER
 from services.wire.vllm_api import (
@@ -37,14 +39,14 @@ from services.wire.vllm_api import (
     GenerateChunk,
     Logprobs,
     Usage,
-    WeightVersionSpan,
+    weight_spans,
 )
 
 _answer = msgspec.json.Decoder(GenerateAnswer)
 
 
 @dataclass
-class _Got:
+class _Whole:
     """A whole answer of one server."""
 
     server: Server
@@ -77,7 +79,7 @@ class StatelessCalls:
             with first_failure():
                 async with asyncio.TaskGroup() as tasks:
                     rests = [
-                        tasks.create_task(self._finished(call, asked, choice, got.server.name))
+                        tasks.create_task(self._resumed(call, asked, choice, got.server.name))
                         for choice in whole.choices
                     ]
             whole.choices = [rest.result() for rest in rests]
@@ -87,13 +89,13 @@ class StatelessCalls:
         await agent.begin(got.status, got.headers)
         await agent.end(got.body)
 
-    async def _finished(self, call: ProxiedCall, asked: Call, sampled: Choice, server_id: str) -> Choice:
-        """The sample, carried on until it ends by itself; `server_id`: who broke it off."""
+    async def _resumed(self, call: ProxiedCall, asked: Call, sampled: Choice, server_id: str) -> Choice:
+        """The sample, resumed until it ends by itself; `server_id`: who broke it off."""
         while sampled.finish_reason == "abort":
-            left = what_is_left(asked, sampled)
+            left = rest_call(asked, sampled)
             if left is None:
                 return ended(sampled, "length")
-            got = await self._ask(_again(call, left), rest_of=sampled, apart_from=(server_id,))
+            got = await self._ask(_with_body(call, left), sampled, apart_from=(server_id,))
             if got.status != 200:
                 if error_detail(got.body).code == ContextLengthError.code:
                     return ended(sampled, "length")
@@ -102,14 +104,14 @@ class StatelessCalls:
             server_id = got.server.name
         return sampled
 
-    async def _ask(self, call: ProxiedCall, rest_of: Choice | None = None, apart_from: Collection[str] = ()) -> _Got:
-        got: list[_Got] = []
+    async def _ask(self, call: ProxiedCall, sampled: Choice | None = None, apart_from: Collection[str] = ()) -> _Whole:
+        got: list[_Whole] = []
 
         async def keep(server: Server, response: ClientResponse) -> None:
             body = await response.read()
-            if rest_of is not None and b'"abort"' in body and not _answer.decode(body).choices[0].token_ids:
+            if sampled is not None and b'"abort"' in body and not _answer.decode(body).choices[0].token_ids:
                 raise TryFailedError("it broke the generation off before the first token")
-            got.append(_Got(server, response.status, response.raw_headers, body))
+            got.append(_Whole(server, response.status, response.raw_headers, body))
 
         await self._failover.deliver(call, keep, lambda: 0, apart_from=apart_from)
         return got[-1]
@@ -121,7 +123,7 @@ class StatelessCalls:
         while left is not None:
             try:
                 await self._failover.deliver(
-                    _again(call, left), stream.take, stream.progress, apart_from=broken_by, resend=False
+                    _with_body(call, left), stream.take, stream.progress, apart_from=broken_by, resend=False
                 )
                 return
             except TryFailedError as failure:
@@ -141,8 +143,8 @@ class StatelessCalls:
         await self._failover.deliver(call, take, lambda: agent.begun + agent.passed_on, resend=False)
 
 
-def _again(call: ProxiedCall, left: Call) -> ProxiedCall:
-    """A call of its own, for what is left: a server that knows the first one must not replay that."""
+def _with_body(call: ProxiedCall, left: Call) -> ProxiedCall:
+    """The call with another body and call id: a server that knows the first call must not replay its answer."""
     call_id = secrets.token_hex(16)
     headers = [(name, call_id if name == CALL_HEADER else value) for name, value in call.headers]
     return replace(call, headers=headers, body=msgspec.json.encode(left), call_id=call_id)
@@ -157,11 +159,6 @@ def _decode(body: bytes) -> Call:
     return decoded if isinstance(decoded, dict) else {}
 
 
-# One streamed sample outside any session, from as many servers as it takes.
-#
-# The first server's events pass as they are. Those of a later one are written anew: as if they went on where the
-# first broke off, with its `request_id`, versions over the whole sample, and usage of the whole answer.
-
 _chunk = msgspec.json.Decoder(GenerateChunk)
 _encoder = msgspec.json.Encoder()
 _END = b"data: [DONE]"
@@ -169,7 +166,11 @@ _DATA = b"data: "
 
 
 class StatelessStream:
-    """What the agent has of one sample; `take` handles one server's part of it."""
+    """One streamed sample that several servers may generate in turn; `take` handles one server's part of it.
+
+    The first server's events pass as they are. Those of a later one are rewritten to continue the first stream: its
+    `request_id`, versions over the whole sample, usage of the whole answer.
+    """
 
     def __init__(self, asked: Call, agent: DownstreamResponse) -> None:
         options = asked.get("stream_options") or {}
@@ -189,7 +190,7 @@ class StatelessStream:
 
     def left(self) -> Call | None:
         """What is asked of the next; None where all tokens have come."""
-        return what_is_left(self._asked, self._sampled)
+        return rest_call(self._asked, self._sampled)
 
     def progress(self) -> int:
         return len(self._sampled.token_ids)
@@ -278,25 +279,15 @@ class StatelessStream:
         if piece.token_ids:
             spans = piece.version_spans
             starts = None if spans is msgspec.UNSET else [(span.version, span.start) for span in spans]
-            sampled.policy_versions = joined_versions(sampled.policy_versions, count, starts)
+            sampled.policy_versions = known_versions(sampled.policy_versions, count, starts)
 
 
 def _event(chunk: GenerateChunk) -> bytes:
     return _DATA + _encoder.encode(chunk) + b"\n\n"
 
 
-# Continuing a generation that was broken off: what is left to ask for, and how the parts become one sample. Pure.
-#
-#     asked: token_ids, max_tokens     ──► sampled k tokens, then `abort` (or the server died)
-#     left : token_ids + sampled, max_tokens − k, resumed + k      ──► joined: sampled + the rest, versions moved on by k
-#
-# `resumed` tells the engine that the last k tokens of the prompt are output, so penalties, `min_tokens` and a seed go
-# on as in an unbroken generation; so does `first_index` for one of several samples.
-
 Call = dict[str, Any]
 """A decoded `GenerateCall`, with all that its sender wrote."""
-Versions = Sequence[tuple[int, int]]
-"""(policy version, the first output token that it sampled), in order."""
 
 
 def asks_for_one(call: Call) -> bool:
@@ -305,20 +296,27 @@ def asks_for_one(call: Call) -> bool:
     return isinstance(sampling, dict) and sampling.get("n", 1) == 1 and isinstance(call.get("token_ids"), list)
 
 
-def what_is_left(call: Call, sampled: Choice) -> Call | None:
+def rest_call(call: Call, sampled: Choice) -> Call | None:
     """The call for the rest of one sample; None where `sampled` has all the tokens that were asked for."""
     sampling = {**call["sampling_params"], "n": 1}
-    count = len(sampled.token_ids)
-    if sampling.get("max_tokens") is not None:
-        sampling["max_tokens"] -= count
-        if sampling["max_tokens"] <= 0:
-            return None
+    rest = rest_of(
+        call["token_ids"],
+        sampled.token_ids,
+        max_tokens=sampling.get("max_tokens"),
+        resumed=call.get("resumed", 0),
+        first_index=call.get("first_index", 0),
+        index=sampled.index,
+    )
+    if rest is None:
+        return None
+    if rest.max_tokens is not None:
+        sampling["max_tokens"] = rest.max_tokens
     left = {
         **call,
-        "token_ids": [*call["token_ids"], *sampled.token_ids],
+        "token_ids": rest.token_ids,
         "sampling_params": sampling,
-        "resumed": call.get("resumed", 0) + count,
-        "first_index": call.get("first_index", 0) + sampled.index,
+        "resumed": rest.resumed,
+        "first_index": rest.first_index,
         # The agent has its prompt already.
         "return_token_ids": False,
     }
@@ -329,7 +327,7 @@ def what_is_left(call: Call, sampled: Choice) -> Call | None:
 
 def join(sampled: Choice, more: Choice) -> Choice:
     """One sample of two parts that follow each other; `more` says how it ends."""
-    versions = joined_versions(sampled.policy_versions, len(sampled.token_ids), more.policy_versions)
+    versions = known_versions(sampled.policy_versions, len(sampled.token_ids), more.policy_versions)
     token_ids = [*sampled.token_ids, *more.token_ids]
     return Choice(
         index=sampled.index,
@@ -347,28 +345,11 @@ def ended(sampled: Choice, reason: Literal["stop", "length"]) -> Choice:
     return join(sampled, Choice(index=sampled.index, token_ids=[], finish_reason=reason, policy_versions=[]))
 
 
-def joined_versions(earlier: Versions | None, count: int, starts: Versions | None) -> list[tuple[int, int]] | None:
-    """Versions over the whole of a sample: `earlier` of its first `count` tokens, `starts` of the part behind them.
-
-    None where those of a part are not known.
-    """
+def known_versions(earlier: Versions | None, count: int, more: Versions | None) -> list[tuple[int, int]] | None:
+    """As `joined_versions`; None where a part that has tokens does not tell its versions."""
     if not count:
         earlier = []
-    if earlier is None or starts is None:
-        return None
-    joined = list(earlier)
-    for version, start in starts:
-        if not joined or joined[-1][0] != version:
-            joined.append((version, start + count))
-    return joined
-
-
-def weight_spans(versions: Versions | None, length: int) -> list[WeightVersionSpan] | None:
-    """The same in vLLM's words, for a sample of `length` tokens."""
-    if versions is None:
-        return None
-    ends = [*(start for _, start in versions), length][1:]
-    return [WeightVersionSpan(str(version), start, end) for (version, start), end in zip(versions, ends, strict=True)]
+    return None if earlier is None or more is None else joined_versions(earlier, count, more)
 
 
 def usage(prompt_tokens: int, samples: Sequence[Choice]) -> Usage:

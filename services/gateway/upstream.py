@@ -1,4 +1,4 @@
-"""One try of a call at one server: sent as it is, and either answered, or failed in a way that another try can mend."""
+"""HTTP client to rollout servers: one try of a call, which is answered or fails so that another try may succeed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PASSING = (NotReadyError.code, DrainingError.code)
 
 
 class TryFailedError(RollmeshError):
-    """A try came to nothing and the call may be sent again, to `owner_url` where the server names one.
+    """A try failed and the call may be sent again, to `owner_url` where the server names one.
 
     `server_id`: where it was tried.
     """
@@ -39,7 +39,7 @@ class TryFailedError(RollmeshError):
 
 
 class ErrorDetail(msgspec.Struct):
-    """Of an error answer, what the gateway judges by."""
+    """The fields of an error answer that the gateway reads."""
 
     code: str = ""
     message: str = ""

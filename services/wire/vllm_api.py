@@ -9,6 +9,7 @@ are encoded ten times faster (25 µs instead of 280 for 100 tokens with logprobs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -135,6 +136,14 @@ class WeightVersionSpan(msgspec.Struct):
     version: str
     start: int
     end: int
+
+
+def weight_spans(versions: Sequence[tuple[int, int]] | None, length: int) -> list[WeightVersionSpan] | None:
+    """`policy_versions` of a sample of `length` tokens as vLLM writes them; None where they are not known."""
+    if versions is None:
+        return None
+    ends = [*(start for _, start in versions), length][1:]
+    return [WeightVersionSpan(str(version), start, end) for (version, start), end in zip(versions, ends, strict=True)]
 
 
 class Usage(msgspec.Struct):

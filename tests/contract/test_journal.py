@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from rollout_server.journal.journal import LET_GO, Journal
+from rollout_server.journal.journal import RELEASED, Journal
 from rollout_server.journal.records import GroupBegan, GroupEnded, PartialHead, PartialPart, Rewarded
 from services.run_store.client import connect
 from services.run_store.keys import RunKeys
@@ -34,7 +34,7 @@ def reward(value: float) -> Rewarded:
 
 
 class Writer:
-    """A journal whose queue is served; `lost`: the groups it was told to let go of, and why."""
+    """A journal whose queue is served; `lost`: the groups it was told to forget, and why."""
 
     def __init__(self, redis: Redis, run_id: str, name: str) -> None:
         self.lost: list[tuple[str, str]] = []
@@ -119,13 +119,13 @@ async def test_a_group_is_opened_by_one_server_only(redis: Redis, run_id: str) -
             await other.journal.open(BEGAN, [])
 
 
-async def test_what_was_let_go_of_is_taken_by_the_first_that_asks(redis: Redis, run_id: str) -> None:
+async def test_what_was_released_is_taken_by_the_first_that_asks(redis: Redis, run_id: str) -> None:
     async with writer(redis, run_id, "a") as one, writer(redis, run_id, "b") as other:
         await one.journal.open(BEGAN, [])
-        await one.journal.let_go(["g"])
-        assert await other.journal.owner_of("g") == LET_GO
-        assert await other.journal.claim("g", LET_GO) is not None
-        await one.journal.let_go(["g"])  # it is not its own any more
+        await one.journal.release(["g"])
+        assert await other.journal.owner_of("g") == RELEASED
+        assert await other.journal.claim("g", RELEASED) is not None
+        await one.journal.release(["g"])  # it is not its own any more
         assert await other.journal.owner_of("g") == "b/1"
 
 

@@ -66,9 +66,9 @@ async def test_a_group_that_its_opener_left_is_there_for_the_same_call(redis: Re
         with pytest.raises(asyncio.CancelledError):
             await opening
         (group,) = registry.all_open()
-        assert group.left, "nobody heard of it: it must not stay open for its whole idle time"
+        assert group.client_gone, "nobody heard of it: it must not stay open for its whole idle time"
         assert len(await journal.read(group.group_id)) == 3, "the group and both sessions are written"
         again = await opener.open_group(CALL, NAME)
-        assert again is group and not again.left
+        assert again is group and not again.client_gone
     finally:
         await takeover.aclose()

@@ -163,7 +163,7 @@ def time_is_up(job: Job) -> str:
     ended = {"trainer": "stopped", "rollout-0": "stopped", "redis": "ready to exit"}
     for name, words in ended.items():
         log = (job.run / f"logs/{name}.log").read_text()
-        assert words in log.splitlines()[-1] and "closed untidily" not in log, log
+        assert words in log.splitlines()[-1] and "not closed cleanly" not in log, log
     return said
 
 

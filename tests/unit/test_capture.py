@@ -144,7 +144,7 @@ def test_in_a_tree_every_drawn_token_is_trained_in_exactly_one_segment(branches:
         part = branches[number][1]
         if not part.token_ids:
             continue
-        segment, start = layout.places[node]
+        segment, start = layout.positions[node]
         sampled = zip(part.token_ids, part.logprobs, part.versions, strict=True)
         expected = [(token, 1, logprob, version, part.sampling) for token, logprob, version in sampled]
         assert laid[segment][start : start + len(expected)] == expected

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.stateless_generate import (
-    asks_for_one,
-    ended,
-    join,
-    joined_versions,
-    usage,
-    weight_spans,
-    what_is_left,
-)
-from services.wire.vllm_api import Choice, Logprobs, SampledLogprob
+from rollout_server.completions.resumable import resume
+from rollout_server.engines.base import GenerationDelta, GenerationRequest
+from services.gateway.stateless_generate import asks_for_one, ended, join, known_versions, rest_call, usage
+from services.wire.sampling import SamplingParams
+from services.wire.trajectory import VersionSpan
+from services.wire.vllm_api import Choice, Logprobs, SampledLogprob, weight_spans
 
 
 def part(tokens: list[int], versions: list[int], finish: str | None) -> Choice:
@@ -41,7 +39,7 @@ def test_parts_join_to_the_whole(versions: list[int], cuts: list[int]) -> None:
     call = {"token_ids": [7, 8], "sampling_params": {"max_tokens": len(tokens) + 1, "n": 4, "seed": 5}, "model": "m"}
     sampled = Choice(index=2, token_ids=[], logprobs=Logprobs([]), finish_reason="abort", policy_versions=[])
     for begin, end in pairwise(ends):
-        left = what_is_left(call, sampled)
+        left = rest_call(call, sampled)
         assert left is not None
         # The engine sees each time what it would have seen, and is asked for what is missing.
         assert left["token_ids"] == [7, 8, *tokens[:begin]]
@@ -54,16 +52,50 @@ def test_parts_join_to_the_whole(versions: list[int], cuts: list[int]) -> None:
 
 def test_nothing_is_left_of_a_sample_that_has_all_its_tokens() -> None:
     sampled = part([1, 2], [0, 0], None)
-    assert what_is_left({"token_ids": [5], "sampling_params": {"max_tokens": 2}}, sampled) is None
-    assert what_is_left({"token_ids": [5], "sampling_params": {}}, sampled) is not None
+    assert rest_call({"token_ids": [5], "sampling_params": {"max_tokens": 2}}, sampled) is None
+    assert rest_call({"token_ids": [5], "sampling_params": {}}, sampled) is not None
     assert ended(sampled, "length") == part([1, 2], [0, 0], "length")
 
 
 def test_versions_that_one_part_does_not_tell_are_not_made_up() -> None:
-    assert joined_versions([(1, 0)], 2, None) is None
-    assert joined_versions(None, 2, [(1, 0)]) is None
-    assert joined_versions(None, 0, [(1, 0)]) == [(1, 0)]
+    assert known_versions([(1, 0)], 2, None) is None
+    assert known_versions(None, 2, [(1, 0)]) is None
+    assert known_versions(None, 0, [(1, 0)]) == [(1, 0)]
     assert weight_spans(None, 3) is None
+
+
+class AbortingEngine:
+    """Ends every request by `abort` after three tokens; the tokens are their places in the sequence."""
+
+    def __init__(self) -> None:
+        self.asked: list[GenerationRequest] = []
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
+        self.asked.append(request)
+        begin, count = len(request.prompt_token_ids), min(3, request.sampling.max_tokens)
+        for index in range(request.n):
+            tokens, span = list(range(begin, begin + count)), VersionSpan(0, count, len(self.asked))
+            yield GenerationDelta(request.request_id, index, tokens, [-0.5] * count, [span], "abort")
+
+
+def test_a_server_resumes_what_was_aborted_until_all_tokens_have_come() -> None:
+    """Also where the last abort came with the last token: nothing is left to ask for then."""
+    engine = AbortingEngine()
+    request = GenerationRequest("r", [0, 1], SamplingParams(max_tokens=6), n=2)
+
+    async def clear() -> None:
+        """The engine takes requests at once."""
+
+    async def run() -> list[GenerationDelta]:
+        return [delta async for delta in resume(engine, request, clear)]  # type: ignore[arg-type]
+
+    deltas = asyncio.run(run())
+    for index in range(2):
+        own = [delta for delta in deltas if delta.index == index]
+        assert [token for delta in own for token in delta.token_ids] == [2, 3, 4, 5, 6, 7]
+        assert [delta.finish_reason for delta in own] == [None, None, "length"]
+    rests = sorted(engine.asked[1:], key=lambda rest: rest.first_index)
+    assert [(rest.resumed, rest.first_index, rest.sampling.max_tokens) for rest in rests] == [(3, 0, 3), (3, 1, 3)]
 
 
 def test_only_well_formed_calls_for_one_sample_ask_for_one() -> None:
