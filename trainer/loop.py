@@ -25,13 +25,14 @@ from services.host.files import writing
 from services.observability.tracing import Tracing
 from services.policies.batching import Group
 from services.run_store.stream import TrajectoryReader
+from services.wire.run_metrics import StepTimes
 from services.wire.trajectory import Trajectory
 from trainer.checkpoint.checkpoint import Snapshot, save, snapshot, versions
 from trainer.checkpoint.step_log import StepLog, StepRecord
 from trainer.data.stream_reader import Arrivals, Intake
 from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.metrics.files import RunRecords
-from trainer.metrics.step import StepTimes, outcome, step_metrics
+from trainer.metrics.step import outcome, step_metrics
 from trainer.model.learner import Learner
 from trainer.model.roles import Roles
 from trainer.model.train_batch import Trained, train_batch

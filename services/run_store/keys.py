@@ -78,7 +78,7 @@ class RunKeys:
         return self._key("waits")
 
     @property
-    def trainer_report(self) -> str:
+    def trainer_status(self) -> str:
         """What the trainer tells of its last steps."""
         return self._key("trainer-report")
 

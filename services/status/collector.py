@@ -24,7 +24,7 @@ from services.run_store.client import as_text
 from services.run_store.discovery import Directory, Listed, Registry, ServerRecord
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Accounts, Ledger
-from services.run_store.status import TrainerReport, Wait, read_report, read_waits
+from services.run_store.status import TrainerStatus, Wait, read_trainer_status, read_waits
 from services.security.tls import PUBLIC, Trust
 from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
 from services.wire.errors import DeadlineError, UsageError
@@ -49,7 +49,7 @@ class _Parts:
     groups: Sequence[SeenGroup] = ()
     asking: int = 0
     waits: Mapping[str, Wait] = field(default_factory=dict)
-    report: TrainerReport | None = None
+    report: TrainerStatus | None = None
     unread: list[str] = field(default_factory=list)
 
 
@@ -145,7 +145,9 @@ class StatusCollector:
             groups = tasks.create_task(self._part(parts, "open groups", self._groups(), list[SeenGroup]()))
             asking = tasks.create_task(self._part(parts, "admission", self._asking(), 0))
             waits = tasks.create_task(self._part(parts, "waits", read_waits(self._redis, self._run_id), _NO_WAITS))
-            report = tasks.create_task(self._part(parts, "trainer", read_report(self._redis, self._run_id), None))
+            report = tasks.create_task(
+                self._part(parts, "trainer", read_trainer_status(self._redis, self._run_id), None)
+            )
         parts.listed, parts.servers, parts.accounts = listed.result(), servers.result(), accounts.result()
         parts.groups, parts.asking, parts.waits = groups.result(), asking.result(), waits.result()
         parts.report = report.result()

@@ -23,6 +23,7 @@ from rich.text import Text
 from services.host.files import LineTail
 from services.run_store.status import Wait, read_waits
 from services.wire.rollout_api import EngineReport
+from services.wire.run_metrics import StepMetrics
 
 PLAIN_EVERY_S = 5.0
 BAR = 24
@@ -137,17 +138,6 @@ def _waits(snapshot: Snapshot) -> list[tuple[str, str]]:
 
 
 # What the live view shows, gathered cheaply: new lines of the metrics, the wait board, each engine's report.
-
-
-class StepMetrics(msgspec.Struct, frozen=True):
-    """The part of a line of `metrics.jsonl` that is shown. Lengths in sampled tokens, staleness in optimizer steps."""
-
-    step: int
-    success: float = 0.0
-    response_length: float = 0.0
-    tokens_per_s: float = 0.0
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
 
 
 @dataclass(frozen=True)

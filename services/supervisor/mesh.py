@@ -34,8 +34,8 @@ from services.supervisor.live_view import Observer, View, read_engine
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, ServiceFailedError
 from services.supervisor.summary import (
     Summary,
-    read_evaluation_figures,
-    read_trainer_figures,
+    read_evaluation,
+    read_trainer_report,
     summarise,
     write_summary,
 )
@@ -248,8 +248,8 @@ class Mesh:
         summary = summarise(
             self._settings,
             self._run_id,
-            trainer=read_trainer_figures(self._folder),
-            evaluation=read_evaluation_figures(self._folder),
+            trainer=read_trainer_report(self._folder),
+            evaluation=read_evaluation(self._folder),
             accounts=await Ledger(redis, self._run_id).accounts(),
             engines=[report for report in reports if report is not None],
             began_at=self._began_at,

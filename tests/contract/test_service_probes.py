@@ -20,7 +20,7 @@ from services.http.app import Stop, make_app, serve
 from services.observability.catalog import CATALOG
 from services.run_store.client import connect
 from services.run_store.discovery import Directory, Listed
-from services.run_store.status import TrainerReport, read_report
+from services.run_store.status import TrainerStatus, read_trainer_status
 from services.wire.errors import NotReadyError
 from tests.conftest import free_port
 from tests.support.gateway_host import gateway
@@ -52,10 +52,10 @@ class Place:
         finally:
             await redis.aclose()
 
-    async def report(self) -> TrainerReport | None:
+    async def report(self) -> TrainerStatus | None:
         redis = connect(self.redis_url)
         try:
-            return await read_report(redis, self.run_id)
+            return await read_trainer_status(redis, self.run_id)
         finally:
             await redis.aclose()
 

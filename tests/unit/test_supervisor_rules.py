@@ -18,9 +18,10 @@ from services.security.keys import NO_PLACES, KeyPlaces
 from services.supervisor.cli import _overrides
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
 from services.supervisor.preflight import choose_engine, new_run_id
-from services.supervisor.summary import EvaluationFigures, TrainerFigures, closing_lines, summarise, write_summary
+from services.supervisor.summary import closing_lines, summarise, write_summary
 from services.wire.errors import UsageError
 from services.wire.rollout_api import EngineReport
+from services.wire.run_metrics import EvaluationReport, LengthReport, TrainerReport
 
 
 def test_restarts_wait_longer_each_time_and_end() -> None:
@@ -67,17 +68,17 @@ def test_every_process_is_told_by_its_surroundings_where_the_keys_are_and_no_key
     ours = [launch.bus, *launch.servers, launch.gateway, launch.trainer, launch.environment]
     for post in ours:
         assert post is not None
-        assert post.process.environment["ROLLMESH_KEYS_DIR"] == "/keys"
-        assert not any("/keys" in word or "password" in word for word in post.process.command)
+        assert post.environment["ROLLMESH_KEYS_DIR"] == "/keys"
+        assert not any("/keys" in word or "password" in word for word in post.command)
     assert launch.valkey is not None
-    assert flag(list(launch.valkey.process.command), "--aclfile") == "/runs/a/redis/users.acl"
+    assert flag(list(launch.valkey.command), "--aclfile") == "/runs/a/redis/users.acl"
     keyless = plan().valkey
     assert keyless is not None
-    assert "--aclfile" not in keyless.process.command
+    assert "--aclfile" not in keyless.command
     own = plan("redis_url=redis://10.0.0.1:6379/0", keys=KeyPlaces(redis_password=Path("/password")))
     assert own.valkey is None
-    assert own.trainer.process.environment["ROLLMESH_REDIS_PASSWORD_FILE"] == "/password"
-    assert "ROLLMESH_KEYS_DIR" not in own.trainer.process.environment
+    assert own.trainer.environment["ROLLMESH_REDIS_PASSWORD_FILE"] == "/password"
+    assert "ROLLMESH_KEYS_DIR" not in own.trainer.environment
 
 
 def flag(command: object, name: str) -> str:
@@ -88,17 +89,17 @@ def flag(command: object, name: str) -> str:
 def test_every_process_belongs_to_the_run_and_to_the_same_services() -> None:
     launch = plan("servers=2", "k=3", "rollout.groups_per_step=4", "rollout.threads=2")
     for post in (*launch.servers, launch.trainer):
-        command = post.process.command
+        command = post.command
         assert flag(command, "--redis-url") == "redis://127.0.0.1:9001/0"
         assert flag(command, "--bus-url") == "http://127.0.0.1:9002"
         assert flag(command, "--model") == "/runs/a/model"
     for post in (launch.bus, *launch.servers, launch.trainer, launch.environment):
-        assert flag(post.process.command, "--run-id") == "run-1"
-        assert post.process.environment["ROLLMESH_RUN_ID"] == "run-1"
-        assert post.process.environment["ROLLMESH_SERVICE"] == post.process.name
-    assert [flag(post.process.command, "--server-id") for post in launch.servers] == ["s0", "s1"]
-    assert [post.process.environment["OMP_NUM_THREADS"] for post in launch.servers] == ["2", "2"]
-    assert flag(launch.environment.process.command, "--concurrency") == str((3 + 1) * 4)
+        assert flag(post.command, "--run-id") == "run-1"
+        assert post.environment["ROLLMESH_RUN_ID"] == "run-1"
+        assert post.environment["ROLLMESH_SERVICE"] == post.name
+    assert [flag(post.command, "--server-id") for post in launch.servers] == ["s0", "s1"]
+    assert [post.environment["OMP_NUM_THREADS"] for post in launch.servers] == ["2", "2"]
+    assert flag(launch.environment.command, "--concurrency") == str((3 + 1) * 4)
     assert launch.server_urls == ("http://127.0.0.1:9100", "http://127.0.0.1:9101")
     assert [post.role for post in (launch.trainer, launch.environment, launch.bus)] == ["job", "job", "service"]
 
@@ -114,12 +115,12 @@ def test_every_process_belongs_to_the_run_and_to_the_same_services() -> None:
 )
 def test_agents_get_the_gateway_in_front_of_several_servers_or_as_wished(overrides: list[str], has_one: bool) -> None:
     launch = plan(*overrides)
-    urls = tuple(word for word in launch.environment.process.command if word.startswith("http://"))
+    urls = tuple(word for word in launch.environment.command if word.startswith("http://"))
     if not has_one:
         assert (launch.gateway, launch.gateway_url, urls) == (None, None, launch.server_urls)
         return
     assert launch.gateway is not None
-    command = launch.gateway.process.command
+    command = launch.gateway.command
     assert (flag(command, "--port"), flag(command, "--run-id")) == ("9003", "run-1")
     assert flag(command, "--redis-url") == "redis://127.0.0.1:9001/0"
     assert urls == (launch.gateway_url,) == ("http://127.0.0.1:9003",)
@@ -128,23 +129,21 @@ def test_agents_get_the_gateway_in_front_of_several_servers_or_as_wished(overrid
 def test_a_reward_service_is_started_where_it_is_enabled_and_the_environment_knows_it() -> None:
     launch = plan()
     assert (launch.rewards, launch.rewards_url) == (None, None)
-    assert "ROLLMESH_REWARDS_URL" not in launch.environment.process.environment
+    assert "ROLLMESH_REWARDS_URL" not in launch.environment.environment
     launch = plan("rewards.enabled=true", 'rewards.components=[{name = "a", function = "m:f"}]')
     assert launch.rewards is not None
-    command = launch.rewards.process.command
+    command = launch.rewards.command
     assert (flag(command, "--port"), flag(command, "--config")) == ("9004", "/runs/a/config.toml")
-    assert (
-        launch.environment.process.environment["ROLLMESH_REWARDS_URL"] == launch.rewards_url == "http://127.0.0.1:9004"
-    )
+    assert launch.environment.environment["ROLLMESH_REWARDS_URL"] == launch.rewards_url == "http://127.0.0.1:9004"
 
 
 def test_a_given_model_and_redis_are_used_instead_of_our_own() -> None:
     launch = plan('model.path="/models/mine"', 'redis_url="redis://10.0.0.1:6379/3"')
     assert launch.valkey is None
     assert launch.warm_start == ()
-    assert flag(launch.trainer.process.command, "--model") == "/models/mine"
-    assert flag(launch.trainer.process.command, "--redis-url") == "redis://10.0.0.1:6379/3"
-    assert [post.process.name for post in plan().warm_start] == ["demonstrations", "sft"]
+    assert flag(launch.trainer.command, "--model") == "/models/mine"
+    assert flag(launch.trainer.command, "--redis-url") == "redis://10.0.0.1:6379/3"
+    assert [post.name for post in plan().warm_start] == ["demonstrations", "sft"]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,27 @@ def report(server: int, stalls: list[float]) -> EngineReport:
 
 
 def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path) -> None:
-    trainer = TrainerFigures(
+    lengths = LengthReport(7680, 9.5, {"8": 7680})
+    trainer = TrainerReport(
+        run_id="run-1",
+        formula="",
+        first_group_opened_at=110.0,
+        last_step_at=140.0,
+        trajectories_trained=7680,
+        logprob_gap_max=1e-6,
+        root_digest=None,
+        commits=60,
+        reward_first=0.2,
+        reward_last=0.9,
+        success_first=0.2,
+        success_last=0.9,
+        length_first=3.0,
+        length_last=12.0,
+        lengths_generated=lengths,
+        lengths_trained=lengths,
+        length_distance=0.0,
+        lost_siblings=0,
+        dropped={},
         final_version=60,
         steps=60,
         tokens_trained=900,
@@ -227,7 +246,7 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
         RunSettings(engine="torch"),
         "run-1",
         trainer=trainer,
-        evaluation=EvaluationFigures(0.2, 0.98, 3.1, 11.9, 256),
+        evaluation=EvaluationReport(0.2, 0.98, 3.1, 11.9, 256),
         accounts=Accounts(published=7800, trained=7680, dropped={"run_concluded": 100, "expired": 20}),
         engines=[report(0, [1.0, 3.0]), report(1, [2.0])],
         began_at=100.0,

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 from services.host.files import LineTail
 from services.observability.catalog import TRAINER_DROPPED, TRAINER_SECONDS, TRAINER_STEPS, TRAINER_TOKENS
 from tests.support.step_lines import step_line
-from trainer.metrics.exporter import RECENT_STEPS, StepLine, StepTotals
+from trainer.metrics.exporter import RECENT_STEPS, StepTotals
 
 
 def test_counters_add_up_over_all_steps_and_the_busy_share_is_of_the_last() -> None:
@@ -30,14 +30,6 @@ def test_counters_add_up_over_all_steps_and_the_busy_share_is_of_the_last() -> N
     assert figures[TRAINER_TOKENS, "1"] == 125
     assert figures[TRAINER_DROPPED, "late"] == 25
     assert figures[TRAINER_SECONDS, "wait"] == pytest.approx(5.0 + 0.25 * RECENT_STEPS)
-
-
-def test_what_the_totals_read_is_what_the_trainer_writes() -> None:
-    from dataclasses import fields
-
-    from trainer.metrics.step import StepMetrics
-
-    assert set(StepLine.__struct_fields__) <= {field.name for field in fields(StepMetrics)}
 
 
 def test_a_torn_line_is_read_once_it_is_whole_or_never_where_it_is_cut_off(tmp_path: Path) -> None:

@@ -30,10 +30,11 @@ from services.http.auth import AuthMiddleware, Authorizer
 from services.observability import catalog
 from services.observability.metrics import Metrics, Reading
 from services.run_store.discovery import ServiceRecord, announced
-from services.run_store.status import TrainerReport, Wait, post_report, read_waits
+from services.run_store.status import TrainerStatus, Wait, post_trainer_status, read_waits
 from services.security.permissions import NO_KEYS, Keys, lacking
 from services.security.tls import PLAIN, Identity, Tls
 from services.wire.errors import UsageError
+from services.wire.run_metrics import StepMetrics
 from trainer.io_loop import Background
 
 LOOK_EVERY_S = 1.0
@@ -134,7 +135,7 @@ class Telemetry:
             self._wait = (await read_waits(self._redis, self._run_id)).get(NAME)
             report = self._totals.report()
             if self._untold and report is not None:
-                await post_report(self._redis, self._run_id, report)
+                await post_trainer_status(self._redis, self._run_id, report)
                 self._untold = False
             self._failing = False
         except (RedisError, OSError) as error:
@@ -164,31 +165,7 @@ RECENT_STEPS = 20
 """How many steps the busy share is of."""
 
 
-class StepLine(msgspec.Struct, frozen=True):
-    """The part of a line (`trainer.metrics.step.StepMetrics`) that is told."""
-
-    step: int
-    version: int
-    time: float
-    wait_ms: float
-    pack_ms: float
-    train_ms: float
-    publish_ms: float
-    step_ms: float
-    tokens_per_s: float
-    staleness_mean: float
-    staleness_max: int
-    staleness_histogram: dict[str, int]
-    masked_tokens: int
-    masked_fraction: float
-    dropped: dict[str, int]
-    commits: int
-    reward: float
-    success: float
-    effective_samples: float | None
-
-
-_line = msgspec.json.Decoder(StepLine)
+_line = msgspec.json.Decoder(StepMetrics)
 
 
 class StepTotals:
@@ -196,8 +173,8 @@ class StepTotals:
 
     def __init__(self, steps: int, k: int) -> None:
         self._steps, self._k = steps, k
-        self._last: StepLine | None = None
-        self._recent: deque[StepLine] = deque(maxlen=RECENT_STEPS)
+        self._last: StepMetrics | None = None
+        self._recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)
         self._count = 0
         self._masked = 0
         self._seconds: Counter[str] = Counter()
@@ -220,14 +197,14 @@ class StepTotals:
             for activity in ("wait", "pack", "train", "publish"):
                 self._seconds[activity] += getattr(line, f"{activity}_ms") / 1e3
 
-    def report(self) -> TrainerReport | None:
+    def report(self) -> TrainerStatus | None:
         """None before the first step."""
         line = self._last
         if line is None:
             return None
         whole = sum(each.step_ms for each in self._recent)
         waited = sum(each.wait_ms for each in self._recent)
-        return TrainerReport(
+        return TrainerStatus(
             step=line.step,
             steps=self._steps,
             k=self._k,

@@ -8,7 +8,6 @@ One optimizer step of its own for each of the policy's, on the same tokens: none
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.config.settings import TrainerSettings
+from services.wire.run_metrics import ValueStatistics
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.data.packing import MicroBatch, PackedBatch
@@ -33,15 +33,6 @@ def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> 
     """Per token; all `[N]`, `values` with gradient."""
     bounded = before + (values - before).clamp(-clip, clip)
     return 0.5 * torch.maximum((values - returns).square(), (bounded - returns).square())
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValueStatistics:
-    """Of one step of the critic; None without a critic, or without a token."""
-
-    value_loss: float | None = None
-    value_explained: float | None = None
-    """1 − var(return − value) / var(return), of values before the batch: 0 for a critic that knows nothing, 1 at best."""
 
 
 class ValueModel(nn.Module):

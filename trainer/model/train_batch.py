@@ -15,14 +15,12 @@ from dataclasses import dataclass
 
 from services.config.settings import RunSettings
 from services.policies.batching import Group
+from services.wire.run_metrics import CreditStatistics, TokenStatistics, ValueStatistics
 from services.wire.trajectory import Trajectory
-from trainer.algorithms.advantages.compute import CreditStatistics
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
 from trainer.data.staleness import StalenessTally
-from trainer.model.critic import ValueStatistics
 from trainer.model.roles import Roles
-from trainer.model.token_stats import TokenStatistics
 
 Part = Sequence[Group[Trajectory]]
 

@@ -17,6 +17,7 @@ from services.config.algorithm import AdvantageSettings
 from services.policies.batching import Group
 from services.wire.errors import UsageError
 from services.wire.packed import Float32Array, unpack_logprobs
+from services.wire.run_metrics import CreditStatistics
 from services.wire.trajectory import Segment, Trajectory
 from trainer.algorithms.advantages.batch import Float64Array, Int64Array
 from trainer.algorithms.advantages.registry import find_estimator, load_estimator
@@ -42,19 +43,6 @@ class Credit:
 
 Credits = Mapping[str, Credit]
 """By entry of the stream. A trajectory without one is only compared with, and not trained."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CreditStatistics:
-    """Of one batch. None: not asked for."""
-
-    kl_in_reward: float | None = None
-    """Mean divergence from the run's first policy that the reward was lessened by, a token, before β."""
-    cost_mean: float | None = None
-    cost_price: float | None = None
-    """The multiplier that this batch's costs were charged with."""
-    left_out: int = 0
-    """Trajectories that were only compared with: greedy baselines, and those that PF-PPO filtered."""
 
 
 class AdvantageComputer:
