@@ -27,7 +27,7 @@ from services.observability.metrics import Metrics, Reading
 from services.observability.middleware import trace_calls
 from services.observability.tracing import NO_TRACING, Tracing
 from services.run_store.client import connect
-from services.run_store.discovery import Registry, ServiceRecord, announced
+from services.run_store.discovery import ServiceRecord, ServiceRegistry, announced
 from services.run_store.status import WaitBoard
 from services.security.permissions import NO_KEYS, Keys
 from services.security.tls import PUBLIC, Trust
@@ -119,7 +119,7 @@ class Gateway:
             stack.push_async_callback(redis.aclose)
             upstream = await stack.enter_async_context(Upstream(plan.trust))
             board = WaitBoard(redis, plan.run_id, plan.name)
-            servers = Servers(Registry(redis, plan.run_id), board, settings.poll_s)
+            servers = Servers(ServiceRegistry(redis, plan.run_id), board, settings.poll_s)
             router = Router(servers, settings)
             failover = Failover(servers, router, upstream, settings.failover_timeout_s)
             # Before the first call: a gateway that has just started knows its servers.
@@ -147,7 +147,7 @@ class Gateway:
 
 # Routes for whoever operates the mesh: which servers there are, and letting one go.
 
-_ANNOUNCED = [name for name in KnownServer.model_fields if name != "in_flight"]
+_ANNOUNCED = [name for name in KnownServer.model_fields if name not in ("server_id", "in_flight")]
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 
 
@@ -160,7 +160,11 @@ def admin_routes(gateway: Gateway) -> APIRouter:
         """The servers that are alive, as they announce themselves and as this gateway uses them."""
         servers = gateway.parts().servers
         known = [
-            KnownServer(**{name: getattr(server.record, name) for name in _ANNOUNCED}, in_flight=server.in_flight)
+            KnownServer(
+                server_id=server.name,
+                **{name: getattr(server.record, name) for name in _ANNOUNCED},
+                in_flight=server.in_flight,
+            )
             for server in servers.all()
         ]
         return KnownServers(servers=known, not_ready=servers.not_ready())

@@ -131,5 +131,5 @@ def _further(text: str) -> Listed:
     if not name or not url.startswith(("http://", "https://")):
         raise UsageError(f"{text!r} is no service", "write NAME=URL, such as rewards=http://127.0.0.1:8300")
     # Nobody vouches for it but who asks: no lease is expected of it.
-    record = ServiceRecord(name=name, kind="rewards", url=url.rstrip("/"), told_by="--also", at=time.time())
-    return Listed(record, alive=True)
+    record = ServiceRecord(name=name, kind="rewards", url=url.rstrip("/"), told_by="--also")
+    return Listed(record, alive=True, last_heard=time.time())
