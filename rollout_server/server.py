@@ -192,12 +192,12 @@ class RolloutServer:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(parts.journal.run(), name="journal")
                     tasks.create_task(parts.heartbeat.run(), name="heartbeat")
-                    tasks.create_task(parts.takeover.run(), name="adoption")
+                    tasks.create_task(parts.takeover.run(), name="takeover")
                     watch = EngineWatch(self._engine, parts.takeover, parts.drainer, parts.heartbeat)
                     tasks.create_task(watch.run(), name="engine watch")
                     tasks.create_task(parts.gate.run(), name="admission")
                     tasks.create_task(parts.publisher.run(), name="publisher")
-                    tasks.create_task(expire_idle(parts.registry, parts.finisher, timeout_s), name="sweeper")
+                    tasks.create_task(expire_idle(parts.registry, parts.finisher, timeout_s), name="expiry")
                     tasks.create_task(parts.answer_service.watch(parts.registry, timeout_s), name="call watcher")
                     if self._membership is not None:
                         tasks.create_task(self._membership.run(), name="membership")

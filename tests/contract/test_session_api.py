@@ -242,10 +242,16 @@ async def test_an_idle_session_expires_and_a_heartbeat_keeps_one_alive(serve: Se
 
 async def test_a_deadline_ends_the_call_that_it_meets_and_then_the_session(serve: Serve) -> None:
     engine = ScriptedEngine(step_s=60.0)
-    async with serve(engine, small_batch(timeout_s=0.4)) as host:
+    # A group that nobody uses is dropped after `timeout_s`, and its sessions are then concluded: long after this.
+    async with serve(engine, small_batch(timeout_s=20.0)) as host:
         session = await open_session(host, deadline_s=0.5, idle_timeout_s=60.0)
         assert code(await say(host, session, "hello")) == (504, "deadline")
         assert engine.status().running == 0
+
+        async def expired() -> bool:
+            return bool((await host.http.get(f"/sessions/{session['session_id']}")).json()["state"] == "expired")
+
+        await until(expired)
         assert code(await say(host, session, "hello")) == (410, "session_expired")
 
 

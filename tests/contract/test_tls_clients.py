@@ -15,7 +15,7 @@ from clients.environments.rewards import RewardsClient
 from clients.rollout.client import RolloutClient
 from clients.rollout.sync_client import SyncRolloutClient
 from clients.weights.client import WeightsClient
-from rollout_server.engines.http.client import Peer
+from rollout_server.engines.http.client import EngineClient as HttpEngineClient
 from services.config.rewards import RewardComponent
 from services.gateway.servers import Server
 from services.gateway.upstream import Upstream
@@ -93,7 +93,7 @@ async def upstream(url: str, trust: Trust) -> object:
 
 
 async def engine_behind_a_url(url: str, trust: Trust) -> object:
-    peer = Peer(url, None, trust)
+    peer = HttpEngineClient(url, None, trust)
     await peer.open()
     try:
         return await peer.max_model_len()

@@ -217,7 +217,7 @@ async def test_what_a_lost_reply_took_along_is_found_again(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Delivered to this consumer, never received by it: as when a connection breaks between read and reply."""
-    monkeypatch.setattr("trainer.data.stream_reader._SWEEP_AFTER_S", 0.2)
+    monkeypatch.setattr("trainer.data.stream_reader._CLAIM_AFTER_S", 0.2)
     bench = make_bench()
     reader = TrajectoryReader(bench.redis, bench.run_id)
     await reader.open()

@@ -25,7 +25,7 @@ NAMES = [
     "shm",
     "nccl",
     "file",
-    pytest.param("nixl", request_key=pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed")),
+    pytest.param("nixl", marks=pytest.mark.skipif(not nixl_installed(), reason="NIXL is not installed")),
 ]
 
 

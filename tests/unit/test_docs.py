@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,24 @@ def test_relative_links_of_the_docs_lead_somewhere() -> None:
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_every_path_that_orientation_names_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+    paths = set(re.findall(r"`([\w.]+(?:/[\w.-]+)*/(?:[\w-]+\.\w+)?)`", text)) | set(
+        re.findall(r"`(\w+/[\w./-]+)`", text)
+    )
+    assert len(paths) > 20
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_the_floors_that_the_architecture_draws_are_those_that_are_checked() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    checked = {
+        contract["containers"][0]: [layer for layer in contract["layers"] if layer != "__main__"]
+        for contract in contracts
+        if "containers" in contract
+    }
+    lines = re.findall(r"^(\w+) +(\S.* → .*)$", (ROOT / "docs/architecture.md").read_text(), flags=re.MULTILINE)
+    assert {package: floors.split(" → ") for package, floors in lines} == checked

@@ -24,7 +24,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def draw(sampler: Sampler, values: torch.Tensor, rows: list[SamplingParams]) -> tuple[list[int], list[float]]:
-    sampled = sampler.draw(values, RowParameters(rows, VOCABULARY, CPU), [])
+    sampled = sampler.sample(values, RowParameters(rows, VOCABULARY, CPU), [])
     return sampled.tokens, sampled.logprobs
 
 
@@ -112,7 +112,7 @@ def test_a_seeded_row_is_its_own_whatever_is_beside_it() -> None:
 
 def sample_seeded(sampler: Sampler, values: torch.Tensor, row: int, source: object) -> int:
     rows = RowParameters([params(seed=9)] * values.shape[0], VOCABULARY, CPU)
-    return sampler.draw(values, rows, [(row, source)]).tokens[row]  # type: ignore[list-item]
+    return sampler.sample(values, rows, [(row, source)]).tokens[row]  # type: ignore[list-item]
 
 
 def test_a_neighbours_cuts_and_alternatives_do_not_shift_a_seeded_row() -> None:
@@ -121,11 +121,11 @@ def test_a_neighbours_cuts_and_alternatives_do_not_shift_a_seeded_row() -> None:
     for batch, found in (([params()] * 3, alone), ([params(), params(top_k=2), params(temperature=0.0)], beside)):
         source, sampler = seeded_source(11, 0), Sampler(8, VOCABULARY, CPU)
         for _ in range(200):
-            sampled = sampler.draw(values, RowParameters(batch, VOCABULARY, CPU), [(0, source)])
+            sampled = sampler.sample(values, RowParameters(batch, VOCABULARY, CPU), [(0, source)])
             found.append((sampled.tokens[0], sampled.logprobs[0]))
     source, sampler = seeded_source(11, 0), Sampler(8, VOCABULARY, CPU)
     for _ in range(200):
-        sampled = sampler.draw(values, RowParameters([params()] * 3, VOCABULARY, CPU, [0, 4, 0]), [(0, source)])
+        sampled = sampler.sample(values, RowParameters([params()] * 3, VOCABULARY, CPU, [0, 4, 0]), [(0, source)])
         told.append((sampled.tokens[0], sampled.logprobs[0]))
     assert alone == beside == told
 
@@ -133,7 +133,7 @@ def test_a_neighbours_cuts_and_alternatives_do_not_shift_a_seeded_row() -> None:
 def test_alternatives_are_the_likeliest_of_each_rows_own_distribution() -> None:
     values = logits(1).expand(3, -1)
     rows = [params(top_k=2, temperature=0.5), params(temperature=0.0), params()]
-    sampled = Sampler(9, VOCABULARY, CPU).draw(values, RowParameters(rows, VOCABULARY, CPU, [5, 3, 0]), [])
+    sampled = Sampler(9, VOCABULARY, CPU).sample(values, RowParameters(rows, VOCABULARY, CPU, [5, 3, 0]), [])
     assert sampled.likeliest is not None
     cut, greedy, none = sampled.likeliest
     order = values[0].argsort(descending=True).tolist()

@@ -12,7 +12,7 @@ from itertools import count
 import pytest
 
 from services.policies.admission import Account, AdmissionRules, Closed, Places, places
-from services.policies.retry_after import LONGEST_S, UNKNOWN_S, Pace, RetryEstimate, remaining_s
+from services.policies.retry_after import LONGEST_S, UNKNOWN_S, ExpectedRate, RetryEstimate, remaining_s
 
 RULES = AdmissionRules(base_version=0, k=1, batch=4)
 NO_COMMIT = Places(staleness=0, open_groups=8, lookahead=40)
@@ -62,7 +62,7 @@ def test_nobody_is_told_more_than_the_longest() -> None:
 
 
 def test_several_versions_at_once_are_several_intervals() -> None:
-    pace = Pace(0.0)
+    pace = ExpectedRate(0.0)
     pace.note(10.0)
     assert pace.until(1, 12.0) is None
     pace.note(30.0, times=4)

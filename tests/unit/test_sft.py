@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.wire.demonstrations import Question
 from services.wire.errors import UsageError
-from trainer.sft.accuracy import Sampled, draw, is_right, sampled_accuracy
+from trainer.sft.accuracy import Sampled, is_right, sample_answers, sampled_accuracy
 from trainer.sft.cache import deliver, is_delivered, keep, take_cached, warm_start_key
 from trainer.sft.data import folder_digest, read_recipe
 from trainer.sft.tiny_model import build_model, build_tokenizer, save_policy
@@ -102,13 +102,13 @@ def test_an_answer_counts_when_it_ends_right_before_its_end_token() -> None:
     generator = torch.Generator().manual_seed(0)
     assert sampled_accuracy(Parrot(), tokenizer, checks, 4, generator) == 0.5  # type: ignore[arg-type]
     assert sampled_accuracy(Parrot(), tokenizer, checks, 4, None) == 0.5  # type: ignore[arg-type]
-    [cut_off] = draw(Parrot(), torch.tensor([[5]]), end, 1, generator)  # type: ignore[arg-type]
+    [cut_off] = sample_answers(Parrot(), torch.tensor([[5]]), end, 1, generator)  # type: ignore[arg-type]
     assert not cut_off.ended and len(cut_off.said) == 1
 
 
 def test_logprobs_are_those_of_the_tokens_drawn() -> None:
     model, generator = build_model(seed=2, hidden_size=32, layers=1).eval(), torch.Generator().manual_seed(0)
-    answers = draw(model, torch.tensor([[5, 6, 7]] * 32), 9, 40, generator)
+    answers = sample_answers(model, torch.tensor([[5, 6, 7]] * 32), 9, 40, generator)
     assert any(answer.ended for answer in answers) and not all(answer.ended for answer in answers)
     for answer in answers:
         assert (answer.tokens[-1] == 9) is answer.ended and 9 not in answer.said

@@ -140,7 +140,7 @@ def test_the_meter_puts_a_commit_between_the_steps_it_fell_between() -> None:
         meter.observe(Step(step / 10 + late, [StepOutput([1]), StepOutput([2])]))
     assert meter.commits == 1
     assert meter.tokens == 80
-    assert meter.drawing == 2
+    assert meter.generating == 2
     assert meter.stalls_ms() == [pytest.approx(30.0)]
 
 

