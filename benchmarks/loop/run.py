@@ -217,11 +217,6 @@ def _table(bench: LoopBench) -> Table:
     return table
 
 
-# What `./dev bench loop` reads off a run: seconds to 0.9 success and steps a second. Pure.
-#
-# Both arms are judged alike: time counts from the moment the first training group's generation begins, and success is
-# the mean over a trailing window of batches, so that one lucky batch decides nothing.
-
 WINDOW = 3
 BAR = 0.9
 
@@ -242,7 +237,11 @@ class LoopTiming:
 
 
 def time_loop(started: float, steps: Sequence[StepMark]) -> LoopTiming:
-    """Judge one arm. Raises ValueError for an arm that made no step."""
+    """Time one arm from the moment the generation of its first group begins, both arms alike.
+
+    Success is the mean over a trailing window of batches, so that one lucky batch decides nothing. Raises
+    ValueError for an arm that made no step.
+    """
     if not steps:
         raise ValueError("an arm that made no step cannot be timed")
     reached = None

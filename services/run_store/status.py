@@ -1,4 +1,4 @@
-"""The wait board: every blocked component says what it waits for, since when (promise 5: no silent wait)."""
+"""Run status in Redis: the wait board (what each blocked component waits for, since when) and the trainer's last steps."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ async def read_waits(redis: Redis, run_id: str) -> dict[str, Wait]:
     return {as_text(component): msgspec.json.decode(wait, type=Wait) for component, wait in posted.items()}
 
 
-# What the trainer tells of itself in Redis, a line a step at most, for whoever looks at the run from outside.
-
-
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer's last steps. Staleness in optimizer steps, of the last step's tokens."""
+    """The trainer's last steps, for `rollmesh status`; published at most once a step.
+
+    Staleness in optimizer steps, of the last step's tokens.
+    """
 
     step: int
     steps: int

@@ -1,9 +1,9 @@
-"""One look at a run: Redis says who there is and how far things are, probes say who still answers.
+"""Status collector: a run's services, queue, trainer and waits, read from Redis; which services answer, from probes.
 
-    registry, accounts, open groups, waits, report ──at once──► services ──probed──► causes ──► MeshReport
+    registry, accounts, open groups, waits, trainer ──at once──► services ──probed──► causes ──► MeshReport
 
-Every part has a deadline and fails alone. Where the trainer waits and nobody is plainly at fault, servers are looked at
-once more: whether they generate shows only over time.
+Every part has a deadline and fails alone. Where the trainer waits and no cause is sure, servers are read a second time:
+whether they generate shows only over time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from services.status.report import CauseView, GroupView, MeshReport, QueueView, 
 from services.wire.errors import DeadlineError, UsageError
 
 PART_WITHIN_S = 2.0
-LOOK_AGAIN_S = 2.2
-"""Servers announce what they have sampled every second: between two looks so far apart there is at least one."""
+COLLECT_AGAIN_S = 2.2
+"""Servers announce what they have sampled every second: between two readings so far apart there is at least one."""
 TRAINER = "trainer"
 
 _NO_WAITS: dict[str, Wait] = {}
@@ -54,7 +54,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """Tokens that a server's incarnation had sampled when it was looked at (monotonic clock)."""
+    """Tokens that a server's incarnation had sampled when it was read (monotonic clock)."""
 
     incarnation: str
     tokens: int
@@ -62,7 +62,7 @@ class _Sampled:
 
 
 class StatusCollector:
-    """Takes looks at one run. `also`: further services, that are in no registry; `trust`: `http`'s."""
+    """Collects the status of one run. `also`: further services, that are in no registry; `trust`: `http`'s."""
 
     def __init__(
         self,
@@ -73,17 +73,17 @@ class StatusCollector:
         *,
         trust: Trust = PUBLIC,
         part_within_s: float = PART_WITHIN_S,
-        look_again_s: float = LOOK_AGAIN_S,
+        collect_again_s: float = COLLECT_AGAIN_S,
     ) -> None:
         self._redis, self._run_id, self._http = redis, run_id, http
         self._also, self._trust = also, trust
-        self._part_within_s, self._look_again_s = part_within_s, look_again_s
+        self._part_within_s, self._collect_again_s = part_within_s, collect_again_s
         self._registry = ServiceRegistry(redis, run_id)
         self._ledger = Ledger(redis, run_id)
         self._sampled: dict[str, _Sampled] = {}
 
-    async def look(self, *, again: bool = True) -> MeshReport:
-        """The run as it is. `again`: look twice where that says more; not for whoever looks again and again anyway."""
+    async def collect(self, *, again: bool = True) -> MeshReport:
+        """The run as it is. `again`: read servers twice where that says more; no use to repeated calls."""
         parts = await self._read()
         listed = [*parts.listed, *self._also]
         probes = await probe_all(self._http, {each.record.name: each.record.url for each in listed}, self._trust)
@@ -91,7 +91,7 @@ class StatusCollector:
         causes = self._causes(parts, listed, probes, wait)
         if again and wait is not None and not any(cause.sure for cause in causes):
             self._remember(listed)
-            await asyncio.sleep(self._look_again_s)
+            await asyncio.sleep(self._collect_again_s)
             now = {
                 each.record.name: each for each in await self._part(parts, "registry", self._registry.services(), [])
             }
@@ -124,7 +124,7 @@ class StatusCollector:
             reasons=probe.reasons,
             running=0 if server is None else server.running,
             sampled=server.sampled_tokens - before.tokens
-            if server and before and known and apart_s >= self._look_again_s
+            if server and before and known and apart_s >= self._collect_again_s
             else None,
             apart_s=apart_s,
         )
@@ -266,7 +266,7 @@ def _cause(cause: Cause) -> CauseView:
     )
 
 
-# Asking services whether they are ready, with a deadline that no stopped process can stretch.
+# Readiness probes, with a deadline that no stopped process can stretch.
 
 PROBE_WITHIN_S = 1.5
 
@@ -280,14 +280,14 @@ _readiness = msgspec.json.Decoder(_Readiness)
 
 @dataclass(frozen=True)
 class Probe:
-    """What became of one `GET /readyz`. `reasons`: why the service is not ready."""
+    """The outcome of one `GET /readyz`. `reasons`: why the service is not ready."""
 
     outcome: ProbeOutcome
     reasons: tuple[str, ...] = ()
 
 
 async def probe_all(http: httpx.AsyncClient, urls: Mapping[str, str], trust: Trust = PUBLIC) -> dict[str, Probe]:
-    """Name → what became of asking it at its URL; all at once, within PROBE_WITHIN_S. `trust`: `http`'s."""
+    """Name → outcome of `GET /readyz` at its URL; all at once, within PROBE_WITHIN_S. `trust`: `http`'s."""
     probes = await asyncio.gather(*(_probe(http, url, trust) for url in urls.values()))
     return dict(zip(urls, probes, strict=True))
 
@@ -313,14 +313,15 @@ async def _probe(http: httpx.AsyncClient, url: str, trust: Trust) -> Probe:
     return Probe("not_ready", tuple(reasons) or (f"it answers {answer.status_code}",))
 
 
-# Which run is meant: the one that was named, or the only one that Redis knows.
-
 _WITHIN_S = 5.0
 _MARK = "*"
 
 
 async def find_run(redis: Redis, run_id: str | None) -> str:
-    """Raises UsageError where there is no such run, or no telling which; DeadlineError where Redis does not answer."""
+    """The run that was named, or the only one that Redis knows.
+
+    Raises UsageError where there is no such run, or no telling which; DeadlineError where Redis does not answer.
+    """
     try:
         async with asyncio.timeout(_WITHIN_S):
             if run_id is not None and await _exists(redis, run_id):

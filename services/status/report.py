@@ -1,4 +1,4 @@
-"""What `rollmesh status --json` prints: one look at a run."""
+"""Status report of a run: what `rollmesh status --json` prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run looks like while it runs: a live table on a terminal, plain lines where there is none."""
+"""Live view of a run: a table on a terminal, plain lines where there is none."""
 
 from __future__ import annotations
 
@@ -137,12 +137,9 @@ def _waits(snapshot: Snapshot) -> list[tuple[str, str]]:
     ]
 
 
-# What the live view shows, gathered cheaply: new lines of the metrics, the wait board, each engine's report.
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """One look at the mesh. `metrics` is None before the first step; `engines` holds those that answered.
+    """What the live view shows at one moment. `metrics` is None before the first step; `engines` holds those that answered.
 
     `starting`: what the start of the run still waits for.
     """
@@ -167,7 +164,7 @@ class MetricsTail:
         self._decoder = msgspec.json.Decoder(StepMetrics)
         self.latest: StepMetrics | None = None
 
-    def look(self) -> StepMetrics | None:
+    def read(self) -> StepMetrics | None:
         """The newest whole line, or None before the first."""
         if lines := self._tail.new_lines():
             self.latest = self._decoder.decode(lines[-1])
@@ -175,7 +172,10 @@ class MetricsTail:
 
 
 class Observer:
-    """Takes snapshots; a part that cannot be had at the moment is left out, for the view must not end a run."""
+    """Takes snapshots from metrics.jsonl, the wait board and each engine.
+
+    A part that cannot be read at the moment is left out, for the view must not end a run.
+    """
 
     def __init__(
         self, *, began_at: float, metrics: Path, run_id: str, redis: Redis, http: httpx.AsyncClient, urls: Sequence[str]
@@ -188,9 +188,9 @@ class Observer:
         self._http = http
         self._urls = urls
 
-    async def look(self, starting: Sequence[str] = ()) -> Snapshot:
+    async def collect(self, starting: Sequence[str] = ()) -> Snapshot:
         engines, waits = await asyncio.gather(self._engines(), self._waits())
-        return Snapshot(time.time() - self._began_at, self._tail.look(), engines, waits, starting)
+        return Snapshot(time.time() - self._began_at, self._tail.read(), engines, waits, starting)
 
     async def _engines(self) -> list[EngineReport]:
         reports = await asyncio.gather(*(read_engine(self._http, url) for url in self._urls))

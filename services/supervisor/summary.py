@@ -1,4 +1,4 @@
-"""The run in one object: `summary.json`, made from what each part of the mesh knows of itself."""
+"""Run summary (`summary.json`), from the reports of trainer, environment, engines and ledger."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """`summary.json`. Times in seconds unless named ms; lengths in sampled tokens an episode.
 
     `tokens_generated`, `commits` and the stalls are what the engines that now run have counted: one that was started
-    again in the run has forgotten its earlier life. All other counts are the whole run's.
+    again in the run counts from zero. All other counts are the whole run's.
     """
 
     run_id: str

@@ -86,7 +86,7 @@ async def last_heard(redis: Redis, run_id: str, name: str, ago_s: float) -> None
 
 
 async def look(redis: Redis, run_id: str, http: httpx.AsyncClient) -> MeshReport:
-    return await StatusCollector(redis, run_id, http).look()
+    return await StatusCollector(redis, run_id, http).collect()
 
 
 @pytest.mark.alone
@@ -130,11 +130,11 @@ async def test_an_engine_that_draws_nothing_shows_between_two_looks_of_one_comma
         for name in ("busy", "stuck"):
             await announce(redis, run_id, name, url, sampled=10)
         await WaitBoard(redis, run_id, "trainer").post("the batch of step 4: 2 of 4 groups")
-        collector = StatusCollector(redis, run_id, http, look_again_s=0.0)
-        await collector.look(again=False)
+        collector = StatusCollector(redis, run_id, http, collect_again_s=0.0)
+        await collector.collect(again=False)
         await announce(redis, run_id, "busy", url, sampled=90)
-        report = await collector.look(again=False)
-        at_once = await StatusCollector(redis, run_id, http, look_again_s=0.0).look()
+        report = await collector.collect(again=False)
+        at_once = await StatusCollector(redis, run_id, http, collect_again_s=0.0).collect()
     assert [(cause.service, cause.kind, cause.sure) for cause in report.causes] == [("stuck", "draws_nothing", False)]
     assert report.trainer_waits is not None
     assert report.well, "a guess alone is no failure"
@@ -145,7 +145,7 @@ async def test_a_redis_that_stands_still_is_told_part_by_part(
     redis: Redis, run_id: str, http: httpx.AsyncClient
 ) -> None:
     await redis.execute_command("CLIENT", "PAUSE", "600", "ALL")
-    report = await StatusCollector(redis, run_id, http, part_within_s=0.2).look()
+    report = await StatusCollector(redis, run_id, http, part_within_s=0.2).collect()
     assert len(report.unread) == 6
     assert "registry: Redis has not answered within 0.2 s" in report.unread
     assert not report.well

@@ -23,16 +23,16 @@ def line(step: int) -> bytes:
 def test_the_tail_follows_a_growing_file_and_ignores_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = MetricsTail(path)
-    assert tail.look() is None
+    assert tail.read() is None
     path.write_bytes(line(1) + line(2)[:7])
-    first = tail.look()
+    first = tail.read()
     assert first is not None
     assert first.step == 1
     path.write_bytes(line(1) + line(2) + line(3))
-    latest = tail.look()
+    latest = tail.read()
     assert latest is not None
     assert (latest.step, latest.success) == (3, 0.03)
-    assert tail.look() is latest
+    assert tail.read() is latest
 
 
 async def test_a_snapshot_is_had_even_where_nothing_answers_yet(redis_url: str, run_id: str, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ async def test_a_snapshot_is_had_even_where_nothing_answers_yet(redis_url: str, 
             http=http,
             urls=["http://127.0.0.1:1"],
         )
-        snapshot = await observer.look()
+        snapshot = await observer.collect()
     await redis.aclose()
     assert snapshot.metrics is None
     assert snapshot.engines == []

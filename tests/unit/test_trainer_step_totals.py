@@ -16,11 +16,11 @@ from trainer.metrics.exporter import RECENT_STEPS, StepTotals
 
 def test_counters_add_up_over_all_steps_and_the_busy_share_is_of_the_last() -> None:
     totals = StepTotals(steps=100, k=2)
-    assert totals.report() is None
+    assert totals.status() is None
     assert list(totals.readings()) == []
     totals.add([step_line(step, wait_ms=1000.0) for step in range(1, 6)])
     totals.add([step_line(step) for step in range(6, 6 + RECENT_STEPS)])
-    report = totals.report()
+    report = totals.status()
     assert report is not None
     assert (report.step, report.steps, report.k, report.over_steps) == (25, 100, 2, RECENT_STEPS)
     assert report.busy_share == pytest.approx(0.75)

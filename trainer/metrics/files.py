@@ -1,4 +1,7 @@
-"""What people read of a run while it goes: metrics.jsonl and samples.jsonl. A torn tail is cut off, no step is repeated."""
+"""Metrics files of a run: metrics.jsonl, samples.jsonl, trainer_report.json, curves.png.
+
+The first two are appended to at each step: a torn last line is cut off, no step is written twice.
+"""
 
 from __future__ import annotations
 
@@ -135,9 +138,6 @@ def _open_at_last_line(path: Path) -> BufferedRandom:
     return file
 
 
-# trainer_report.json: what the trainer says of a whole run, read off metrics.jsonl so that restarts lose nothing.
-
-
 def make_report(
     lines: Sequence[StepMetrics],
     *,
@@ -150,6 +150,7 @@ def make_report(
     generated: Lengths,
     dropped: Mapping[str, int],
 ) -> TrainerReport:
+    """Of a whole run, from the lines of metrics.jsonl, so that restarts lose nothing."""
     tokens = sum(line.tokens for line in lines)
     masked = sum(line.masked_tokens for line in lines)
     gaps = [(line.logprob_gap_mean, line.gap_tokens) for line in lines]
@@ -211,11 +212,8 @@ def write_report(path: Path, report: TrainerReport) -> None:
         making.replace(path)
 
 
-# curves.png: a run's steps in six pictures.
-
-
 def plot_curves(lines: Sequence[StepMetrics], generated: Lengths, path: Path) -> None:
-    """Draw them. `generated`: lengths of all that was drawn, beside which those that were trained are shown.
+    """Plot a run's steps. `generated`: lengths of all answers, shown beside those that were trained.
 
     matplotlib is imported here: it takes a second, and nobody should wait for it before a run.
     """

@@ -1,4 +1,4 @@
-"""Statistics over the tokens of a step, summed on the device and read once: each read waits for the device."""
+"""Token statistics of an optimizer step (loss, ratio, KL, logprob gap), summed on the device and read once."""
 
 from __future__ import annotations
 
