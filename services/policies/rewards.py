@@ -135,7 +135,7 @@ class BatchQueue(Generic[ItemT]):
     """Dynamic batching of calls to a reward model: when waiting samples are sent, and how many together.
 
         offer ──► waiting, oldest first ──due: full, or the oldest has waited long enough, and a place is free──► sent
-          └─full─► refused       └──withdraw: its caller gave up                                       done ◄──────┘
+          └─full─► refused    └──withdraw: its caller gave up                                          done ◄──────┘
 
     Invariants: what was offered is sent once, withdrawn, or still waiting; batches hold 1 … `largest` samples, in the order
     of their coming; at most `at_once` batches are out; at most `capacity` samples wait.

@@ -1,9 +1,9 @@
 """Supervisor of a mesh on one machine: starts its processes, watches them, stops them, writes the summary.
 
 reserve ports ─► reaper ─► Valkey ─► everything else at once ─► ready ─► … training … ─► trainer and environment done
-                                               │                                                     │
+                                              │                                                      │
                          a process dies: its supervisor starts it again                        collect, write summary
-                                               ▼                                                     ▼
+                                              ▼                                                      ▼
                     gives up, or Ctrl-C, or the disk is full ─────────────────────► stop all (Valkey last), clean up
 """
 

@@ -90,7 +90,7 @@ async def look(redis: Redis, run_id: str, http: httpx.AsyncClient) -> MeshReport
 
 
 @pytest.mark.alone
-async def test_a_stopped_service_costs_a_deadline_and_is_named_with_the_groups_that_it_adopted(
+async def test_a_stopped_service_costs_a_deadline_and_is_named_with_the_groups_that_it_took_over(
     redis: Redis, run_id: str, http: httpx.AsyncClient
 ) -> None:
     ledger, keys = Ledger(redis, run_id), RunKeys(run_id)

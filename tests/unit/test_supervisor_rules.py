@@ -63,13 +63,13 @@ def plan(*overrides: str, keys: KeyPlaces = NO_PLACES) -> LaunchPlan:
     return plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports, keys)
 
 
-def test_every_process_is_told_by_its_surroundings_where_the_keys_are_and_no_key_is_on_a_command_line() -> None:
+def test_every_process_is_told_by_its_environment_where_the_keys_are_and_no_key_is_on_a_command_line() -> None:
     launch = plan("servers=2", keys=KeyPlaces(Path("/keys")))
     ours = [launch.bus, *launch.servers, launch.gateway, launch.trainer, launch.environment]
-    for post in ours:
-        assert post is not None
-        assert post.environment["ROLLMESH_KEYS_DIR"] == "/keys"
-        assert not any("/keys" in word or "password" in word for word in post.command)
+    for spec in ours:
+        assert spec is not None
+        assert spec.environment["ROLLMESH_KEYS_DIR"] == "/keys"
+        assert not any("/keys" in word or "password" in word for word in spec.command)
     assert launch.valkey is not None
     assert flag(list(launch.valkey.command), "--aclfile") == "/runs/a/redis/users.acl"
     keyless = plan().valkey
@@ -88,20 +88,20 @@ def flag(command: object, name: str) -> str:
 
 def test_every_process_belongs_to_the_run_and_to_the_same_services() -> None:
     launch = plan("servers=2", "k=3", "rollout.groups_per_step=4", "rollout.threads=2")
-    for post in (*launch.servers, launch.trainer):
-        command = post.command
+    for spec in (*launch.servers, launch.trainer):
+        command = spec.command
         assert flag(command, "--redis-url") == "redis://127.0.0.1:9001/0"
         assert flag(command, "--bus-url") == "http://127.0.0.1:9002"
         assert flag(command, "--model") == "/runs/a/model"
-    for post in (launch.bus, *launch.servers, launch.trainer, launch.environment):
-        assert flag(post.command, "--run-id") == "run-1"
-        assert post.environment["ROLLMESH_RUN_ID"] == "run-1"
-        assert post.environment["ROLLMESH_SERVICE"] == post.name
-    assert [flag(post.command, "--server-id") for post in launch.servers] == ["s0", "s1"]
-    assert [post.environment["OMP_NUM_THREADS"] for post in launch.servers] == ["2", "2"]
+    for spec in (launch.bus, *launch.servers, launch.trainer, launch.environment):
+        assert flag(spec.command, "--run-id") == "run-1"
+        assert spec.environment["ROLLMESH_RUN_ID"] == "run-1"
+        assert spec.environment["ROLLMESH_SERVICE"] == spec.name
+    assert [flag(spec.command, "--server-id") for spec in launch.servers] == ["s0", "s1"]
+    assert [spec.environment["OMP_NUM_THREADS"] for spec in launch.servers] == ["2", "2"]
     assert flag(launch.environment.command, "--concurrency") == str((3 + 1) * 4)
     assert launch.server_urls == ("http://127.0.0.1:9100", "http://127.0.0.1:9101")
-    assert [post.role for post in (launch.trainer, launch.environment, launch.bus)] == ["job", "job", "service"]
+    assert [spec.role for spec in (launch.trainer, launch.environment, launch.bus)] == ["job", "job", "service"]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_given_model_and_redis_are_used_instead_of_our_own() -> None:
     assert launch.warm_start == ()
     assert flag(launch.trainer.command, "--model") == "/models/mine"
     assert flag(launch.trainer.command, "--redis-url") == "redis://10.0.0.1:6379/3"
-    assert [post.name for post in plan().warm_start] == ["demonstrations", "sft"]
+    assert [spec.name for spec in plan().warm_start] == ["demonstrations", "sft"]
 
 
 @pytest.mark.parametrize(

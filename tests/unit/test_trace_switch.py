@@ -81,7 +81,7 @@ def test_errors_of_a_command_are_a_json_line_too_where_logs_are() -> None:
     assert "rollmesh[traces]" in line["why"]
 
 
-def test_surroundings_go_before_settings_and_hand_them_on() -> None:
+def test_environment_variables_go_before_settings_and_hand_them_on() -> None:
     settings = TraceSettings(traces="otlp", traces_ratio=0.5)
     changed = with_environ(settings, {"ROLLMESH_TRACES_RATIO": "0.25", "OTHER": "1", "ROLLMESH_TRACES": ""})
     assert changed == TraceSettings(traces="otlp", traces_ratio=0.25)
