@@ -145,4 +145,4 @@ def test_keys_never_reach_a_build(tmp_path: Path) -> None:
     (tmp_path / "Copy").write_text("FROM scratch\nCOPY . /\n")
     docker("build", "-f", str(tmp_path / "Copy"), "--output", f"type=local,dest={tmp_path / 'out'}", str(tmp_path))
     copied = [path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert copied == ["services/http/app.py"]
+    assert copied == ["services/app.py"]
