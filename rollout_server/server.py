@@ -30,7 +30,6 @@ from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.drain import Drainer, EngineWatch
 from rollout_server.lifecycle.expire import expire_idle
 from rollout_server.lifecycle.finish import Finisher, Origin, Publisher
-from rollout_server.lifecycle.heartbeat import Heartbeat
 from rollout_server.lifecycle.open import SessionOpener
 from rollout_server.lifecycle.takeover import Takeover, incarnation_of
 from rollout_server.sessions.access import Access
@@ -42,7 +41,7 @@ from services.http.app import Stop
 from services.http.auth import Authorizer
 from services.observability.tracing import NO_TRACING, Tracing
 from services.run_store.client import connect
-from services.run_store.discovery import Registry, ServerRecord, ServiceRecord, announced
+from services.run_store.discovery import Heartbeat, ServerRecord, ServiceRegistry
 from services.run_store.ledger import Ledger
 from services.run_store.status import WaitBoard
 from services.run_store.stream import TrajectoryLog, TrajectoryWriter
@@ -193,22 +192,20 @@ class RolloutServer:
             self._parts = parts = await self._start(redis)
             self._phase = "serving"
             self._cpu_when_ready = time.thread_time()
-            plan, timeout_s = self.plan, self.plan.settings.rollout.group_timeout_s
-            record = ServiceRecord(name=plan.server_id, kind="rollout-server", url=plan.url)
-            async with announced(redis, plan.run_id, record):
-                with first_failure():
-                    async with asyncio.TaskGroup() as tasks:
-                        tasks.create_task(parts.journal.run(), name="journal")
-                        tasks.create_task(parts.heartbeat.run(), name="heartbeat")
-                        tasks.create_task(parts.takeover.run(), name="takeover")
-                        watch = EngineWatch(self._engine, parts.takeover, parts.drainer, parts.heartbeat)
-                        tasks.create_task(watch.run(), name="engine watch")
-                        tasks.create_task(parts.gate.run(), name="admission")
-                        tasks.create_task(parts.publisher.run(), name="publisher")
-                        tasks.create_task(expire_idle(parts.registry, parts.finisher, timeout_s), name="expiry")
-                        tasks.create_task(parts.answer_service.watch(parts.registry, timeout_s), name="call watcher")
-                        if self._membership is not None:
-                            tasks.create_task(self._membership.run(), name="membership")
+            timeout_s = self.plan.settings.rollout.group_timeout_s
+            with first_failure():
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(parts.journal.run(), name="journal")
+                    tasks.create_task(parts.heartbeat.run(), name="heartbeat")
+                    tasks.create_task(parts.takeover.run(), name="takeover")
+                    watch = EngineWatch(self._engine, parts.takeover, parts.drainer, parts.heartbeat)
+                    tasks.create_task(watch.run(), name="engine watch")
+                    tasks.create_task(parts.gate.run(), name="admission")
+                    tasks.create_task(parts.publisher.run(), name="publisher")
+                    tasks.create_task(expire_idle(parts.registry, parts.finisher, timeout_s), name="expiry")
+                    tasks.create_task(parts.answer_service.watch(parts.registry, timeout_s), name="call watcher")
+                    if self._membership is not None:
+                        tasks.create_task(self._membership.run(), name="membership")
         except RollmeshError as error:
             self._stop.fail(error)
         except RedisError as error:
@@ -228,12 +225,12 @@ class RolloutServer:
         ledger, registry = Ledger(redis, plan.run_id), GroupRegistry()
         base_version = await ledger.begin(self._engine.policy_version)
         access = Access(await self._session_keys(ledger), self.authorizer)
-        servers = Registry(redis, plan.run_id)
+        servers = ServiceRegistry(redis, plan.run_id)
         journal = Journal(
             redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.forget_open
         )
         takeover = Takeover(registry, journal, ledger, servers, plan.server_id, plan.trust)
-        heartbeat = Heartbeat(servers, lambda: self._record(registry))
+        heartbeat = Heartbeat(servers, lambda: [self._record(registry)])
         log, origin = (
             TrajectoryLog(redis, plan.run_id),
             Origin(plan.run_id, plan.server_id, renderer.vocabulary_digest()),
@@ -250,7 +247,7 @@ class RolloutServer:
             engine_version=lambda: self._engine.policy_version,
         )
         # Before it holds anything: what an unknown server holds is taken for an orphan.
-        await heartbeat.beat()
+        await heartbeat.announce()
         _log.info(
             "serving", url=plan.url, version=self._engine.policy_version, after_s=round(time.monotonic() - started, 2)
         )
@@ -292,10 +289,10 @@ class RolloutServer:
         return SessionKeys(await ledger.session_secret() if given is None else secret_of_run(given, self.plan.run_id))
 
     def _record(self, groups: GroupRegistry) -> ServerRecord:
-        """What the registry is told."""
+        """What the service registry is told."""
         status, plan = self._engine.status(), self.plan
         return ServerRecord(
-            server_id=plan.server_id,
+            name=plan.server_id,
             incarnation=self._incarnation,
             url=plan.url,
             state="serving" if self._phase not in ("draining", "closed") and status.failure is None else "draining",
@@ -325,7 +322,7 @@ class RolloutServer:
         parts = self._ready_parts()
         parts.gate.close()
         parts.takeover.taking = False
-        await heartbeat.beat()
+        await heartbeat.announce()
 
     async def _close(self, redis: Redis) -> None:
         """Leave the bus, drop open groups, close the engine and Redis: each, also where another fails."""

@@ -1,4 +1,4 @@
-"""Wiring: the parts of one trainer put together, and closed again in the opposite order."""
+"""Assembly of a trainer process: opens its parts in order, closes them in the opposite order."""
 
 from __future__ import annotations
 

@@ -96,11 +96,11 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-# What the trainer waits for, posted on the wait board from the training thread without waiting for Redis.
-
-
 class WaitSign:
-    """Posts and clears in the order of the calls, whatever the network does."""
+    """The trainer's entry on the wait board, set from the training thread without waiting for Redis.
+
+    Posts and clears in the order of the calls, whatever the network does.
+    """
 
     def __init__(self, board: WaitBoard, background: Background) -> None:
         self._board, self._background = board, background
@@ -124,14 +124,14 @@ class WaitSign:
                 await self._board.post(waiting_for)
 
 
-# SIGTERM and Ctrl-C.
-#
-# starting, concluding   at once: SystemExit unwinds, and everything opened is closed (nothing is lost: see `step_log`)
-# inside `graceful`      the step in hand is finished first; a second signal ends at once
-
-
 class Interrupt:
-    """`requested`: the signal that asked for the end, None until then. True once one has."""
+    """Handles SIGTERM and Ctrl-C.
+
+    starting, concluding   at once: SystemExit unwinds, and everything opened is closed (nothing is lost: see `step_log`)
+    inside `graceful`      the current step is finished first; a second signal ends at once
+
+    `requested`: the signal that asked for the end, None until then. True once one has.
+    """
 
     def __init__(self) -> None:
         self.requested: int | None = None

@@ -1,4 +1,4 @@
-"""The loop: next batch → its optimizer steps → publish → log.
+"""Training loop: take a batch, make its optimizer steps, publish the weights, write metrics and checkpoints.
 
 take ──► record the batch (disk) ──► U steps from v ──► publish v + U ──► metrics ──► (checkpoint)
                 │                                           │
@@ -25,13 +25,14 @@ from services.host.files import writing
 from services.observability.tracing import Tracing
 from services.policies.batching import Group
 from services.run_store.stream import TrajectoryReader
+from services.wire.run_metrics import StepTimes
 from services.wire.trajectory import Trajectory
 from trainer.checkpoint.checkpoint import Snapshot, save, snapshot, versions
 from trainer.checkpoint.step_log import StepLog, StepRecord
 from trainer.data.stream_reader import Arrivals, Intake
 from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.metrics.files import RunRecords
-from trainer.metrics.step import StepTimes, outcome, step_metrics
+from trainer.metrics.step import outcome, step_metrics
 from trainer.model.learner import Learner
 from trainer.model.roles import Roles
 from trainer.model.train_batch import Trained, train_batch
@@ -97,7 +98,7 @@ class TrainingLoop:
         return True
 
     def repeat(self, groups: Sequence[Group[Trajectory]], updates: int) -> None:
-        """A batch of an earlier life once more, from its step log; nothing is published."""
+        """A batch of an earlier incarnation once more, from its step log; nothing is published."""
         self._write(train_batch(self.roles, self.settings, groups, updates), 0.0, 0.0)
 
     def checkpoint(self) -> Future[Path]:
@@ -217,17 +218,18 @@ def _stream_order(stream_id: str) -> tuple[int, int]:
     return int(milliseconds), int(sequence or 0)
 
 
-# Optimizer steps as spans, with links to what they learned from: written down after the batch, off its clock.
-#
-# trainer.batch ──┬── trainer.step v + 1 ──links──► the traces of the groups that it consumed
-#                 ├── trainer.step v + 2 ──links──► …
-#                 └── trainer.update v + 2 ──► the bus ──► each engine's commit
-
 NAME = "trainer.step"
 
 
 def record_steps(tracing: Tracing, trained: Sequence[Trained], began_ns: int, *, wait_s: float) -> None:
-    """Below the current span. `began_ns`: when training began; `wait_s`: how long the batch had been waited for."""
+    """Optimizer steps as spans below the current one, recorded after the batch so that they cost it no time.
+
+    trainer.batch ──┬── trainer.step v + 1 ──links──► the traces of the groups that it consumed
+                    ├── trainer.step v + 2 ──links──► …
+                    └── trainer.update v + 2 ──► the bus ──► each engine's commit
+
+    `began_ns`: when training began; `wait_s`: how long the batch had been waited for.
+    """
     if not tracing.on:
         return
     for step in trained:

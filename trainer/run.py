@@ -1,4 +1,4 @@
-"""A trainer's life: load, come back to where it was, train, conclude.
+"""One trainer process from start to end: load the model, resume, train, conclude the run, write its report.
 
 model folder ─► learner ─► restore + replay ─► publish the first version ─► loop ─► conclude ─► verify ─► report
                                                                              │
@@ -136,7 +136,7 @@ def _report(loop: TrainingLoop, assembly: Assembly, verified: VerifyView) -> Non
     plot_curves(lines, generated, assembly.folder.curves)
 
 
-# Coming back after a crash: newest checkpoint, then the step log's batches once more, fetched from the stream.
+# Recovery after a crash: the newest checkpoint, then the batches of the step log once more, read from the stream.
 #
 # checkpoint v ──► step log from v ──► the same batches, the same bytes ──► the version that engines may have seen
 

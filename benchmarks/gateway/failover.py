@@ -24,7 +24,7 @@ from rollout_server.lifecycle.takeover import incarnation_of
 from services.host.aio import first_failure
 from services.http.app import DONE
 from services.run_store.client import as_text, connect
-from services.run_store.discovery import Registry
+from services.run_store.discovery import ServiceRegistry
 from services.run_store.keys import RunKeys
 from services.wire.errors import DeadlineError, RollmeshError
 
@@ -68,7 +68,7 @@ class _Killer:
         self._fleet = fleet
         self._talking = talking
         self._redis = redis
-        self._registry = Registry(redis, fleet.plan.run_id)
+        self._registry = ServiceRegistry(redis, fleet.plan.run_id)
         self._owners = RunKeys(fleet.plan.run_id).owners
         self._share = max(agents // (2 * len(fleet.servers)), 1)
         self._rng = rng
@@ -96,7 +96,7 @@ class _Killer:
 
     async def _calls_at(self, server_id: str) -> list[AgentCall]:
         """What is in flight in sessions that a server, as it runs now, holds."""
-        names = {incarnation_of(each) for each in await self._registry.servers() if each.server_id == server_id}
+        names = {incarnation_of(each) for each in await self._registry.servers() if each.name == server_id}
         owners = await self._redis.hgetall(self._owners)
         groups = {as_text(group) for group, owner in owners.items() if as_text(owner) in names}
         return [call for call in self._talking.in_flight if call.group_id in groups]

@@ -28,7 +28,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from services.supervisor.summary import Summary
 from services.wire.errors import RollmeshError, UsageError
+from trainer.metrics.files import read_metrics
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -65,20 +67,6 @@ class LoopBench(msgspec.Struct, frozen=True, kw_only=True, rename={"time_to_09_v
     load_before: tuple[float, float, float]
     cores: int
     versions: dict[str, str]
-
-
-class _MetricsLine(msgspec.Struct, frozen=True):
-    step: int
-    time: float
-    success: float
-    publish_ms: float
-    stream_ms: float
-    flip_ms: float
-    first_opened_at: float
-
-
-class _SummaryFigures(msgspec.Struct, frozen=True):
-    http_ms_per_step: float
 
 
 class _TrlLine(msgspec.Struct, frozen=True):
@@ -125,12 +113,8 @@ def _run_mesh(folder: Path, seed: int, steps: int, engine: str) -> tuple[Arm, Ov
     command += ["--seed", str(seed), "--steps", str(steps), "--run-dir", str(folder)]
     command += [f"rollout.groups_per_step={GROUPS}", f"rollout.group_size={GROUP_SIZE}"]
     _run("the mesh", [*command, f"rollout.max_tokens={MAX_TOKENS}"])
-    lines = [
-        msgspec.json.decode(line, type=_MetricsLine)
-        for line in (folder / "metrics.jsonl").read_bytes().splitlines()
-        if line
-    ]
-    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=_SummaryFigures)
+    lines = read_metrics(folder / "metrics.jsonl")
+    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
     overhead = Overhead(
         publish=statistics.median(line.publish_ms for line in lines),
         stream=statistics.median(line.stream_ms for line in lines),
@@ -233,11 +217,6 @@ def _table(bench: LoopBench) -> Table:
     return table
 
 
-# What `./dev bench loop` reads off a run: seconds to 0.9 success and steps a second. Pure.
-#
-# Both arms are judged alike: time counts from the moment the first training group's generation begins, and success is
-# the mean over a trailing window of batches, so that one lucky batch decides nothing.
-
 WINDOW = 3
 BAR = 0.9
 
@@ -258,7 +237,11 @@ class LoopTiming:
 
 
 def time_loop(started: float, steps: Sequence[StepMark]) -> LoopTiming:
-    """Judge one arm. Raises ValueError for an arm that made no step."""
+    """Time one arm from the moment the generation of its first group begins, both arms alike.
+
+    Success is the mean over a trailing window of batches, so that one lucky batch decides nothing. Raises
+    ValueError for an arm that made no step.
+    """
     if not steps:
         raise ValueError("an arm that made no step cannot be timed")
     reached = None

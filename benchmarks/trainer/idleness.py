@@ -32,8 +32,8 @@ from services.host.files import remove_shm_files
 from services.host.run_folder import RunFolder
 from services.supervisor.processes import Child
 from services.wire.errors import RollmeshError
+from services.wire.run_metrics import StepMetrics
 from trainer.metrics.files import read_metrics
-from trainer.metrics.step import StepMetrics
 
 # One run of a mesh whose engines generate by the clock: every process real, started by command, judged by its metrics.
 #

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import structlog
 from pydantic import BaseModel
 
@@ -18,6 +19,7 @@ from clients.runner.groups import evaluate_group
 from clients.runner.text_episodes import Played
 from services.wire.errors import CapacityError, NotReadyError
 from services.wire.rollout_api import OpenGroup, SamplingBody
+from services.wire.run_metrics import EvaluationReport
 
 _log = structlog.get_logger()
 GROUP_SIZE = 32
@@ -29,16 +31,6 @@ class Measured(BaseModel):
 
     success: float
     mean_length: float
-
-
-class EvaluationReport(BaseModel):
-    """`evaluation.json` in the run folder."""
-
-    success_before: float
-    success_after: float
-    mean_length_before: float
-    mean_length_after: float
-    problems: int
 
 
 async def evaluate(
@@ -126,7 +118,7 @@ class EvaluationRecord:
         return Measured.model_validate_json(self._before.read_text(encoding="utf-8"))
 
     def write_before(self, before: Measured) -> None:
-        _write_whole(self._before, before)
+        _write_whole(self._before, before.model_dump_json(indent=2).encode())
 
     def write_report(self, before: Measured, after: Measured, problems: int) -> None:
         report = EvaluationReport(
@@ -136,12 +128,12 @@ class EvaluationRecord:
             mean_length_after=after.mean_length,
             problems=problems,
         )
-        _write_whole(self._report, report)
+        _write_whole(self._report, msgspec.json.format(msgspec.json.encode(report), indent=2))
         self._before.unlink(missing_ok=True)
 
 
-def _write_whole(path: Path, model: BaseModel) -> None:
+def _write_whole(path: Path, content: bytes) -> None:
     """All of the file or none of it: whoever reads it must never see a half."""
     partial = path.with_suffix(".partial")
-    partial.write_text(model.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    partial.write_bytes(content + b"\n")
     partial.replace(path)

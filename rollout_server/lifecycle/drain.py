@@ -17,10 +17,9 @@ from redis.exceptions import RedisError
 
 from rollout_server.engines.base import Engine
 from rollout_server.journal.journal import Journal
-from rollout_server.lifecycle.heartbeat import Heartbeat
 from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.group import Group, GroupRegistry
-from services.run_store.discovery import Registry
+from services.run_store.discovery import Heartbeat, ServiceRegistry
 from services.wire.errors import DrainingError, NotReadyError, RollmeshError
 
 _POLL_S = 0.02
@@ -35,7 +34,7 @@ class Drainer:
         engine: Engine,
         groups: GroupRegistry,
         journal: Journal,
-        servers: Registry,
+        servers: ServiceRegistry,
         server_id: str,
         begin: Callable[[], Awaitable[None]],
     ) -> None:
@@ -49,7 +48,7 @@ class Drainer:
     async def others(self) -> list[str]:
         """Servers that could take over what this one releases. Raises RedisError."""
         servers = await self._servers.servers()
-        return [each.server_id for each in servers if each.state == "serving" and each.server_id != self._server_id]
+        return [each.name for each in servers if each.state == "serving" and each.name != self._server_id]
 
     async def drain(self, within_s: float) -> bool:
         """Release all groups; returns whether another server can take them over. Raises RedisError."""

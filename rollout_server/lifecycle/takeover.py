@@ -26,7 +26,7 @@ from rollout_server.journal.replay import AnswerName, Now, Replayed, replay
 from rollout_server.sessions.group import GroupRegistry
 from rollout_server.sessions.session import Session, SessionEnd
 from services.host.aio import NamedLocks
-from services.run_store.discovery import Registry, ServerRecord
+from services.run_store.discovery import ServerRecord, ServiceRegistry
 from services.run_store.ledger import Ledger
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError
@@ -44,7 +44,7 @@ _log = structlog.get_logger()
 
 def incarnation_of(record: ServerRecord) -> str:
     """How a server is named as an owner."""
-    return f"{record.server_id}/{record.incarnation}"
+    return f"{record.name}/{record.incarnation}"
 
 
 def falls_to(group_id: str, server_ids: Sequence[str]) -> str:
@@ -72,7 +72,7 @@ class Takeover:
         groups: GroupRegistry,
         journal: Journal,
         ledger: Ledger,
-        servers: Registry,
+        servers: ServiceRegistry,
         server_id: str,
         trust: Trust = PUBLIC,
     ) -> None:
@@ -222,7 +222,7 @@ class Takeover:
 
     async def _take_orphans(self) -> None:
         servers = await self._servers.servers()
-        serving = [record.server_id for record in servers if record.state == "serving"]
+        serving = [record.name for record in servers if record.state == "serving"]
         if self._server_id not in serving:
             return
         owners = await self._journal.owners()

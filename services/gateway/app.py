@@ -26,7 +26,7 @@ from services.observability.metrics import Metrics, Reading
 from services.observability.middleware import trace_calls
 from services.observability.tracing import NO_TRACING, Tracing
 from services.run_store.client import connect
-from services.run_store.discovery import Registry, ServiceRecord, announced
+from services.run_store.discovery import ServiceRecord, announced
 from services.run_store.status import WaitBoard
 from services.security.permissions import NO_KEYS, Keys
 from services.security.tls import PUBLIC, Trust
@@ -86,7 +86,7 @@ class Gateway:
         self._stop = stop
         self._redis = redis = connect(plan.redis_url)
         board = WaitBoard(redis, plan.run_id, plan.name)
-        self.servers = Servers(Registry(redis, plan.run_id), board, plan.settings.poll_s)
+        self.servers = Servers(ServiceRegistry(redis, plan.run_id), board, plan.settings.poll_s)
         self.upstream = Upstream(plan.trust)
         router = Router(self.servers, plan.settings)
         self.failover = Failover(self.servers, router, self.upstream, plan.settings.failover_timeout_s)
@@ -120,7 +120,7 @@ class Gateway:
             self._stop.fail(RollmeshError(f"the gateway failed ({error!r})", "see its log"))
 
 
-_ANNOUNCED = [name for name in KnownServer.model_fields if name != "in_flight"]
+_ANNOUNCED = [name for name in KnownServer.model_fields if name not in ("server_id", "in_flight")]
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"]
 
 
@@ -132,7 +132,11 @@ def admin_routes(servers: Servers, upstream: Upstream, authorizer: Authorizer) -
     async def read_servers() -> KnownServers:
         """The servers that are alive, as they announce themselves and as this gateway uses them."""
         known = [
-            KnownServer(**{name: getattr(server.record, name) for name in _ANNOUNCED}, in_flight=server.in_flight)
+            KnownServer(
+                server_id=server.name,
+                **{name: getattr(server.record, name) for name in _ANNOUNCED},
+                in_flight=server.in_flight,
+            )
             for server in servers.all()
         ]
         return KnownServers(servers=known, not_ready=servers.not_ready())

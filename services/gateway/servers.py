@@ -18,7 +18,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from services.gateway.request import ProxiedCall
-from services.run_store.discovery import Registry, ServerRecord
+from services.run_store.discovery import ServerRecord, ServiceRegistry
 from services.run_store.status import WaitBoard
 
 _REDIS_WITHIN_S = 2.0
@@ -41,7 +41,7 @@ class Server:
 
     @property
     def name(self) -> str:
-        return self.record.server_id
+        return self.record.name
 
     @property
     def busy(self) -> int:
@@ -93,7 +93,7 @@ class Server:
 class Servers:
     """The known servers. `run` polls the registry until cancelled."""
 
-    def __init__(self, registry: Registry, board: WaitBoard, poll_s: float) -> None:
+    def __init__(self, registry: ServiceRegistry, board: WaitBoard, poll_s: float) -> None:
         self._registry = registry
         self._board = board
         self._poll_s = poll_s
@@ -158,7 +158,7 @@ class Servers:
         self._take(records)
 
     def _take(self, records: list[ServerRecord]) -> None:
-        seen = {record.server_id: record for record in records}
+        seen = {record.name: record for record in records}
         for name, server in list(self._known.items()):
             record = seen.get(name)
             if record is not None and record.incarnation == server.record.incarnation:

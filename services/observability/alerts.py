@@ -1,4 +1,4 @@
-"""The alerts of a mesh: what is wrong with it, said in PromQL over catalogued names."""
+"""Prometheus alert rules of a mesh, in PromQL over the metric catalogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every figure that a service exports for Prometheus: name, kind, help, labels and buckets, said here and nowhere else.
+"""Metric catalogue: name, kind, help, labels and buckets of every Prometheus metric, declared here and nowhere else.
 
 A name is `rollmesh_<room>_<what>_<unit>`, counters with `_total` after it. Units are SI's base units (`seconds`, `bytes`),
 a counted thing in the plural (`tokens`, `groups`), `ratio` (0 … 1) or `version`; `info` is always 1 and has labels.

@@ -1,4 +1,4 @@
-"""The mesh's dashboard for Grafana: from the trainer's point of view first, then what feeds it."""
+"""Grafana dashboard of a mesh: the trainer first, then what feeds it."""
 
 from __future__ import annotations
 

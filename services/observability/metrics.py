@@ -1,4 +1,4 @@
-"""One process's figures for Prometheus: counted where something happens, or read when somebody scrapes; never by token."""
+"""Prometheus metrics of one process: counters changed by events, and readings taken at each scrape; never per token."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""ASGI middleware: a call that belongs to a trace becomes a span of it, and so does all that is done for it.
+"""Tracing middleware (ASGI): a span for each HTTP call that belongs to a trace.
 
-A call that brings no context is none of a trace, but for one that opens a session or a group: it begins a trace, so that
-agents which know nothing of traces are in one too. What is passed on carries this span's context in place of the caller's.
+A call without a `traceparent` belongs to no trace, unless it opens a session or a group: that one begins a trace, so that
+agents which know nothing of traces are in one too. The application sees this span's context in place of the caller's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tracing as a process's settings want it: none, or OpenTelemetry's where it is installed."""
+"""Opens a process's traces as its settings want them: switched off, or exported by OpenTelemetry's SDK."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ def open_tracing(settings: TraceSettings, kind: ServiceKind, run_id: str, instan
     """Traces as `settings` want them. `instance`: which of the services of its kind this process is.
 
     No thread is started before the first span: an engine may yet fork. Raises UsageError where they are switched on and
-    OpenTelemetry is not installed.
+    OpenTelemetry's SDK is not installed.
     """
     if settings.traces == "off":
         return NO_TRACING
     check_installed(settings)
-    from services.observability.otel import OtelTracing
+    from services.observability.otel import Exporting
 
-    return OtelTracing(settings, kind, run_id, instance)
+    return Tracing(Exporting(settings, kind, run_id, instance))
 
 
 def check_installed(settings: TraceSettings) -> None:
@@ -30,6 +30,6 @@ def check_installed(settings: TraceSettings) -> None:
         import opentelemetry.sdk.trace  # noqa: F401 - only to see that they are there
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"traces are switched on (telemetry.traces = {settings.traces!r}), OpenTelemetry is not installed",
+            f"traces are switched on (telemetry.traces = {settings.traces!r}), OpenTelemetry's SDK is not installed",
             "pip install 'rollmesh[traces]', or switch them off",
         ) from error

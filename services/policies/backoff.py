@@ -1,4 +1,4 @@
-"""Restarting what dies: how long to wait, and when to give up.
+"""Restart policy with exponential back-off: how long to wait before a restart, and when to give up.
 
 A process that lived `healthy_after_s` before it died starts again with a clean record. Otherwise the n-th restart in a
 row (from 1) waits `first_delay_s · 2^(n−1)`, at most `longest_delay_s`, and after `max_restarts` of them the run fails.

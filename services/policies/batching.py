@@ -226,7 +226,7 @@ class GroupAssembler(Generic[Payload]):
         return chosen
 
     def settle(self, groups: Iterable[str]) -> None:
-        """Groups that an earlier life of the trainer consumed: what still comes of them is a duplicate."""
+        """Groups that an earlier incarnation of the trainer consumed: what still comes of them is a duplicate."""
         for group in groups:
             self._settle(group, DropCause.DUPLICATE)
 
@@ -272,20 +272,18 @@ def _late(group: Group[Payload]) -> DropCause:
     return DropCause.LATE if group.lost else DropCause.DUPLICATE
 
 
-# Which complete groups are worth a place in a batch. Pure.
-#
-#     group complete ──► its baseline came? ──► rewards differ? ──► may be taken
-#                              │ no                  │ no, and fewer than `most_equal` were dropped since the last batch
-#                              └─────────────────────┴──► dropped, counted by cause; admission makes up for it
-#
-# DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476, equation 11): a group whose rewards are all equal has
-# advantages of 0. The bound ends what the paper leaves open: where a task is solved, or hopeless, every group is such
-# a one, and the run would open groups for ever. Past it they are trained as they are, and the run comes to its end.
-
-
 class GroupFilter:
-    """`most_equal`: groups of equal rewards dropped between two batches at the most; 0: none is. `baseline`: sibling 0 is
-    what the others are compared with, so that a group is nothing without it."""
+    """Which complete groups enter a batch: DAPO's dynamic sampling (Yu et al. 2025, arXiv:2503.14476, equation 11).
+
+        group complete ──► its baseline came? ──► rewards differ? ──► may be taken
+                                 │ no                  │ no, and fewer than `most_equal` were dropped since the last batch
+                                 └─────────────────────┴──► dropped, counted by cause; admission makes up for it
+
+    A group whose rewards are all equal has advantages of 0. Where a task is solved, or hopeless, every group is such a one,
+    and without a bound the run would open groups for ever: beyond `most_equal` of them between two batches (0: none is
+    dropped) they are trained as they are. `baseline`: sibling 0 is what the others are compared with; without it a group is
+    dropped.
+    """
 
     def __init__(self, *, most_equal: int = 0, baseline: bool = False) -> None:
         self._most_equal, self._baseline = most_equal, baseline

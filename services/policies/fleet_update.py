@@ -1,4 +1,4 @@
-"""What the commit machine keeps of one update, and what it asks engines. Data only; `commit.CommitMachine` changes it."""
+"""State of one weight update, and the questions to engines. Data only; `fleet_commit.CommitMachine` changes it."""
 
 from __future__ import annotations
 
@@ -72,8 +72,6 @@ class Member:
     doubts: int = 0
     """Heartbeats in a row that contradict `policy_version`."""
 
-
-# Where an update stands, from where its live engines stand: what it waits for, and what it comes to.
 
 _BUSY: tuple[EngineState, ...] = (*ON_THE_WAY, "prepared", *FLIPPING)
 

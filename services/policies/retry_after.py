@@ -1,14 +1,13 @@
-"""Retry-After: when it will be worth asking again, judged by the pace seen so far. Pure: the caller brings the clock.
+"""Retry-After for refused groups, estimated from the pace of commits and closings so far. Pure: the caller has a clock.
 
     refused by    waits for                          judged by
     staleness     ⌈places missing / batch⌉ commits   the intervals between the last commits
     open groups   so many closings                   the intervals between the last closings
     look-ahead    the oldest open group's end        how long the last groups were open
 
-What is told is to be right for most who come back then, not for half of them: of the remaining times that the history
-allows, it is the one that `_SURE` of them do not exceed. Where the present wait is longer than any before it, nothing
-is known but its age, and half of that again is told. Nobody is kept a place by being told: where more ask than there
-are places for, those who wait in the queue come first.
+The answer is the `_SURE` quantile of the remaining times that the history allows, not the median: most callers that come
+back then are to be admitted. Where the present wait is longer than any before it, only its age is known, and half of that
+is answered. The answer reserves no place: where more ask than there are places for, those in the queue come first.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Collection
 from services.policies.admission import AdmissionRules, Closed, Places
 
 UNKNOWN_S = 1.0
-"""Told while there is no history to judge by."""
+"""The answer while there is no history."""
 LONGEST_S = 600.0
 _REMEMBERED = 32
 _SURE = 0.85

@@ -1,4 +1,4 @@
-"""From named components to one reward, and what becomes of a component that has no value. Pure.
+"""Reward composition: named components to one reward, and how a component without a value is treated. Pure.
 
     sum        reward = Σ wᵢ·rᵢ
     product    reward = Π rᵢ^wᵢ
@@ -118,15 +118,6 @@ def _part(combine: Combine, term: Term, value: float) -> float | Failure:
     return part if math.isfinite(part) else Failure(RewardFailure.VALUE, f"{term.weight:g}·{value:g} is too large")
 
 
-# Batching of calls to a reward model: when waiting samples are sent, and how many together. Pure: the caller has a
-# clock.
-#
-#     offer ──► waiting, oldest first ──due: a full batch, or the oldest has waited long enough, and a place is free──► sent
-#       └─full─► refused                └──withdraw: its caller gave up                                       done ◄──────┘
-#
-# Invariants: what was offered is sent once, withdrawn, or still waiting; batches hold 1 … `largest` samples, in the
-# order of their coming; at most `at_once` batches are out; at most `capacity` samples wait.
-
 ItemT = TypeVar("ItemT")
 
 
@@ -141,7 +132,16 @@ class BatchRules:
 
 
 class BatchQueue(Generic[ItemT]):
-    """Items are told apart by identity. `now`: seconds of any clock that only goes forward."""
+    """Dynamic batching of calls to a reward model: when waiting samples are sent, and how many together.
+
+        offer ──► waiting, oldest first ──due: full, or the oldest has waited long enough, and a place is free──► sent
+          └─full─► refused    └──withdraw: its caller gave up                                          done ◄──────┘
+
+    Invariants: what was offered is sent once, withdrawn, or still waiting; batches hold 1 … `largest` samples, in the order
+    of their coming; at most `at_once` batches are out; at most `capacity` samples wait.
+
+    Items are told apart by identity. `now`: seconds of any clock that only goes forward.
+    """
 
     def __init__(self, rules: BatchRules) -> None:
         self._rules = rules

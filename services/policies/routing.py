@@ -1,4 +1,4 @@
-"""Routing: which rollout server a call goes to, when nothing holds it to one.
+"""Prefix-aware load balancing: which rollout server a call goes to that is bound to none.
 
     load(server)  =  (busy + 1) / capacity                          as if it had the call already
     place         =  a server that has computed the prefix, while it is busier than its share by at most `slack` calls,

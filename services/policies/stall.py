@@ -1,4 +1,4 @@
-"""By how much an update of the weights disturbs a stream of tokens: the rule that engines report and benchmarks judge by.
+"""Stall of a weight update: how long it holds up token generation. The rule of engines and benchmarks.
 
     tokens   |   |   |   |   |       |   |   |   |        gaps between tokens, or between steps that sampled some
     commit                      ^                         falls into one gap (a pause: into one or more)
@@ -6,8 +6,8 @@
     quiet    └─────────────┘           └─────────┘        the undisturbed gaps next to it
 
 **stall** = the longest gap of the window less the median undisturbed gap, at least 0. The window is narrow: the prefill of
-requests that come while others decode makes long gaps of its own, and in a wide window they would be laid at the commit's
-door. Only what lies next to the update is undisturbed beside it, for steps grow longer with every token of their context.
+requests that come while others decode makes long gaps of its own, and a wide window would count them as the
+commit's. Only gaps next to the update are compared with, for steps grow longer with every token of their context.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a run does not go on: what was seen of its services, as causes, the surest first. Pure.
+"""Diagnosis of a run that does not go on: causes from what was seen of its services, the surest first. Pure.
 
 | cause           | seen                                                                  | sure |
 |-----------------|-----------------------------------------------------------------------|------|
@@ -6,7 +6,7 @@
 | `silent`        | it takes connections and answers nothing: stopped, hung, or cut off   | yes  |
 | `unheard`       | it answers, but Redis does not hear of it any more                    | yes  |
 | `not_ready`     | it says itself why it cannot do its work                              | yes  |
-| `draws_nothing` | a server has samples to generate and generated no token between two looks      | no   |
+| `draws_nothing` | a server has samples, and generated no token between two readings     | no   |
 | `open_group`    | the trainer waits, and this is the oldest group that is not whole     | no   |
 | `nobody_plays`  | the trainer waits, no group is open and nobody waits to open one      | no   |
 

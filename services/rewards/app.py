@@ -72,8 +72,6 @@ async def _keep(judge: Judge, stop: Stop) -> None:
         raise
 
 
-# The routes of the reward service.
-
 _MEANINGS = {
     400: "A body that is no JSON text",
     401: "No key, or a wrong one",

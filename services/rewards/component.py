@@ -1,4 +1,4 @@
-"""What a component is to the judge: something that takes samples and gives each a value or a failure, in its own time."""
+"""Interface of a reward component: takes samples, gives each a value or a failure, in its own time."""
 
 from __future__ import annotations
 

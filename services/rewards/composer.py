@@ -1,4 +1,4 @@
-"""Judging one sample: every component scores it at the same time, then the formula makes one reward of them, or none.
+"""Reward of one sample: all components score it at the same time, then the formula makes one reward of them, or none.
 
 judge ──► a component is full ──► CapacityError: nothing was begun
   └─────► scores of all components, each within its deadline ──compose──► Composed | NotComposed

@@ -1,4 +1,4 @@
-"""A function component: samples wait for one of its workers; a worker that is lost is replaced.
+"""Reward component of a user's function: samples wait for one of its worker processes; a lost worker is replaced.
 
 submit ──► waiting (bounded) ──► a free worker calls ──► value | failure
               └──given up: passed over                └──given up: the worker is killed and another one started

@@ -1,4 +1,4 @@
-"""The reward service's figures: rewards given, and every component without a value, by cause."""
+"""Metrics of the reward service: rewards given, and every component without a value, by cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward model component: samples are sent in batches to an HTTP server, which is asked again where that may help.
+"""Reward component of a reward model: samples go in batches to an HTTP server, with retries where they may help.
 
 A batch that is refused for what is in it is halved until the samples at fault stand alone, so that one that is too long for
 the model takes no other with it. A batch that is not answered is sent again until its samples' deadline.

@@ -1,10 +1,9 @@
-"""Admission on the account in Redis: all servers of a run share one account and one queue, with or without a gateway.
+"""Admission queue in Redis: which groups may open, first come, first served across all rollout servers of a run.
 
-The rules are the policy's (`services/policies/admission.py`); here they are compared and the account is changed in one
-step. First come, first served holds across servers: who waits is in the queue by the time of his asking, and whoever came
-later is admitted only to a place that nobody before him is owed. A place in the queue lasts for a lease, so that those of
-a server that died hold nobody back. A server whose engine is behind the newest could not use the places that it would
-hold: its own wait outside the queue, and keep their time.
+The bounds are the policy's (`services/policies/admission.py`); a script compares them and changes the run's account in one
+step. Groups that wait are queued by the time they were asked for: a later one is admitted only where all earlier ones are
+served. An entry of the queue lasts for a lease, so that those of a dead server block nobody. Groups of a server whose
+engine is behind the newest version could not be admitted yet: they wait outside the queue, and keep their time.
 """
 
 from __future__ import annotations

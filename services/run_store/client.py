@@ -1,4 +1,4 @@
-"""One way to make a Redis client, so that no blocking read is cut short by a socket timeout, and to sign in."""
+"""Redis client: made here alone, so that no socket timeout cuts a blocking read short, and every client signs in."""
 
 from __future__ import annotations
 

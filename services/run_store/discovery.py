@@ -1,17 +1,19 @@
-"""The directory: which services a run has or had, and where, so that Redis alone is enough to find them all.
+"""Service registry: which services a run has, where they are, and which of them are alive, all in Redis.
 
-    announced ──every second──► alive for LEASE_S ──the lease runs out──► silent ──10 minutes──► forgotten
+    announce ──every second──► alive for LEASE_S ──the lease runs out──► dead, still listed ──10 minutes──► forgotten
         └── the service ends ──► withdrawn
 
-A service that cannot reach Redis (the weight bus) is entered by one that knows its address: nothing follows from a lease
-then, it must be asked. What rollout servers are fit for stands in the registry (`services.run_store.discovery`).
+Rollout servers also say what they serve and how busy they are. A service that cannot reach Redis (the weight bus) is
+announced by one that knows its address (`told_by`): nothing follows from its lease then, it must be asked.
+
+A hash holds the records, a sorted set when each was last heard of, by the clock of Redis: both are read in one round trip.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Sequence
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Literal
 
@@ -20,136 +22,63 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
 
 LEASE_S = 3.0
-EVERY_S = 1.0
+HEARTBEATS_A_LEASE = 3
 FORGOTTEN_AFTER_S = 600.0
 _WITHDRAW_WITHIN_S = 1.0
 
 ServiceKind = Literal["rollout-server", "gateway", "weight-bus", "rewards", "trainer"]
+ServerState = Literal["serving", "draining"]
 
 _log = structlog.get_logger()
 
+# ARGV: how long services are remembered (ms), then name and record of each. Who has been dead for longer is removed.
+_ANNOUNCE = """
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+for i = 2, #ARGV, 2 do
+  redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+  redis.call('ZADD', KEYS[2], now, ARGV[i])
+end
+for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - ARGV[1])) do
+  redis.call('HDEL', KEYS[1], name)
+  redis.call('ZREM', KEYS[2], name)
+end
+"""
+
+# ARGV: name and incarnation of each. A later incarnation's record is not the earlier one's to take away.
+_WITHDRAW = """
+local count = 0
+for i = 1, #ARGV, 2 do
+  local found = redis.call('HGET', KEYS[1], ARGV[i])
+  if found and cjson.decode(found).incarnation == ARGV[i + 1] then
+    redis.call('HDEL', KEYS[1], ARGV[i])
+    redis.call('ZREM', KEYS[2], ARGV[i])
+    count = count + 1
+  end
+end
+return count
+"""
+
 
 class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One service. `url`: where its probes are. `told_by`: who entered it, where it did not do so itself."""
+    """One service. `url`: where its probes are. `told_by`: who announces it, where it does not do so itself."""
 
     name: str
     kind: ServiceKind
     url: str
+    incarnation: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
+    """Random, chosen at each start: a service that starts again under its name does not hold what the old one held."""
     told_by: str | None = None
-    at: float = 0.0
-    """Unix seconds of the last announcement, by the clock of who made it."""
+    lease_s: float = LEASE_S
 
 
-class Listed(msgspec.Struct, frozen=True):
-    """A record, and whether its lease lasts."""
+class ServerRecord(ServiceRecord, frozen=True, kw_only=True):
+    """A rollout server as it describes itself. `url`: where agents and other services reach it."""
 
-    record: ServiceRecord
-    alive: bool
-
-
-class Directory:
-    """The services of one run."""
-
-    def __init__(self, redis: Redis, run_id: str) -> None:
-        self._redis = redis
-        self._keys = RunKeys(run_id)
-
-    async def announce(self, records: Sequence[ServiceRecord]) -> None:
-        """These are alive for LEASE_S more seconds. Raises RedisError."""
-        now = time.time()
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for record in records:
-                stamped = msgspec.structs.replace(record, at=now)
-                pipe.hset(self._keys.services, record.name, msgspec.json.encode(stamped))
-                pipe.set(self._keys.service_lease(record.name), "1", px=round(LEASE_S * 1000))
-            await pipe.execute()
-
-    async def withdraw(self, records: Sequence[ServiceRecord]) -> None:
-        """These have ended in good order. Raises RedisError."""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            for record in records:
-                pipe.hdel(self._keys.services, record.name)
-                pipe.delete(self._keys.service_lease(record.name))
-            await pipe.execute()
-
-    async def services(self) -> list[Listed]:
-        """All that are alive or were not long ago, by name. Raises RedisError."""
-        found = await self._redis.hgetall(self._keys.services)
-        if not found:
-            return []
-        names = sorted(as_text(name) for name in found)
-        leases = await self._redis.mget([self._keys.service_lease(name) for name in names])
-        records = {as_text(name): msgspec.json.decode(packed, type=ServiceRecord) for name, packed in found.items()}
-        listed = [Listed(records[name], lease is not None) for name, lease in zip(names, leases, strict=True)]
-        oldest = time.time() - FORGOTTEN_AFTER_S
-        return [each for each in listed if each.alive or each.record.at > oldest]
-
-
-@asynccontextmanager
-async def announced(redis: Redis, run_id: str, *records: ServiceRecord) -> AsyncIterator[None]:
-    """The records are announced while the block lasts. A Redis that is away is tried again: the service goes on."""
-    directory = Directory(redis, run_id)
-    sending_heartbeats = asyncio.create_task(_keep_sending(directory, records), name="directory")
-    try:
-        yield
-    finally:
-        sending_heartbeats.cancel()
-        with suppress(asyncio.CancelledError):
-            await sending_heartbeats
-        try:
-            async with asyncio.timeout(_WITHDRAW_WITHIN_S):
-                await directory.withdraw(records)
-        except (RedisError, OSError, TimeoutError) as error:
-            _log.warning("could not withdraw from the directory", why=repr(error))
-
-
-async def _keep_sending(directory: Directory, records: Sequence[ServiceRecord]) -> None:
-    failing = False
-    while True:
-        try:
-            await directory.announce(records)
-            failing = False
-        except (RedisError, OSError) as error:
-            if not failing:
-                _log.warning("cannot announce this service in the directory", why=repr(error))
-            failing = True
-        await asyncio.sleep(EVERY_S)
-
-
-# The registry: which rollout servers of a run are alive, what they serve and how busy they are, each for a lease.
-#
-#     announce ──► alive for lease_s ──announce──► alive …          a server says so itself, three times a lease
-#                      │ withdraw | the lease runs out
-#                      ▼
-#                    gone
-#
-# A server that starts again under the same name is another `incarnation`: what the old one held is not its own.
-
-ServerState = Literal["serving", "draining"]
-
-# A later incarnation's record is not the earlier one's to take away.
-_WITHDRAW = """
-local found = redis.call('GET', KEYS[2])
-if found and cjson.decode(found).incarnation == ARGV[2] then
-  redis.call('DEL', KEYS[2])
-  redis.call('SREM', KEYS[1], ARGV[1])
-  return 1
-end
-return 0
-"""
-
-
-class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout server as it describes itself. `url`: where agents and other services reach it."""
-
-    server_id: str
-    incarnation: str
-    """Random, chosen at each start."""
-    url: str
+    kind: ServiceKind = "rollout-server"
     state: ServerState
     model: str
     policy_version: int
@@ -161,34 +90,116 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 0
     """Samples that it generates at once."""
     open_sessions: int = 0
-    sampled_tokens: int = msgspec.field(default=0, name="drawn_tokens")
+    sampled_tokens: int = 0
     """Since it started."""
 
 
-class Registry:
-    """The servers of one run."""
+class Listed(msgspec.Struct, frozen=True):
+    """A record, whether its lease lasts, and when it was last announced (Unix seconds, by the clock of Redis)."""
+
+    record: ServiceRecord
+    alive: bool
+    last_heard: float
+
+
+_service = msgspec.json.Decoder(ServiceRecord)
+_server = msgspec.json.Decoder(ServerRecord)
+
+
+def _decode(packed: bytes) -> ServiceRecord:
+    record = _service.decode(packed)
+    return _server.decode(packed) if record.kind == "rollout-server" else record
+
+
+class ServiceRegistry:
+    """The services of one run. All methods raise RedisError."""
 
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._redis = redis
-        self._keys = RunKeys(run_id)
-        self._withdraw = redis.register_script(_WITHDRAW)
+        keys = RunKeys(run_id)
+        self._keys = [keys.services, keys.service_heartbeats]
+        self._announce, self._withdraw = redis.register_script(_ANNOUNCE), redis.register_script(_WITHDRAW)
 
-    async def announce(self, record: ServerRecord, lease_s: float) -> None:
-        """This server is alive for `lease_s` more seconds."""
+    async def announce(self, records: Sequence[ServiceRecord]) -> None:
+        """These are alive, from now on for as long as their leases."""
+        named = [part for record in records for part in (record.name, msgspec.json.encode(record))]
+        await self._announce(keys=self._keys, args=[round(FORGOTTEN_AFTER_S * 1000), *named])
+
+    async def withdraw(self, records: Sequence[ServiceRecord]) -> int:
+        """These have ended; returns how many of their records were still there."""
+        named = [part for record in records for part in (record.name, record.incarnation)]
+        return int(await self._withdraw(keys=self._keys, args=named))
+
+    async def services(self) -> list[Listed]:
+        """All that are alive or were not long ago, by name."""
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.sadd(self._keys.servers, record.server_id)
-            pipe.set(self._keys.server(record.server_id), msgspec.json.encode(record), px=round(lease_s * 1000))
-            await pipe.execute()
-
-    async def withdraw(self, server_id: str, incarnation: str) -> bool:
-        """This server ends; returns whether its record was still there."""
-        keys = [self._keys.servers, self._keys.server(server_id)]
-        return bool(await self._withdraw(keys=keys, args=[server_id, incarnation]))
+            pipe.hgetall(self._keys[0])
+            pipe.zrange(self._keys[1], 0, -1, withscores=True)
+            pipe.time()
+            packed, heard, (seconds, microseconds) = await pipe.execute()
+        now = seconds + microseconds / 1e6
+        return [
+            Listed(record, now - at < record.lease_s, at)
+            for name, at in sorted((name, milliseconds / 1e3) for name, milliseconds in heard)
+            if name in packed and now - at < FORGOTTEN_AFTER_S
+            for record in [_decode(packed[name])]
+        ]
 
     async def servers(self) -> list[ServerRecord]:
-        """Those whose lease has not run out, by name."""
-        names = sorted(as_text(name) for name in await self._redis.smembers(self._keys.servers))
-        if not names:
-            return []
-        found = await self._redis.mget([self._keys.server(name) for name in names])
-        return [msgspec.json.decode(packed, type=ServerRecord) for packed in found if packed is not None]
+        """The rollout servers that are alive, by name."""
+        return [each.record for each in await self.services() if each.alive and isinstance(each.record, ServerRecord)]
+
+
+class Heartbeat:
+    """Announces what `describe` gives, a few times a lease and at once after `notify`. `run` is a task of the owner."""
+
+    def __init__(self, registry: ServiceRegistry, describe: Callable[[], Sequence[ServiceRecord]]) -> None:
+        self._registry = registry
+        self._describe = describe
+        self._wake = asyncio.Event()
+
+    def notify(self) -> None:
+        """Something that others should know at once has changed."""
+        self._wake.set()
+
+    async def announce(self) -> None:
+        """Raises RedisError."""
+        await self._registry.announce(self._describe())
+
+    async def run(self) -> None:
+        """Announce until cancelled. A Redis that is away is tried again; meanwhile the lease may run out."""
+        failing = False
+        while True:
+            self._wake.clear()
+            try:
+                await self.announce()
+                failing = False
+            except (RedisError, OSError) as error:
+                if not failing:
+                    _log.warning("cannot announce this service", why=repr(error))
+                failing = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEASE_S / HEARTBEATS_A_LEASE):
+                    await self._wake.wait()
+
+    async def withdraw(self) -> None:
+        """The services have ended. Raises RedisError."""
+        await self._registry.withdraw(self._describe())
+
+
+@asynccontextmanager
+async def announced(redis: Redis, run_id: str, *records: ServiceRecord) -> AsyncIterator[None]:
+    """Heartbeats for the records while the block lasts. A Redis that is away is tried again: the service goes on."""
+    heartbeat = Heartbeat(ServiceRegistry(redis, run_id), lambda: records)
+    running = asyncio.create_task(heartbeat.run(), name="heartbeat")
+    try:
+        yield
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        try:
+            async with asyncio.timeout(_WITHDRAW_WITHIN_S):
+                await heartbeat.withdraw()
+        except (RedisError, OSError, TimeoutError) as error:
+            _log.warning("could not withdraw from the service registry", why=repr(error))

@@ -78,27 +78,19 @@ class RunKeys:
         return self._key("waits")
 
     @property
-    def trainer_report(self) -> str:
+    def trainer_status(self) -> str:
         """What the trainer tells of its last steps."""
         return self._key("trainer-report")
 
     @property
     def services(self) -> str:
-        """Hash: service → where it is, alive or not."""
+        """Hash: service → its record, alive or not."""
         return self._key("services")
 
-    def service_lease(self, name: str) -> str:
-        """There while a service is alive."""
-        return self._key(f"service-lease:{name}")
-
     @property
-    def servers(self) -> str:
-        """Set: ids of rollout servers that have announced themselves, alive or not."""
-        return self._key("servers")
-
-    def server(self, server_id: str) -> str:
-        """A rollout server's record, for as long as its lease."""
-        return self._key(f"server:{server_id}")
+    def service_heartbeats(self) -> str:
+        """Sorted set: the same services, by when they were last announced (milliseconds, by the clock of Redis)."""
+        return self._key("service-heartbeats")
 
     @property
     def owners(self) -> str:

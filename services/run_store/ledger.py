@@ -1,18 +1,18 @@
-"""The ledger: a run's accounts in Redis, changed atomically by the services that know.
+"""The ledger: a run's counters of groups and trajectories in Redis, changed atomically by the services that know.
 
-| account          | counts       | raised by                                                       |
-|------------------|--------------|-----------------------------------------------------------------|
-| opened_groups    | groups       | a rollout server, when admission lets a group in                |
-| closed_groups    | groups       | a rollout server, when a group was finished, or expired          |
-| dropped_groups   | groups       | whoever finds that an opened group will never be trained: a      |
-|                  |              | rollout server, or the trainer once some of it is in the stream  |
-| published        | trajectories | the stream, in one script with the append                       |
-| trained          | trajectories | the trainer, in one script with the acknowledgement             |
-| dropped{cause}   | trajectories | the trainer (published but never trained), by cause             |
-| lengths{bucket}  | sessions     | the stream, as `published`; a rollout server for one given up   |
+| account         | counts       | raised by                                                       |
+|-----------------|--------------|-----------------------------------------------------------------|
+| opened_groups   | groups       | a rollout server, when admission lets a group in                |
+| closed_groups   | groups       | a rollout server, when a group was finished, or expired         |
+| dropped_groups  | groups       | whoever finds that an opened group will never be trained: a     |
+|                 |              | rollout server, or the trainer once some of it is in the stream |
+| published       | trajectories | the stream, in one script with the append                       |
+| trained         | trajectories | the trainer, in one script with the acknowledgement             |
+| dropped{cause}  | trajectories | the trainer (published but never trained), by cause             |
+| lengths{bucket} | sessions     | the stream, as `published`; a rollout server for one given up   |
 
 `opened_groups == closed_groups + open groups` at any moment, whoever is killed; a group counts as dropped once, also where
-a server and two lives of a trainer all find that it is. At the end of a run `published == trained + Σ dropped`.
+a server and two incarnations of a trainer all find that it is. At the end of a run `published == trained + Σ dropped`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Ledger:
         return secret
 
     async def stream_id_of(self, trajectory_id: str) -> str | None:
-        """The entry of a trajectory that was published, by any server and in any earlier life of it."""
+        """The entry of a trajectory that was published, by any server and in any earlier incarnation of it."""
         found = await self._redis.hget(self._keys.stream_ids, trajectory_id)
         return None if found is None else as_text(found)
 

@@ -1,4 +1,4 @@
-"""The wait board: every blocked component says what it waits for, since when (promise 5: no silent wait)."""
+"""Run status in Redis: the wait board (what each blocked component waits for, since when) and the trainer's last steps."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ async def read_waits(redis: Redis, run_id: str) -> dict[str, Wait]:
     return {as_text(component): msgspec.json.decode(wait, type=Wait) for component, wait in posted.items()}
 
 
-# What the trainer tells of itself in Redis, a line a step at most, for whoever looks at the run from outside.
+class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer's last steps, for `rollmesh status`; published at most once a step.
 
-
-class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer's last steps. Staleness in optimizer steps, of the last step's tokens."""
+    Staleness in optimizer steps, of the last step's tokens.
+    """
 
     step: int
     steps: int
@@ -80,12 +80,12 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories of the whole run that will never be trained, by cause."""
 
 
-async def post_report(redis: Redis, run_id: str, report: TrainerReport) -> None:
+async def post_trainer_status(redis: Redis, run_id: str, status: TrainerStatus) -> None:
     """Raises RedisError."""
-    await redis.set(RunKeys(run_id).trainer_report, msgspec.json.encode(report))
+    await redis.set(RunKeys(run_id).trainer_status, msgspec.json.encode(status))
 
 
-async def read_report(redis: Redis, run_id: str) -> TrainerReport | None:
+async def read_trainer_status(redis: Redis, run_id: str) -> TrainerStatus | None:
     """None before the first step. Raises RedisError."""
-    found = await redis.get(RunKeys(run_id).trainer_report)
-    return None if found is None else msgspec.json.decode(found, type=TrainerReport)
+    found = await redis.get(RunKeys(run_id).trainer_status)
+    return None if found is None else msgspec.json.decode(found, type=TrainerStatus)

@@ -149,7 +149,7 @@ class TrajectoryReader:
                 raise
 
     async def read(self, count: int, block_ms: int) -> list[StreamEntry]:
-        """Up to `count` entries: first those that an earlier life of this consumer left pending, then new ones.
+        """Up to `count` entries: first those that an earlier incarnation of this consumer left pending, then new ones.
 
         Waits at most `block_ms` for a new one. The client's socket timeout must be None or above that.
         """
@@ -237,14 +237,6 @@ def _pairs(reply: object) -> list[tuple[bytes, list[tuple[bytes, dict[bytes, byt
     return [(key, [tuple(entry) for entry in entries]) for key, entries in reply]
 
 
-# Dead letters: trajectories that were taken from the stream and never trained, each with the reason, the newest of a
-# run.
-#
-#     stream entry ──settled as dropped, with a reason──► counted by cause (all)  +  dead letter (the newest KEPT)
-#
-# They are written by the script that settles the entry (`services.run_store.stream`), so a drop that is counted has
-# its letter. What is left over when a run concludes is no dead letter: nothing was wrong with it.
-
 KEPT = 512
 """Letters a run keeps: with LARGEST, at most 32 MiB."""
 LARGEST = 64 << 10
@@ -252,7 +244,15 @@ LARGEST = 64 << 10
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
-    """`entry`: its id in the trajectory stream. `cause`: what it is counted under; `why`: in words, with the values."""
+    """A trajectory that was taken from the stream and never trained, with the reason.
+
+        stream entry ──settled as dropped, with a reason──► counted by cause (all)  +  dead letter (the newest KEPT)
+
+    Written by the script that settles the entry, so that a drop that is counted has its letter. What is left over when a
+    run concludes is no dead letter: nothing was wrong with it.
+
+    `entry`: its id in the trajectory stream. `cause`: what it is counted under; `why`: in words, with the values.
+    """
 
     entry: str
     cause: str

@@ -1,1 +1,1 @@
-"""`rollmesh status`: one look at a run, from Redis and the services' own probes."""
+"""`rollmesh status`: the state of a run, from Redis and the services' own probes."""

@@ -75,7 +75,7 @@ async def _look(
     every_s: float | None,
     show: Callable[[MeshReport], None],
 ) -> bool:
-    """Look once, or every so often until cancelled; returns whether the last look found nothing wrong."""
+    """Collect once, or every so often until cancelled; returns whether the last report found nothing wrong."""
     import asyncio
 
     import httpx
@@ -90,7 +90,7 @@ async def _look(
         async with httpx.AsyncClient(trust_env=False, verify=trust.verify) as http:
             collector = StatusCollector(redis, run, http, also, trust=trust)
             while True:
-                report = await collector.look(again=every_s is None)
+                report = await collector.collect(again=every_s is None)
                 show(report)
                 if every_s is None:
                     return report.well
@@ -101,7 +101,7 @@ async def _look(
 
 @contextmanager
 def _shown(*, watch: bool, as_json: bool) -> Iterator[Callable[[MeshReport], None]]:
-    """Gives what a look is shown with."""
+    """Gives the function that shows a report."""
     import msgspec
     from rich.console import Console
     from rich.live import Live
@@ -131,5 +131,5 @@ def _further(text: str) -> Listed:
     if not name or not url.startswith(("http://", "https://")):
         raise UsageError(f"{text!r} is no service", "write NAME=URL, such as rewards=http://127.0.0.1:8300")
     # Nobody vouches for it but who asks: no lease is expected of it.
-    record = ServiceRecord(name=name, kind="rewards", url=url.rstrip("/"), told_by="--also", at=time.time())
-    return Listed(record, alive=True)
+    record = ServiceRecord(name=name, kind="rewards", url=url.rstrip("/"), told_by="--also")
+    return Listed(record, alive=True, last_heard=time.time())

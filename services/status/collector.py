@@ -1,9 +1,9 @@
-"""One look at a run: Redis says who there is and how far things are, probes say who still answers.
+"""Status collector: a run's services, queue, trainer and waits, read from Redis; which services answer, from probes.
 
-    directory, registry, accounts, open groups, waits, report ──at once──► services ──probed──► causes ──► MeshReport
+    registry, accounts, open groups, waits, trainer ──at once──► services ──probed──► causes ──► MeshReport
 
-Every part has a deadline and fails alone. Where the trainer waits and nobody is plainly at fault, servers are looked at
-once more: whether they generate shows only over time.
+Every part has a deadline and fails alone. Where the trainer waits and no cause is sure, servers are read a second time:
+whether they generate shows only over time.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from redis.exceptions import RedisError
 
 from services.policies.wait_causes import Cause, ProbeOutcome, SeenGroup, SeenService, find_causes
 from services.run_store.client import as_text
-from services.run_store.discovery import Directory, Listed, Registry, ServerRecord
+from services.run_store.discovery import Listed, ServerRecord, ServiceRegistry
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Accounts, Ledger
-from services.run_store.status import TrainerReport, Wait, read_report, read_waits
+from services.run_store.status import TrainerStatus, Wait, read_trainer_status, read_waits
 from services.security.tls import PUBLIC, Trust
 from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
 from services.wire.errors import DeadlineError, UsageError
 
 PART_WITHIN_S = 2.0
-LOOK_AGAIN_S = 2.2
-"""Servers announce what they have sampled every second: between two looks so far apart there is at least one."""
+COLLECT_AGAIN_S = 2.2
+"""Servers announce what they have sampled every second: between two readings so far apart there is at least one."""
 TRAINER = "trainer"
 
 _NO_WAITS: dict[str, Wait] = {}
@@ -44,18 +44,17 @@ class _Parts:
     """What Redis said. `unread`: what it did not."""
 
     listed: Sequence[Listed] = ()
-    servers: Sequence[ServerRecord] = ()
     accounts: Accounts | None = None
     groups: Sequence[SeenGroup] = ()
     asking: int = 0
     waits: Mapping[str, Wait] = field(default_factory=dict)
-    report: TrainerReport | None = None
+    report: TrainerStatus | None = None
     unread: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Sampled:
-    """Tokens that a server's incarnation had sampled when it was looked at (monotonic clock)."""
+    """Tokens that a server's incarnation had sampled when it was read (monotonic clock)."""
 
     incarnation: str
     tokens: int
@@ -63,7 +62,7 @@ class _Sampled:
 
 
 class StatusCollector:
-    """Takes looks at one run. `also`: further services, that stand in no directory; `trust`: `http`'s."""
+    """Collects the status of one run. `also`: further services, that are in no registry; `trust`: `http`'s."""
 
     def __init__(
         self,
@@ -74,79 +73,83 @@ class StatusCollector:
         *,
         trust: Trust = PUBLIC,
         part_within_s: float = PART_WITHIN_S,
-        look_again_s: float = LOOK_AGAIN_S,
+        collect_again_s: float = COLLECT_AGAIN_S,
     ) -> None:
         self._redis, self._run_id, self._http = redis, run_id, http
         self._also, self._trust = also, trust
-        self._part_within_s, self._look_again_s = part_within_s, look_again_s
-        self._directory, self._registry = Directory(redis, run_id), Registry(redis, run_id)
+        self._part_within_s, self._collect_again_s = part_within_s, collect_again_s
+        self._registry = ServiceRegistry(redis, run_id)
         self._ledger = Ledger(redis, run_id)
         self._sampled: dict[str, _Sampled] = {}
 
-    async def look(self, *, again: bool = True) -> MeshReport:
-        """The run as it is. `again`: look twice where that says more; not for whoever looks again and again anyway."""
+    async def collect(self, *, again: bool = True) -> MeshReport:
+        """The run as it is. `again`: read servers twice where that says more; no use to repeated calls."""
         parts = await self._read()
         listed = [*parts.listed, *self._also]
         probes = await probe_all(self._http, {each.record.name: each.record.url for each in listed}, self._trust)
         wait = parts.waits.get(TRAINER)
         causes = self._causes(parts, listed, probes, wait)
         if again and wait is not None and not any(cause.sure for cause in causes):
-            self._remember(parts.servers)
-            await asyncio.sleep(self._look_again_s)
-            parts.servers = await self._part(parts, "registry", self._registry.servers(), list(parts.servers))
+            self._remember(listed)
+            await asyncio.sleep(self._collect_again_s)
+            now = {
+                each.record.name: each for each in await self._part(parts, "registry", self._registry.services(), [])
+            }
+            listed = [now.get(each.record.name, each) for each in listed]
             causes = self._causes(parts, listed, probes, wait)
-        self._remember(parts.servers)
+        self._remember(listed)
         return _report(self._run_id, parts, listed, probes, causes)
 
     def _causes(
         self, parts: _Parts, listed: Sequence[Listed], probes: Mapping[str, Probe], wait: Wait | None
     ) -> list[Cause]:
-        servers = {server.server_id: server for server in parts.servers}
         return find_causes(
-            [self._seen(each, servers.get(each.record.name), probes[each.record.name]) for each in listed],
+            [self._seen(each, probes[each.record.name]) for each in listed],
             parts.groups,
             trainer_waits_since=None if wait is None else wait.since,
             asking_groups=parts.asking,
             now=time.time(),
         )
 
-    def _seen(self, listed: Listed, server: ServerRecord | None, probe: Probe) -> SeenService:
+    def _seen(self, listed: Listed, probe: Probe) -> SeenService:
+        server = _alive_server(listed)
         before = self._sampled.get(listed.record.name)
         known = server is not None and before is not None and before.incarnation == server.incarnation
         apart_s = time.monotonic() - before.at if before is not None else 0.0
         return SeenService(
             name=listed.record.name,
             alive=None if listed.record.told_by is not None else listed.alive,
-            last_heard=listed.record.at,
+            last_heard=listed.last_heard,
             probe=probe.outcome,
             reasons=probe.reasons,
             running=0 if server is None else server.running,
             sampled=server.sampled_tokens - before.tokens
-            if server and before and known and apart_s >= self._look_again_s
+            if server and before and known and apart_s >= self._collect_again_s
             else None,
             apart_s=apart_s,
         )
 
-    def _remember(self, servers: Sequence[ServerRecord]) -> None:
+    def _remember(self, listed: Sequence[Listed]) -> None:
         """Only what has changed: who generates nothing is compared with when it last generated."""
         now = time.monotonic()
-        for server in servers:
-            before = self._sampled.get(server.server_id)
+        for server in filter(None, map(_alive_server, listed)):
+            before = self._sampled.get(server.name)
             sampled = _Sampled(server.incarnation, server.sampled_tokens, now)
             if before is None or (before.incarnation, before.tokens) != (sampled.incarnation, sampled.tokens):
-                self._sampled[server.server_id] = sampled
+                self._sampled[server.name] = sampled
 
     async def _read(self) -> _Parts:
         parts = _Parts()
         async with asyncio.TaskGroup() as tasks:
-            listed = tasks.create_task(self._part(parts, "directory", self._directory.services(), list[Listed]()))
-            servers = tasks.create_task(self._part(parts, "registry", self._registry.servers(), list[ServerRecord]()))
+            listed = tasks.create_task(self._part(parts, "registry", self._registry.services(), list[Listed]()))
             accounts = tasks.create_task(self._part(parts, "accounts", self._accounts(), None))
             groups = tasks.create_task(self._part(parts, "open groups", self._groups(), list[SeenGroup]()))
             asking = tasks.create_task(self._part(parts, "admission", self._asking(), 0))
             waits = tasks.create_task(self._part(parts, "waits", read_waits(self._redis, self._run_id), _NO_WAITS))
-            report = tasks.create_task(self._part(parts, "trainer", read_report(self._redis, self._run_id), None))
-        parts.listed, parts.servers, parts.accounts = listed.result(), servers.result(), accounts.result()
+            report = tasks.create_task(
+                self._part(parts, "trainer", read_trainer_status(self._redis, self._run_id), None)
+            )
+        parts.listed, parts.accounts = listed.result(), accounts.result()
         parts.groups, parts.asking, parts.waits = groups.result(), asking.result(), waits.result()
         parts.report = report.result()
         return parts
@@ -195,15 +198,11 @@ def _report(
         WaitView(component=component, waiting_for=wait.waiting_for, since=wait.since)
         for component, wait in sorted(parts.waits.items())
     ]
-    servers = {server.server_id: server for server in parts.servers}
     held = [group.held_by for group in parts.groups]
     return MeshReport(
         run_id=run_id,
         at=time.time(),
-        services=[
-            _service(each, probes[each.record.name], servers.get(each.record.name), held.count(each.record.name))
-            for each in listed
-        ],
+        services=[_service(each, probes[each.record.name], held.count(each.record.name)) for each in listed],
         queue=None if parts.accounts is None else _queue(parts.accounts, len(parts.groups), parts.asking),
         trainer=parts.report,
         trainer_waits=next((wait for wait in waits if wait.component == TRAINER), None),
@@ -213,8 +212,13 @@ def _report(
     )
 
 
-def _service(listed: Listed, probe: Probe, server: ServerRecord | None, groups: int) -> ServiceView:
-    record = listed.record
+def _alive_server(listed: Listed) -> ServerRecord | None:
+    """What a rollout server says of itself, as long as its lease lasts."""
+    return listed.record if listed.alive and isinstance(listed.record, ServerRecord) else None
+
+
+def _service(listed: Listed, probe: Probe, groups: int) -> ServiceView:
+    record, server = listed.record, _alive_server(listed)
     return ServiceView(
         name=record.name,
         kind=record.kind,
@@ -222,7 +226,7 @@ def _service(listed: Listed, probe: Probe, server: ServerRecord | None, groups: 
         probe=probe.outcome,
         reasons=list(probe.reasons),
         alive=None if record.told_by is not None else listed.alive,
-        last_heard=record.at,
+        last_heard=listed.last_heard,
         policy_version=None if server is None else server.policy_version,
         running=None if server is None else server.running,
         waiting=None if server is None else server.waiting,
@@ -262,7 +266,7 @@ def _cause(cause: Cause) -> CauseView:
     )
 
 
-# Asking services whether they are ready, with a deadline that no stopped process can stretch.
+# Readiness probes, with a deadline that no stopped process can stretch.
 
 PROBE_WITHIN_S = 1.5
 
@@ -276,14 +280,14 @@ _readiness = msgspec.json.Decoder(_Readiness)
 
 @dataclass(frozen=True)
 class Probe:
-    """What became of one `GET /readyz`. `reasons`: why the service is not ready."""
+    """The outcome of one `GET /readyz`. `reasons`: why the service is not ready."""
 
     outcome: ProbeOutcome
     reasons: tuple[str, ...] = ()
 
 
 async def probe_all(http: httpx.AsyncClient, urls: Mapping[str, str], trust: Trust = PUBLIC) -> dict[str, Probe]:
-    """Name → what became of asking it at its URL; all at once, within PROBE_WITHIN_S. `trust`: `http`'s."""
+    """Name → outcome of `GET /readyz` at its URL; all at once, within PROBE_WITHIN_S. `trust`: `http`'s."""
     probes = await asyncio.gather(*(_probe(http, url, trust) for url in urls.values()))
     return dict(zip(urls, probes, strict=True))
 
@@ -309,14 +313,15 @@ async def _probe(http: httpx.AsyncClient, url: str, trust: Trust) -> Probe:
     return Probe("not_ready", tuple(reasons) or (f"it answers {answer.status_code}",))
 
 
-# Which run is meant: the one that was named, or the only one that Redis knows.
-
 _WITHIN_S = 5.0
 _MARK = "*"
 
 
 async def find_run(redis: Redis, run_id: str | None) -> str:
-    """Raises UsageError where there is no such run, or no telling which; DeadlineError where Redis does not answer."""
+    """The run that was named, or the only one that Redis knows.
+
+    Raises UsageError where there is no such run, or no telling which; DeadlineError where Redis does not answer.
+    """
     try:
         async with asyncio.timeout(_WITHIN_S):
             if run_id is not None and await _exists(redis, run_id):

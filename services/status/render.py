@@ -1,4 +1,4 @@
-"""A look at a run as one screen for people."""
+"""Renders a status report as one screen of text."""
 
 from __future__ import annotations
 

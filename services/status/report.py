@@ -1,4 +1,4 @@
-"""What `rollmesh status --json` prints: one look at a run."""
+"""Status report of a run: what `rollmesh status --json` prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 from services.policies.wait_causes import CauseKind, ProbeOutcome
 from services.run_store.discovery import ServiceKind
-from services.run_store.status import TrainerReport
+from services.run_store.status import TrainerStatus
 
 
 class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     services: list[ServiceView]
     queue: QueueView | None
-    trainer: TrainerReport | None
+    trainer: TrainerStatus | None
     trainer_waits: WaitView | None
     waits: list[WaitView]
     causes: list[CauseView]

@@ -1,4 +1,4 @@
-"""Which processes make up a mesh, with which command lines: pure, so that a test can read it whole.
+"""Launch plan: the processes of a mesh and their command lines. Pure, so that a test can read it whole.
 
     valkey ─PING─► weight-bus ┐
                    rollout-server-0 … n  (imports, then waits for the model folder)
@@ -45,7 +45,7 @@ class MeshPorts:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """`warm_start` posts run one after the other, none where a model was given. `valkey` is None with --redis-url.
+    """`warm_start` jobs run one after the other, none where a model was given. `valkey` is None with --redis-url.
 
     `gateway_url`: the one address of all rollout servers, None where there is no gateway; `rewards_url` likewise.
     """
@@ -212,12 +212,9 @@ def _warm_start(settings: RunSettings, folder: RunFolder, commands: _Commands) -
     )
 
 
-# The embedded Valkey: a real server from a wheel, with flags of our own, on loopback, kept by an append-only file.
-
-
 @dataclass(frozen=True)
 class ValkeyPlan:
-    """Where an embedded Valkey keeps its data and listens."""
+    """The embedded Valkey: the server from its wheel, with an append-only file. Where it keeps its data and listens."""
 
     data_dir: Path
     port: int
@@ -264,17 +261,16 @@ def _users_file(data_dir: Path) -> Path:
     return data_dir / "users.acl"
 
 
-# Free ports that stay ours: reserved for the whole run, so that neither another run nor a connection takes them.
-#
-# On Linux a port that is bound (not listened on) with SO_REUSEADDR can be bound and listened on by our child, which
-# sets it too, and by nobody else; it also survives the restart of a service. Other systems refuse the child while the
-# reservation stands, so there it is given up just before the start.
-
 LOOPBACK = "127.0.0.1"
 
 
 class PortReservation:
-    """Ports on loopback, held until the context ends."""
+    """Ports on loopback, reserved for the whole run, so that neither another run nor a connection takes them.
+
+    On Linux a port that is bound (not listened on) with SO_REUSEADDR can be bound and listened on by our child, which sets
+    it too, and by nobody else; it also survives the restart of a service. Other systems refuse the child while the
+    reservation stands, so there it is given up just before the start.
+    """
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []

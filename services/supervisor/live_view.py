@@ -1,4 +1,4 @@
-"""What a run looks like while it runs: a live table on a terminal, plain lines where there is none."""
+"""Live view of a run: a table on a terminal, plain lines where there is none."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from rich.text import Text
 from services.host.files import LineTail
 from services.run_store.status import Wait, read_waits
 from services.wire.rollout_api import EngineReport
+from services.wire.run_metrics import StepMetrics
 
 PLAIN_EVERY_S = 5.0
 BAR = 24
@@ -136,23 +137,9 @@ def _waits(snapshot: Snapshot) -> list[tuple[str, str]]:
     ]
 
 
-# What the live view shows, gathered cheaply: new lines of the metrics, the wait board, each engine's report.
-
-
-class StepMetrics(msgspec.Struct, frozen=True):
-    """The part of a line of `metrics.jsonl` that is shown. Lengths in sampled tokens, staleness in optimizer steps."""
-
-    step: int
-    success: float = 0.0
-    response_length: float = 0.0
-    tokens_per_s: float = 0.0
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """One look at the mesh. `metrics` is None before the first step; `engines` holds those that answered.
+    """What the live view shows at one moment. `metrics` is None before the first step; `engines` holds those that answered.
 
     `starting`: what the start of the run still waits for.
     """
@@ -177,7 +164,7 @@ class MetricsTail:
         self._decoder = msgspec.json.Decoder(StepMetrics)
         self.latest: StepMetrics | None = None
 
-    def look(self) -> StepMetrics | None:
+    def read(self) -> StepMetrics | None:
         """The newest whole line, or None before the first."""
         if lines := self._tail.new_lines():
             self.latest = self._decoder.decode(lines[-1])
@@ -185,7 +172,10 @@ class MetricsTail:
 
 
 class Observer:
-    """Takes snapshots; a part that cannot be had at the moment is left out, for the view must not end a run."""
+    """Takes snapshots from metrics.jsonl, the wait board and each engine.
+
+    A part that cannot be read at the moment is left out, for the view must not end a run.
+    """
 
     def __init__(
         self, *, began_at: float, metrics: Path, run_id: str, redis: Redis, http: httpx.AsyncClient, urls: Sequence[str]
@@ -198,9 +188,9 @@ class Observer:
         self._http = http
         self._urls = urls
 
-    async def look(self, starting: Sequence[str] = ()) -> Snapshot:
+    async def collect(self, starting: Sequence[str] = ()) -> Snapshot:
         engines, waits = await asyncio.gather(self._engines(), self._waits())
-        return Snapshot(time.time() - self._began_at, self._tail.look(), engines, waits, starting)
+        return Snapshot(time.time() - self._began_at, self._tail.read(), engines, waits, starting)
 
     async def _engines(self) -> list[EngineReport]:
         reports = await asyncio.gather(*(read_engine(self._http, url) for url in self._urls))

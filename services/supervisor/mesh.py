@@ -1,9 +1,9 @@
-"""The life of a mesh on one machine.
+"""Supervisor of a mesh on one machine: starts its processes, watches them, stops them, writes the summary.
 
 reserve ports ─► reaper ─► Valkey ─► everything else at once ─► ready ─► … training … ─► trainer and environment done
-                                               │                                                     │
+                                              │                                                      │
                          a process dies: its supervisor starts it again                        collect, write summary
-                                               ▼                                                     ▼
+                                              ▼                                                      ▼
                     gives up, or Ctrl-C, or the disk is full ─────────────────────► stop all (Valkey last), clean up
 """
 
@@ -34,8 +34,8 @@ from services.supervisor.live_view import Observer, View, read_engine
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, ServiceFailedError
 from services.supervisor.summary import (
     Summary,
-    read_evaluation_figures,
-    read_trainer_figures,
+    read_evaluation,
+    read_trainer_report,
     summarise,
     write_summary,
 )
@@ -45,7 +45,7 @@ STOP_DEADLINE_S = 8.0
 REDIS_DEADLINE_S = 15.0
 START_DEADLINE_S = 300.0
 """For a server to load its model, the warm start included (vLLM on a loaded machine takes over a minute)."""
-LOOK_EVERY_S = 0.5
+SHOW_EVERY_S = 0.5
 DISK_EVERY_S = 1.0
 MIN_FREE_BYTES = 32 << 20
 """With less room than this a run is ended: Valkey and the step log must never meet a full disk."""
@@ -53,7 +53,7 @@ MIN_FREE_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class MeshProcesses:
-    """The supervisor of a plan's posts."""
+    """A managed process for each process spec of a launch plan."""
 
     valkey: ManagedProcess | None
     bus: ManagedProcess
@@ -128,7 +128,7 @@ class Mesh:
                     summary = await self._train(plan, self._processes)
                 finally:
                     await self._stop(self._processes)
-        # Kept after a failure, for whoever looks into it; now the summary holds what it held.
+        # Kept after a failure, for whoever examines it; after a success the summary holds all of it.
         shutil.rmtree(self._folder.redis, ignore_errors=True)
         return summary
 
@@ -230,8 +230,8 @@ class Mesh:
 
     async def _show(self, observer: Observer) -> None:
         while True:
-            self._view.show(await observer.look(tuple(self._starting)))
-            await asyncio.sleep(LOOK_EVERY_S)
+            self._view.show(await observer.collect(tuple(self._starting)))
+            await asyncio.sleep(SHOW_EVERY_S)
 
     async def _watch_disk(self) -> None:
         while True:
@@ -248,8 +248,8 @@ class Mesh:
         summary = summarise(
             self._settings,
             self._run_id,
-            trainer=read_trainer_figures(self._folder),
-            evaluation=read_evaluation_figures(self._folder),
+            trainer=read_trainer_report(self._folder),
+            evaluation=read_evaluation(self._folder),
             accounts=await Ledger(redis, self._run_id).accounts(),
             engines=[report for report in reports if report is not None],
             began_at=self._began_at,
@@ -285,7 +285,7 @@ def _first_cause(failed: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first_cause(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-# Waiting until a service can be used: each wait has a name, a deadline, and says what was still missing.
+# Readiness waits: each has a name and a deadline, and says what was still missing.
 
 _POLL_S = 0.25
 

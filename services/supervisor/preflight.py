@@ -1,4 +1,4 @@
-"""What is looked at before anything is started or written: each mistake is one line and exit code 2."""
+"""Preflight checks, before anything is started or written: each mistake is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -146,17 +146,15 @@ def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-# What a run needs before its services start: a run folder with the resolved settings, and a policy to start from.
-#
-#     settings ─► config.toml ─► demonstrations ─► sft ─► model/
-#
-# All of it can be done again: what is there stays, and other settings than those that the run began with are refused.
-
 _log = structlog.get_logger()
 
 
 def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False) -> RunFolder:
-    """Make the run folder ready for a run of these settings. Returns once it can be started.
+    """Make the run folder: the resolved settings, and a policy to start from. Returns once the run can be started.
+
+        settings ─► config.toml ─► demonstrations ─► sft ─► model/
+
+    May be repeated: what is there stays, and other settings than those that the run began with are refused.
 
     `settings_only`: without the warm start, for which trainer and servers wait by themselves.
 

@@ -179,8 +179,6 @@ def log_tail(log: Path, lines: int) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-# Keeping one process of the mesh: start it, watch it, start it again when it dies, say so, and give up in good time.
-
 Say = Callable[[str], None]
 """Where a line for the user goes."""
 
@@ -196,7 +194,10 @@ class ServiceFailedError(RollmeshError):
 
 
 class ManagedProcess:
-    """Keeps one process running. `run` returns when a job is done; cancelling it leaves the process to `stop`."""
+    """Starts one process, watches it, restarts it when it dies, and gives up after too many deaths.
+
+    `run` returns when a job is done; cancelling it leaves the process to `stop`.
+    """
 
     def __init__(self, spec: ProcessSpec, logs: Path, reaper: Reaper, say: Say) -> None:
         self.spec = spec

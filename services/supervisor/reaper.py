@@ -1,6 +1,6 @@
 """The reaper: a tiny process that outlives the supervisor's kill -9 and cleans up after it. Standard library only.
 
-    supervisor ──pipe──► reaper       "group 123"   a child's process group was started
+    supervisor ──pipe──► reaper        "group 123"   a child's process group was started
                                        "gone 123"    … and has ended
                                        "shm PREFIX"  shared-memory files whose path starts so belong to the run
                                        "bye"         all is in order: end without doing anything

@@ -1,4 +1,4 @@
-"""The run in one object: `summary.json`, made from what each part of the mesh knows of itself."""
+"""Run summary (`summary.json`), from the reports of trainer, environment, engines and ledger."""
 
 from __future__ import annotations
 
@@ -14,40 +14,16 @@ from services.host.run_folder import RunFolder
 from services.run_store.ledger import Accounts
 from services.wire.errors import WireError
 from services.wire.rollout_api import EngineReport
+from services.wire.run_metrics import EvaluationReport, TrainerReport
 
-FiguresT = TypeVar("FiguresT")
-
-
-class TrainerFigures(msgspec.Struct, frozen=True):
-    """What is taken from `trainer_report.json`. Staleness in optimizer steps, `first_step_at` in Unix seconds."""
-
-    final_version: int
-    steps: int
-    tokens_trained: int
-    max_staleness: int
-    mean_staleness: float
-    masked_fraction: float
-    logprob_gap_mean: float | None
-    weights_digest_match: bool
-    mixed_segments: int
-    first_step_at: float
-
-
-class EvaluationFigures(msgspec.Struct, frozen=True):
-    """`evaluation.json`, as the environment runner writes it."""
-
-    success_before: float
-    success_after: float
-    mean_length_before: float
-    mean_length_after: float
-    problems: int
+ReportT = TypeVar("ReportT")
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """`summary.json`. Times in seconds unless named ms; lengths in sampled tokens an episode.
 
     `tokens_generated`, `commits` and the stalls are what the engines that now run have counted: one that was started
-    again in the run has forgotten its earlier life. All other counts are the whole run's.
+    again in the run counts from zero. All other counts are the whole run's.
     """
 
     run_id: str
@@ -85,29 +61,34 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """CPU of the servers' event loops a step, all servers and both evaluations included."""
 
 
-def read_trainer_figures(folder: RunFolder) -> TrainerFigures:
+def read_trainer_report(folder: RunFolder) -> TrainerReport:
     """Raises WireError when the report is missing or lacks a figure."""
-    return _read(folder.trainer_report, TrainerFigures)
+    return _read(folder.trainer_report, TrainerReport)
 
 
-def read_evaluation_figures(folder: RunFolder) -> EvaluationFigures:
+def read_evaluation(folder: RunFolder) -> EvaluationReport:
     """Raises WireError when the file is missing or lacks a figure."""
-    return _read(folder.evaluation, EvaluationFigures)
+    return _read(folder.evaluation, EvaluationReport)
 
 
 def summarise(
     settings: RunSettings,
     run_id: str,
     *,
-    trainer: TrainerFigures,
-    evaluation: EvaluationFigures,
+    trainer: TrainerReport,
+    evaluation: EvaluationReport,
     accounts: Accounts,
     engines: Sequence[EngineReport],
     began_at: float,
     ended_at: float,
     restarts: int,
 ) -> Summary:
-    """Put the figures together; `began_at` and `ended_at` in Unix seconds. With several engines, counts are sums."""
+    """Put the figures together; `began_at` and `ended_at` in Unix seconds. With several engines, counts are sums.
+
+    Raises WireError for a trainer that made no step.
+    """
+    if trainer.first_step_at is None:
+        raise WireError("the trainer's report is of no step", "see the trainer's log")
     stalls = [stall for engine in engines for stall in engine.stalls_ms]
     return Summary(
         run_id=run_id,
@@ -176,7 +157,7 @@ def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
     return [f"{name:{widest}}  {value}" for name, value in rows.items()]
 
 
-def _read(path: Path, kind: type[FiguresT]) -> FiguresT:
+def _read(path: Path, kind: type[ReportT]) -> ReportT:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import httpx
 import pytest
 
-from services.run_store.discovery import Registry
+from services.run_store.discovery import ServiceRegistry
 from services.run_store.keys import RunKeys
 from services.wire.packed import unpack_mask, unpack_tokens
 from services.wire.trajectory import Trajectory
@@ -54,12 +54,12 @@ async def pair(serve: Serve) -> AsyncIterator[Pair]:
     engines = [ScriptedEngine(answer_length=6, max_model_len=2048) for _ in range(2)]
     async with serve(engines[1], "s1") as second, AsyncExitStack() as stack:
         first = await stack.enter_async_context(serve(engines[0], "s0"))
-        registry = Registry(second.redis, second.run_id)
+        registry = ServiceRegistry(second.redis, second.run_id)
         await until(lambda: _alive(registry, 2))
         yield Pair(stack, first, second, engines)
 
 
-async def _alive(registry: Registry, count: int) -> bool:
+async def _alive(registry: ServiceRegistry, count: int) -> bool:
     return len(await registry.servers()) == count
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import httpx
 
 from services.run_store.client import connect
-from services.run_store.discovery import Registry
+from services.run_store.discovery import ServiceRegistry
 from tests.conftest import free_port
 from tests.support.fake_servers import fake_servers
 from tests.support.mesh_command import COMMAND, run_command
@@ -33,7 +33,7 @@ def gateway_process(redis_url: str, run_id: str) -> Iterator[tuple[subprocess.Po
 async def test_what_is_in_flight_is_answered_before_the_process_ends(redis_url: str, run_id: str) -> None:
     redis = connect(redis_url)
     try:
-        async with fake_servers("a", Registry(redis, run_id)) as (server,):
+        async with fake_servers("a", ServiceRegistry(redis, run_id)) as (server,):
             with gateway_process(redis_url, run_id) as (process, url):
                 async with httpx.AsyncClient(base_url=url, timeout=20.0) as http:
 

@@ -19,8 +19,8 @@ from services.config.settings import RunSettings
 from services.http.app import Stop, make_app, serve
 from services.observability.catalog import CATALOG
 from services.run_store.client import connect
-from services.run_store.discovery import Directory, Listed
-from services.run_store.status import TrainerReport, read_report
+from services.run_store.discovery import Listed, ServiceRegistry
+from services.run_store.status import TrainerStatus, read_trainer_status
 from services.wire.errors import NotReadyError
 from tests.conftest import free_port
 from tests.support.gateway_host import gateway
@@ -45,17 +45,17 @@ class Place:
     folder: Path
 
     async def listed(self) -> dict[str, Listed]:
-        """The run's directory."""
+        """The run's services."""
         redis = connect(self.redis_url)
         try:
-            return {each.record.name: each for each in await Directory(redis, self.run_id).services()}
+            return {each.record.name: each for each in await ServiceRegistry(redis, self.run_id).services()}
         finally:
             await redis.aclose()
 
-    async def report(self) -> TrainerReport | None:
+    async def report(self) -> TrainerStatus | None:
         redis = connect(self.redis_url)
         try:
-            return await read_report(redis, self.run_id)
+            return await read_trainer_status(redis, self.run_id)
         finally:
             await redis.aclose()
 

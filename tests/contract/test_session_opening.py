@@ -15,7 +15,7 @@ from rollout_server.lifecycle.open import SessionOpener
 from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.group import GroupRegistry
 from services.run_store.client import connect
-from services.run_store.discovery import Registry
+from services.run_store.discovery import ServiceRegistry
 from services.run_store.ledger import Ledger
 from services.run_store.status import WaitBoard
 from services.wire.rollout_api import OpenGroup, SamplingBody
@@ -47,7 +47,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 async def test_a_group_that_its_opener_left_is_there_for_the_same_call(redis: Redis, run_id: str) -> None:
     journal, registry, ledger = SlowJournal(redis, run_id), GroupRegistry(), Ledger(redis, run_id)
-    takeover = Takeover(registry, journal, ledger, Registry(redis, run_id), "s0")
+    takeover = Takeover(registry, journal, ledger, ServiceRegistry(redis, run_id), "s0")
     gate = AdmissionGate(
         ledger,
         WaitBoard(redis, run_id, "s0"),

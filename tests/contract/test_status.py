@@ -19,7 +19,7 @@ from rich.console import Console
 
 from services.http.app import make_app
 from services.run_store.client import connect
-from services.run_store.discovery import Directory, Listed, Registry, ServerRecord, ServiceKind, ServiceRecord
+from services.run_store.discovery import Listed, ServerRecord, ServiceKind, ServiceRecord, ServiceRegistry
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
 from services.run_store.status import WaitBoard
@@ -59,12 +59,13 @@ async def nothing(_: FastAPI) -> AsyncIterator[None]:
 
 
 async def enter(redis: Redis, run_id: str, name: str, url: str, kind: ServiceKind = "rollout-server") -> None:
-    await Directory(redis, run_id).announce([ServiceRecord(name=name, kind=kind, url=url)])
+    record = ServiceRecord(name=name, kind=kind, url=url) if kind != "rollout-server" else server(name, url)
+    await ServiceRegistry(redis, run_id).announce([record])
 
 
-async def announce(redis: Redis, run_id: str, name: str, url: str, *, sampled: int, running: int = 2) -> None:
-    record = ServerRecord(
-        server_id=name,
+def server(name: str, url: str, *, sampled: int = 0, running: int = 0) -> ServerRecord:
+    return ServerRecord(
+        name=name,
         incarnation="life",
         url=url,
         state="serving",
@@ -72,16 +73,24 @@ async def announce(redis: Redis, run_id: str, name: str, url: str, *, sampled: i
         policy_version=3,
         running=running,
         sampled_tokens=sampled,
+        lease_s=60.0,
     )
-    await Registry(redis, run_id).announce(record, 60.0)
+
+
+async def announce(redis: Redis, run_id: str, name: str, url: str, *, sampled: int, running: int = 2) -> None:
+    await ServiceRegistry(redis, run_id).announce([server(name, url, sampled=sampled, running=running)])
+
+
+async def last_heard(redis: Redis, run_id: str, name: str, ago_s: float) -> None:
+    await redis.zadd(RunKeys(run_id).service_heartbeats, {name: (time.time() - ago_s) * 1000})
 
 
 async def look(redis: Redis, run_id: str, http: httpx.AsyncClient) -> MeshReport:
-    return await StatusCollector(redis, run_id, http).look()
+    return await StatusCollector(redis, run_id, http).collect()
 
 
 @pytest.mark.alone
-async def test_a_stopped_service_costs_a_deadline_and_is_named_with_the_groups_that_it_adopted(
+async def test_a_stopped_service_costs_a_deadline_and_is_named_with_the_groups_that_it_took_over(
     redis: Redis, run_id: str, http: httpx.AsyncClient
 ) -> None:
     ledger, keys = Ledger(redis, run_id), RunKeys(run_id)
@@ -107,7 +116,7 @@ async def test_a_server_that_let_its_lease_run_out_is_still_known_and_named(
 ) -> None:
     with stopped_service() as url:
         await enter(redis, run_id, "s1", url)
-        await redis.delete(RunKeys(run_id).service_lease("s1"))
+        await last_heard(redis, run_id, "s1", 61.0)
         report = await look(redis, run_id, http)
     (service,) = report.services
     assert (service.alive, service.probe) == (False, "silent")
@@ -119,14 +128,13 @@ async def test_an_engine_that_draws_nothing_shows_between_two_looks_of_one_comma
 ) -> None:
     async with served(make_app("well", "0", nothing, list)) as url:
         for name in ("busy", "stuck"):
-            await enter(redis, run_id, name, url)
             await announce(redis, run_id, name, url, sampled=10)
         await WaitBoard(redis, run_id, "trainer").post("the batch of step 4: 2 of 4 groups")
-        collector = StatusCollector(redis, run_id, http, look_again_s=0.0)
-        await collector.look(again=False)
+        collector = StatusCollector(redis, run_id, http, collect_again_s=0.0)
+        await collector.collect(again=False)
         await announce(redis, run_id, "busy", url, sampled=90)
-        report = await collector.look(again=False)
-        at_once = await StatusCollector(redis, run_id, http, look_again_s=0.0).look()
+        report = await collector.collect(again=False)
+        at_once = await StatusCollector(redis, run_id, http, collect_again_s=0.0).collect()
     assert [(cause.service, cause.kind, cause.sure) for cause in report.causes] == [("stuck", "draws_nothing", False)]
     assert report.trainer_waits is not None
     assert report.well, "a guess alone is no failure"
@@ -137,8 +145,8 @@ async def test_a_redis_that_stands_still_is_told_part_by_part(
     redis: Redis, run_id: str, http: httpx.AsyncClient
 ) -> None:
     await redis.execute_command("CLIENT", "PAUSE", "600", "ALL")
-    report = await StatusCollector(redis, run_id, http, part_within_s=0.2).look()
-    assert len(report.unread) == 7
+    report = await StatusCollector(redis, run_id, http, part_within_s=0.2).collect()
+    assert len(report.unread) == 6
     assert "registry: Redis has not answered within 0.2 s" in report.unread
     assert not report.well
 
@@ -178,15 +186,29 @@ async def test_further_services_are_asked_and_json_is_one_line(redis: Redis, red
 
 
 async def test_services_withdraw_at_their_end_and_are_forgotten_where_they_could_not(redis: Redis, run_id: str) -> None:
-    directory = Directory(redis, run_id)
-    record = ServiceRecord(name="s1", kind="rollout-server", url="http://127.0.0.1:1")
-    await directory.announce([record])
-    assert [each.alive for each in await directory.services()] == [True]
-    await directory.withdraw([record])
-    assert await directory.services() == list[Listed]()
-    long_ago = b'{"name":"s2","kind":"gateway","url":"http://127.0.0.1:1","at":5.0}'
-    await redis.hset(RunKeys(run_id).services, "s2", long_ago)
-    assert await directory.services() == list[Listed]()
+    registry = ServiceRegistry(redis, run_id)
+    records = [server("s1", "http://127.0.0.1:1"), ServiceRecord(name="g1", kind="gateway", url="http://127.0.0.1:2")]
+    await registry.announce(records)
+    listed = await registry.services()
+    assert [(each.record, each.alive) for each in listed] == [(records[1], True), (records[0], True)]
+    assert await registry.withdraw(records) == 2
+    assert await registry.services() == list[Listed]()
+    await registry.announce(records)
+    await last_heard(redis, run_id, "g1", 599.0)
+    await last_heard(redis, run_id, "s1", 601.0)
+    assert [(each.record.name, each.alive) for each in await registry.services()] == [("g1", False)]
+    assert await registry.servers() == list[ServerRecord]()
+    await registry.announce([])
+    assert await redis.hkeys(RunKeys(run_id).services) == [b"g1"], "what is forgotten is removed"
+
+
+async def test_an_earlier_incarnation_does_not_take_a_later_ones_record_away(redis: Redis, run_id: str) -> None:
+    registry = ServiceRegistry(redis, run_id)
+    earlier, later = (ServiceRecord(name="g1", kind="gateway", url="http://127.0.0.1:1") for _ in range(2))
+    await registry.announce([earlier])
+    await registry.announce([later])
+    assert await registry.withdraw([earlier]) == 0
+    assert [each.record for each in await registry.services()] == [later]
 
 
 async def test_watching_looks_again_until_it_is_interrupted(redis: Redis, redis_url: str, run_id: str) -> None:

@@ -85,7 +85,7 @@ async def engines(url: str, trust: Trust) -> object:
 
 async def upstream(url: str, trust: Trust) -> object:
     record = ServerRecord(
-        **{"server_id": "s0", "incarnation": "s0-1", "url": url, "state": "serving", "model": "m"},
+        **{"name": "s0", "incarnation": "s0-1", "url": url, "state": "serving", "model": "m"},
         **{"policy_version": 0, "max_running": 1},
     )
     async with Upstream(trust) as client:

@@ -23,7 +23,7 @@ from services.config.settings import RunSettings
 from services.http.app import Stop
 from services.rewards.app import make_rewards_app
 from services.run_store.client import check_reachable, connect, reached_by
-from services.run_store.discovery import Directory, ServiceRecord, announced
+from services.run_store.discovery import ServiceRecord, ServiceRegistry, announced
 from services.security.tls import Tls
 from services.wire.errors import UntrustedError
 from tests.conftest import free_port
@@ -96,7 +96,7 @@ async def rewards(place: Place) -> AsyncIterator[str]:
 async def trainer(place: Place) -> AsyncIterator[str]:
     """Its probes, on a loop in another thread."""
     background, redis = Background(), connect(place.redis_url)
-    directory = Directory(redis, place.run_id)
+    registry = ServiceRegistry(redis, place.run_id)
     bus_url = "https://127.0.0.1:1"
     told = (place.run_id, bus_url, Path(os.devnull), RunSettings(steps=9), background)
     own = connect(place.redis_url)
@@ -105,7 +105,7 @@ async def trainer(place: Place) -> AsyncIterator[str]:
             open_telemetry(own, *told, stack, tls=place.tls)
 
             async def listed() -> list[str]:
-                return [each.record.url for each in await directory.services() if each.record.name == "trainer"]
+                return [each.record.url for each in await registry.services() if each.record.name == "trainer"]
 
             await until(listed)
             yield (await listed())[0]

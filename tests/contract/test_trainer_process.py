@@ -26,16 +26,14 @@ from services.run_store.client import connect  # noqa: E402
 from services.run_store.ledger import Ledger  # noqa: E402
 from services.run_store.status import read_waits  # noqa: E402
 from services.run_store.stream import TrajectoryWriter  # noqa: E402
+from services.wire.run_metrics import TrainerReport  # noqa: E402
 from services.wire.trajectory import Trajectory  # noqa: E402
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, served  # noqa: E402
 from trainer.assembly import load_policy  # noqa: E402
 from trainer.data.packing import pack  # noqa: E402
 from trainer.data.rows import rows_of  # noqa: E402
-from trainer.metrics.files import (  # noqa: E402
-    TrainerReport,
-    read_metrics,
-)
+from trainer.metrics.files import read_metrics  # noqa: E402
 from trainer.model.learner import Learner, named_weights  # noqa: E402
 from trainer.model.roles import make_roles  # noqa: E402
 from trainer.model.train_batch import train_batch  # noqa: E402

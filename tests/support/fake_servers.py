@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from services.run_store.discovery import Registry, ServerRecord
+from services.run_store.discovery import ServerRecord, ServiceRegistry
 from services.wire.gateway_api import BASE_URL_HEADER, CALL_HEADER
 
 LEASE_S = 600.0
@@ -58,7 +58,7 @@ class World:
 class FakeServer:
     """One server. `die_at`: it dies once it has sent so many chunks of an answer; `refusal`: what it answers instead."""
 
-    def __init__(self, name: str, world: World, registry: Registry) -> None:
+    def __init__(self, name: str, world: World, registry: ServiceRegistry) -> None:
         self.name = name
         self.url = ""
         self.world = world
@@ -83,18 +83,20 @@ class FakeServer:
 
     async def announce(self, **changes: Any) -> None:
         record = ServerRecord(
-            server_id=self.name,
+            name=self.name,
             incarnation=f"{self.name}-1",
             url=self.url,
             state="serving",
             model="fake",
             policy_version=0,
             max_running=64,
+            lease_s=LEASE_S,
         )
-        await self._registry.announce(msgspec.structs.replace(record, **changes), LEASE_S)
+        self._record = msgspec.structs.replace(record, **changes)
+        await self._registry.announce([self._record])
 
     async def withdraw(self) -> None:
-        await self._registry.withdraw(self.name, f"{self.name}-1")
+        await self._registry.withdraw([self._record])
 
     def die(self) -> None:
         """As kill -9 does: connections break, nobody listens, the lease stands."""
@@ -234,7 +236,7 @@ async def _send(writer: asyncio.StreamWriter, status: int, parts: list[bytes], m
 
 
 @asynccontextmanager
-async def fake_servers(names: str, registry: Registry) -> AsyncIterator[list[FakeServer]]:
+async def fake_servers(names: str, registry: ServiceRegistry) -> AsyncIterator[list[FakeServer]]:
     """Servers of these names (a letter each), announced, in one world."""
     world = World()
     servers = [FakeServer(name, world, registry) for name in names]

@@ -15,7 +15,7 @@ from benchmarks.harness.processes import PYTHON, free_port, running
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
 from services.run_store.client import connect
-from services.run_store.discovery import Registry
+from services.run_store.discovery import ServiceRegistry
 from services.run_store.ledger import Ledger
 from services.run_store.stream import TrajectoryLog
 from services.supervisor.processes import Child
@@ -33,7 +33,7 @@ class Fleet:
         self.gateway_url = ""
         self.redis: Redis = connect(redis_url)
         self.ledger = Ledger(self.redis, run_id)
-        self.registry = Registry(self.redis, run_id)
+        self.registry = ServiceRegistry(self.redis, run_id)
         self._log = TrajectoryLog(self.redis, run_id)
         self._http = httpx.AsyncClient(timeout=10.0)
         self._folder = folder

@@ -14,7 +14,7 @@ from services.config.settings import GatewaySettings
 from services.gateway.app import GatewayPlan, make_gateway_app
 from services.http.app import Stop, make_server, open_port
 from services.run_store.client import connect
-from services.run_store.discovery import Registry
+from services.run_store.discovery import ServiceRegistry
 from services.security.tls import PLAIN, Tls
 from tests.support.fake_servers import FakeServer, fake_servers
 from tests.support.until import until
@@ -26,7 +26,7 @@ class GatewayHost:
 
     http: httpx.AsyncClient
     url: str
-    registry: Registry
+    registry: ServiceRegistry
 
     async def servers(self) -> list[dict[str, Any]]:
         """`GET /admin/servers`."""
@@ -62,7 +62,7 @@ async def gateway(redis_url: str, run_id: str, *, tls: Tls = PLAIN, **settings: 
     try:
         async with httpx.AsyncClient(base_url=url, timeout=20.0, verify=tls.trust.verify) as http:
             await until(lambda: server.started)
-            yield GatewayHost(http, url, Registry(redis, run_id))
+            yield GatewayHost(http, url, ServiceRegistry(redis, run_id))
     finally:
         server.should_exit = True
         await serving
@@ -76,7 +76,7 @@ async def mesh(
     """Fake servers with a gateway in front that knows them all."""
     redis = connect(redis_url)
     try:
-        async with fake_servers(names, Registry(redis, run_id)) as servers:
+        async with fake_servers(names, ServiceRegistry(redis, run_id)) as servers:
             async with gateway(redis_url, run_id, **settings) as host:
                 await host.until_known(**dict.fromkeys(names, "serving"))
                 yield host, servers

@@ -122,7 +122,7 @@ async def test_even_a_service_that_ends_well_is_started_again(tmp_path: Path, re
     assert len(said) == 2
 
 
-async def test_a_cancelled_keeper_leaves_its_process_to_stop(tmp_path: Path, reaper: Reaper) -> None:
+async def test_a_cancelled_supervisor_leaves_its_process_to_stop(tmp_path: Path, reaper: Reaper) -> None:
     kept = managed("import time; time.sleep(600)", "service", tmp_path, reaper, [])
     running = asyncio.create_task(kept.run())
     await until("the process runs", lambda: kept.child is not None)

@@ -18,9 +18,10 @@ from services.security.keys import NO_PLACES, KeyPlaces
 from services.supervisor.cli import _overrides
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
 from services.supervisor.preflight import choose_engine, new_run_id
-from services.supervisor.summary import EvaluationFigures, TrainerFigures, closing_lines, summarise, write_summary
+from services.supervisor.summary import closing_lines, summarise, write_summary
 from services.wire.errors import UsageError
 from services.wire.rollout_api import EngineReport
+from services.wire.run_metrics import EvaluationReport, LengthReport, TrainerReport
 
 
 def test_restarts_wait_longer_each_time_and_end() -> None:
@@ -62,13 +63,13 @@ def plan(*overrides: str, keys: KeyPlaces = NO_PLACES) -> LaunchPlan:
     return plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports, keys)
 
 
-def test_every_process_is_told_by_its_surroundings_where_the_keys_are_and_no_key_is_on_a_command_line() -> None:
+def test_every_process_is_told_by_its_environment_where_the_keys_are_and_no_key_is_on_a_command_line() -> None:
     launch = plan("servers=2", keys=KeyPlaces(Path("/keys")))
     ours = [launch.bus, *launch.servers, launch.gateway, launch.trainer, launch.environment]
-    for post in ours:
-        assert post is not None
-        assert post.environment["ROLLMESH_KEYS_DIR"] == "/keys"
-        assert not any("/keys" in word or "password" in word for word in post.command)
+    for spec in ours:
+        assert spec is not None
+        assert spec.environment["ROLLMESH_KEYS_DIR"] == "/keys"
+        assert not any("/keys" in word or "password" in word for word in spec.command)
     assert launch.valkey is not None
     assert flag(list(launch.valkey.command), "--aclfile") == "/runs/a/redis/users.acl"
     keyless = plan().valkey
@@ -87,20 +88,20 @@ def flag(command: object, name: str) -> str:
 
 def test_every_process_belongs_to_the_run_and_to_the_same_services() -> None:
     launch = plan("servers=2", "k=3", "rollout.groups_per_step=4", "rollout.threads=2")
-    for post in (*launch.servers, launch.trainer):
-        command = post.command
+    for spec in (*launch.servers, launch.trainer):
+        command = spec.command
         assert flag(command, "--redis-url") == "redis://127.0.0.1:9001/0"
         assert flag(command, "--bus-url") == "http://127.0.0.1:9002"
         assert flag(command, "--model") == "/runs/a/model"
-    for post in (launch.bus, *launch.servers, launch.trainer, launch.environment):
-        assert flag(post.command, "--run-id") == "run-1"
-        assert post.environment["ROLLMESH_RUN_ID"] == "run-1"
-        assert post.environment["ROLLMESH_SERVICE"] == post.name
-    assert [flag(post.command, "--server-id") for post in launch.servers] == ["s0", "s1"]
-    assert [post.environment["OMP_NUM_THREADS"] for post in launch.servers] == ["2", "2"]
+    for spec in (launch.bus, *launch.servers, launch.trainer, launch.environment):
+        assert flag(spec.command, "--run-id") == "run-1"
+        assert spec.environment["ROLLMESH_RUN_ID"] == "run-1"
+        assert spec.environment["ROLLMESH_SERVICE"] == spec.name
+    assert [flag(spec.command, "--server-id") for spec in launch.servers] == ["s0", "s1"]
+    assert [spec.environment["OMP_NUM_THREADS"] for spec in launch.servers] == ["2", "2"]
     assert flag(launch.environment.command, "--concurrency") == str((3 + 1) * 4)
     assert launch.server_urls == ("http://127.0.0.1:9100", "http://127.0.0.1:9101")
-    assert [post.role for post in (launch.trainer, launch.environment, launch.bus)] == ["job", "job", "service"]
+    assert [spec.role for spec in (launch.trainer, launch.environment, launch.bus)] == ["job", "job", "service"]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_a_given_model_and_redis_are_used_instead_of_our_own() -> None:
     assert launch.warm_start == ()
     assert flag(launch.trainer.command, "--model") == "/models/mine"
     assert flag(launch.trainer.command, "--redis-url") == "redis://10.0.0.1:6379/3"
-    assert [post.name for post in plan().warm_start] == ["demonstrations", "sft"]
+    assert [spec.name for spec in plan().warm_start] == ["demonstrations", "sft"]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,27 @@ def report(server: int, stalls: list[float]) -> EngineReport:
 
 
 def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path) -> None:
-    trainer = TrainerFigures(
+    lengths = LengthReport(7680, 9.5, {"8": 7680})
+    trainer = TrainerReport(
+        run_id="run-1",
+        formula="",
+        first_group_opened_at=110.0,
+        last_step_at=140.0,
+        trajectories_trained=7680,
+        logprob_gap_max=1e-6,
+        root_digest=None,
+        commits=60,
+        reward_first=0.2,
+        reward_last=0.9,
+        success_first=0.2,
+        success_last=0.9,
+        length_first=3.0,
+        length_last=12.0,
+        lengths_generated=lengths,
+        lengths_trained=lengths,
+        length_distance=0.0,
+        lost_siblings=0,
+        dropped={},
         final_version=60,
         steps=60,
         tokens_trained=900,
@@ -225,7 +246,7 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
         RunSettings(engine="torch"),
         "run-1",
         trainer=trainer,
-        evaluation=EvaluationFigures(0.2, 0.98, 3.1, 11.9, 256),
+        evaluation=EvaluationReport(0.2, 0.98, 3.1, 11.9, 256),
         accounts=Accounts(published=7800, trained=7680, dropped={"run_concluded": 100, "expired": 20}),
         engines=[report(0, [1.0, 3.0]), report(1, [2.0])],
         began_at=100.0,

@@ -7,32 +7,32 @@ import time
 from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
 from rich.console import Console
 
 from services.run_store.client import connect
 from services.run_store.status import Wait, WaitBoard
-from services.supervisor.live_view import LiveView, MetricsTail, Observer, PlainView, Snapshot, StepMetrics, make_view
+from services.supervisor.live_view import LiveView, MetricsTail, Observer, PlainView, Snapshot, make_view
+from tests.support.step_lines import step_line, step_metrics
 
 
 def line(step: int) -> bytes:
-    return msgspec.json.encode({"step": step, "success": step / 100, "other": [1, 2]}) + b"\n"
+    return step_line(step, success=step / 100) + b"\n"
 
 
 def test_the_tail_follows_a_growing_file_and_ignores_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = MetricsTail(path)
-    assert tail.look() is None
+    assert tail.read() is None
     path.write_bytes(line(1) + line(2)[:7])
-    first = tail.look()
+    first = tail.read()
     assert first is not None
     assert first.step == 1
     path.write_bytes(line(1) + line(2) + line(3))
-    latest = tail.look()
+    latest = tail.read()
     assert latest is not None
     assert (latest.step, latest.success) == (3, 0.03)
-    assert tail.look() is latest
+    assert tail.read() is latest
 
 
 async def test_a_snapshot_is_had_even_where_nothing_answers_yet(redis_url: str, run_id: str, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ async def test_a_snapshot_is_had_even_where_nothing_answers_yet(redis_url: str, 
             http=http,
             urls=["http://127.0.0.1:1"],
         )
-        snapshot = await observer.look()
+        snapshot = await observer.collect()
     await redis.aclose()
     assert snapshot.metrics is None
     assert snapshot.engines == []
@@ -55,7 +55,7 @@ async def test_a_snapshot_is_had_even_where_nothing_answers_yet(redis_url: str, 
 
 
 def snapshot(step: int) -> Snapshot:
-    metrics = StepMetrics(step=step, success=0.75, response_length=11.5, tokens_per_s=9000.0, staleness_max=2)
+    metrics = step_metrics(step, success=0.75, response_length=11.5, tokens_per_s=9000.0, staleness_max=2)
     wait = Wait(waiting_for="16 complete groups", since=time.time() - 3.0)
     return Snapshot(elapsed_s=12.0, metrics=metrics, waits={"trainer": wait})
 

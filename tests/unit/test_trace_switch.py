@@ -1,4 +1,4 @@
-"""Traces are off unless asked for, and cost nothing then; asked for without OpenTelemetry, they say what to install."""
+"""Traces are off unless asked for, and cost nothing then; asked for without an SDK, they say what to install."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(json.dumps([name for name in sys.modules if name.startswith({prefixes})]))
 """
 MISSING = """
 import sys
-sys.modules["opentelemetry"] = None
+sys.modules["opentelemetry.sdk"] = None
 sys.argv = ["rollmesh", "gateway", "--run-id", "r", "--port", "1", "--redis-url", "redis://127.0.0.1:1/0"]
 from services.cli import main
 main()
@@ -51,16 +51,16 @@ def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     [
         (
             "import clients.runner.runner, clients.runner.cli, weight_bus.coordinator.app, services.rewards.app",
-            ("opentelemetry",),
+            ("opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.proto", "services.observability.otel"),
         ),
-        # redis-py imports OpenTelemetry by itself, wherever it is installed, but never what exports traces.
+        # redis-py imports the SDK by itself, wherever it is installed, but never what exports traces.
         (
             "import services.gateway.app, services.supervisor.mesh",
             ("opentelemetry.exporter", "opentelemetry.proto", "services.observability.otel"),
         ),
     ],
 )
-def test_off_imports_nothing_of_opentelemetry_and_records_nothing(imports: str, prefixes: tuple[str, ...]) -> None:
+def test_off_imports_neither_sdk_nor_exporter_and_records_nothing(imports: str, prefixes: tuple[str, ...]) -> None:
     done = run(OFF.format(imports=imports, prefixes=prefixes))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []
@@ -70,7 +70,7 @@ def test_off_imports_nothing_of_opentelemetry_and_records_nothing(imports: str, 
 def test_on_without_the_package_is_misuse_that_names_the_extra(target: str) -> None:
     done = run(MISSING, ROLLMESH_TRACES=target)
     assert done.returncode == 2
-    assert "OpenTelemetry is not installed" in done.stderr
+    assert "OpenTelemetry's SDK is not installed" in done.stderr
     assert "pip install 'rollmesh[traces]'" in done.stderr
 
 
@@ -81,7 +81,7 @@ def test_errors_of_a_command_are_a_json_line_too_where_logs_are() -> None:
     assert "rollmesh[traces]" in line["why"]
 
 
-def test_surroundings_go_before_settings_and_hand_them_on() -> None:
+def test_environment_variables_go_before_settings_and_hand_them_on() -> None:
     settings = TraceSettings(traces="otlp", traces_ratio=0.5)
     changed = with_environ(settings, {"ROLLMESH_TRACES_RATIO": "0.25", "OTHER": "1", "ROLLMESH_TRACES": ""})
     assert changed == TraceSettings(traces="otlp", traces_ratio=0.25)

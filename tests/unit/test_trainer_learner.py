@@ -12,6 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from services.config.algorithm import CorrectionSettings, LossSettings
 from services.config.settings import TrainerSettings
+from services.wire.run_metrics import TokenStatistics
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment, group_of, grouped, random_trajectories
@@ -19,7 +20,6 @@ from trainer.algorithms.advantages.grpo import group_relative
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
 from trainer.model.learner import Learner
-from trainer.model.token_stats import TokenStatistics
 from trainer.sft.tiny_model import build_model
 
 

@@ -1,4 +1,4 @@
-"""Functions by name: those that are listed, and anybody's own as `module:function` with an attribute `entry`."""
+"""Plugins: losses and estimators by name, built in or a user's own as `module:function` with an attribute `entry`."""
 
 from __future__ import annotations
 

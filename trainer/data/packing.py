@@ -1,4 +1,4 @@
-"""Rows become micro-batches of tensors, each one packed row: nothing is padded.
+"""Sequence packing: rows become micro-batches of tensors, each one packed row without padding.
 
 Row a segment (`trainer.data.rows`) ──split by tokens (`services.policies.token_budget`)──► MicroBatch × m
 
@@ -25,17 +25,18 @@ from trainer.algorithms.losses.tokens import BatchSize
 from trainer.data.rows import Row
 from trainer.data.staleness import NOT_SAMPLED, StalenessTally
 
-# Rows laid end to end in one, without padding.
-#
-# rows         a b c d │ e f │ g h                       lengths (4, 2, 2)
-# positions    0 1 2 3 │ 0 1 │ 0 1                       restart with each row
-# runs                 (4, 1) (2, 2)                     neighbours of one length: (length, how many)
-
 
 @dataclass(frozen=True)
 class PackedRow:
-    """`T` tokens of rows laid end to end. `input_ids`, `position_ids`: int64 `[1, T]`. `starts`: int32 `[rows + 1]`, where
-    each begins, and `T`. Invariant: Σ length · count over `runs` is `T`."""
+    """`T` tokens of rows laid end to end.
+
+    rows         a b c d │ e f │ g h           lengths (4, 2, 2)
+    positions    0 1 2 3 │ 0 1 │ 0 1           restart with each row
+    runs         (4, 1) (2, 2)                 neighbours of one length: (length, how many)
+
+    `input_ids`, `position_ids`: int64 `[1, T]`. `starts`: int32 `[rows + 1]`, where each begins, and `T`.
+    Invariant: Σ length · count over `runs` is `T`.
+    """
 
     input_ids: Tensor
     position_ids: Tensor

@@ -1,4 +1,4 @@
-"""A batch of groups becomes rows: the segments that give a gradient, judged by the staleness window.
+"""Training rows of a batch: the segments that give a gradient, with the tokens over K left out of the loss.
 
 Group[Trajectory] ──advantage──► segments ──staleness──► Row, or only counted where its loss is exactly 0
 """

@@ -1,4 +1,4 @@
-"""The staleness window applied to a batch: per-token ages, what may enter the loss, and how it is distributed.
+"""Staleness of a batch's tokens: per-token ages, which may enter the loss (K), and their distribution.
 
 The rule itself is `services.policies.staleness`; here it only meets arrays.
 """

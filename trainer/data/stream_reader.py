@@ -1,9 +1,9 @@
-"""Intake: the trajectory stream becomes complete groups, in the background, before the training thread asks for them.
+"""Trajectory stream reader: complete groups, assembled in the background before the training thread asks for them.
 
-    Redis ──read──► screen ──► GroupAssembler ──take──► training thread
-                      │              │
-                      └── rejected ──┴── spoiled ──► settled as drops, counted by cause, kept as dead letters;
-                                                     admission makes up for the group
+    Redis ──read──► validate ──► GroupAssembler ──take──► training thread
+                       │               │
+                       └── rejected ───┴── spoiled ──► settled as drops, counted by cause, kept as dead letters;
+                                                       admission makes up for the group
 
 What was read is kept here until it is settled, so an entry that comes twice (a lost reply, a claim) is taken once.
 """
@@ -175,7 +175,7 @@ class Intake:
             elif entry.stream_id not in self._known:
                 judged.append(self._validator.judge(entry, newest))
         with self._changed:
-            # A sibling that an earlier life's batch went without is not the first of a new group.
+            # A sibling that a batch of an earlier incarnation went without is not the first of a new group.
             self._assembler.settle(group for group in map(group_of, settled_before) if group is not None)
             for item in judged:
                 self._known.add(item.entry)
@@ -262,13 +262,11 @@ def _extend(verdict: Verdict, more: Verdict) -> None:
     verdict.spoiled += more.spoiled
 
 
-# What came of the trajectory stream since somebody last asked: for the line of a step.
-
-
 @dataclass
 class Arrivals:
-    """What came of the stream in some time. `tokens`: sampled ones of the `trajectories` that were fit to be trained.
+    """What came of the stream since the metrics line before.
 
+    `tokens`: sampled ones of the `trajectories` that were fit to be trained.
     `dropped`: trajectories by cause, unfit ones and their siblings.
     """
 

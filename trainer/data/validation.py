@@ -1,4 +1,4 @@
-"""Screening: is a stream entry something this trainer can train on? If not, it is dropped with a cause, never silently.
+"""Validation of stream entries: one that this trainer cannot train on is dropped with a cause, never silently.
 
 entry ──decode──► trajectory ──► ours? ──► sampled from the whole distribution? ──► fits the model? ──► Member
   └──────────────────┴──────────────┴────────────────┴──────────────────────────────┴───────────────► Rejected(cause)

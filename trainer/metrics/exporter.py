@@ -1,9 +1,9 @@
-"""The trainer told to the outside: probes and /metrics on a small port of its own, and its last steps in Redis.
+"""Trainer telemetry: health probes and /metrics on a port of its own, and the status of its last steps in Redis.
 
-    training thread ──► metrics.jsonl ──a second later──► totals ──► /metrics, the report in Redis (`rollmesh status`)
+    training thread ──► metrics.jsonl ──a second later──► totals ──► /metrics, the status in Redis (`rollmesh status`)
 
-The training thread does nothing for it: what it writes down anyway is read, on the background loop. A trainer that was
-restarted goes on with the totals of the whole run.
+It costs the training thread nothing: metrics.jsonl, which is written anyway, is read on the background loop. A trainer
+that was restarted goes on with the totals of the whole run.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from services.http.auth import AuthMiddleware, Authorizer
 from services.observability import catalog
 from services.observability.metrics import Metrics, Reading
 from services.run_store.discovery import ServiceRecord, announced
-from services.run_store.status import TrainerReport, Wait, post_report, read_waits
+from services.run_store.status import TrainerStatus, Wait, post_trainer_status, read_waits
 from services.security.permissions import NO_KEYS, Keys, lacking
 from services.security.tls import PLAIN, Identity, Tls
 from services.wire.errors import UsageError
+from services.wire.run_metrics import StepMetrics
 from trainer.io_loop import Background
 
-LOOK_EVERY_S = 1.0
+READ_EVERY_S = 1.0
 CLOSE_WITHIN_S = 10.0
 NAME = "trainer"
 
@@ -54,7 +55,7 @@ def open_telemetry(
     keys: Keys = NO_KEYS,
     tls: Tls = PLAIN,
 ) -> None:
-    """Tell of the trainer until `stack` is closed. `keys`: what opens /metrics; `tls`: what its port shows.
+    """Serve the trainer's telemetry until `stack` is closed. `keys`: what opens /metrics; `tls`: what its port shows.
 
     Raises UsageError for a port that is taken, for an address other than loopback without a key, and for a certificate that
     is not for that address.
@@ -96,11 +97,11 @@ class Telemetry:
         self._wait: Wait | None = None
         self._ending, self._ended = asyncio.Event(), asyncio.Event()
         self._failing = False
-        self._untold = False
-        """Steps were made that the report in Redis does not know of."""
+        self._unpublished = False
+        """Steps were made that the status in Redis does not hold yet."""
 
     async def run(self, listener: socket.socket, records: tuple[ServiceRecord, ...]) -> None:
-        """Serve and tell until `close`."""
+        """Serve and publish until `close`."""
         metrics = Metrics()
         metrics.read(self._readings)
         scraping = self._authorizer.of("service")
@@ -111,35 +112,35 @@ class Telemetry:
         try:
             async with announced(self._redis, self._run_id, *records):
                 while not self._ending.is_set():
-                    await self._look()
+                    await self._read()
                     with suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_EVERY_S):
+                        async with asyncio.timeout(READ_EVERY_S):
                             await self._ending.wait()
-                await self._look()
+                await self._read()
         finally:
             server.should_exit = True
             await serving
             self._ended.set()
 
     async def close(self) -> None:
-        """Tell the last steps, then end."""
+        """Publish the last steps, then end."""
         self._ending.set()
         await self._ended.wait()
 
-    async def _look(self) -> None:
+    async def _read(self) -> None:
         lines = self._tail.new_lines()
         self._totals.add(lines)
-        self._untold = self._untold or bool(lines)
+        self._unpublished = self._unpublished or bool(lines)
         try:
             self._wait = (await read_waits(self._redis, self._run_id)).get(NAME)
-            report = self._totals.report()
-            if self._untold and report is not None:
-                await post_report(self._redis, self._run_id, report)
-                self._untold = False
+            status = self._totals.status()
+            if self._unpublished and status is not None:
+                await post_trainer_status(self._redis, self._run_id, status)
+                self._unpublished = False
             self._failing = False
         except (RedisError, OSError) as error:
             if not self._failing:
-                _log.warning("the trainer's report is not told", why=repr(error))
+                _log.warning("cannot publish the trainer's status", why=repr(error))
             self._failing = True
 
     def _readings(self) -> Iterator[Reading]:
@@ -147,7 +148,7 @@ class Telemetry:
         yield Reading(catalog.TRAINER_WAITING, 0.0 if self._wait is None else max(0.0, time.time() - self._wait.since))
 
     def _not_ready(self) -> list[str]:
-        """Ready from the first step on: waiting for a batch is a trainer's life."""
+        """Ready from the first step on: waiting for a batch is what a trainer normally does."""
         if self._totals.any:
             return []
         return ["no optimizer step yet", *([] if self._wait is None else [f"waits for {self._wait.waiting_for}"])]
@@ -158,46 +159,18 @@ async def _nothing(_: FastAPI) -> AsyncIterator[None]:
     yield
 
 
-# The lines of metrics.jsonl added up: what Prometheus scrapes of the trainer, and what it tells in Redis.
-
 RECENT_STEPS = 20
 """How many steps the busy share is of."""
-
-
-class StepLine(msgspec.Struct, frozen=True):
-    """The part of a line (`trainer.metrics.step.StepMetrics`) that is told."""
-
-    step: int
-    version: int
-    time: float
-    wait_ms: float
-    pack_ms: float
-    train_ms: float
-    publish_ms: float
-    step_ms: float
-    tokens_per_s: float
-    staleness_mean: float
-    staleness_max: int
-    staleness_histogram: dict[str, int]
-    masked_tokens: int
-    masked_fraction: float
-    dropped: dict[str, int]
-    commits: int
-    reward: float
-    success: float
-    effective_samples: float | None
-
-
-_line = msgspec.json.Decoder(StepLine)
+_line = msgspec.json.Decoder(StepMetrics)
 
 
 class StepTotals:
-    """`steps`, `k`: the run's. Pure but for what it remembers of the lines."""
+    """Totals over the lines of metrics.jsonl, for Prometheus and the status in Redis. `steps`, `k`: the run's."""
 
     def __init__(self, steps: int, k: int) -> None:
         self._steps, self._k = steps, k
-        self._last: StepLine | None = None
-        self._recent: deque[StepLine] = deque(maxlen=RECENT_STEPS)
+        self._last: StepMetrics | None = None
+        self._recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)
         self._count = 0
         self._masked = 0
         self._seconds: Counter[str] = Counter()
@@ -220,14 +193,14 @@ class StepTotals:
             for activity in ("wait", "pack", "train", "publish"):
                 self._seconds[activity] += getattr(line, f"{activity}_ms") / 1e3
 
-    def report(self) -> TrainerReport | None:
+    def status(self) -> TrainerStatus | None:
         """None before the first step."""
         line = self._last
         if line is None:
             return None
         whole = sum(each.step_ms for each in self._recent)
         waited = sum(each.wait_ms for each in self._recent)
-        return TrainerReport(
+        return TrainerStatus(
             step=line.step,
             steps=self._steps,
             k=self._k,

@@ -1,4 +1,7 @@
-"""What people read of a run while it goes: metrics.jsonl and samples.jsonl. A torn tail is cut off, no step is repeated."""
+"""Metrics files of a run: metrics.jsonl, samples.jsonl, trainer_report.json, curves.png.
+
+The first two are appended to at each step: a torn last line is cut off, no step is written twice.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from services.host.files import writing
 from services.policies.batching import Group
 from services.policies.length_stats import Lengths, distance
 from services.wire.packed import unpack_tokens
+from services.wire.run_metrics import LengthReport, StepMetrics, TrainerReport
 from services.wire.trajectory import Segment, Trajectory
-from trainer.metrics.step import StepMetrics
 
 SAMPLES_A_STEP = 2
 
@@ -135,58 +138,6 @@ def _open_at_last_line(path: Path) -> BufferedRandom:
     return file
 
 
-# trainer_report.json: what the trainer says of a whole run, read off metrics.jsonl so that restarts lose nothing.
-
-
-class LengthReport(msgspec.Struct, frozen=True):
-    """A distribution of sampled tokens an episode; `buckets` are named by their least length."""
-
-    episodes: int
-    mean: float | None
-    buckets: dict[str, int]
-
-
-class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are Unix seconds, at the end of a step. Staleness is over tokens that entered a loss."""
-
-    run_id: str
-    formula: str
-    steps: int
-    final_version: int
-    first_group_opened_at: float | None
-    first_step_at: float | None
-    last_step_at: float | None
-    tokens_trained: int
-    trajectories_trained: int
-    max_staleness: int
-    mean_staleness: float
-    masked_fraction: float
-    logprob_gap_mean: float | None
-    """Mean |engine − trainer| over tokens of the current version, weighed by tokens (`trainer.model.token_stats`)."""
-    logprob_gap_max: float | None
-    weights_digest_match: bool
-    root_digest: str | None
-    mixed_segments: int
-    """Segments whose sampled tokens were sampled by more than one policy version."""
-    commits: int
-    """Weight updates that engines committed, the first version not counted."""
-    reward_first: float | None
-    reward_last: float | None
-    success_first: float | None
-    success_last: float | None
-    length_first: float | None
-    length_last: float | None
-    lengths_generated: LengthReport
-    """Of all sessions that were published or given up: what a session that expired had sampled by then counts."""
-    lengths_trained: LengthReport
-    length_distance: float | None
-    """Between the two (`services.policies.length_stats.distance`): 0 where what is trained is what was sampled."""
-    lost_siblings: int
-    """Trajectories that groups were trained without."""
-    dropped: dict[str, int]
-    """Published trajectories that were never trained, by cause."""
-
-
 def make_report(
     lines: Sequence[StepMetrics],
     *,
@@ -199,6 +150,7 @@ def make_report(
     generated: Lengths,
     dropped: Mapping[str, int],
 ) -> TrainerReport:
+    """Of a whole run, from the lines of metrics.jsonl, so that restarts lose nothing."""
     tokens = sum(line.tokens for line in lines)
     masked = sum(line.masked_tokens for line in lines)
     gaps = [(line.logprob_gap_mean, line.gap_tokens) for line in lines]
@@ -260,11 +212,8 @@ def write_report(path: Path, report: TrainerReport) -> None:
         making.replace(path)
 
 
-# curves.png: a run's steps in six pictures.
-
-
 def plot_curves(lines: Sequence[StepMetrics], generated: Lengths, path: Path) -> None:
-    """Draw them. `generated`: lengths of all that was drawn, beside which those that were trained are shown.
+    """Plot a run's steps. `generated`: lengths of all answers, shown beside those that were trained.
 
     matplotlib is imported here: it takes a second, and nobody should wait for it before a run.
     """

@@ -1,96 +1,23 @@
-"""What is measured at each optimizer step: one flat line of metrics.jsonl."""
+"""Builds the metrics of an optimizer step, a line of metrics.jsonl, out of what the parts of the step measured."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from services.policies.batching import Group
 from services.policies.length_stats import Lengths
+from services.wire.run_metrics import (
+    BatchOutcome,
+    CreditStatistics,
+    StepMetrics,
+    StepTimes,
+    TokenStatistics,
+    ValueStatistics,
+)
 from services.wire.trajectory import Trajectory
-from trainer.algorithms.advantages.compute import CreditStatistics
 from trainer.data.staleness import StalenessTally
 from trainer.data.stream_reader import Arrivals
-from trainer.model.critic import ValueStatistics
-from trainer.model.token_stats import TokenStatistics
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchOutcome:
-    """What the environments said of a batch."""
-
-    groups: int
-    trajectories: int
-    reward: float
-    success: float
-    """Mean of the reward component `success`; of `reward > 0` where an environment has none."""
-    response_length: float
-    """Mean number of sampled tokens a trajectory."""
-    response_lengths: dict[str, int]
-    """How many trajectories sampled so many tokens, by bucket (`services.policies.length_stats`)."""
-    lost_siblings: int
-    """Trajectories that its groups are trained without: they expired, were aborted, or their agents failed."""
-    mixed_segments: int
-    """Segments in which a weight commit fell between two sampled tokens of one answer or of two turns."""
-    first_opened_at: float
-    """Unix seconds: when the first of its groups was opened."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """Milliseconds. The first four are the training thread's, and make up nearly all of `step_ms`."""
-
-    wait_ms: float
-    """For a batch."""
-    pack_ms: float
-    train_ms: float
-    publish_ms: float
-    """Cast, hash, and waiting for an arena to be free."""
-    step_ms: float
-    stream_ms: float
-    """Background: reading, decoding and settling entries since the line before."""
-    http_ms: float
-    """Background: what the trainer's last call to the weight bus took beyond the update itself."""
-    commit_ms: float
-    """From publish to commit at every engine, of the update that settled last; 0 where it was superseded."""
-    stage_ms: float
-    """Of the slowest engine, same update."""
-    flip_ms: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutcome, StepTimes):
-    """`step` counts from 1; `version` is the policy version that it made. It consumed tokens for `version − 1`.
-
-    Since the line before, `arrived` trajectories fit to be trained came of the stream, with `arrived_length` sampled tokens
-    in the mean (0 where none came), and `dropped` ones will never be trained, by cause.
-
-    `tokens`: fresh sampled tokens, the loss's denominator; `masked_tokens`: those over K. `rows_trained`: segments that
-    gave a gradient. `update_version`, `update_state`: the weight update that settled last before this line. `commits`:
-    updates that engines have committed so far, the first version not counted.
-    """
-
-    step: int
-    version: int
-    time: float
-    """Unix seconds, at the end of the step."""
-    rows_trained: int
-    tokens: int
-    tokens_per_s: float
-    """Sampled tokens of the batch over the whole step, waiting included."""
-    staleness_mean: float
-    staleness_max: int
-    staleness_histogram: dict[str, int]
-    masked_tokens: int
-    masked_fraction: float
-    arrived: int
-    arrived_length: float
-    dropped: dict[str, int]
-    learning_rate: float
-    commits: int
-    update_version: int | None
-    update_state: str | None
 
 
 def outcome(groups: Sequence[Group[Trajectory]]) -> BatchOutcome:

@@ -1,4 +1,4 @@
-"""The critic: what a policy may still expect to earn, before each token that it generates.
+"""Critic (value model): the return to be expected before each token that the policy generates.
 
     run's first policy ──its layers──► hidden state before token t ──head──► V_t          the head begins at 0
 
@@ -8,7 +8,6 @@ One optimizer step of its own for each of the policy's, on the same tokens: none
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,32 +15,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from services.config.settings import TrainerSettings
+from services.wire.run_metrics import ValueStatistics
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.data.packing import MicroBatch, PackedBatch
 from trainer.model.forward import PackedForward
 from trainer.model.logprobs import measure
 
-# The critic's loss (PPO, Schulman et al. 2017, arXiv:1707.06347, equation 9, with the bound of its authors' code):
-#
-#     ℓ_t = ½ · max( (V_t − R_t)², (clip(V_t, V_old,t − ε, V_old,t + ε) − R_t)² )
-#
-# V_old: the value before the batch, so that the bound binds from the second optimizer step on a batch on.
-
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """Per token; all `[N]`, `values` with gradient."""
+    """The critic's loss (PPO, Schulman et al. 2017, arXiv:1707.06347, equation 9, with the bound of its authors' code).
+
+        ℓ_t = ½ · max( (V_t − R_t)², (clip(V_t, V_old,t − ε, V_old,t + ε) − R_t)² )
+
+    V_old: the value before the batch, so that the bound binds from the second optimizer step on a batch on. Per token; all
+    `[N]`, `values` with gradient.
+    """
     bounded = before + (values - before).clamp(-clip, clip)
     return 0.5 * torch.maximum((values - returns).square(), (bounded - returns).square())
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValueStatistics:
-    """Of one step of the critic; None without a critic, or without a token."""
-
-    value_loss: float | None = None
-    value_explained: float | None = None
-    """1 − var(return − value) / var(return), of values before the batch: 0 for a critic that knows nothing, 1 at best."""
 
 
 class ValueModel(nn.Module):

@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
+from services.wire.run_metrics import TokenStatistics
 from trainer.algorithms.losses.objective import Objective, TokenTerms
 from trainer.algorithms.losses.tokens import BatchSize
 from trainer.data.packing import MicroBatch, PackedBatch
 from trainer.model.forward import PackedForward, Separation
 from trainer.model.logprobs import sampled_terms
-from trainer.model.token_stats import StepSums, TokenStatistics
+from trainer.model.token_stats import StepSums
 
 
 class Learner:

@@ -58,11 +58,6 @@ def _terms(
     return logprobs, normaliser - expected
 
 
-# Measuring: what a model says of every sampled token of some trajectories, before they are trained on.
-#
-# trajectories ──► rows ──► micro-batches ──model──► [N] in the order of the trajectories' segments
-
-
 @torch.no_grad()
 def measure(
     trajectories: Sequence[Trajectory],
@@ -70,7 +65,9 @@ def measure(
     budget: int,
     device: torch.device,
 ) -> Float64Array:
-    """`[N]`: what `model` says, one number a fresh token of a micro-batch, of every sampled token, whatever its age.
+    """`[N]`: `model`'s value for every sampled token of some trajectories, whatever its age, before they are trained on.
+
+    trajectories ──► rows ──► micro-batches ──model──► [N] in the order of the trajectories' segments
 
     `budget`: tokens of a micro-batch.
     """

@@ -1,4 +1,4 @@
-"""The roles of one trainer: who learns, who judges, and who is only compared with.
+"""The models of one trainer: the policy that learns, the critic, the frozen reference, and the advantage computer.
 
 learner      the policy under training, and its optimizer
 advantages   what a token's reward is worth; holds the price of a cost

@@ -1,46 +1,15 @@
-"""Statistics over the tokens of a step, summed on the device and read once: each read waits for the device."""
+"""Token statistics of an optimizer step (loss, ratio, KL, logprob gap), summed on the device and read once."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from services.wire.run_metrics import TokenStatistics
 from trainer.algorithms.losses.objective import Judged
 from trainer.data.packing import MicroBatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenStatistics:
-    """Of one optimizer step. `gap` is |engine − trainer| of a sampled token's logprob, `ratio` π / π_behaviour.
-
-    "Current" tokens were sampled by the policy that the step starts from (`trainer.data.staleness.Ages`): there the gap is
-    purely numeric; over all tokens it also holds the distance that training has put between the policies. NaN is never
-    written: a mean over no token is None.
-    """
-
-    loss: float
-    grad_norm: float
-    logprob_gap_mean: float | None
-    logprob_gap_max: float | None
-    gap_tokens: int
-    """Current tokens that the gap was measured on: those of rows that were trained."""
-    logprob_gap_mean_all: float | None
-    logprob_gap_max_all: float | None
-    ratio_mean: float | None
-    ratio_max: float | None
-    clip_fraction: float | None
-    """Tokens of rows that were trained whose gradient a bound of the loss took away."""
-    masked_by_correction: float | None
-    """Tokens of rows that were trained which the correction's mask or veto left out."""
-    correction_weight: float | None
-    """Mean weight of the correction; None without one."""
-    effective_samples: float | None
-    """(Σ ratio)² / (n · Σ ratio²), 0 … 1: how evenly tokens count once weighed to the current policy (Kish 1965)."""
-    kl: float | None
-    """k3 estimate of KL(π_behaviour ‖ π) a token: r − 1 − log r (Schulman 2020, "Approximating KL divergence")."""
 
 
 class StepSums:

@@ -1,6 +1,6 @@
 """Training on one batch: advantages computed once, split by whole groups, one optimizer step a part.
 
-    batch of U · n groups ──credit──► parts of n groups, in order ──window, pack──► step from v ─► from v + 1 ─► … ─► v + U
+    batch of U · n groups ──advantages──► parts of n groups ──mask, pack──► step from v ─► from v + 1 ─► … ─► v + U
 
 Part i is judged for the step that it is consumed by, from v + i: staleness is counted in optimizer steps here too. All else
 that a part depends on (advantages, values, the proximal policy) is of the batch, before its first step. A critic takes a
@@ -15,14 +15,12 @@ from dataclasses import dataclass
 
 from services.config.settings import RunSettings
 from services.policies.batching import Group
+from services.wire.run_metrics import CreditStatistics, TokenStatistics, ValueStatistics
 from services.wire.trajectory import Trajectory
-from trainer.algorithms.advantages.compute import CreditStatistics
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
 from trainer.data.staleness import StalenessTally
-from trainer.model.critic import ValueStatistics
 from trainer.model.roles import Roles
-from trainer.model.token_stats import TokenStatistics
 
 Part = Sequence[Group[Trajectory]]
 

@@ -1,4 +1,4 @@
-"""How often a policy answers right: by this the warm start knows when it has taught enough."""
+"""Sampled accuracy of a policy on demonstrated problems: the warm start's stopping criterion."""
 
 from __future__ import annotations
 
@@ -46,10 +46,8 @@ def is_right(tokenizer: PreTrainedTokenizerBase, question: Question, answer: Sam
     return re.fullmatch(question.accepts, text) is not None if question.accepts else text.endswith(question.answer)
 
 
-# Generating answers from a policy with plain `transformers`: batched, a KV cache, no padding, no server.
-#
-# For what stands beside the mesh (the warm start's bar, benchmarks); a run's own rollouts come from the rollout
-# servers.
+# Batched generation with plain `transformers`: a KV cache, no padding, no server. For the warm start and benchmarks;
+# a run's own rollouts come from the rollout servers.
 
 
 @dataclass(frozen=True)

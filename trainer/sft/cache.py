@@ -1,4 +1,4 @@
-"""Warm starts kept by content: the same demonstrations, seed and recipe code are not trained twice.
+"""Cache of warm starts, keyed by content: the same demonstrations, seed and recipe code are not trained twice.
 
     key = blake2b(demonstrations, seed, model shape, RECIPE_VERSION)      <cache>/<key>/ = a Hugging Face folder
 

@@ -1,4 +1,4 @@
-"""The warm start: a short supervised run that gives the tiny policy its format and a first, clumsy skill.
+"""Supervised warm start (SFT): a short run on demonstrations that teaches the tiny policy the format and a first skill.
 
     for each phase:  fresh AdamW ─► steps of `batch` demonstrations ─► (sampled accuracy ≥ the bar: stop early)
 

@@ -1,4 +1,4 @@
-"""What a worker and each of its calls are held to.
+"""Sandbox limits of a reward worker and of each of its calls (rlimits, namespaces, seccomp).
 
     worker, before the user's module is imported   memory, size of files, no core, no network
     call, in its forked child                      processor time, a process namespace that ends with it and in which it
@@ -122,7 +122,7 @@ def _bound(what: int, most: int) -> None:
     resource.setrlimit(what, (most, most))
 
 
-# What Python's standard library does not offer of Linux: namespaces, a death signal, a filter of system calls.
+# Linux calls that Python's standard library lacks: namespaces, a parent-death signal, a seccomp filter.
 #
 # The filter is a classic BPF program (linux/filter.h, linux/seccomp.h) of a few instructions, for x86-64 and ARM64:
 #

@@ -1,4 +1,4 @@
-"""A reward function of the user's: finding it by `module:function`, calling it with what it asks for, reading its value.
+"""Loads a user's reward function by `module:function`, calls it with the arguments that it names, checks its value.
 
 A function names what it wants: `answer`, `prompt`, `messages`, `task`, `complete`, `metadata`; other parameters are looked
 up in the metadata, so `def exact(answer, solution)` gets `metadata["solution"]`. It needs nothing of rollmesh.

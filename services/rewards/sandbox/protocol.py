@@ -1,4 +1,4 @@
-"""What a worker and the service say to each other: one line of JSON each, over the worker's standard input and output.
+"""Protocol between the reward service and a worker: lines of JSON over the worker's standard input and output.
 
 service ──Order──► worker   imports the function under its limits
         ◄──Ready | Refused──

@@ -1,4 +1,4 @@
-"""What an estimator sees: rewards of trajectories, where in them they were earned, and who is whose sibling.
+"""Input of an advantage estimator: rewards of trajectories, where in them they were earned, and which are siblings.
 
     trajectory 0        trajectory 1    trajectory 2          T = 3 trajectories of G groups
     t0 t1 t2 t3         t4 t5           (nothing sampled)     N = 6 sampled tokens, in the order they were sampled

@@ -1,6 +1,6 @@
-"""Credit: a batch of groups is told which of its tokens did better than was to be expected, once, before it is trained on.
+"""Advantage computation: how much better than expected each token of a batch did, once, before the batch is trained on.
 
-    groups ──► reference logprobs, critic's values (where asked for) ──► Scored ──► estimator ──► Credit a trajectory
+    groups ──► reference logprobs, critic's values (where asked for) ──► RewardBatch ──► estimator ──► Credit a trajectory
 
 Depends on the batch, the critic and the price of the cost alone: a trainer that restores these finds the same bytes.
 """
@@ -17,6 +17,7 @@ from services.config.algorithm import AdvantageSettings
 from services.policies.batching import Group
 from services.wire.errors import UsageError
 from services.wire.packed import Float32Array, unpack_logprobs
+from services.wire.run_metrics import CreditStatistics
 from services.wire.trajectory import Segment, Trajectory
 from trainer.algorithms.advantages.batch import Float64Array, Int64Array
 from trainer.algorithms.advantages.registry import find_estimator, load_estimator
@@ -42,19 +43,6 @@ class Credit:
 
 Credits = Mapping[str, Credit]
 """By entry of the stream. A trajectory without one is only compared with, and not trained."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CreditStatistics:
-    """Of one batch. None: not asked for."""
-
-    kl_in_reward: float | None = None
-    """Mean divergence from the run's first policy that the reward was lessened by, a token, before β."""
-    cost_mean: float | None = None
-    cost_price: float | None = None
-    """The multiplier that this batch's costs were charged with."""
-    left_out: int = 0
-    """Trajectories that were only compared with: greedy baselines, and those that PF-PPO filtered."""
 
 
 class AdvantageComputer:
@@ -128,7 +116,7 @@ class AdvantageComputer:
 
 def _needed(measure: Measure | None, needed: bool, what: str) -> Measure | None:
     if needed and measure is None:
-        raise UsageError(what, "give it to the computing advantages")
+        raise UsageError(what, "give it to the AdvantageComputer")
     return measure if needed else None
 
 
@@ -160,17 +148,14 @@ def _scattered(segment: Segment, places: Int64Array, piece: Float64Array) -> Flo
     return whole
 
 
-# The divergence from a reference as a part of the reward (Ziegler et al. 2019, arXiv:1909.08593, section 2; Ouyang et
-# al. 2022, arXiv:2203.02155, equation 2):
-#
-#     r_t = reward_t − β · D_t          D_t: k1, k2 or k3 (`trainer.algorithms.divergence`) at a sampled token
-#
-# The token was sampled by the engine's policy, so that it is its logprob that is compared: no forward pass but the
-# reference's.
-
-
 def divergences(behaviour: Float64Array, reference: Float64Array, estimator: Estimator) -> Float64Array:
-    """D `[N]` of logprobs `[N]`. 0 where both say that the token could not be sampled: they do not differ there."""
+    """KL penalty in the reward (Ziegler et al. 2019, arXiv:1909.08593, section 2; Ouyang et al. 2022, arXiv:2203.02155).
+
+        r_t = reward_t − β · D_t          D_t: k1, k2 or k3 (`trainer.algorithms.divergence`) at a sampled token
+
+    Returns D `[N]` of logprobs `[N]`. The engine's policy sampled the token, so its logprob is compared: no forward pass
+    but the reference's. 0 where both say that the token could not be sampled: they do not differ there.
+    """
     found = divergence(torch.from_numpy(behaviour), torch.from_numpy(reference), estimator)
     known: Float64Array = np.nan_to_num(found.numpy(), nan=0.0)
     return known

@@ -1,6 +1,6 @@
-"""Groups of trajectories become what an estimator sees: rewards are fined, charged and placed at tokens.
+"""Reward shaping before the estimator: length penalty, price of a cost, divergence; each reward is placed at its token.
 
-    reward ── + fine for length ── less the price of its cost ── at its tokens ── less β · divergence ──► Scored
+    reward ── + fine for length ── less the price of its cost ── at its tokens ── less β · divergence ──► RewardBatch
 
 A call's reward stands at the call's last token; whatever else there is, at the trajectory's last one.
 """
@@ -118,34 +118,34 @@ def _trained(
     return trained
 
 
-# A soft fine for answers that are too long (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13):
-#
-# 0                                   |y| ≤ L − C             |y| sampled tokens, L: overlong_length, C: overlong_buffer
-# ((L − C) − |y|) / C                 L − C < |y| ≤ L
-# −1                                  L < |y|
-
-
 def overlong_fine(tokens: int, settings: AdvantageSettings) -> float:
-    """What is added to the reward of a trajectory of so many sampled tokens, −1 … 0; 0 without an `overlong_length`."""
+    """Soft penalty on answers that are too long (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13), added to the reward.
+
+        0                         |y| ≤ L − C             |y| sampled tokens, L: overlong_length, C: overlong_buffer
+        ((L − C) − |y|) / C       L − C < |y| ≤ L
+        −1                        L < |y|
+
+    0 without an `overlong_length`.
+    """
     if settings.overlong_length is None:
         return 0.0
     expected = settings.overlong_length - settings.overlong_buffer
     return max(-1.0, min(0.0, (expected - tokens) / settings.overlong_buffer))
 
 
-# PF-PPO: only siblings whose rewards are reliable are trained on (Zhang et al. 2024, arXiv:2409.06957, section 4):
-#
-#     best              the one of the highest reward
-#     best_worst        it, and the one of the lowest
-#     best_random       it, and one of the others, chosen at random
-#
-# The choice depends on the run's seed and the group's ordinal alone: a restarted trainer makes it again.
-
 Keep = Literal["all", "best", "best_random", "best_worst"]
 
 
 def kept(rewards: Float64Array, keep: Keep, seed: int, ordinal: int) -> BoolArray:
-    """bool `[n]`: which of one group's trajectories are trained on. Among equals the first is best, and the last worst."""
+    """PF-PPO's filter (Zhang et al. 2024, arXiv:2409.06957, section 4): only siblings of reliable rewards are trained on.
+
+        best              the one of the highest reward
+        best_worst        it, and the one of the lowest
+        best_random       it, and one of the others, chosen at random
+
+    bool `[n]` over one group's trajectories. Among equals the first is best, and the last worst. The choice depends on the
+    run's seed and the group's ordinal alone: a restarted trainer makes it again.
+    """
     if keep == "all" or len(rewards) < 2:
         return np.ones(len(rewards), dtype=np.bool_)
     stays = np.zeros(len(rewards), dtype=np.bool_)
@@ -159,15 +159,16 @@ def kept(rewards: Float64Array, keep: Keep, seed: int, ordinal: int) -> BoolArra
     return stays
 
 
-# Safe RLHF's price of a cost (Dai et al. 2023, arXiv:2310.12773, section 3.3 and appendix B): reward as much as
-# possible, mean cost at most d.
-#
-#     R'_i = (R_i − λ·C_i) / (1 + λ)
-#     ln λ ← ln λ + α·λ·(mean(C) − d)              after each batch; λ stays at most `largest`
-
-
 class CostPrice:
-    """The multiplier λ: state of a run, changed by each batch. `log_value`: ln λ, what a checkpoint keeps."""
+    """Safe RLHF's multiplier λ of a cost (Dai et al. 2023, arXiv:2310.12773, section 3.3 and appendix B).
+
+    Reward as much as possible, mean cost at most d:
+
+        R'_i = (R_i − λ·C_i) / (1 + λ)
+        ln λ ← ln λ + α·λ·(mean(C) − d)              after each batch; λ stays at most `largest`
+
+    State of a run. `log_value`: ln λ, what a checkpoint keeps.
+    """
 
     def __init__(self, settings: CostSettings) -> None:
         self.log_value = math.log(settings.price)

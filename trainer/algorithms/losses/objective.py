@@ -114,14 +114,13 @@ class Objective:
         return mean_by_segment(loss, segment, segments).sum() / of.segments
 
 
-# The proximal policy without a forward pass (Li et al. 2025, A-3PO, arXiv:2512.06547, section 3): between the policy
-# that sampled a token, d steps ago, and the one that the step makes, on a straight line of logprobs:
-#
-#     log π_prox ≈ log π_beh + α·(log π − log π_beh)         α = d / (d + 1), without gradient
-
-
 @torch.no_grad()
 def interpolated(logprobs: Tensor, behaviour: Tensor, staleness: Tensor) -> Tensor:
-    """Logprobs of the approximated policy. `staleness`: optimizer steps between the token's policy and the step's start."""
+    """Logprobs of the proximal policy without a forward pass (Li et al. 2025, A-3PO, arXiv:2512.06547, section 3).
+
+        log π_prox ≈ log π_beh + α·(log π − log π_beh)         α = d / (d + 1), without gradient
+
+    `staleness`: d, the optimizer steps between the token's policy and the step's start.
+    """
     share = staleness / (staleness + 1)
     return behaviour + share * (logprobs - behaviour)

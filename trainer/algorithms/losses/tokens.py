@@ -1,4 +1,4 @@
-"""What a policy loss sees: the tokens that may enter it, flat, and which segment each belongs to.
+"""Input of a policy loss: the tokens that may enter it, flat, and which segment each belongs to.
 
 packed row [1, T] ── where fresh ──► [N]        no environment's tokens, nothing over K
 """

@@ -1,0 +1,201 @@
+"""Training metrics in a run's folder: a line of metrics.jsonl, trainer_report.json and evaluation.json.
+
+Written by the trainer and the environment runner; read by the trainer's /metrics, the live view, the summary and the
+benchmarks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOutcome:
+    """What the environments said of a batch."""
+
+    groups: int
+    trajectories: int
+    reward: float
+    success: float
+    """Mean of the reward component `success`; of `reward > 0` where an environment has none."""
+    response_length: float
+    """Mean number of sampled tokens a trajectory."""
+    response_lengths: dict[str, int]
+    """How many trajectories sampled so many tokens, by bucket (`services.policies.length_stats`)."""
+    lost_siblings: int
+    """Trajectories that its groups are trained without: they expired, were aborted, or their agents failed."""
+    mixed_segments: int
+    """Segments in which a weight commit fell between two sampled tokens of one answer or of two turns."""
+    first_opened_at: float
+    """Unix seconds: when the first of its groups was opened."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Milliseconds. The first four are the training thread's, and make up nearly all of `step_ms`."""
+
+    wait_ms: float
+    """For a batch."""
+    pack_ms: float
+    train_ms: float
+    publish_ms: float
+    """Cast, hash, and waiting for an arena to be free."""
+    step_ms: float
+    stream_ms: float
+    """Background: reading, decoding and settling entries since the line before."""
+    http_ms: float
+    """Background: what the trainer's last call to the weight bus took beyond the update itself."""
+    commit_ms: float
+    """From publish to commit at every engine, of the update that settled last; 0 where it was superseded."""
+    stage_ms: float
+    """Of the slowest engine, same update."""
+    flip_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStatistics:
+    """Of one optimizer step. `gap` is |engine − trainer| of a sampled token's logprob, `ratio` π / π_behaviour.
+
+    "Current" tokens were sampled by the policy that the step starts from (`trainer.data.staleness.Ages`): there the gap is
+    purely numeric; over all tokens it also holds the distance that training has put between the policies. NaN is never
+    written: a mean over no token is None.
+    """
+
+    loss: float | None
+    """None, as `grad_norm`, on a line of a step where it was not finite."""
+    grad_norm: float | None
+    logprob_gap_mean: float | None
+    logprob_gap_max: float | None
+    gap_tokens: int
+    """Current tokens that the gap was measured on: those of rows that were trained."""
+    logprob_gap_mean_all: float | None
+    logprob_gap_max_all: float | None
+    ratio_mean: float | None
+    ratio_max: float | None
+    clip_fraction: float | None
+    """Tokens of rows that were trained whose gradient a bound of the loss took away."""
+    masked_by_correction: float | None
+    """Tokens of rows that were trained which the correction's mask or veto left out."""
+    correction_weight: float | None
+    """Mean weight of the correction; None without one."""
+    effective_samples: float | None
+    """(Σ ratio)² / (n · Σ ratio²), 0 … 1: how evenly tokens count once weighed to the current policy (Kish 1965)."""
+    kl: float | None
+    """k3 estimate of KL(π_behaviour ‖ π) a token: r − 1 − log r (Schulman 2020, "Approximating KL divergence")."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreditStatistics:
+    """Of one batch. None: not asked for."""
+
+    kl_in_reward: float | None = None
+    """Mean divergence from the run's first policy that the reward was lessened by, a token, before β."""
+    cost_mean: float | None = None
+    cost_price: float | None = None
+    """The multiplier that this batch's costs were charged with."""
+    left_out: int = 0
+    """Trajectories that were only compared with: greedy baselines, and those that PF-PPO filtered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueStatistics:
+    """Of one step of the critic; None without a critic, or without a token."""
+
+    value_loss: float | None = None
+    value_explained: float | None = None
+    """1 − var(return − value) / var(return), of values before the batch: 0 for a critic that knows nothing, 1 at best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutcome, StepTimes):
+    """`step` counts from 1; `version` is the policy version that it made. It consumed tokens for `version − 1`.
+
+    Since the line before, `arrived` trajectories fit to be trained came of the stream, with `arrived_length` sampled tokens
+    in the mean (0 where none came), and `dropped` ones will never be trained, by cause.
+
+    `tokens`: fresh sampled tokens, the loss's denominator; `masked_tokens`: those over K. `rows_trained`: segments that
+    gave a gradient. `update_version`, `update_state`: the weight update that settled last before this line. `commits`:
+    updates that engines have committed so far, the first version not counted.
+    """
+
+    step: int
+    version: int
+    time: float
+    """Unix seconds, at the end of the step."""
+    rows_trained: int
+    tokens: int
+    tokens_per_s: float
+    """Sampled tokens of the batch over the whole step, waiting included."""
+    staleness_mean: float
+    staleness_max: int
+    staleness_histogram: dict[str, int]
+    masked_tokens: int
+    masked_fraction: float
+    arrived: int
+    arrived_length: float
+    dropped: dict[str, int]
+    learning_rate: float
+    commits: int
+    update_version: int | None
+    update_state: str | None
+
+
+class LengthReport(msgspec.Struct, frozen=True):
+    """A distribution of sampled tokens an episode; `buckets` are named by their least length."""
+
+    episodes: int
+    mean: float | None
+    buckets: dict[str, int]
+
+
+class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Times are Unix seconds, at the end of a step. Staleness is over tokens that entered a loss."""
+
+    run_id: str
+    formula: str
+    steps: int
+    final_version: int
+    first_group_opened_at: float | None
+    first_step_at: float | None
+    last_step_at: float | None
+    tokens_trained: int
+    trajectories_trained: int
+    max_staleness: int
+    mean_staleness: float
+    masked_fraction: float
+    logprob_gap_mean: float | None
+    """Mean |engine − trainer| over tokens of the current version, weighed by tokens (`trainer.model.token_stats`)."""
+    logprob_gap_max: float | None
+    weights_digest_match: bool
+    root_digest: str | None
+    mixed_segments: int
+    """Segments whose sampled tokens were sampled by more than one policy version."""
+    commits: int
+    """Weight updates that engines committed, the first version not counted."""
+    reward_first: float | None
+    reward_last: float | None
+    success_first: float | None
+    success_last: float | None
+    length_first: float | None
+    length_last: float | None
+    lengths_generated: LengthReport
+    """Of all sessions that were published or given up: what a session that expired had sampled by then counts."""
+    lengths_trained: LengthReport
+    length_distance: float | None
+    """Between the two (`services.policies.length_stats.distance`): 0 where what is trained is what was sampled."""
+    lost_siblings: int
+    """Trajectories that groups were trained without."""
+    dropped: dict[str, int]
+    """Published trajectories that were never trained, by cause."""
+
+
+class EvaluationReport(msgspec.Struct, frozen=True):
+    """`evaluation.json`: held-out problems before and after training. Lengths in sampled tokens an episode."""
+
+    success_before: float
+    success_after: float
+    mean_length_before: float
+    mean_length_after: float
+    problems: int
