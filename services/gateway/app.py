@@ -26,7 +26,7 @@ from services.observability.metrics import Metrics, Reading
 from services.observability.middleware import trace_calls
 from services.observability.tracing import NO_TRACING, Tracing
 from services.run_store.client import connect
-from services.run_store.discovery import ServiceRecord, announced
+from services.run_store.discovery import ServiceRecord, ServiceRegistry, announced
 from services.run_store.status import WaitBoard
 from services.security.permissions import NO_KEYS, Keys
 from services.security.tls import PUBLIC, Trust
