@@ -239,7 +239,7 @@ class _Mesh(RuleBasedStateMachine):
 
     @precondition(lambda self: self.open)
     @rule(number=st.integers(0, 99))
-    def adopt_a_group_of_a_killed_server(self, number: int) -> None:
+    def take_over_a_group_of_a_killed_server(self, number: int) -> None:
         """Another server takes it over: its ordinal and its time stay."""
         key, name = RunKeys(self.run_id).open_groups, self.pick(number)
         record = json.loads(self.wait(self.redis.hget(key, name)) or "null")
@@ -300,7 +300,7 @@ class _Mesh(RuleBasedStateMachine):
         assert accounts.published == accounts.trained + accounts.dropped_total()
 
 
-def test_accounts_balance_whoever_opens_closes_drops_dies_and_adopts(
+def test_accounts_balance_whoever_opens_closes_drops_dies_and_takes_over(
     loop_and_redis: tuple[asyncio.Runner, Redis], run_id: str
 ) -> None:
     runner, redis = loop_and_redis

@@ -176,7 +176,7 @@ async def test_a_script_that_the_client_repeats_appends_once(redis: Redis, run_i
         assert await values(one.journal) == one.applied == [1.0, 2.0]
 
 
-async def test_an_answer_is_kept_for_a_while_and_its_draft_is_not(redis: Redis, run_id: str) -> None:
+async def test_an_answer_is_kept_for_a_while_and_its_partial_answer_is_not(redis: Redis, run_id: str) -> None:
     async with writer(redis, run_id, "a") as one:
         await one.journal.open(BEGAN, [])
         partial = one.journal.partial_key("s", "c")

@@ -113,7 +113,7 @@ async def test_groups_of_our_own_client_pass_through_the_gateway(mesh: Mesh) -> 
     assert len(await hosts[0].published()) == 8
 
 
-async def test_uncaptured_draws_pass_through_the_gateway(mesh: Mesh) -> None:
+async def test_stateless_generation_passes_through_the_gateway(mesh: Mesh) -> None:
     front, _ = mesh
     body: dict[str, Any] = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 9, "logprobs": 1, "seed": 3}}
     whole = (await front.http.post("/inference/v1/generate", json=body)).json()
