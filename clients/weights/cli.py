@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from services.security.options import TlsDir
+from services.config.options import AdminKeyFile, Json, KeysDir, TlsDir
 from services.wire.weights_api import EnginesView, UpdateView, VerifyView, VersionsView, WeightEvent
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ app = typer.Typer(
     "Example: rollmesh weights push /models/step-120 --bus-url http://127.0.0.1:8200",
 )
 BusUrl = Annotated[str, typer.Option(envvar="ROLLMESH_BUS_URL", help="The weight bus")]
-KeyFile = Annotated[Path | None, typer.Option(help="File with the bus's admin key, where it asks for one")]
-KeysDir = Annotated[Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys that holds it")]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of tables")]
 WaitS = Annotated[float, typer.Option(min=0.0, help="Seconds to wait until the update has settled; 0: not at all")]
 Version = Annotated[int, typer.Argument(min=0, help="A policy version")]
 URL = "http://127.0.0.1:8200"
@@ -42,7 +39,7 @@ _BAD = ("failed", "cancelled", "superseded", "rolled_back")
 @app.command(epilog="Example: rollmesh weights status --json")
 def status(
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
+    admin_key_file: AdminKeyFile = None,
     keys_dir: KeysDir = None,
     tls_dir: TlsDir = None,
     json: Json = False,
@@ -65,7 +62,7 @@ def push(
     hold: Annotated[bool, typer.Option("--hold", help="Stage only; `rollmesh weights commit` flips")] = False,
     wait_s: WaitS = 120.0,
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
+    admin_key_file: AdminKeyFile = None,
     keys_dir: KeysDir = None,
     tls_dir: TlsDir = None,
     json: Json = False,
@@ -83,7 +80,7 @@ def commit(
     version: Version,
     wait_s: WaitS = 120.0,
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
+    admin_key_file: AdminKeyFile = None,
     keys_dir: KeysDir = None,
     tls_dir: TlsDir = None,
     json: Json = False,
@@ -96,7 +93,7 @@ def commit(
 def cancel(
     version: Version,
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
+    admin_key_file: AdminKeyFile = None,
     keys_dir: KeysDir = None,
     tls_dir: TlsDir = None,
     json: Json = False,
@@ -113,7 +110,7 @@ def rollback(
     to: Annotated[int | None, typer.Option(min=0, help="The version before, where the bus does not know it")] = None,
     wait_s: WaitS = 120.0,
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
+    admin_key_file: AdminKeyFile = None,
     keys_dir: KeysDir = None,
     tls_dir: TlsDir = None,
     json: Json = False,
@@ -126,7 +123,7 @@ def rollback(
 def verify(
     canary: Annotated[bool, typer.Option(help="Also generate tokens greedily at every engine and compare them")] = True,
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
+    admin_key_file: AdminKeyFile = None,
     keys_dir: KeysDir = None,
     tls_dir: TlsDir = None,
     json: Json = False,
@@ -144,7 +141,7 @@ def verify(
 def watch(
     since: Annotated[str | None, typer.Option(help="Id of the last event seen; else all that are remembered")] = None,
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
+    admin_key_file: AdminKeyFile = None,
     keys_dir: KeysDir = None,
     tls_dir: TlsDir = None,
     json: Json = False,

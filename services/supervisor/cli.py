@@ -9,8 +9,18 @@ from typing import Annotated
 
 import typer
 
+from services.config.options import (
+    LOOPBACK,
+    Config,
+    Host,
+    KeysDir,
+    OptionalConfig,
+    Port,
+    RedisPasswordFile,
+    RunId,
+    TlsDir,
+)
 from services.security.keys import KeyPlaces
-from services.security.options import TlsDir
 from services.wire.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -108,7 +118,7 @@ def _overrides(arguments: Sequence[str]) -> list[str]:
 )
 def prepare(
     run_dir: Annotated[Path, typer.Option(help="Run folder; made where it is not there")],
-    config: Annotated[Path | None, typer.Option(help="Settings as TOML; overrides go before it")] = None,
+    config: OptionalConfig = None,
     settings_only: Annotated[
         bool, typer.Option("--settings-only", help="Leave the warm start to another call; torch is not needed then")
     ] = False,
@@ -131,8 +141,8 @@ def prepare(
     "Example: rollmesh play --run-id demo --config runs/demo/config.toml --rollout-url http://127.0.0.1:8000"
 )
 def play(
-    run_id: Annotated[str, typer.Option(help="The run that is played for")],
-    config: Annotated[Path, typer.Option(help="Resolved configuration (TOML), as it lies in the run folder")],
+    run_id: RunId,
+    config: Config,
     rollout_url: Annotated[list[str], typer.Option(help="The gateway, or a rollout server; repeat it for each")],
     run_dir: Annotated[
         Path | None, typer.Option(help="evaluation.json is written here; else into the folder of --config")
@@ -161,19 +171,10 @@ def play(
 )
 def redis(
     data_dir: Annotated[Path, typer.Option(help="Where it keeps its data; made where it is not there")],
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on")],
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; one that is not loopback needs the password")
-    ] = "127.0.0.1",
-    keys_dir: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`): redis.key is the password"
-        ),
-    ] = None,
-    redis_password_file: Annotated[
-        Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with the password")
-    ] = None,
+    port: Port,
+    host: Host = LOOPBACK,
+    keys_dir: KeysDir = None,
+    redis_password_file: RedisPasswordFile = None,
 ) -> None:
     import os
 
