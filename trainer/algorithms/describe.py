@@ -15,7 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from services.config.algorithm import AdvantageSettings, CorrectionSettings, LossSettings
+from services.config.algorithm import (
+    AdvantageSettings,
+    CorrectionSettings,
+    GaeSettings,
+    GrpoSettings,
+    LossSettings,
+    PpoClipSettings,
+)
 from services.config.base import changed_fields
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
@@ -24,7 +31,8 @@ from trainer.algorithms.losses.registry import LossEntry, find_loss
 
 _ANCHORS = {"behaviour": "π_beh", "proximal": "π_prox", "interpolated": "π_prox"}
 _RATIOS = {"token": "ρ", "sequence": "Πρ", "geometric": "(Πρ)^(1/n)"}
-_BOUNDS = ("clip_low", "clip_high", "dual_clip")
+_BOUNDS = tuple(PpoClipSettings.model_fields)
+_OF_SOME_ESTIMATOR = (*GrpoSettings.model_fields, *GaeSettings.model_fields)
 _MEANS = {
     "tokens": ("(1/N) Σ", "N = fresh sampled tokens of the step"),
     "segments": ("(1/S) Σ_segments (1/n) Σ", "S = segments of the step, n = fresh sampled tokens of the segment"),
@@ -196,7 +204,7 @@ def _reward_legend(advantage: AdvantageSettings) -> list[str]:
 
 def _refuse_idle_advantage(advantage: AdvantageSettings, entry: AdvantageEntry) -> None:
     changed = changed_fields(advantage)
-    for name in ("std", "discount", "trace", "whiten"):
+    for name in _OF_SOME_ESTIMATOR:
         if name in changed and name not in entry.uses:
             under = f"advantage.estimator={advantage.estimator}, which does not read it"
             raise _idle(f"advantage.{name}", changed[name], under, "leave it out")

@@ -10,14 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from services.config.algorithm import LossSettings
+from services.config.algorithm import LossSettings, PpoClipSettings, RatioBounds
 from trainer.algorithms.plugins import find_entry, load_function
 
 if TYPE_CHECKING:
     from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 PolicyLoss = Callable[["LossTokens", LossSettings], "TokenLoss"]
-_CLIP = ("clip_low", "clip_high")
+
+_RATIO_BOUNDS = tuple(RatioBounds.model_fields)
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ LOSSES: Mapping[str, LossEntry] = {
     "ppo_clip": LossEntry(
         "trainer.algorithms.losses.ppo_clip:ppo_clip",
         "min(r·A, clip(r, 1−{clip_low:g}, 1+{clip_high:g})·A)",
-        (*_CLIP, "dual_clip"),
+        tuple(PpoClipSettings.model_fields),
         idle_at_zero=True,
     ),
     "policy_gradient": LossEntry(
@@ -48,13 +49,13 @@ LOSSES: Mapping[str, LossEntry] = {
     "cispo": LossEntry(
         "trainer.algorithms.losses.cispo:cispo",
         "sg(clip(r, 1−{clip_low:g}, 1+{clip_high:g}))·A·log π",
-        _CLIP,
+        _RATIO_BOUNDS,
         idle_at_zero=True,
     ),
     "gspo": LossEntry(
         "trainer.algorithms.losses.gspo:gspo",
         "min(s·A, clip(s, 1−{clip_low:g}, 1+{clip_high:g})·A)",
-        _CLIP,
+        _RATIO_BOUNDS,
         ratio="segment",
         idle_at_zero=True,
     ),
