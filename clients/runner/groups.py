@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Literal
 
-import aiohttp
 import structlog
 
 from clients.environments.base import AgentEndpoint, AgentEnvironment, AnyEnvironment, Dialect, Environment, Problem
 from clients.environments.chat import ChatEnvironment, NoChatTemplateError, chat
 from clients.rollout.client import RolloutClient
+from clients.rollout.transport import open_session
 from clients.runner.agent_episodes import EpisodeLimits, Lost, abort, open_group, play_apart, play_together
 from clients.runner.failures import GroupLostError, cause_of
 from clients.runner.text_episodes import Played, play_group
@@ -107,7 +107,7 @@ async def ask(client: RolloutClient) -> Literal["text", "chat"]:
     (session_id,), (api_key,) = group.session_ids, group.api_keys
     endpoint = AgentEndpoint(f"{client.url}/sessions/{session_id}/v1", api_key, session_id, 1, 1.0, client.trust.verify)
     try:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=endpoint.verify)) as http:
+        async with open_session(endpoint.verify) as http:
             await chat(http, endpoint, [{"role": "user", "content": "?"}])
     except NoChatTemplateError:
         return "text"
