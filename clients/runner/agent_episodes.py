@@ -110,7 +110,11 @@ async def play_apart(
 def _endpoints(client: RolloutClient, group: GroupOpened, sampling: SamplingBody) -> list[AgentEndpoint]:
     return [
         AgentEndpoint(
-            *(f"{client.url}/sessions/{name}/v1", key, name, sampling.max_tokens, sampling.temperature),
+            base_url=f"{client.url}/sessions/{name}/v1",
+            api_key=key,
+            session_id=name,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
             verify=client.trust.verify,
         )
         for name, key in zip(group.session_ids, group.api_keys, strict=True)

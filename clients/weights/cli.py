@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,7 +45,6 @@ def status(
     json: Json = False,
 ) -> None:
     """Which engine serves what, and the versions that the bus remembers."""
-
     with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
         engines, versions = weights.engines(), weights.versions()
     if json:
@@ -69,10 +68,8 @@ def push(
 ) -> None:
     """Publish a folder of safetensors: every engine stages it in the background, then flips."""
     path = str(folder.absolute())
-    _update(
-        *(bus_url, admin_key_file, keys_dir, tls_dir, wait_s, json),
-        lambda weights: weights.push(path, version=version, hold=hold),
-    )
+    bus = _client(bus_url, admin_key_file, keys_dir, tls_dir)
+    _update(bus, wait_s, json, lambda weights: weights.push(path, version=version, hold=hold))
 
 
 @app.command(epilog="Example: rollmesh weights commit 7")
@@ -86,7 +83,8 @@ def commit(
     json: Json = False,
 ) -> None:
     """Flip a held version, let a stopped roll go on, or offer a withdrawn version again."""
-    _update(bus_url, admin_key_file, keys_dir, tls_dir, wait_s, json, lambda weights: weights.commit(version))
+    bus = _client(bus_url, admin_key_file, keys_dir, tls_dir)
+    _update(bus, wait_s, json, lambda weights: weights.commit(version))
 
 
 @app.command(epilog="Example: rollmesh weights cancel 7")
@@ -99,7 +97,6 @@ def cancel(
     json: Json = False,
 ) -> None:
     """Withdraw a version before its flips are decided."""
-
     with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
         view = weights.cancel(version)
     (show_json if json else show_update)(view)
@@ -116,7 +113,8 @@ def rollback(
     json: Json = False,
 ) -> None:
     """Bring every engine back to the version before, between two decode steps. One step is kept."""
-    _update(bus_url, admin_key_file, keys_dir, tls_dir, wait_s, json, lambda weights: weights.rollback(to).update)
+    bus = _client(bus_url, admin_key_file, keys_dir, tls_dir)
+    _update(bus, wait_s, json, lambda weights: weights.rollback(to).update)
 
 
 @app.command(epilog="Example: rollmesh weights verify --no-canary")
@@ -129,7 +127,6 @@ def verify(
     json: Json = False,
 ) -> None:
     """Have every engine hash what it really serves; exit code 1 unless all of them serve the published bytes."""
-
     with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
         view = weights.verify(canary=canary)
     (show_json if json else show_verified)(view)
@@ -147,24 +144,19 @@ def watch(
     json: Json = False,
 ) -> None:
     """Print what happens on the bus as it happens, until Ctrl-C."""
-
     with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
         for event in weights.watch(since):
             (show_json if json else show_event)(event)
 
 
 def _update(
-    bus_url: str,
-    key_file: Path | None,
-    keys_dir: Path | None,
-    tls_dir: Path | None,
+    client: AbstractContextManager[WeightsClient],
     wait_s: float,
     json: bool,
     begin: Callable[[WeightsClient], UpdateView],
 ) -> None:
     """Begin an update, wait for it, show it; exit code 1 when it failed, or an engine did."""
-
-    with _client(bus_url, key_file, keys_dir, tls_dir) as weights:
+    with client as weights:
         view = begin(weights)
         if wait_s:
             view = weights.wait(view.version, wait_s)
@@ -187,9 +179,6 @@ def _client(
             yield weights
         except KeyboardInterrupt:
             raise typer.Exit(128 + signal.SIGINT) from None
-
-
-# What `rollmesh weights` shows: tables for people, JSON for programs.
 
 
 def show_json(view: BaseModel) -> None:
