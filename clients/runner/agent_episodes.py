@@ -225,17 +225,16 @@ async def abort(client: RolloutClient, session_ids: Sequence[str]) -> bool:
         return False
 
 
-# Opening a group so that none is left behind: whoever is cancelled while it opens still ends it.
-#
-# open ──answered──► the group
-#   └──cancelled──► answered within _ARRIVING_S? ──yes──► abort its sessions
-#                                                └──no───► hang up: the server drops what nobody heard of
-
 _ARRIVING_S = 0.5
 
 
 async def open_group(client: RolloutClient, body: OpenGroup) -> GroupOpened:
-    """As `RolloutClient.open_group`; cancelled, it first takes back what has been opened meanwhile."""
+    """As `RolloutClient.open_group`; when cancelled, it leaves no open group behind.
+
+    open ──answered──► the group
+      └──cancelled──► answered within _ARRIVING_S? ──yes──► abort its sessions
+                                                   └──no───► close the connection: the server drops the unread group
+    """
     opening = asyncio.create_task(client.open_group(body))
     try:
         return await asyncio.shield(opening)

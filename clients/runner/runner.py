@@ -250,13 +250,11 @@ async def _wait_for_final_weights(clients: Sequence[RolloutClient]) -> None:
             await asyncio.sleep(_POLL_S)
 
 
-# What an environment runner has played, said every few seconds, also while nothing comes to its end.
-
 PROGRESS_EVERY_S = 5.0
 
 
 class Progress:
-    """Counts since the last line; `run` says it, until cancelled."""
+    """Progress log of the runner: a line every few seconds with the counts since the last one, until cancelled."""
 
     def __init__(self, losses: Losses) -> None:
         self._losses = losses

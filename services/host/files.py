@@ -85,11 +85,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# Reading a file of lines while another process writes it, from where reading stopped last time.
-
-
 class LineTail:
-    """A line whose end is not written yet is read next time, or never, where its writer cuts it off."""
+    """Follows a file of lines that another process appends to: each read goes on where the last one stopped.
+
+    An unfinished line is read next time, or never, where its writer truncates it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -108,8 +108,6 @@ class LineTail:
         return whole.splitlines()
 
 
-# Names of the shared-memory files of a run, so that whoever starts a run can clean up after a kill -9.
-
 _DEV_SHM = Path("/dev/shm")
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -120,7 +118,10 @@ def shm_directory() -> Path:
 
 
 def shm_prefix(run_id: str) -> str:
-    """What the name of every shared-memory file of the run starts with. Raises UsageError for an unsafe run id."""
+    """Prefix of the names of a run's shared-memory files, by which they are cleaned up after a kill -9.
+
+    Raises UsageError for a run id that is not safe in a file name.
+    """
     if not _SAFE.fullmatch(run_id):
         raise UsageError(f"the run id {run_id!r} cannot be part of a file name", "use letters, digits, dots and dashes")
     return f"rollmesh-{run_id}-"

@@ -61,21 +61,16 @@ def begin_again_with_tunables() -> None:
         os.execve(sys.executable, sys.orig_argv, os.environ | {VARIABLE: asking})
 
 
-# Importing torch and its like: a fifth faster, and out of the way of every later garbage collection.
-#
-# The collector walks all objects again and again while modules make hundreds of thousands of them, and finds nothing.
-# After the block they are frozen: a later full collection, which would stop a decode loop for tenths of a second,
-# skips them.
-
 _LOUD = ("transformers",)
-"""Libraries whose loggers come with a handler of their own, which writes lines as nobody else does."""
+"""Libraries whose loggers have a handler of their own, with another format of lines."""
 
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """No garbage collection inside the block; what is alive at its end is never looked at again.
+    """For imports of torch and other large libraries: no garbage collection inside the block, a fifth faster.
 
-    What the libraries log goes where all logs go (`services.observability.logging`).
+    Objects that exist at its end are frozen: a later full collection, which would stop a decode loop for tenths of a
+    second, skips them. The libraries' logs go where all logs go (`services.observability.logging`).
     """
     gc.disable()
     try:
@@ -87,7 +82,7 @@ def heavy_imports() -> Iterator[None]:
 
 
 def take_over_logs() -> None:
-    """Once the libraries are imported; for whoever uses them before the block above has ended."""
+    """Route the libraries' logs through the root logger; called once they are imported."""
     for name in _LOUD:
         logger = logging.getLogger(name)
         logger.handlers.clear()
@@ -95,6 +90,6 @@ def take_over_logs() -> None:
 
 
 def leave_quickly() -> None:
-    """Call it last: the interpreter's end would search all modules' objects for cycles, a second with torch loaded."""
+    """Call it last: a final garbage collection when the interpreter exits would take a second with torch loaded."""
     gc.freeze()
     gc.disable()

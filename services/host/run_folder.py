@@ -128,16 +128,12 @@ def _missing(path: Path) -> Path | None:
     return topmost
 
 
-# Waiting for a model folder that another process is still making.
-#
-# A model folder appears by an atomic rename, so `config.json` in place means that all of it is.
-
 _log = structlog.get_logger()
 _POLL_S = 0.02
 
 
 async def wait_for_model(path: Path, deadline_s: float) -> None:
-    """Return when the folder is complete. Raises DeadlineError after `deadline_s` seconds."""
+    """Wait for a model folder that another process is making. Raises DeadlineError after `deadline_s` seconds."""
     if is_complete(path):
         return
     _log.info("waiting", waiting_for=f"the model folder {path}")
@@ -161,7 +157,7 @@ def wait_for_model_blocking(path: Path, deadline_s: float) -> None:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the model folder is there, whole."""
+    """Whether the model folder is complete: it appears by an atomic rename, so one file stands for all."""
     return (path / "config.json").exists()
 
 

@@ -247,24 +247,19 @@ def serve(
         raise stop.failure
 
 
-# How server-sent event streams end, from whichever service they come.
-
 DONE = b"data: [DONE]\n\n"
-"""The event that ends a stream, OpenAI's and vLLM's alike."""
+"""The event that ends a stream of server-sent events, in OpenAI's API and in vLLM's."""
 
 
 def error_event(error: RollmeshError) -> bytes:
-    """The event that tells of a failure after the stream had begun."""
+    """The server-sent event that reports a failure after the stream has begun."""
     return b"data: " + bytes(error_answer(error).body) + b"\n\n"
 
 
-# A bound on request bodies, so that one call cannot take a service's memory.
-
-
 class BodyLimit:
-    """ASGI middleware: reading more than `limit_bytes` of a body raises BodyTooLargeError, which is answered as any other.
+    """ASGI middleware that limits request bodies, so that one call cannot exhaust a service's memory.
 
-    A body whose length is declared is refused at its first read, before anything of it is held.
+    Reading more than `limit_bytes` raises BodyTooLargeError. A body with a declared length is refused at its first read.
     """
 
     def __init__(self, app: ASGIApp, limit_bytes: int) -> None:

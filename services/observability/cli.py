@@ -32,11 +32,8 @@ def monitoring(folder: Annotated[Path, typer.Argument(help="What is there is ove
         sys.stdout.write(f"{file}\n")
 
 
-# Which files monitoring is made of.
-
-
 def monitoring_files() -> dict[str, str]:
-    """Path below a folder → content."""
+    """The generated files: path below the folder → content."""
     return {
         "prometheus/alerts.yaml": alert_rules(),
         "kubernetes/components/prometheus-operator/alerts.yaml": operator_rules(),

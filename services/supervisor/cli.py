@@ -107,9 +107,6 @@ def _overrides(arguments: Sequence[str]) -> list[str]:
     return overrides
 
 
-# `rollmesh prepare`: the run folder of a mesh whose parts are started one by one.
-
-
 @prepare_app.command(
     help="Make the run folder of a mesh whose parts are started one by one: write the resolved settings, which every part "
     "is given as --config RUN_DIR/config.toml, and warm-start a small policy into RUN_DIR/model.\n\n"
@@ -130,9 +127,6 @@ def prepare(
     from services.supervisor import preflight as preparing
 
     preparing.prepare(load_settings(config, overrides or []), run_dir, settings_only=settings_only)
-
-
-# `rollmesh play`: the environment of a mesh whose parts are started one by one.
 
 
 @play_app.command(
@@ -159,9 +153,6 @@ def play(
     command = (*OURS, *environment_command(settings, run_id, run_dir or config.parent, rollout_url))
     # In this process's place: signals and the exit code are the environment's own.
     os.execve(command[0], command, {**os.environ, **as_environ(settings.telemetry)})
-
-
-# `rollmesh redis`: the Redis of a mesh whose parts are started one by one.
 
 
 @redis_app.command(

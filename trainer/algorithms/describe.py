@@ -1,13 +1,11 @@
-"""The loss in force, as text; choices that would silently have no effect are refused. No torch: asked before its import.
+"""The formulas of the loss and of the advantage as text, and validation: settings without effect are refused. No torch.
 
     L = −(1/N) Σ over fresh sampled tokens of [weight ·] term [− kl·D] [+ entropy·H]
+    A = estimator(R)          R = (reward [+ length penalty] [− λ·cost])[/(1 + λ)] [− β·D]
 
-The terms are in `trainer.algorithms.losses.registry`, weights and masks in `trainer.algorithms.losses.correction`.
-Decoupled
-PPO (Hilton et al. 2022, arXiv:2110.00641) is ppo_clip with anchor = proximal and a token weight; DAPO (arXiv:2503.14476)
+Terms: `trainer.algorithms.losses.registry`; weights and masks: `trainer.algorithms.losses.correction`. Decoupled PPO
+(Hilton et al. 2022, arXiv:2110.00641) is ppo_clip with anchor = proximal and a token weight; DAPO (arXiv:2503.14476)
 ppo_clip with a higher clip_high and the mean over tokens; Dr. GRPO (arXiv:2503.20783) mean = fixed.
-
-    A = estimator(R)          R = (reward [+ fine for length] [− λ·cost])[/(1 + λ)] [− β·D]
 """
 
 from __future__ import annotations

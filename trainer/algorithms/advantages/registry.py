@@ -1,4 +1,4 @@
-"""All estimators by name: where each is, what it computes as text, and which settings it reads. No torch here.
+"""All estimators by name: where its function is, its formula as text, and which settings it reads. No torch here.
 
 An estimator of your own needs no line here: set `trainer.advantage.estimator = "your_package.your_module:yours"`, a
 function of `(RewardBatch, AdvantageSettings)` with an attribute `entry`, an `AdvantageEntry`.
@@ -24,8 +24,8 @@ _WHAT = "trainer.advantage.estimator"
 class AdvantageEntry:
     """`term`: what the advantage is, as text with `{setting}` in it. `uses`: which of the estimators' settings it reads.
 
-    `compares`: siblings with one another, so that a group of equal rewards has nothing to say, and one alone has no
-    advantage. `critic`: it needs a critic's values, and says what they should have been.
+    `compares`: it compares siblings, so that a group of equal rewards gives no gradient, and a group of one no advantage.
+    `critic`: it needs a critic's values, and returns their targets.
     """
 
     target: str

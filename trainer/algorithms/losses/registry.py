@@ -1,4 +1,4 @@
-"""All policy losses by name: where each is, what it computes as text, and which settings it reads. No torch here.
+"""All policy losses by name: where its function is, its formula as text, and which settings it reads. No torch here.
 
 A loss of your own needs no line here: set `trainer.loss.policy = "your_package.your_module:your_loss"`, a function of
 `(LossTokens, LossSettings)` with an attribute `entry`, a `LossEntry`.
@@ -23,10 +23,10 @@ _RATIO_BOUNDS = tuple(RatioBounds.model_fields)
 
 @dataclass(frozen=True)
 class LossEntry:
-    """`term`: what is maximised at each token, as text with `{setting}` in it. `uses`: the settings it reads.
+    """`term`: what is maximised at each token, as text with `{setting}` in it. `uses`: names of the settings it reads.
 
-    `ratio`: of a token or of a whole segment, to the anchor, which then is a choice; None for a loss without one.
-    `idle_at_zero`: the loss of a token is exactly 0 where its advantage is, so that it need not be computed.
+    `ratio`: whether the ratio to the anchor policy is of a token or of a segment; None for a loss without a ratio.
+    `idle_at_zero`: the loss of a token is exactly 0 where its advantage is 0, so it need not be computed.
     """
 
     target: str
