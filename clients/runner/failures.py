@@ -50,7 +50,7 @@ class EnvironmentFailedError(RollmeshError):
 
 
 @dataclass
-class Losses:
+class GroupFailures:
     """The runner's account. `retries`: how often one problem is played again. `in_play`: groups at once."""
 
     retries: int

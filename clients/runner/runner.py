@@ -26,7 +26,7 @@ from clients.rollout.server_pool import ServerPool
 from clients.rollout.transport import ServerUnreachableError
 from clients.runner.agent_episodes import EpisodeLimits, open_group
 from clients.runner.evaluation import GROUP_SIZE, EvaluationRecord, Measured, evaluate
-from clients.runner.failures import GroupLostError, Losses
+from clients.runner.failures import GroupFailures, GroupLostError
 from clients.runner.groups import in_dialect, play_to_end
 from clients.runner.text_episodes import Played
 from services.observability.tracing import NO_TRACING, Span, Tracing
@@ -137,8 +137,8 @@ class _Players:
 
     def __init__(self, pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan) -> None:
         self._pool, self._environment, self._plan = pool, environment, plan
-        self._losses = Losses(plan.retries, plan.concurrency)
-        self._progress = Progress(self._losses)
+        self._failures = GroupFailures(plan.retries, plan.concurrency)
+        self._progress = Progress(self._failures)
         sampling = SamplingBody(max_tokens=plan.max_tokens, temperature=plan.temperature)
         self._opening = OpenGroup(
             task=environment.name,
@@ -225,7 +225,7 @@ class _Players:
             self._progress.in_play -= 1
 
     async def _lost(self, client: RolloutClient, lost: GroupLostError, playing: _Owed) -> _Owed | None:
-        again = self._losses.lost(lost.cause, lost.what, playing.attempt)
+        again = self._failures.lost(lost.cause, lost.what, playing.attempt)
         _log.warning(
             "group lost", cause=lost.cause, why=lost.what, problem=playing.index, attempt=playing.attempt, again=again
         )
@@ -256,8 +256,8 @@ PROGRESS_EVERY_S = 5.0
 class Progress:
     """Progress log of the runner: a line every few seconds with the counts since the last one, until cancelled."""
 
-    def __init__(self, losses: Losses) -> None:
-        self._losses = losses
+    def __init__(self, failures: GroupFailures) -> None:
+        self._failures = failures
         self._episodes = self._successes = self._groups = 0
         self._reward = 0.0
         self.in_play = 0
@@ -265,7 +265,7 @@ class Progress:
 
     def count(self, played: Sequence[Played]) -> None:
         """A group came to its end."""
-        self._losses.played()
+        self._failures.played()
         self._groups += 1
         self._episodes += len(played)
         self._successes += sum(episode.ended.success for episode in played)
@@ -280,8 +280,8 @@ class Progress:
             said_at = now
 
     def _say(self, seconds: float) -> None:
-        lost = dict(self._losses.by_cause)
-        more = {"lost": lost, "retried": self._losses.retried, "given_up": self._losses.given_up} if lost else {}
+        lost = dict(self._failures.by_cause)
+        more = {"lost": lost, "retried": self._failures.retried, "given_up": self._failures.given_up} if lost else {}
         if self._groups:
             success, reward = round(self._successes / self._episodes, 3), round(self._reward / self._episodes, 3)
             _log.info(

@@ -30,7 +30,7 @@ Measure = Callable[[Sequence[Trajectory]], Float64Array]
 
 @dataclass(frozen=True)
 class Credit:
-    """Advantages of one trajectory: an array `[n]` for each segment of n tokens, 0 at tokens that the policy did not sample.
+    """Advantages of one trajectory: an array `[n]` for each segment of n tokens, 0 where a token was not sampled.
 
     `values`: a critic's before the batch; `returns`: their targets. None without a critic.
     """
@@ -128,7 +128,7 @@ class AdvantageComputer:
 
 def _needed(measure: Measure | None, needed: bool, what: str) -> Measure | None:
     if needed and measure is None:
-        raise UsageError(what, "give it to the computing advantages")
+        raise UsageError(what, "pass it to AdvantageComputer")
     return measure if needed else None
 
 
