@@ -1,4 +1,4 @@
-"""A session goes on at another server: from the journal, token for token, and nothing of it is done twice."""
+"""A session continues on another server: from the journal, token for token, and nothing is done twice."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ async def test_ends_are_known_to_all_servers(pair: Pair) -> None:
     assert len(await pair.second.published()) == 1
 
 
-async def test_groups_that_nobody_asks_for_are_adopted_expire_and_give_their_place_back(pair: Pair) -> None:
+async def test_groups_that_nobody_asks_for_are_taken_over_expire_and_give_their_place_back(pair: Pair) -> None:
     await open_session(pair.first, group_id="g", idle_timeout_s=3.0)
     await pair.leave()
     owners = RunKeys(pair.second.run_id).owners
