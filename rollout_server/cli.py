@@ -7,20 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.config.options import (
-    LOOPBACK,
-    BusKeyFile,
-    Host,
-    KeysDir,
-    OptionalConfig,
-    OwnUrl,
-    Port,
-    RedisPasswordFile,
-    RedisUrl,
-    RunId,
-    TlsDir,
-    WeightsKeyFile,
-)
+from services.config import options
 from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,9 +23,9 @@ ENGINES: tuple[EngineClass, ...] = ("torch", "vllm", "http")
     "--redis-url redis://127.0.0.1:6379/0 --bus-url http://127.0.0.1:8200 --model runs/demo/model --engine torch"
 )
 def rollout_server(
-    run_id: RunId,
-    port: Port,
-    redis_url: RedisUrl,
+    run_id: options.RunId,
+    port: options.Port,
+    redis_url: options.RedisUrl,
     model: Annotated[
         Path,
         typer.Option(
@@ -54,18 +41,18 @@ def rollout_server(
         Path | None, typer.Option(help="With --engine http: file with the key that the engine wants (its --api-key)")
     ] = None,
     server_id: Annotated[str, typer.Option(help="Name of this server, unique in the run")] = "s0",
-    host: Host = LOOPBACK,
-    own_url: OwnUrl = None,
+    host: options.Host = options.LOOPBACK,
+    own_url: options.OwnUrl = None,
     bus_url: Annotated[str | None, typer.Option(help="Weight bus to register with; none: serve fixed weights")] = None,
-    config: OptionalConfig = None,
-    keys_dir: KeysDir = None,
+    config: options.OptionalConfig = None,
+    keys_dir: options.KeysDir = None,
     agent_key_file: Annotated[
         Path | None, typer.Option(help="File with the key that environments must show; none: loopback may speak")
     ] = None,
-    bus_key_file: BusKeyFile = None,
-    weights_key_file: WeightsKeyFile = None,
-    redis_password_file: RedisPasswordFile = None,
-    tls_dir: TlsDir = None,
+    bus_key_file: options.BusKeyFile = None,
+    weights_key_file: options.WeightsKeyFile = None,
+    redis_password_file: options.RedisPasswordFile = None,
+    tls_dir: options.TlsDir = None,
 ) -> None:
     from services.host.process import begin_again_with_tunables
 

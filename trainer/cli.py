@@ -7,16 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.config.options import (
-    BusKeyFile,
-    Config,
-    KeysDir,
-    RedisPasswordFile,
-    RedisUrl,
-    RunId,
-    TlsDir,
-    WeightsKeyFile,
-)
+from services.config import options
 
 app = typer.Typer(add_completion=False)
 
@@ -26,19 +17,19 @@ app = typer.Typer(add_completion=False)
     "--bus-url http://127.0.0.1:7000 --model runs/r1/model --run-dir runs/r1"
 )
 def train(
-    run_id: RunId,
-    config: Config,
-    redis_url: RedisUrl,
+    run_id: options.RunId,
+    config: options.Config,
+    redis_url: options.RedisUrl,
     bus_url: Annotated[str, typer.Option(help="Where the weight bus is")],
     model: Annotated[Path, typer.Option(help="Hugging Face folder to start from; it may still be made")],
     run_dir: Annotated[
         Path, typer.Option(help="Run folder: metrics, samples, checkpoints; an interrupted run goes on")
     ],
-    weights_key_file: WeightsKeyFile = None,
-    bus_key_file: BusKeyFile = None,
-    keys_dir: KeysDir = None,
-    redis_password_file: RedisPasswordFile = None,
-    tls_dir: TlsDir = None,
+    weights_key_file: options.WeightsKeyFile = None,
+    bus_key_file: options.BusKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    redis_password_file: options.RedisPasswordFile = None,
+    tls_dir: options.TlsDir = None,
 ) -> None:
     """Train on the trajectories of a run and publish every version of the policy."""
     from services.host.process import begin_again_with_tunables

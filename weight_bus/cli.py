@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.config.options import LOOPBACK, Host, KeysDir, OptionalConfig, Port, RunId, TlsDir, WeightsKeyFile
+from services.config import options
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -18,20 +18,20 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
     "Example: rollmesh weight-bus --run-id demo --port 8200"
 )
 def weight_bus(
-    run_id: RunId,
-    port: Port,
-    host: Host = LOOPBACK,
-    config: OptionalConfig = None,
+    run_id: options.RunId,
+    port: options.Port,
+    host: options.Host = options.LOOPBACK,
+    config: options.OptionalConfig = None,
     policy: Annotated[str | None, typer.Option(help="barrier, rolling or quorum; else weights.policy")] = None,
-    keys_dir: KeysDir = None,
+    keys_dir: options.KeysDir = None,
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the admin key; without a peer key every caller must show it")
     ] = None,
-    weights_key_file: WeightsKeyFile = None,
+    weights_key_file: options.WeightsKeyFile = None,
     engine_key_file: Annotated[
         Path | None, typer.Option(help="Key that the engines ask of the bus; else the peer key")
     ] = None,
-    tls_dir: TlsDir = None,
+    tls_dir: options.TlsDir = None,
 ) -> None:
     from services.http.app import Stop, serve
     from services.http.startup import read_context

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from services.config.options import AdminKeyFile, Json, KeysDir, TlsDir
+from services.config import options
 from services.wire.weights_api import EnginesView, UpdateView, VerifyView, VersionsView, WeightEvent
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ _BAD = ("failed", "cancelled", "superseded", "rolled_back")
 @app.command(epilog="Example: rollmesh weights status --json")
 def status(
     bus_url: BusUrl = URL,
-    admin_key_file: AdminKeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Which engine serves what, and the versions that the bus remembers."""
     with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
@@ -61,10 +61,10 @@ def push(
     hold: Annotated[bool, typer.Option("--hold", help="Stage only; `rollmesh weights commit` flips")] = False,
     wait_s: WaitS = 120.0,
     bus_url: BusUrl = URL,
-    admin_key_file: AdminKeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Publish a folder of safetensors: every engine stages it in the background, then flips."""
     path = str(folder.absolute())
@@ -77,10 +77,10 @@ def commit(
     version: Version,
     wait_s: WaitS = 120.0,
     bus_url: BusUrl = URL,
-    admin_key_file: AdminKeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Flip a held version, let a stopped roll go on, or offer a withdrawn version again."""
     bus = _client(bus_url, admin_key_file, keys_dir, tls_dir)
@@ -91,10 +91,10 @@ def commit(
 def cancel(
     version: Version,
     bus_url: BusUrl = URL,
-    admin_key_file: AdminKeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Withdraw a version before its flips are decided."""
     with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
@@ -107,10 +107,10 @@ def rollback(
     to: Annotated[int | None, typer.Option(min=0, help="The version before, where the bus does not know it")] = None,
     wait_s: WaitS = 120.0,
     bus_url: BusUrl = URL,
-    admin_key_file: AdminKeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Bring every engine back to the version before, between two decode steps. One step is kept."""
     bus = _client(bus_url, admin_key_file, keys_dir, tls_dir)
@@ -121,10 +121,10 @@ def rollback(
 def verify(
     canary: Annotated[bool, typer.Option(help="Also generate tokens greedily at every engine and compare them")] = True,
     bus_url: BusUrl = URL,
-    admin_key_file: AdminKeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Have every engine hash what it really serves; exit code 1 unless all of them serve the published bytes."""
     with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
@@ -138,10 +138,10 @@ def verify(
 def watch(
     since: Annotated[str | None, typer.Option(help="Id of the last event seen; else all that are remembered")] = None,
     bus_url: BusUrl = URL,
-    admin_key_file: AdminKeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Print what happens on the bus as it happens, until Ctrl-C."""
     with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:

@@ -6,18 +6,7 @@ from typing import Annotated
 
 import typer
 
-from services.config.options import (
-    LOOPBACK,
-    Host,
-    KeysDir,
-    OptionalConfig,
-    OwnUrl,
-    Port,
-    RedisPasswordFile,
-    RedisUrl,
-    RunId,
-    TlsDir,
-)
+from services.config import options
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -28,16 +17,16 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
     "Example: rollmesh gateway --run-id demo --port 8000 --redis-url redis://127.0.0.1:6379/0"
 )
 def gateway(
-    run_id: RunId,
-    port: Port,
-    redis_url: RedisUrl,
-    host: Host = LOOPBACK,
-    own_url: OwnUrl = None,
+    run_id: options.RunId,
+    port: options.Port,
+    redis_url: options.RedisUrl,
+    host: options.Host = options.LOOPBACK,
+    own_url: options.OwnUrl = None,
     name: Annotated[str, typer.Option(help="Name of this gateway, unique in the run")] = "gateway",
-    config: OptionalConfig = None,
-    keys_dir: KeysDir = None,
-    redis_password_file: RedisPasswordFile = None,
-    tls_dir: TlsDir = None,
+    config: options.OptionalConfig = None,
+    keys_dir: options.KeysDir = None,
+    redis_password_file: options.RedisPasswordFile = None,
+    tls_dir: options.TlsDir = None,
 ) -> None:
     from services.gateway.app import GatewayPlan, make_gateway_app
     from services.http.app import Stop, serve

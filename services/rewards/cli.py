@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.config.options import LOOPBACK, Config, Host, KeysDir, Port, TlsDir
+from services.config import options
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -18,15 +18,15 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
     "Example: rollmesh rewards --config run.toml --port 8300"
 )
 def rewards(
-    config: Config,
-    port: Port,
-    host: Host = LOOPBACK,
+    config: options.Config,
+    port: options.Port,
+    host: options.Host = options.LOOPBACK,
     run_id: Annotated[str | None, typer.Option(help="The run that is judged for (named in the log)")] = None,
-    keys_dir: KeysDir = None,
+    keys_dir: options.KeysDir = None,
     key_file: Annotated[
         Path | None, typer.Option(help="File with the agent key; without another key every caller must show it")
     ] = None,
-    tls_dir: TlsDir = None,
+    tls_dir: options.TlsDir = None,
 ) -> None:
     from services.http.app import Stop, serve
     from services.http.startup import read_context

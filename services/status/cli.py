@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.config.options import Json, KeysDir, TlsDir
+from services.config import options
 
 if TYPE_CHECKING:
     from services.run_store.discovery import Listed
@@ -45,10 +45,10 @@ def status(
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C")] = False,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks of --watch")] = 1.0,
-    json: Json = False,
-    keys_dir: KeysDir = None,
+    json: options.Json = False,
+    keys_dir: options.KeysDir = None,
     redis_password_file: Annotated[Path | None, typer.Option(help="File with Redis's password")] = None,
-    tls_dir: TlsDir = None,
+    tls_dir: options.TlsDir = None,
 ) -> None:
     import asyncio
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.config.options import Json, KeysDir, RedisPasswordFile, RedisUrl, RunId, TlsDir
+from services.config import options
 
 if TYPE_CHECKING:
     from services.run_store.ledger import Accounts
@@ -18,13 +18,13 @@ app = typer.Typer(add_completion=False)
 
 @app.command(epilog="Example: rollmesh dead-letters --run-id demo --redis-url redis://127.0.0.1:6379/0")
 def dead_letters(
-    run_id: RunId,
-    redis_url: RedisUrl,
-    keys_dir: KeysDir = None,
-    redis_password_file: RedisPasswordFile = None,
+    run_id: options.RunId,
+    redis_url: options.RedisUrl,
+    keys_dir: options.KeysDir = None,
+    redis_password_file: options.RedisPasswordFile = None,
     newest: Annotated[int, typer.Option(min=1, help="How many to show, the newest first")] = 20,
-    tls_dir: TlsDir = None,
-    as_json: Json = False,
+    tls_dir: options.TlsDir = None,
+    as_json: options.Json = False,
 ) -> None:
     """Show the newest trajectories that were dropped with a reason, and all drops by cause."""
     import asyncio

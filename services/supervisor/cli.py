@@ -9,17 +9,7 @@ from typing import Annotated
 
 import typer
 
-from services.config.options import (
-    LOOPBACK,
-    Config,
-    Host,
-    KeysDir,
-    OptionalConfig,
-    Port,
-    RedisPasswordFile,
-    RunId,
-    TlsDir,
-)
+from services.config import options
 from services.security.keys import KeyPlaces
 from services.wire.errors import UsageError
 
@@ -64,7 +54,7 @@ def up(
         Path | None,
         typer.Option(metavar="FILE", envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="The password of a Redis of yours"),
     ] = None,
-    tls_dir: TlsDir = None,
+    tls_dir: options.TlsDir = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings as TOML; flags go before it")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view")] = False,
 ) -> None:
@@ -115,7 +105,7 @@ def _overrides(arguments: Sequence[str]) -> list[str]:
 )
 def prepare(
     run_dir: Annotated[Path, typer.Option(help="Run folder; made where it is not there")],
-    config: OptionalConfig = None,
+    config: options.OptionalConfig = None,
     settings_only: Annotated[
         bool, typer.Option("--settings-only", help="Leave the warm start to another call; torch is not needed then")
     ] = False,
@@ -135,8 +125,8 @@ def prepare(
     "Example: rollmesh play --run-id demo --config runs/demo/config.toml --rollout-url http://127.0.0.1:8000"
 )
 def play(
-    run_id: RunId,
-    config: Config,
+    run_id: options.RunId,
+    config: options.Config,
     rollout_url: Annotated[list[str], typer.Option(help="The gateway, or a rollout server; repeat it for each")],
     run_dir: Annotated[
         Path | None, typer.Option(help="evaluation.json is written here; else into the folder of --config")
@@ -162,10 +152,10 @@ def play(
 )
 def redis(
     data_dir: Annotated[Path, typer.Option(help="Where it keeps its data; made where it is not there")],
-    port: Port,
-    host: Host = LOOPBACK,
-    keys_dir: KeysDir = None,
-    redis_password_file: RedisPasswordFile = None,
+    port: options.Port,
+    host: options.Host = options.LOOPBACK,
+    keys_dir: options.KeysDir = None,
+    redis_password_file: options.RedisPasswordFile = None,
 ) -> None:
     import os
 
