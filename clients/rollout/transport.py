@@ -24,7 +24,7 @@ from services.security.tls import PUBLIC, Trust, Verify
 from services.wire.error_answer import typed_error
 from services.wire.errors import CapacityError, NotReadyError, RollmeshError
 
-# A server closes a connection that was idle for 5 s; ours must be given up before, or a call meets a closing one.
+# Servers close connections that were idle for 5 s. The client must close first, or a call may hit a closing one.
 _KEEP_ALIVE_S = 3.0
 HttpSession = aiohttp.ClientSession
 
@@ -70,7 +70,7 @@ class Transport:
         UntrustedError, at once, where `trust` does not take the certificate of who answers.
         """
         try:
-            # Nearly always this is all: the retrying machinery would cost half as much again as the call.
+            # The common case: tenacity's retry loop would cost half as much again as the call.
             content = await self._send(call)
         except RollmeshError as error:
             patience_s = self._patience_s if patience_s is None else patience_s

@@ -5,8 +5,8 @@
     apart (evaluation)    each session is finished when its agent ends, or aborted, whatever its siblings do
     cancelled             every agent cancelled, every open session aborted
 
-In training siblings stand and fall together: the problem of a group that was lost is played again, whole, and what a part
-of it had written before would be trained besides. Sessions are kept alive by heartbeats while agents work elsewhere.
+In training one failed sibling fails the group: its problem is played again as a whole, and trajectories that a part of it
+had written would be trained in addition. Heartbeats keep sessions alive while agents do not call the policy.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ async def _traced(
 
 
 async def _guarded(environment: AgentEnvironment, problem: Problem, endpoint: AgentEndpoint) -> Ended:
-    """The agent, with whatever it may raise turned into EnvironmentFailedError, but for a missing reward."""
+    """Run the agent; its exceptions become EnvironmentFailedError, except for a missing reward."""
     try:
         ended = await environment.play(problem, endpoint)
     except RewardFailedError:
@@ -176,7 +176,7 @@ async def _guarded(environment: AgentEnvironment, problem: Problem, endpoint: Ag
 
 
 async def _beat(client: RolloutClient, session_id: str, every_s: float) -> None:
-    """Tell the server, while the agent is busy elsewhere, that the session lives. Raises when it does not."""
+    """Send heartbeats for the session while the agent runs. Raises when the session has ended."""
     pause_s, missed = every_s, 0
     while True:
         await asyncio.sleep(pause_s)

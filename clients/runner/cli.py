@@ -116,7 +116,7 @@ def _see_a_problem(environment: AnyEnvironment, seed: int) -> None:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"{environment.name} cannot pose a problem ({describe(error)})", "mend its code") from error
+        raise UsageError(f"{environment.name} cannot pose a problem ({describe(error)})", "fix its code") from error
 
 
 def _run(main: Coroutine[None, None, None]) -> None:

@@ -114,7 +114,7 @@ def _unsolved(lost: Lost) -> Played:
 
 
 class EvaluationRecord:
-    """Keeps the measurement before training on disk, so that a restarted runner does not take a trained policy for it."""
+    """Keeps the measurement before training on disk, so that a restarted runner does not repeat it too late."""
 
     def __init__(self, run_dir: Path) -> None:
         self._before = run_dir / "evaluation_before.json"
@@ -141,7 +141,7 @@ class EvaluationRecord:
 
 
 def _write_whole(path: Path, model: BaseModel) -> None:
-    """All of the file or none of it: whoever reads it must never see a half."""
+    """Write atomically: a reader never sees a partial file."""
     partial = path.with_suffix(".partial")
     partial.write_text(model.model_dump_json(indent=2) + "\n", encoding="utf-8")
     partial.replace(path)

@@ -4,9 +4,9 @@
                   ▲──────────┬──────────────┘
                   └── lost ──┘  counted by cause; its problem is played again, a bounded number of times
 
-It knows the mesh by the rollout API alone. A group whose server dies is given up (the server's ledger makes up for it),
-the server is set aside, and the problem goes elsewhere. Environments and agent environments are played alike; which kind
-it is, only `clients.runner.groups` asks.
+It only uses the rollout API. A group whose server dies is dropped (admission opens another in its place), the server is
+skipped for a while, and the problem is played on another one. `clients.runner.groups` hides whether the environment is an
+agent environment.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FINAL_WEIGHTS_S = 60.0
 _POLL_S = 0.05
 _CONCLUDED_POLL_S = 1.0
 _PAUSE_AFTER_LOSS_S = 0.1
-# With other servers at hand, one that is down is left at once; the pool waits out long outages.
+# Short, because the pool switches to another server; it also waits through long outages.
 _PATIENCE_S = 0.2
 
 
@@ -154,7 +154,7 @@ class _Players:
                 players = [tasks.create_task(self._keep_playing()) for _ in range(self._plan.concurrency)]
                 telling = tasks.create_task(self._progress.run())
                 if isinstance(self._environment, AgentEnvironment):
-                    # An agent may think for minutes, for nothing: no trajectory is taken any more.
+                    # An agent may still run for minutes, although no trajectory is accepted any more.
                     watching = tasks.create_task(self._until_concluded())
                     await asyncio.wait([watching, *players], return_when=asyncio.FIRST_COMPLETED)
                     players.append(watching)
@@ -163,7 +163,7 @@ class _Players:
                 for task in (*players, telling):
                     task.cancel()
         except BaseExceptionGroup as failed:
-            # The first error ended the others; it alone is what happened.
+            # The first error cancelled the others, and is the cause.
             raise failed.exceptions[0] from failed
 
     async def _until_concluded(self) -> None:
@@ -191,7 +191,7 @@ class _Players:
                 return
 
     async def _play_one(self, client: RolloutClient, owed: _Owed | None, span: Span) -> _Owed | None:
-        """Open a group and play it, or what is owed, to its end; what is owed then. Raises ConcludedError."""
+        """Open a group and play it, with the owed problem if any; returns what is owed then. Raises ConcludedError."""
         try:
             group = await open_group(client, self._opening)
         except CapacityError:
@@ -237,7 +237,7 @@ class _Players:
 
 
 async def _wait_for_final_weights(clients: Sequence[RolloutClient]) -> None:
-    """Until every server serves the weights that the trainer ended with."""
+    """Wait until every server serves the final weights."""
     deadline = time.monotonic() + FINAL_WEIGHTS_S
     for client in clients:
         while True:

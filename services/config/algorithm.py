@@ -15,8 +15,7 @@ from services.config.base import Section
 
 
 class CorrectionSettings(Section):
-    """Weights of tokens that another policy sampled; `trainer.algorithms.losses.correction` has the formulas and their
-    sources.
+    """Importance weights of off-policy tokens; formulas and sources: `trainer.algorithms.losses.correction`.
 
     ρ = π_prox/π_beh at a token; of a segment, `sequence` takes the product, `geometric` the geometric mean.
     """
@@ -83,7 +82,7 @@ class CriticSettings(Section):
 
 
 class CostSettings(Section):
-    """A cost that is to stay below a limit: its price in the reward rises while it does not (Safe RLHF)."""
+    """A constraint on a mean cost, with a Lagrange multiplier in the reward (Safe RLHF)."""
 
     component: str | None = Field(
         default=None, min_length=1, description="Reward component that is the cost; none: there is no cost"

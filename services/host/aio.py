@@ -1,4 +1,4 @@
-"""What a group of tasks that ran at once failed of: the first of their errors, not a group of errors."""
+"""Asyncio helpers: the first error of a task group in place of an exception group, and locks by name."""
 
 from __future__ import annotations
 

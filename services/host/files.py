@@ -1,8 +1,8 @@
-"""Folders that appear whole or not at all: written beside their place, then renamed into it.
+"""Atomic creation of folders (written under a temporary name, then renamed), tailing files, shared-memory files.
 
     .making-<host>-<pid>-<random>/ ──write──► fsync ──rename──► name/
 
-A process that dies half-way leaves only a `.making-…` folder, which the next one removes.
+A process that dies in between leaves only a `.making-…` folder, which the next one removes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _MAKING = ".making-"
 def appearing(target: Path) -> Iterator[Path]:
     """Yield an empty folder; on leaving the block it becomes `target`, which must not exist or be empty.
 
-    Raises FileExistsError (or its cousin ENOTEMPTY, an OSError) when somebody else was first. Whatever goes wrong, nothing
-    half-written stays.
+    Raises FileExistsError (or OSError with ENOTEMPTY) when another process was first. After any error nothing is left.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_unfinished(target.parent)
@@ -45,17 +44,17 @@ def appearing(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what an operating system says of a full disk or a closed folder into one line that names `path`: UsageError."""
+    """Turn an OSError, such as of a full disk, into a UsageError that names `path`."""
     try:
         yield
     except OSError as error:
         raise UsageError(
-            f"cannot write {path} ({error.strerror or error})", "make room, or mend its permissions"
+            f"cannot write {path} ({error.strerror or error})", "free disk space, or correct its permissions"
         ) from error
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Remove what processes of this host that are dead now left half-made in `parent`."""
+    """Remove unfinished folders in `parent` of processes of this host that have died."""
     for leftover in parent.glob(f"{_MAKING}{_host()}-*"):
         pid = leftover.name.removeprefix(f"{_MAKING}{_host()}-").partition("-")[0]
         if pid.isdigit() and not _alive(int(pid)):

@@ -57,7 +57,7 @@ def read_context(
     tls_dir: Path | None,
     overrides: Sequence[str] = (),
 ) -> ProcessContext:
-    """`instance`: this process's name among its service's, in traces. Raises UsageError for what cannot be read."""
+    """`instance`: this process's name among those of its service, in traces. Raises UsageError."""
     settings = load_settings(config, overrides)
     tracing = open_tracing(with_environ(settings.telemetry, os.environ), service, run_id, instance)
     return ProcessContext(service, settings, tracing, read_keys(service, keys_dir, key_files), read_tls(tls_dir))
