@@ -1,4 +1,4 @@
-"""What the benchmark of telemetry says: what each part costs, beside how far two runs without it are apart. Pure."""
+"""Report of the telemetry benchmark: the cost of each part, and the difference of two runs without it. Pure."""
 
 from __future__ import annotations
 
