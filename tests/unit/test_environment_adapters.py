@@ -173,7 +173,7 @@ def test_losses_give_a_problem_up_after_its_retries_and_stop_when_nothing_works(
         losses.lost("timeout", "x", 2)
     for _ in range(100):
         losses.lost("server", "gone", 2)
-    with pytest.raises(TooManyLostError, match="the last one said nothing moves"):
+    with pytest.raises(TooManyLostError, match="the last error was: nothing moves"):
         losses.lost("timeout", "nothing moves", 2)
     many = GroupFailures(retries=0, in_play=500)
     for _ in range(500):

@@ -223,7 +223,7 @@ def _refuse_idle_advantage(advantage: AdvantageSettings, entry: AdvantageEntry) 
         raise UsageError(
             f"trainer.advantage.overlong_buffer={advantage.overlong_buffer} is more than "
             f"overlong_length={advantage.overlong_length}",
-            "every answer would be fined: make it smaller",
+            "every answer would get a penalty: make it smaller",
         )
     _refuse_idle_groups(advantage, entry)
     for name, value in changed_fields(advantage.cost).items():
