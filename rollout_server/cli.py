@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.security.options import TlsDir
+from services.config import options
 from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ ENGINES: tuple[EngineClass, ...] = ("torch", "vllm", "http")
     "--redis-url redis://127.0.0.1:6379/0 --bus-url http://127.0.0.1:8200 --model runs/demo/model --engine torch"
 )
 def rollout_server(
-    run_id: Annotated[str, typer.Option(help="The run that this server belongs to")],
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on")],
-    redis_url: Annotated[str, typer.Option(help="Redis that carries the run, redis://host:port/db")],
+    run_id: options.RunId,
+    port: options.Port,
+    redis_url: options.RedisUrl,
     model: Annotated[
         Path,
         typer.Option(
@@ -41,67 +41,48 @@ def rollout_server(
         Path | None, typer.Option(help="With --engine http: file with the key that the engine wants (its --api-key)")
     ] = None,
     server_id: Annotated[str, typer.Option(help="Name of this server, unique in the run")] = "s0",
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; one that is not loopback needs --keys-dir")
-    ] = "127.0.0.1",
-    own_url: Annotated[
-        str | None, typer.Option(help="Where the bus, the gateway and agents find it; else HOST:PORT")
-    ] = None,
+    host: options.Host = options.LOOPBACK,
+    own_url: options.OwnUrl = None,
     bus_url: Annotated[str | None, typer.Option(help="Weight bus to register with; none: serve fixed weights")] = None,
-    config: Annotated[Path | None, typer.Option(help="Configuration of the run (TOML)")] = None,
-    keys_dir: Annotated[
-        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
-    ] = None,
+    config: options.OptionalConfig = None,
+    keys_dir: options.KeysDir = None,
     agent_key_file: Annotated[
         Path | None, typer.Option(help="File with the key that environments must show; none: loopback may speak")
     ] = None,
-    bus_key_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the key that the weight bus wants (its --admin-key-file); else the peer key"),
-    ] = None,
-    weights_key_file: Annotated[
-        Path | None, typer.Option(help="File with the key that weights must be signed with; none: any are taken")
-    ] = None,
-    redis_password_file: Annotated[
-        Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with Redis's password")
-    ] = None,
-    tls_dir: TlsDir = None,
+    bus_key_file: options.BusKeyFile = None,
+    weights_key_file: options.WeightsKeyFile = None,
+    redis_password_file: options.RedisPasswordFile = None,
+    tls_dir: options.TlsDir = None,
 ) -> None:
     from services.host.process import begin_again_with_tunables
 
     begin_again_with_tunables()
 
-    import asyncio
-    import os
     import zlib
 
-    from services.config.load import load_settings
-    from services.config.traces import with_environ
     from services.host.process import heavy_imports
-    from services.http.app import Stop, open_port, serve
-    from services.observability.setup import open_tracing
-    from services.run_store.client import check_reachable, reached_by
-    from services.security.keys import read_key, read_keys
-    from services.security.permissions import lacking
-    from services.security.tls import read_tls, read_trust
+    from services.http.app import Stop, serve
+    from services.http.startup import read_context
+    from services.security.keys import read_key
+    from services.security.tls import read_trust
 
     name = _chosen(engine, url, engine_key_file)
-    settings = load_settings(config, [])
-    tracing = open_tracing(with_environ(settings.telemetry, os.environ), "rollout-server", run_id, server_id)
-    keys = read_keys(
+    context = read_context(
         "rollout-server",
-        keys_dir,
-        {"agent": agent_key_file, "weights": weights_key_file, "redis": redis_password_file},
+        run_id,
+        server_id,
+        config=config,
+        keys_dir=keys_dir,
+        key_files={"agent": agent_key_file, "weights": weights_key_file, "redis": redis_password_file},
+        tls_dir=tls_dir,
     )
+    settings, keys, tls = context.settings, context.keys, context.tls
     bus_key = keys.peer if bus_key_file is None else read_key(bus_key_file)
     engine_key = None if engine_key_file is None else read_key(engine_key_file)
-    tls = read_tls(tls_dir)
     own_url = tls.own_url(host, port, own_url)
     bus_url = None if bus_url is None else tls.trust.address(bus_url)
-    redis_url = reached_by(redis_url, keys.redis, tls.trust)
-    asyncio.run(check_reachable(redis_url))
-    # Bound before anything slow: a port in use is known at once, and probes are answered while the model loads.
-    listener = open_port(host, port, lacking=lacking(keys, "rollout-server"))
+    redis_url = context.redis_url(redis_url, check=True)
+    listener = context.open_port(host, port)
 
     # Two servers that sampled from one seed would generate the same.
     seed = (settings.seed * 1_000_003 + zlib.crc32(server_id.encode())) % (1 << 31)
@@ -112,7 +93,10 @@ def rollout_server(
         from weight_bus.client.bus_client import BusClient
 
         policy = make_engine(
-            *(name, model, run_id, settings),
+            name,
+            model,
+            run_id,
+            settings,
             seed=seed,
             url=url,
             key=engine_key,
@@ -132,13 +116,13 @@ def rollout_server(
         settings=settings,
         keys=keys,
         trust=tls.trust,
-        tracing=tracing,
+        tracing=context.tracing,
     )
     # A heartbeat that fails is repeated by its owner, so one try may be short.
     bus = None if bus_url is None else BusClient(bus_url, run_id, deadline_s=2.0, key=bus_key, trust=tls.trust)
     stop = Stop()
     app = make_rollout_app(plan, policy, bus, stop)
-    with tracing:
+    with context.tracing:
         serve(app, host, port, listener=listener, stop=stop, identity=tls.identity)
 
 

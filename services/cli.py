@@ -1,4 +1,4 @@
-"""`rollmesh COMMAND …`: the commands of all rooms by name; nothing heavy is imported before one is called."""
+"""`rollmesh COMMAND …`: the commands by name; the module of a command is imported only when it is called."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from rich.table import Table
 from services.host.process import leave_quickly
 from services.observability.logging import configure_logging, logs_json
 from services.wire.errors import RollmeshError
-
-# Finding a command by name and importing its room only when it is called.
 
 _RUN_OPTION = "--run-id"
 HEAVY = ("torch", "transformers", "vllm", "nixl_cu12")

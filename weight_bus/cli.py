@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from services.security.options import TlsDir
+from services.config import options
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -18,46 +18,39 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
     "Example: rollmesh weight-bus --run-id demo --port 8200"
 )
 def weight_bus(
-    run_id: Annotated[str, typer.Option(help="The run whose engines and updates this bus serves")],
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on")],
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; one that is not loopback needs both keys")
-    ] = "127.0.0.1",
-    config: Annotated[Path | None, typer.Option(help="Configuration of the run (TOML)")] = None,
+    run_id: options.RunId,
+    port: options.Port,
+    host: options.Host = options.LOOPBACK,
+    config: options.OptionalConfig = None,
     policy: Annotated[str | None, typer.Option(help="barrier, rolling or quorum; else weights.policy")] = None,
-    keys_dir: Annotated[
-        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
-    ] = None,
+    keys_dir: options.KeysDir = None,
     admin_key_file: Annotated[
         Path | None, typer.Option(help="File with the admin key; without a peer key every caller must show it")
     ] = None,
-    weights_key_file: Annotated[
-        Path | None, typer.Option(help="The run's weight key: manifests that it did not sign are refused")
-    ] = None,
+    weights_key_file: options.WeightsKeyFile = None,
     engine_key_file: Annotated[
         Path | None, typer.Option(help="Key that the engines ask of the bus; else the peer key")
     ] = None,
-    tls_dir: TlsDir = None,
+    tls_dir: options.TlsDir = None,
 ) -> None:
-    import os
-
-    from services.config.load import load_settings
-    from services.config.traces import with_environ
-    from services.http.app import Stop, open_port, serve
-    from services.observability.setup import open_tracing
+    from services.http.app import Stop, serve
+    from services.http.startup import read_context
     from services.policies.fleet_policy import FleetPolicy
-    from services.security.keys import read_key, read_keys
-    from services.security.permissions import lacking
-    from services.security.tls import read_tls
+    from services.security.keys import read_key
 
-    settings = load_settings(config, [] if policy is None else [f"weights.policy={policy}"])
-    weights = settings.weights
-    tracing = open_tracing(with_environ(settings.telemetry, os.environ), "weight-bus", run_id, "weight-bus")
-    keys = read_keys("weight-bus", keys_dir, {"admin": admin_key_file, "weights": weights_key_file})
-    tls = read_tls(tls_dir)
+    context = read_context(
+        "weight-bus",
+        run_id,
+        "weight-bus",
+        config=config,
+        keys_dir=keys_dir,
+        key_files={"admin": admin_key_file, "weights": weights_key_file},
+        tls_dir=tls_dir,
+        overrides=[] if policy is None else [f"weights.policy={policy}"],
+    )
+    weights, tls = context.settings.weights, context.tls
     tls.own_url(host, port)
-    # Bound before anything slow: a port in use is known at once.
-    listener = open_port(host, port, lacking=lacking(keys, "weight-bus"))
+    listener = context.open_port(host, port)
 
     from weight_bus.coordinator.app import build_app
 
@@ -66,11 +59,11 @@ def weight_bus(
         run_id,
         weights.stage_timeout_s,
         policy=FleetPolicy(weights.policy, quorum=weights.quorum, at_once=weights.rolling_at_once),
-        keys=keys,
+        keys=context.keys,
         engine_key=None if engine_key_file is None else read_key(engine_key_file),
         stop=stop,
         trust=tls.trust,
-        tracing=tracing,
+        tracing=context.tracing,
     )
-    with tracing:
+    with context.tracing:
         serve(bus, host, port, listener=listener, stop=stop, identity=tls.identity)

@@ -1,4 +1,4 @@
-"""Servers are killed under talking agents, one after another: how long does an agent hear nothing?
+"""Failover benchmark: servers are killed while agents hold conversations; measures how long an agent waits.
 
     agents talk ─► each server has its share ─► a random moment ─► kill -9 ─► all that it sampled go on ─► started anew ─► …
 
@@ -120,10 +120,7 @@ async def _all_heard(calls: Sequence[AgentCall], killed_at: float) -> bool:
     return all(call.ended or _heard(call, killed_at) is not None for call in calls)
 
 
-# Agents that hold conversations through one address, half of them streamed, and note when they hear something.
-#
-# They do what an agent with no patience does: nothing is tried again. Any answer that is an error, is cut short or
-# breaks off fails the benchmark.
+# The agents retry nothing: any answer that is an error, is cut short or breaks off fails the benchmark.
 
 TURNS = 4
 _CALL_WITHIN_S = 120.0
@@ -246,20 +243,17 @@ def _text(part: bytes) -> list[str]:
     return [said.content for choice in choices if (said := choice.delta or choice.message) and said.content]
 
 
-# How long an agent hears nothing once the server that spoke to it is dead. Pure.
-#
-#     chunks     │││││││ ││                 │││││││││
-#                      ▲   ◄── silence ──►
-#                      kill ─── figure ──►
-#
-# What was on its way at the kill still arrives: it is no sign that another server has taken over. The silence is
-# therefore the longest gap between chunks among those that begin within a moment of the kill.
-
 ON_ITS_WAY_S = 0.1
 
 
 def until_heard(killed_at: float, began: float, arrivals: Sequence[float]) -> float | None:
-    """Seconds from the kill to the chunk that ended the silence. All times on one clock.
+    """Failover time of a stream: seconds from the kill to the chunk that ended the silence. All times on one clock.
+
+        chunks     │││││││ ││                 │││││││││
+                         ▲   ◄── silence ──►
+                         kill ─── figure ──►
+
+    Chunks in transit at the kill still arrive, so the silence is the longest gap that begins within ON_ITS_WAY_S of it.
 
     `began`: when the call was sent, before the kill. `arrivals`: of its chunks so far, in order. None as long as only what
     was on its way has come; for ever, if that was the whole rest of the answer.
@@ -271,9 +265,6 @@ def until_heard(killed_at: float, began: float, arrivals: Sequence[float]) -> fl
     gaps = pairwise([last_before, *(time for time in arrivals if time > killed_at)])
     silences = [(end - max(start, killed_at), end) for start, end in gaps if start <= known_after]
     return max(silences)[1] - killed_at
-
-
-# What killing servers under talking agents gave. Pure.
 
 
 class Kill(msgspec.Struct, frozen=True):

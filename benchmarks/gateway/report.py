@@ -1,4 +1,4 @@
-"""What the benchmark of the gateway says: figures out of rounds, as JSON and as a table. Pure but for the table."""
+"""Report of the gateway benchmark: medians over rounds, as JSON and as a table. Pure but for the table."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from rich.table import Table
 from benchmarks.gateway.failover import Killed
 from benchmarks.harness.timing import Speeds, by_round, medians, percentile
 
-# What a fleet prefilled for groups of siblings, and what it might have. Pure.
-
 
 class Prefilled(msgspec.Struct, frozen=True):
-    """Tokens. `computed`: prefilled in all servers; `optimum`: the fewest that would do; `asked`: of all prompts."""
+    """Prefilled tokens. `computed`: prefilled in all servers; `optimum`: the fewest possible; `asked`: of all prompts."""
 
     computed: int
     optimum: int

@@ -117,8 +117,6 @@ def gateway(
         Console().print(as_table(bench))
 
 
-# The phases of `./dev bench gateway`: speed and latency beside bare engines, prefills for groups, servers killed.
-
 Say = Callable[[str], None]
 _ENGINE = "torch"
 _SERVERS = 2
@@ -298,9 +296,6 @@ def _lengths(exchanges: list[Exchange]) -> tuple[int, int]:
     return min(lengths), max(lengths)
 
 
-# The same requests through the gateway, at its servers themselves and in bare engines: tokens a second, seconds
-# alone.
-
 _Way = Literal["plain", "streamed"]
 
 
@@ -394,9 +389,6 @@ class GatewaySpeed:
 
     async def _http_cpu_s(self) -> float:
         return sum([(await server.engine()).http_cpu_s for server in self._servers])
-
-
-# Groups as GRPO has them: siblings that ask the same, in random order. How many tokens does the fleet prefill?
 
 
 async def prefill_groups(

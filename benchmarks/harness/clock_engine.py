@@ -181,12 +181,6 @@ class ClockEngine:
         await self._weights.close()
 
 
-# A rollout server over an engine that generates by the clock (`paced_engine`), for benchmarks that start it by command.
-#
-# python -m benchmarks.harness.clock_engine --run-id r --server-id s0 --port 8100 --redis-url … --bus-url … --model
-# FOLDER
-#     --config FILE --median 40 --sigma 1 --longest 640 --token-s 0.01 --places 64
-
 app = typer.Typer(add_completion=False)
 
 
@@ -245,13 +239,12 @@ def paced_server(
     serve(make_rollout_app(plan, engine, bus, stop), "127.0.0.1", port, listener=listener, stop=stop)
 
 
-# A task that nobody can learn: whether an answer succeeds is a coin that its text tosses.
-#
-# For benchmarks of the mesh's pace, as `python:benchmarks.harness.clock_engine:Coin`: every group has something to compare,
-# whatever the policy says. Splits differ in their prompts.
-
-
 class Coin:
+    """A task with random rewards, a hash of each answer, so that groups have different rewards under any policy.
+
+    For benchmarks of throughput, as `python:benchmarks.harness.clock_engine:Coin`. Splits differ in their prompts.
+    """
+
     name = "coin"
 
     def problem(self, split: Split, index: int, seed: int) -> Problem:

@@ -104,11 +104,6 @@ async def _listens(port: int) -> bool:
     return True
 
 
-# Both ends of a pipe to a benchmarked process: one JSON line a command, one JSON line an answer.
-#
-# benchmark  Piped.ask(command) ──line──► stdin    answer_lines(handle)   the process
-#            ◄──────────────────line──── stdout    whatever else it prints goes to its log
-
 _LINE_BYTES = 64 << 20
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -118,7 +113,11 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Piped:
-    """The benchmark's end."""
+    """Pipe to a benchmarked process: one JSON line per command, one JSON line per answer.
+
+    benchmark  Piped.ask(command) ──line──► stdin    answer_lines(handle)   the process
+               ◄──────────────────line──── stdout    its other output goes to its log
+    """
 
     def __init__(self, child: Child) -> None:
         self.child = child
@@ -188,11 +187,8 @@ async def answer_lines(replies: int, commands: Any, handle: Callable[[Any], Awai
             out.flush()
 
 
-# The versions of what was measured, as far as it is installed.
-
-
 def versions(*names: str) -> dict[str, str]:
-    """By distribution; those that are not installed are left out."""
+    """Versions of distributions; those that are not installed are left out."""
     found = {}
     for name in names:
         try:

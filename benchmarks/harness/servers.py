@@ -36,11 +36,6 @@ from services.supervisor.processes import Child
 from services.wire.errors import RollmeshError
 from services.wire.sampling import KvPolicy
 
-# A server as an arm: sessions opened before the clock starts, calls over kept-alive connections, sessions given up
-# after.
-#
-# The client is this process; each request is a call in a session of its own, as an agent's first call is.
-
 Way = Literal["plain", "streamed", "tokens"]
 """A whole chat completion, a streamed one, or vLLM's token route."""
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
@@ -64,7 +59,11 @@ class EngineMoment(msgspec.Struct, frozen=True):
 
 
 class HttpArm:
-    """Speaks to one server at `url`, whose log ends as `tail` says. Without `sessions` it is any OpenAI server."""
+    """Client of one server under test: sessions are opened before the clock starts, and aborted after it.
+
+    Each request is a call in its own session, over kept-alive connections. `tail`: the end of the server's log. Without
+    `sessions` it is any OpenAI server.
+    """
 
     def __init__(
         self, http: aiohttp.ClientSession, url: str, tail: Callable[[], str], *, sessions: bool = True
@@ -337,9 +336,6 @@ async def _answers(http: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-# Rollout servers and a gateway in front of them, each a process of its own; servers can be killed and started anew.
-
-
 @dataclass(frozen=True)
 class Member:
     """A process that answers HTTP: how to speak to it, and it itself."""
@@ -401,12 +397,7 @@ async def running_fleet(plan: MeshPlan, count: int, http: aiohttp.ClientSession)
         await fleet.close()
 
 
-# The bare engine as an arm: the same engine class as the server's, in a process of its own, with no server around it.
-#
-# benchmark ──one JSON line a command──► this process: engine.generate, `concurrency` at a time
-#           ◄──one JSON line a result──
-#
-# python -m benchmarks.harness.servers ENGINE MODEL WORKLOAD MAX_RUNNING
+# The bare engine under test, in its own process: python -m benchmarks.harness.servers ENGINE MODEL WORKLOAD MAX_RUNNING
 
 _START_WITHIN_S = 300.0
 _LOAD_WITHIN_S = 600.0

@@ -1,4 +1,4 @@
-"""Arms in turns: in rounds of random order, or pairwise one request at a time, so that a drift touches all."""
+"""Interleaved measurements: rounds in random order, or pairs of single requests, so that drift affects all arms alike."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from typing import TypeVar
 import msgspec
 
 from services.host.aio import first_failure
-
-# Answering requests a given number at a time, timed from the first sent to the last answered. Any arm is timed by
-# this.
 
 Item = TypeVar("Item")
 
@@ -31,7 +28,9 @@ class Rate(msgspec.Struct, frozen=True):
 
 
 async def in_parallel(items: Sequence[Item], concurrency: int, answer: Callable[[Item], Awaitable[int]]) -> Rate:
-    """Keep `concurrency` of the items in flight until all are answered; `answer` returns how many tokens it got.
+    """Keep `concurrency` of the items in flight until all are answered; timed from the first sent to the last answered.
+
+    `answer` returns its number of tokens.
 
     Raises the first RollmeshError of an answer.
     """
@@ -90,8 +89,6 @@ async def one_at_a_time(arms: SingleArms, requests: int, rng: random.Random) -> 
 def _shuffled(arms: Mapping[str, object], rng: random.Random) -> list[str]:
     return rng.sample(list(arms), len(arms))
 
-
-# Speeds of arms, round by round, and what one comes to of another. Pure.
 
 Speeds = Mapping[str, Sequence[float]]
 """Tokens a second by arm, one figure a round; all arms have as many."""

@@ -104,13 +104,6 @@ def load_workload(path: Path) -> list[Exchange]:
     return msgspec.json.decode(path.read_bytes(), type=list[Exchange])
 
 
-# A random policy that chats, made on the spot: Qwen3's architecture, a byte-level vocabulary, ChatML.
-#
-# What it says means nothing. It is there so that an engine does the work of a model of a given size, on any machine
-# and without a download.
-#
-# python -m benchmarks.harness.workload FOLDER HIDDEN_SIZE LAYERS SEED       with a tied output head
-
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MAX_MODEL_LEN = 2048
 HEAD_DIM = 32
@@ -124,7 +117,9 @@ _CHATML = (
 
 
 def save_random_policy(folder: Path, *, hidden_size: int, layers: int, seed: int, tied: bool = False) -> int:
-    """Write model, tokenizer and chat template as one Hugging Face folder; returns the number of parameters.
+    """Write a random Qwen3 model with byte-level tokenizer and ChatML template; returns the number of parameters.
+
+    It gives engines the work of a model of a given size, without a download.
 
     The same sizes and seed give the same bytes. `hidden_size` must be a multiple of 32. `tied`: the output head is the
     embedding.
@@ -185,16 +180,13 @@ def _main() -> None:
     save_random_policy(Path(folder), hidden_size=int(hidden_size), layers=int(layers), seed=int(seed), tied=True)
 
 
-# The fewest tokens that a fleet must prefill: every distinct prefix of all prompts once, wherever it is asked for.
-# Pure.
-#
-# a b c d          the trie of the prompts has one node a distinct prefix
-# a b c e f   ──►  a─b─c─d
-# a b c d              └─e─f      6 nodes: 6 tokens, though the prompts have 13
-
-
 def distinct_prefixes(prompts: Iterable[Sequence[int]]) -> int:
-    """Nodes of the trie of `prompts`; an empty prompt has none."""
+    """The fewest tokens that a fleet must prefill: the nodes of the trie of `prompts`, one for each distinct prefix.
+
+    a b c d          a─b─c─d
+    a b c e f   ──►      └─e─f      6 nodes, though the prompts have 13 tokens
+    a b c d
+    """
     ordered = sorted([list(prompt) for prompt in prompts])
     # In order, a prompt shares with none before it more than with the one just before it.
     return sum(len(now) - _shared(before, now) for before, now in pairwise([[], *ordered]))

@@ -1,4 +1,4 @@
-"""What the benchmark of the rollout server says: figures out of rounds, as JSON and as a table. Pure but for the table."""
+"""Report of the rollout server benchmark: medians over rounds, as JSON and as a table. Pure but for the table."""
 
 from __future__ import annotations
 

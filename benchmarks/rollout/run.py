@@ -98,8 +98,6 @@ def rollout(
         Console().print(as_table(bench))
 
 
-# The phases of `./dev bench rollout`: speed and latency beside the bare engine, idle sessions, `vllm serve`.
-
 Say = Callable[[str], None]
 _SEED = 1
 _LATENCY_TOKENS = 8

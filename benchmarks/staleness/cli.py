@@ -1,4 +1,4 @@
-"""`./dev bench staleness`: which correction keeps training sound on tokens that are K optimizer steps old.
+"""`./dev bench staleness`: compares off-policy corrections on tokens that are K optimizer steps old.
 
 Each run trains a warm-started tiny policy on running-sums with the trainer's own window, packing, loss and optimizer step;
 all that differs is the loss and K: the policy that generates is always exactly K steps old (in the first K steps, the first
@@ -76,11 +76,8 @@ def _numbers(option: str, text: str) -> list[int]:
     return numbers
 
 
-# staleness.svg: held-out accuracy over K, a line a correction.
-
-
 def plot_finals(table: Finals, path: Path) -> None:
-    """Draw means over seeds, with every seed's own value as a dot. matplotlib is imported here: it takes a second."""
+    """Plot held-out accuracy over K, a line for each correction: means over seeds, and a dot for each seed."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -107,10 +104,8 @@ def plot_finals(table: Finals, path: Path) -> None:
     pyplot.close(figure)
 
 
-# The staleness table: accuracies by correction and K, which promises they keep, as JSON and for people.
-
 COLLAPSED = 0.5
-"""What training without a correction is to end below, at K = 4 and 16: else the table shows nothing."""
+"""Training without a correction must end below this at K = 4 and 16, else the comparison shows nothing."""
 GOOD_AT_4, GOOD_AT_16 = 0.9, 0.88
 
 Judge = Literal["greedy", "sampled"]

@@ -1,4 +1,4 @@
-"""What is asked of a run and what came out of it, and the file that keeps both, so that an interrupted table goes on."""
+"""Runs of the staleness table and their results, kept in a file, so that an interrupted table can be resumed."""
 
 from __future__ import annotations
 
@@ -83,10 +83,8 @@ class ResultsFile:
         return (outcome.formula, outcome.versions) == (formula, self._versions)
 
 
-# The corrections that `./dev bench staleness` compares, as settings of the trainer's own loss. No torch here.
-#
-# Fixed before the table was measured: bounds are those of the sources; caps, which sources leave to the task, the
-# default of `services.config.algorithm`; the geometric bounds what was found on this task before.
+# The compared corrections, fixed before the measurement: bounds are those of the sources; caps, which the sources leave
+# open, the default of `services.config.algorithm`; the geometric bounds from earlier runs on this task.
 
 UNCORRECTED = "none"
 
@@ -144,8 +142,6 @@ def named_arms(names: Sequence[str]) -> list[str]:
     return [name for lower, name in known.items() if lower in asked]
 
 
-# What the runs of a seed start from: demonstrations, problems and a warm-started policy, by the mesh's own commands.
-#
 # rollmesh demonstrations ──► <folder>/task: problems.jsonl, held_out.jsonl, … ──rollmesh sft──► <folder>/model (or cached)
 
 TASK = "running-sums"

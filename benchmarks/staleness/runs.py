@@ -98,10 +98,7 @@ async def _all(parts: Iterable[Coroutine[None, None, None]]) -> None:
                 group.create_task(part)
 
 
-# Trains runs of the staleness table one after the other, on one core.
-#
-# benchmark ──TrainStale──► this process        python -m benchmarks.staleness.runs
-#           ◄───Outcome───
+# The worker process, `python -m benchmarks.staleness.runs`: answers each TrainStale with an Outcome, on one core.
 
 
 class TrainStale(msgspec.Struct, frozen=True, tag=True):

@@ -119,13 +119,11 @@ class StaleTraining:
         return sampled_accuracy(self._roles.learner.model, self._tokenizer, questions, ROLLOUT.max_tokens, generator)
 
 
-# Rollouts of the staleness table: answers as the trajectories that a rollout server would have written of them.
-
 _RUN = "staleness"
 
 
 class Rollouts:
-    """Plays problems, a group of `group_size` answers of at most `max_tokens` tokens to each."""
+    """Samples answers in process, as trajectories like those of a rollout server: `group_size` to a problem."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, group_size: int, max_tokens: int, generator: torch.Generator
@@ -185,11 +183,8 @@ def _segment(prompt: Sequence[int], answer: Sampled, version: int) -> Segment:
     )
 
 
-# The behaviour policy of the staleness table: the policy under training as it was some optimizer steps ago.
-
-
 class LaggedPolicy:
-    """Holds the weights of the last `k` + 1 versions, from 0 on: `model`, which is its own from now on."""
+    """The behaviour policy: that under training as it was `k` steps ago. Keeps the last `k` + 1 versions; owns `model`."""
 
     def __init__(self, model: PreTrainedModel, k: int) -> None:
         self._model = model.eval()

@@ -1,4 +1,4 @@
-"""What the benchmark of telemetry says: what each part costs, beside how far two runs without it are apart. Pure."""
+"""Report of the telemetry benchmark: the cost of each part, and the difference of two runs without it. Pure."""
 
 from __future__ import annotations
 
@@ -126,8 +126,10 @@ def as_table(bench: TelemetryBench) -> Table:
     for arm, cost in bench.cost_percent.items():
         table.add_row(
             _WORDS[arm],  # type: ignore[index]
-            *(f"{cost.throughput:.2f} %", _range(cost.throughput_spread)),
-            *(f"{cost.cpu:.2f} %", _range(cost.cpu_spread)),
+            f"{cost.throughput:.2f} %",
+            _range(cost.throughput_spread),
+            f"{cost.cpu:.2f} %",
+            _range(cost.cpu_spread),
         )
     for arm, speeds in bench.tokens_per_s.items():
         cpu = statistics.median(bench.cpu_ms_per_call[arm])

@@ -99,8 +99,6 @@ def telemetry(
         Console().print(as_table(bench))
 
 
-# The arms of `./dev bench telemetry`, all of one server: what differs is what its callers ask of its telemetry.
-
 Say = Callable[[str], None]
 _SEED = 1
 _SCRAPED: tuple[Arm, ...] = ("scraped", "all")
@@ -262,12 +260,8 @@ async def _running_sink(folder: Path) -> AsyncIterator[str]:
         yield f"http://{LOOPBACK}:{port}/v1/traces"
 
 
-# What a server spends on telemetry itself, seen where nothing else happens: its CPU time over calls that generate no
-# token.
-#
-# A call that generates tokens costs a hundred times what telemetry adds to it, and differs from run to run by more than
-# that. Beside calls that only open and abort a session the same work stands out; its share is then reckoned.
-
+# Telemetry is measured alone, by calls that generate no token: a call that generates tokens costs a hundred times what
+# telemetry adds to it, and varies between runs by more than that.
 # Of a session that is opened and aborted.
 _SPANS_A_PAIR = 2
 _AT_ONCE = 8
@@ -315,10 +309,8 @@ async def _scrapes(arm: HttpArm, child: Child, count: int) -> float:
     return cpu_s(child) - before
 
 
-# A collector that takes whatever it is sent and forgets it: `python -m benchmarks.telemetry.run PORT`.
-#
-# On a real mesh it stands on another machine. Here it shares the cores, so it reads no more of a call than its
-# length.
+# A collector that discards spans: `python -m benchmarks.telemetry.run PORT`. It shares the machine's cores, so it parses
+# only the length of a call.
 
 _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 _ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/x-protobuf\r\nContent-Length: 0\r\n\r\n"

@@ -1,4 +1,4 @@
-"""How long the trainer waits for batches, and what that is worth beside a synchronous run.
+"""The share of time that the trainer waits for batches, and its throughput against a synchronous run.
 
 Two meshes are alike but for K: `asynchronous` (K = 2) and `synchronous` (K = 0: the engines generate a batch, then the
 trainer trains on it, in turn). Engines generate by the clock (`paced_mesh`), so the trainer has its core to itself.
@@ -34,10 +34,6 @@ from services.supervisor.processes import Child
 from services.wire.errors import RollmeshError
 from services.wire.run_metrics import StepMetrics
 from trainer.metrics.files import read_metrics
-
-# One run of a mesh whose engines generate by the clock: every process real, started by command, judged by its metrics.
-#
-# policy folder ─► Valkey ─► weight bus ─► paced rollout servers ─► environment, trainer ─► metrics.jsonl
 
 _START_WITHIN_S = 180.0
 _STEP_WITHIN_S = 60.0

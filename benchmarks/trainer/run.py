@@ -1,4 +1,4 @@
-"""`./dev bench trainer`: what packing is worth beside a padded loop and beside TRL's GRPO step, and what K is worth."""
+"""`./dev bench trainer`: packing against padding and TRL, asynchronous against synchronous training."""
 
 from __future__ import annotations
 

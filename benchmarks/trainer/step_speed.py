@@ -40,12 +40,6 @@ from trainer.data.rows import rows_of
 from trainer.model.learner import Learner
 from trainer.sft.tiny_model import build_model, save_policy
 
-# The batch that the trainer's step is measured on: groups of answers whose lengths are log-normal, cut at the
-# longest.
-#
-# Most answers are short and a few are long, as those of a reasoning policy are: padded to the longest, most of a
-# batch is padding. Nothing else of it matters: tokens and logprobs are random, and half of each group is right.
-
 PROMPT_TOKENS = 32
 _FIRST_TOKEN = 2
 """Behind padding and the end."""
@@ -62,7 +56,11 @@ class Answer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class HeavyTail:
-    """`median`, `sigma`, `longest`: of the answers' lengths in tokens. `vocabulary`: how many tokens there are."""
+    """A batch of answers with log-normal lengths, truncated: `median`, `sigma`, `longest` in tokens.
+
+    Padded to the longest, most of it is padding. Tokens and logprobs are random, and half of each group is right.
+    `vocabulary`: how many tokens there are.
+    """
 
     groups: int = 8
     group_size: int = 8
@@ -283,13 +281,13 @@ def _words(found: list[float]) -> str:
     return f"{statistics.median(found):.0f} ({min(found):.0f} to {max(found):.0f})"
 
 
-# What one writes without a trainer: a padded Hugging Face loop with the same loss, optimizer and model.
-#
-# answers ──padded to the longest of the batch──► chunks of rows ──► all logits ──► PPO clip, mean over tokens ──► AdamW
-
-
 class PaddedLoop:
-    """`rows`: of a forward/backward pass. `cut`: whether a pass is cut to the longest of its own rows."""
+    """The baseline: a padded Hugging Face loop with the same loss, optimizer and model.
+
+    answers ──padded to the longest of the batch──► chunks of rows ──► all logits ──► PPO clip, mean over tokens ──► AdamW
+
+    `rows`: of a forward/backward pass. `cut`: whether a pass is cut to the longest of its own rows.
+    """
 
     def __init__(self, model: PreTrainedModel, settings: TrainerSettings, rows: int, *, cut: bool) -> None:
         self.model = model.eval()

@@ -1,4 +1,4 @@
-"""What a user would pick instead: TRL's GRPOTrainer, whole runs and single steps.
+"""The alternative: TRL's GRPOTrainer, whole runs and single steps.
 
 Runs in an environment of its own (TRL pins clash with nothing today, but need not tomorrow) and imports nothing of
 rollmesh.

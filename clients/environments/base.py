@@ -1,6 +1,6 @@
 """The environment protocol: what an author writes so that a policy can be trained on a task.
 
-An existing agent that calls the policy itself is the other kind: `clients.environments.base.AgentEnvironment`.
+Two kinds: an Environment (below), and an AgentEnvironment, where an existing agent calls the policy itself.
 
     environment.problem("train", 17, seed) ──► Problem            pure: the same arguments, the same problem
     environment.start(problem) ──► Episode                         one for each sibling of a group
@@ -126,17 +126,6 @@ def split_of(key: str) -> Split:
     return "held_out" if int.from_bytes(digest, "little") % _HELD_OUT_ONE_IN == 0 else "train"
 
 
-# Agent environments: an existing agent plays, with any OpenAI client, and the server captures what passes.
-#
-#     environment.problem("train", 17, seed) ──► Problem                     pure: the same arguments, the same problem
-#     environment.play(problem, endpoint) ──► Ended(reward)                  one for each sibling of a group
-#       └── the agent's own calls ──► endpoint.base_url, endpoint.api_key    every token is captured; nothing else to do
-#
-# The agent is any code: a loop with tools, a framework, a program of its own. It may raise: its session is then
-# aborted and its group is lost, with its cause in the log. `agent_environment` makes one from plain functions. An
-# environment of either kind that is also an async context manager is entered before its first episode and left after
-# the last.
-
 ResultT = TypeVar("ResultT")
 
 
@@ -159,17 +148,26 @@ class AgentEndpoint:
 
 @runtime_checkable
 class AgentEnvironment(Protocol):
-    """A task that an agent plays by itself. `problem` is fast and does no I/O; `play` may take as long as it needs."""
+    """A task that an existing agent plays with any OpenAI client, while the server captures every token.
+
+        environment.problem("train", 17, seed) ──► Problem                     pure: the same arguments, the same problem
+        environment.play(problem, endpoint) ──► Ended(reward)                  one for each sibling of a group
+          └── the agent's own calls ──► endpoint.base_url, endpoint.api_key
+
+    The agent is any code: a loop with tools, a framework, another program. Where it raises, its session is aborted and its
+    group is lost, with the cause in the log. `agent_environment` makes one from plain functions. An environment of either
+    kind that is also an async context manager is entered before its first episode and left after the last.
+    """
 
     @property
     def name(self) -> str: ...
 
     def problem(self, split: Split, index: int, seed: int) -> Problem:
-        """Problem number `index` (from 0) of a split; a pure function of its arguments."""
+        """Problem number `index` (from 0) of a split. Fast and without I/O."""
         ...
 
     async def play(self, problem: Problem, endpoint: AgentEndpoint) -> Ended:
-        """Play one episode to its reward. It is cancelled when the episode's time is over or the runner ends."""
+        """Play one episode to its reward; it may take long. Cancelled at its time limit and when the runner ends."""
         ...
 
 

@@ -8,13 +8,12 @@ episode one segment by extending the captured tokens.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
 from clients.environments.base import AgentEndpoint, Answer, Ended, Environment, Judging, Problem, Split
-from services.wire.error_answer import typed_error
+from clients.rollout.transport import HttpSession, open_session, post_json
 from services.wire.errors import ContextLengthError, RollmeshError, WireError
 
 CALL_TIMEOUT_S = 600.0
@@ -47,7 +46,7 @@ class ChatEnvironment:
         messages: list[dict[str, Any]] = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages.append({"role": "user", "content": episode.first_turn})
         spoken = False
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=endpoint.verify)) as http:
+        async with open_session(endpoint.verify) as http:
             while True:
                 try:
                     message, answer = await chat(http, endpoint, messages)
@@ -65,7 +64,7 @@ class ChatEnvironment:
 
 
 async def chat(
-    http: aiohttp.ClientSession, endpoint: AgentEndpoint, messages: list[dict[str, Any]]
+    http: HttpSession, endpoint: AgentEndpoint, messages: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], Answer]:
     """One chat completion: the assistant's message as it came, and what it says. Raises the server's typed errors."""
     url = f"{endpoint.base_url}/chat/completions"
@@ -75,14 +74,8 @@ async def chat(
         "max_tokens": endpoint.max_tokens,
         "temperature": endpoint.temperature,
     }
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-    timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
-    async with http.post(url, json=body, headers=headers, timeout=timeout) as response:
-        content = await response.read()
-        if response.status >= 400:
-            retry_after = response.headers.get("Retry-After")
-            raise typed_error(f"POST {url}", response.status, retry_after, content, [NoChatTemplateError])
-        completion = await response.json()
+    content = await post_json(http, url, body, endpoint.api_key, CALL_TIMEOUT_S, more_errors=(NoChatTemplateError,))
+    completion = json.loads(content)
     try:
         choice = completion["choices"][0]
         message = choice["message"]

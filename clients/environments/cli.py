@@ -8,6 +8,8 @@ from typing import Annotated
 import structlog
 import typer
 
+from services.config.options import Seed
+
 app = typer.Typer(add_completion=False)
 
 
@@ -15,7 +17,7 @@ app = typer.Typer(add_completion=False)
 def demonstrations(
     task: Annotated[str, typer.Option(help="running-sums or guess-number")],
     out: Annotated[Path, typer.Option(help="Folder to write; it is made")],
-    seed: Annotated[int, typer.Option(min=0, help="Problems are generated from it")] = 1,
+    seed: Seed = 1,
     problems: Annotated[int, typer.Option(min=0, help="Also write this many train problems with their answers")] = 0,
     held_out: Annotated[int, typer.Option(min=0, help="Also write this many held-out problems with their answers")] = 0,
 ) -> None:

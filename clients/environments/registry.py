@@ -19,7 +19,7 @@ __all__ = ["TASKS", "Task", "make_environment", "make_task"]
 
 @dataclass(frozen=True)
 class Task:
-    """What to play, and in which dialect where the environment leaves that open."""
+    """An environment, and its `dialect` where the environment does not fix it."""
 
     environment: AnyEnvironment
     dialect: Dialect
@@ -82,7 +82,7 @@ def _make(name: TaskName, options: dict[str, str], rewards: RewardsAddress | Non
 
 
 def _dialect(name: TaskName, wanted: str | None) -> Dialect:
-    """An Environment of the user's own speaks text unless told otherwise: it was written so."""
+    """A user's own Environment uses plain text by default."""
     for dialect in get_args(Dialect):
         if wanted == dialect:
             return dialect  # type: ignore[no-any-return]

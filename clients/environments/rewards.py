@@ -1,4 +1,4 @@
-"""The reward client: what answers are worth, from a reward service (`rollmesh rewards`).
+"""Client of the reward service (`rollmesh rewards`).
 
     async with RewardsClient("http://127.0.0.1:8300") as rewards:
         given = await rewards.judge(JudgeSample(prompt="Reverse abc.", answer="cba", metadata={"solution": "cba"}))
@@ -69,7 +69,7 @@ class RewardsClient:
         await self._transport.__aexit__(kind, error, trace)
 
     async def judge(self, sample: JudgeSample) -> RewardGiven:
-        """The reward of one answer. Raises RewardFailedError, whatever the reason, where there is none: it is no zero."""
+        """The reward of one answer. Raises RewardFailedError where there is none, for any reason: it is never 0 instead."""
         payload = sample.model_dump_json(exclude_none=True).encode()
         try:
             return await self._transport.call(

@@ -1,10 +1,10 @@
-"""Every call of a rollout server's API, described once: both clients, async and sync, send what stands here.
+"""The calls of a rollout server's API, defined once for both clients, async and sync.
 
     open_session(body) ──► Call(method, path, payload, answer, timeout_s, name)
                                  └── the transport sends `payload` ──► content ──► `read` ──► typed answer
 
-Sending any of them twice does what sending it once does, so a call whose answer was lost is sent again: what would be done
-twice otherwise (opening a group, taking a turn) carries a `name`, by which the server knows it again.
+All calls are idempotent, so a call whose answer was lost is retried: those that would take effect twice otherwise (opening
+a group, taking a turn) carry a `name`, by which the server recognises a retry.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Call(Generic[AnswerT]):
         return {} if self.name is None else {CALL_HEADER: self.name}
 
     def read(self, url: str, content: bytes) -> AnswerT:
-        """The answer of the server at `url`. Raises WireError when it is not what this version of the API says."""
+        """Decode the server's answer. Raises WireError where it does not match this version of the API."""
         try:
             return self.answer(content)
         except ValidationError as error:
@@ -97,7 +97,7 @@ def run_state() -> Call[RunState]:
 
 
 def open_session(body: OpenSession) -> Call[SessionOpened]:
-    """The id is chosen here where the body has none: the server then knows a repeated call for what it is."""
+    """The client chooses the id where the body has none, so that the server recognises a retry."""
     if body.session_id is None:
         body = body.model_copy(update={"session_id": f"s-{secrets.token_hex(16)}"})
     timeout_s = body.wait_s + CALL_TIMEOUT_S

@@ -85,7 +85,7 @@ class RolloutClient:
         return await self._transport.call(calls.open_group(body))
 
     async def take_turns(self, group_id: str, body: TakeTurns) -> TurnsTaken:
-        """Extend sessions and let the policy speak in each. Never repeated once sent: a turn is taken once."""
+        """Append texts to sessions and generate an answer in each. Never retried once sent: a turn is taken once."""
         return await self._transport.call(calls.take_turns(group_id, body))
 
     async def finish_group(self, group_id: str, body: FinishGroup) -> GroupFinished:
@@ -127,7 +127,7 @@ class RolloutClient:
         return await self._transport.call(calls.heartbeat(session_id))
 
     async def delete_session(self, session_id: str) -> None:
-        """Forget the session: it is aborted if it is open."""
+        """Delete the session; it is aborted if it is open."""
         await self._transport.call(calls.delete_session(session_id))
 
     async def trajectory_tokens(self, session_id: str) -> TrajectoryTokens:

@@ -1,4 +1,4 @@
-"""Spreading groups over rollout servers: in turn, past those that are down."""
+"""Client-side load balancing over rollout servers: round robin, skipping servers that are down."""
 
 from __future__ import annotations
 

@@ -1,13 +1,18 @@
-"""Sending calls to one service over kept connections, again where that is safe: what every async client does.
+"""HTTP transport of the async clients, over aiohttp: kept connections, and retries where a repeated call is safe.
 
 call(Call) ──► sent ──► its typed answer
-                └──► unreachable, 429, 503 ──► sent again, with pauses, until patience is over (`clients.rollout.transport`)
+                └──► unreachable, 429, 503 ──► sent again, with pauses, until patience is over
+
+Sent again, with back-off, until the client's patience is over: connections that could not be made or broke, 429 (after its
+Retry-After) and 503. Whatever the number of attempts, the call takes effect once (`clients.rollout.calls`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_random_exponential
@@ -15,12 +20,13 @@ from yarl import URL
 
 from clients.rollout.calls import AnswerT, Call
 from services.observability.tracing import NO_TRACING, Tracing
-from services.security.tls import PUBLIC, Trust
+from services.security.tls import PUBLIC, Trust, Verify
 from services.wire.error_answer import typed_error
 from services.wire.errors import CapacityError, NotReadyError, RollmeshError
 
-# A server closes a connection that was idle for 5 s; ours must be given up before, or a call meets a closing one.
+# Servers close connections that were idle for 5 s. The client must close first, or a call may hit a closing one.
 _KEEP_ALIVE_S = 3.0
+HttpSession = aiohttp.ClientSession
 
 
 class Transport:
@@ -64,7 +70,7 @@ class Transport:
         UntrustedError, at once, where `trust` does not take the certificate of who answers.
         """
         try:
-            # Nearly always this is all: the retrying machinery would cost half as much again as the call.
+            # The common case: tenacity's retry loop would cost half as much again as the call.
             content = await self._send(call)
         except RollmeshError as error:
             patience_s = self._patience_s if patience_s is None else patience_s
@@ -113,17 +119,36 @@ class Transport:
         )
 
 
+def open_session(verify: Verify) -> HttpSession:
+    """Connections for `post_json`. An async context manager."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=verify))
+
+
+async def post_json(
+    http: HttpSession,
+    url: str,
+    body: Mapping[str, Any],
+    api_key: str,
+    timeout_s: float,
+    more_errors: tuple[type[RollmeshError], ...] = (),
+) -> bytes:
+    """The body of the answer to one POST, sent once. Raises the service's typed errors and aiohttp's own."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with http.post(url, json=body, headers=headers(api_key), timeout=timeout) as response:
+        content = await response.read()
+        retry_after = response.headers.get("Retry-After")
+    if response.status >= 400:
+        raise typed_error(f"POST {url}", response.status, retry_after, content, more_errors)
+    return content
+
+
 def headers(api_key: str | None) -> dict[str, str]:
     """What every request of a client says."""
     kind = {"Content-Type": "application/json"}
     return kind if api_key is None else kind | {"Authorization": f"Bearer {api_key}"}
 
 
-# Which failed calls are sent again, and when: one rule for both clients.
-#
-# Repeated, with back-off, until the client's patience is over: connections that could not be made or broke, 429
-# (after its Retry-After) and 503. What a call does is done once, however often it is sent (`clients.rollout.calls`).
-
+# Shared with the synchronous client.
 _FIRST_PAUSE_S = 0.02
 _back_off = wait_random_exponential(multiplier=0.05, max=0.3)
 

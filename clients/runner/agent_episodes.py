@@ -5,8 +5,8 @@
     apart (evaluation)    each session is finished when its agent ends, or aborted, whatever its siblings do
     cancelled             every agent cancelled, every open session aborted
 
-In training siblings stand and fall together: the problem of a group that was lost is played again, whole, and what a part
-of it had written before would be trained besides. Sessions are kept alive by heartbeats while agents work elsewhere.
+In training one failed sibling fails the group: its problem is played again as a whole, and trajectories that a part of it
+had written would be trained in addition. Heartbeats keep sessions alive while agents do not call the policy.
 """
 
 from __future__ import annotations
@@ -110,7 +110,11 @@ async def play_apart(
 def _endpoints(client: RolloutClient, group: GroupOpened, sampling: SamplingBody) -> list[AgentEndpoint]:
     return [
         AgentEndpoint(
-            *(f"{client.url}/sessions/{name}/v1", key, name, sampling.max_tokens, sampling.temperature),
+            base_url=f"{client.url}/sessions/{name}/v1",
+            api_key=key,
+            session_id=name,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
             verify=client.trust.verify,
         )
         for name, key in zip(group.session_ids, group.api_keys, strict=True)
@@ -155,7 +159,7 @@ async def _traced(
 
 
 async def _guarded(environment: AgentEnvironment, problem: Problem, endpoint: AgentEndpoint) -> Ended:
-    """The agent, with whatever it may raise turned into EnvironmentFailedError, but for a missing reward."""
+    """Run the agent; its exceptions become EnvironmentFailedError, except for a missing reward."""
     try:
         ended = await environment.play(problem, endpoint)
     except RewardFailedError:
@@ -172,7 +176,7 @@ async def _guarded(environment: AgentEnvironment, problem: Problem, endpoint: Ag
 
 
 async def _beat(client: RolloutClient, session_id: str, every_s: float) -> None:
-    """Tell the server, while the agent is busy elsewhere, that the session lives. Raises when it does not."""
+    """Send heartbeats for the session while the agent runs. Raises when the session has ended."""
     pause_s, missed = every_s, 0
     while True:
         await asyncio.sleep(pause_s)
@@ -221,17 +225,16 @@ async def abort(client: RolloutClient, session_ids: Sequence[str]) -> bool:
         return False
 
 
-# Opening a group so that none is left behind: whoever is cancelled while it opens still ends it.
-#
-# open ──answered──► the group
-#   └──cancelled──► answered within _ARRIVING_S? ──yes──► abort its sessions
-#                                                └──no───► hang up: the server drops what nobody heard of
-
 _ARRIVING_S = 0.5
 
 
 async def open_group(client: RolloutClient, body: OpenGroup) -> GroupOpened:
-    """As `RolloutClient.open_group`; cancelled, it first takes back what has been opened meanwhile."""
+    """As `RolloutClient.open_group`; when cancelled, it leaves no open group behind.
+
+    open ──answered──► the group
+      └──cancelled──► answered within _ARRIVING_S? ──yes──► abort its sessions
+                                                   └──no───► close the connection: the server drops the unread group
+    """
     opening = asyncio.create_task(client.open_group(body))
     try:
         return await asyncio.shield(opening)

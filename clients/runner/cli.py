@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import structlog
 import typer
 
-from services.security.options import TlsDir
+from services.config import options
 from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ app = typer.Typer(add_completion=False)
     "--run-dir runs/demo"
 )
 def run_environment(
-    run_id: Annotated[str, typer.Option(help="The run that is played for (named in the log)")],
+    run_id: options.RunId,
     task: Annotated[str, typer.Option(help="A task's name, such as running-sums or python:./agent.py:make")],
     rollout_url: Annotated[list[str], typer.Option(help="A rollout server; repeat it for each")],
     run_dir: Annotated[Path, typer.Option(help="evaluation.json is written here")],
-    seed: Annotated[int, typer.Option(min=0, help="Problems are generated from it")] = 1,
+    seed: options.Seed = 1,
     group_size: Annotated[int, typer.Option(min=1, help="Answers to each problem")] = 8,
     temperature: Annotated[float, typer.Option(min=0.0, help="For training groups; evaluation is greedy")] = 1.0,
     greedy_baseline: Annotated[
@@ -46,10 +46,8 @@ def run_environment(
     rewards_url: Annotated[
         str | None, typer.Option(envvar="ROLLMESH_REWARDS_URL", help="Reward service, for tasks that it judges")
     ] = None,
-    keys_dir: Annotated[
-        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
-    ] = None,
-    tls_dir: TlsDir = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
     check: Annotated[
         bool, typer.Option("--check", help="Only see whether the task can be made; no server needed")
     ] = False,
@@ -118,7 +116,7 @@ def _see_a_problem(environment: AnyEnvironment, seed: int) -> None:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"{environment.name} cannot pose a problem ({describe(error)})", "mend its code") from error
+        raise UsageError(f"{environment.name} cannot pose a problem ({describe(error)})", "fix its code") from error
 
 
 def _run(main: Coroutine[None, None, None]) -> None:

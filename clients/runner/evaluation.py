@@ -106,7 +106,7 @@ def _unsolved(lost: Lost) -> Played:
 
 
 class EvaluationRecord:
-    """Keeps the measurement before training on disk, so that a restarted runner does not take a trained policy for it."""
+    """Keeps the measurement before training on disk, so that a restarted runner does not repeat it too late."""
 
     def __init__(self, run_dir: Path) -> None:
         self._before = run_dir / "evaluation_before.json"
@@ -133,7 +133,7 @@ class EvaluationRecord:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """All of the file or none of it: whoever reads it must never see a half."""
+    """Write atomically: a reader never sees a partial file."""
     partial = path.with_suffix(".partial")
     partial.write_bytes(content + b"\n")
     partial.replace(path)

@@ -1,10 +1,10 @@
-"""Groups that cannot be played to their end: why each was lost, which problems are played again, and when enough is enough.
+"""Failures of the environment runner: why groups were lost, which problems are retried, when the run aborts.
 
     group lost ──► its problem is played again in another group, up to `retries` times ──► given up, counted by cause
                                         └── too many lost in a row with none played ──► TooManyLostError
 
-A problem is played again because those that fail are not like the others: leaving them out would bias the training. Its new
-group has an ordinal of its own, whose problem is left out instead.
+Failed problems are retried because they are not a random sample: leaving them out would bias the training. The new group
+has its own ordinal, whose problem is skipped instead.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from services.wire.errors import ContextLengthError, NotReadyError, RollmeshErro
 from services.wire.reward_api import RewardFailedError
 
 Cause = Literal["environment", "timeout", "reward", "session", "server"]
-"""`environment`: its code or its agent raised. `reward`: none was to be had. `session`: the server ended it.
-
-`server`: out of reach, or not ready.
-"""
+"""`environment`: its code or its agent raised. `reward`: there was none. `session`: the server ended it. `server`: it was
+unreachable, or not ready."""
 
 LEAST_LOST_IN_A_ROW = 64
-"""So many groups lost with none played end a run; more where more are in play at once, which one accident may take all."""
+"""A run is aborted after so many lost groups in a row, or twice those in play: one incident may fail all of them."""
 
 
 class GroupLostError(RollmeshError):
-    """A group was given up. What stays open in it has been aborted, as far as the server could be reached."""
+    """A group was lost. Its open sessions have been aborted, as far as the server could be reached."""
 
     code = "group_lost"
 
@@ -38,7 +36,7 @@ class GroupLostError(RollmeshError):
 
 
 class TooManyLostError(RollmeshError):
-    """The environment fails again and again: going on would only burn tokens."""
+    """The environment fails repeatedly, so the run is aborted."""
 
     code = "environment_failed"
 
@@ -50,8 +48,8 @@ class EnvironmentFailedError(RollmeshError):
 
 
 @dataclass
-class Losses:
-    """The runner's account. `retries`: how often one problem is played again. `in_play`: groups at once."""
+class GroupFailures:
+    """Counts of lost groups. `retries`: how often one problem is played again. `in_play`: groups at once."""
 
     retries: int
     in_play: int = 1
@@ -61,7 +59,7 @@ class Losses:
     _in_a_row: int = 0
 
     def played(self) -> None:
-        """A group came to its end."""
+        """A group was completed."""
         self._in_a_row = 0
 
     def lost(self, cause: Cause, why: str, attempt: int) -> bool:
@@ -74,7 +72,7 @@ class Losses:
             self._in_a_row += 1
         if self._in_a_row >= max(LEAST_LOST_IN_A_ROW, 2 * self.in_play):
             what = f"the last {self._in_a_row} groups were lost and none was played"
-            raise TooManyLostError(what, f"mend the environment: the last one said {why}")
+            raise TooManyLostError(what, f"fix the environment; the last error was: {why}")
         again = attempt < self.retries
         if again:
             self.retried += 1
@@ -84,7 +82,7 @@ class Losses:
 
 
 def cause_of(error: Exception) -> Cause:
-    """Which of them an error is that ended an episode or a group."""
+    """The cause for an error that ended an episode or a group."""
     match error:
         case TimeoutError():
             return "timeout"

@@ -1,4 +1,4 @@
-"""One opened group, whatever kind of environment plays it, to its end: finished with rewards, or given up and aborted."""
+"""Plays one opened group, with either kind of environment: finished with rewards, or lost and aborted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Literal
 
-import aiohttp
 import structlog
 
 from clients.environments.base import AgentEndpoint, AgentEnvironment, AnyEnvironment, Dialect, Environment, Problem
 from clients.environments.chat import ChatEnvironment, NoChatTemplateError, chat
 from clients.rollout.client import RolloutClient
+from clients.rollout.transport import open_session
 from clients.runner.agent_episodes import EpisodeLimits, Lost, abort, open_group, play_apart, play_together
 from clients.runner.failures import GroupLostError, cause_of
 from clients.runner.text_episodes import Played, play_group
@@ -80,7 +80,7 @@ async def _play_texts(
 
 
 async def _lost(client: RolloutClient, group: GroupOpened, error: Exception, limits: EpisodeLimits) -> GroupLostError:
-    """Abort what is open; who cannot be reached for it is to blame, whatever was met with before."""
+    """Abort the open sessions. A server that cannot be reached for this is the cause, whatever failed before."""
     cause = cause_of(error)
     if cause != "server" and not await abort(client, group.session_ids):
         cause = "server"
@@ -101,13 +101,13 @@ async def in_dialect(client: RolloutClient, environment: AnyEnvironment, dialect
 
 
 async def ask(client: RolloutClient) -> Literal["text", "chat"]:
-    """What the server's model understands. Raises what the server answers for any reason but a missing template."""
+    """Whether the server's model has a chat template. Raises the server's error for any other reason."""
     opening = OpenGroup(task="dialect", group_size=1, sampling=SamplingBody(max_tokens=1), purpose="evaluate")
     group = await open_group(client, opening)
     (session_id,), (api_key,) = group.session_ids, group.api_keys
     endpoint = AgentEndpoint(f"{client.url}/sessions/{session_id}/v1", api_key, session_id, 1, 1.0, client.trust.verify)
     try:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=endpoint.verify)) as http:
+        async with open_session(endpoint.verify) as http:
             await chat(http, endpoint, [{"role": "user", "content": "?"}])
     except NoChatTemplateError:
         return "text"

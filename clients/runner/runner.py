@@ -4,9 +4,9 @@
                   ▲──────────┬──────────────┘
                   └── lost ──┘  counted by cause; its problem is played again, a bounded number of times
 
-It knows the mesh by the rollout API alone. A group whose server dies is given up (the server's ledger makes up for it),
-the server is set aside, and the problem goes elsewhere. Environments and agent environments are played alike; which kind
-it is, only `clients.runner.groups` asks.
+It only uses the rollout API. A group whose server dies is dropped (admission opens another in its place), the server is
+skipped for a while, and the problem is played on another one. `clients.runner.groups` hides whether the environment is an
+agent environment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from clients.rollout.server_pool import ServerPool
 from clients.rollout.transport import ServerUnreachableError
 from clients.runner.agent_episodes import EpisodeLimits, open_group
 from clients.runner.evaluation import GROUP_SIZE, EvaluationRecord, Measured, evaluate
-from clients.runner.failures import GroupLostError, Losses
+from clients.runner.failures import GroupFailures, GroupLostError
 from clients.runner.groups import in_dialect, play_to_end
 from clients.runner.text_episodes import Played
 from services.observability.tracing import NO_TRACING, Span, Tracing
@@ -40,7 +40,7 @@ FINAL_WEIGHTS_S = 60.0
 _POLL_S = 0.05
 _CONCLUDED_POLL_S = 1.0
 _PAUSE_AFTER_LOSS_S = 0.1
-# With other servers at hand, one that is down is left at once; the pool waits out long outages.
+# Short, because the pool switches to another server; it also waits through long outages.
 _PATIENCE_S = 0.2
 
 
@@ -137,8 +137,8 @@ class _Players:
 
     def __init__(self, pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan) -> None:
         self._pool, self._environment, self._plan = pool, environment, plan
-        self._losses = Losses(plan.retries, plan.concurrency)
-        self._progress = Progress(self._losses)
+        self._failures = GroupFailures(plan.retries, plan.concurrency)
+        self._progress = Progress(self._failures)
         sampling = SamplingBody(max_tokens=plan.max_tokens, temperature=plan.temperature)
         self._opening = OpenGroup(
             task=environment.name,
@@ -154,7 +154,7 @@ class _Players:
                 players = [tasks.create_task(self._keep_playing()) for _ in range(self._plan.concurrency)]
                 telling = tasks.create_task(self._progress.run())
                 if isinstance(self._environment, AgentEnvironment):
-                    # An agent may think for minutes, for nothing: no trajectory is taken any more.
+                    # An agent may still run for minutes, although no trajectory is accepted any more.
                     watching = tasks.create_task(self._until_concluded())
                     await asyncio.wait([watching, *players], return_when=asyncio.FIRST_COMPLETED)
                     players.append(watching)
@@ -163,7 +163,7 @@ class _Players:
                 for task in (*players, telling):
                     task.cancel()
         except BaseExceptionGroup as failed:
-            # The first error ended the others; it alone is what happened.
+            # The first error cancelled the others, and is the cause.
             raise failed.exceptions[0] from failed
 
     async def _until_concluded(self) -> None:
@@ -191,7 +191,7 @@ class _Players:
                 return
 
     async def _play_one(self, client: RolloutClient, owed: _Owed | None, span: Span) -> _Owed | None:
-        """Open a group and play it, or what is owed, to its end; what is owed then. Raises ConcludedError."""
+        """Open a group and play it, with the owed problem if any; returns what is owed then. Raises ConcludedError."""
         try:
             group = await open_group(client, self._opening)
         except CapacityError:
@@ -225,7 +225,7 @@ class _Players:
             self._progress.in_play -= 1
 
     async def _lost(self, client: RolloutClient, lost: GroupLostError, playing: _Owed) -> _Owed | None:
-        again = self._losses.lost(lost.cause, lost.what, playing.attempt)
+        again = self._failures.lost(lost.cause, lost.what, playing.attempt)
         _log.warning(
             "group lost", cause=lost.cause, why=lost.what, problem=playing.index, attempt=playing.attempt, again=again
         )
@@ -237,7 +237,7 @@ class _Players:
 
 
 async def _wait_for_final_weights(clients: Sequence[RolloutClient]) -> None:
-    """Until every server serves the weights that the trainer ended with."""
+    """Wait until every server serves the final weights."""
     deadline = time.monotonic() + FINAL_WEIGHTS_S
     for client in clients:
         while True:
@@ -250,16 +250,14 @@ async def _wait_for_final_weights(clients: Sequence[RolloutClient]) -> None:
             await asyncio.sleep(_POLL_S)
 
 
-# What an environment runner has played, said every few seconds, also while nothing comes to its end.
-
 PROGRESS_EVERY_S = 5.0
 
 
 class Progress:
-    """Counts since the last line; `run` says it, until cancelled."""
+    """Progress log of the runner: a line every few seconds with the counts since the last one, until cancelled."""
 
-    def __init__(self, losses: Losses) -> None:
-        self._losses = losses
+    def __init__(self, failures: GroupFailures) -> None:
+        self._failures = failures
         self._episodes = self._successes = self._groups = 0
         self._reward = 0.0
         self.in_play = 0
@@ -267,7 +265,7 @@ class Progress:
 
     def count(self, played: Sequence[Played]) -> None:
         """A group came to its end."""
-        self._losses.played()
+        self._failures.played()
         self._groups += 1
         self._episodes += len(played)
         self._successes += sum(episode.ended.success for episode in played)
@@ -282,8 +280,8 @@ class Progress:
             said_at = now
 
     def _say(self, seconds: float) -> None:
-        lost = dict(self._losses.by_cause)
-        more = {"lost": lost, "retried": self._losses.retried, "given_up": self._losses.given_up} if lost else {}
+        lost = dict(self._failures.by_cause)
+        more = {"lost": lost, "retried": self._failures.retried, "given_up": self._failures.given_up} if lost else {}
         if self._groups:
             success, reward = round(self._successes / self._episodes, 3), round(self._reward / self._episodes, 3)
             _log.info(

@@ -76,7 +76,7 @@ async def play_group(
 
 
 async def _judge(judging: Mapping[str, Judging], evaluating: bool) -> dict[str, Ended]:
-    """All at once: whoever judges can then take them together."""
+    """Concurrently, so that a reward model can batch them."""
     try:
         async with asyncio.TaskGroup() as tasks:
             ended = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from services.security.options import TlsDir
+from services.config import options
 from services.wire.weights_api import EnginesView, UpdateView, VerifyView, VersionsView, WeightEvent
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ app = typer.Typer(
     "Example: rollmesh weights push /models/step-120 --bus-url http://127.0.0.1:8200",
 )
 BusUrl = Annotated[str, typer.Option(envvar="ROLLMESH_BUS_URL", help="The weight bus")]
-KeyFile = Annotated[Path | None, typer.Option(help="File with the bus's admin key, where it asks for one")]
-KeysDir = Annotated[Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys that holds it")]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of tables")]
 WaitS = Annotated[float, typer.Option(min=0.0, help="Seconds to wait until the update has settled; 0: not at all")]
 Version = Annotated[int, typer.Argument(min=0, help="A policy version")]
 URL = "http://127.0.0.1:8200"
@@ -42,13 +39,12 @@ _BAD = ("failed", "cancelled", "superseded", "rolled_back")
 @app.command(epilog="Example: rollmesh weights status --json")
 def status(
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Which engine serves what, and the versions that the bus remembers."""
-
     with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
         engines, versions = weights.engines(), weights.versions()
     if json:
@@ -65,17 +61,15 @@ def push(
     hold: Annotated[bool, typer.Option("--hold", help="Stage only; `rollmesh weights commit` flips")] = False,
     wait_s: WaitS = 120.0,
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Publish a folder of safetensors: every engine stages it in the background, then flips."""
     path = str(folder.absolute())
-    _update(
-        *(bus_url, admin_key_file, keys_dir, tls_dir, wait_s, json),
-        lambda weights: weights.push(path, version=version, hold=hold),
-    )
+    bus = _client(bus_url, admin_key_file, keys_dir, tls_dir)
+    _update(bus, wait_s, json, lambda weights: weights.push(path, version=version, hold=hold))
 
 
 @app.command(epilog="Example: rollmesh weights commit 7")
@@ -83,26 +77,26 @@ def commit(
     version: Version,
     wait_s: WaitS = 120.0,
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Flip a held version, let a stopped roll go on, or offer a withdrawn version again."""
-    _update(bus_url, admin_key_file, keys_dir, tls_dir, wait_s, json, lambda weights: weights.commit(version))
+    bus = _client(bus_url, admin_key_file, keys_dir, tls_dir)
+    _update(bus, wait_s, json, lambda weights: weights.commit(version))
 
 
 @app.command(epilog="Example: rollmesh weights cancel 7")
 def cancel(
     version: Version,
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Withdraw a version before its flips are decided."""
-
     with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
         view = weights.cancel(version)
     (show_json if json else show_update)(view)
@@ -113,26 +107,26 @@ def rollback(
     to: Annotated[int | None, typer.Option(min=0, help="The version before, where the bus does not know it")] = None,
     wait_s: WaitS = 120.0,
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Bring every engine back to the version before, between two decode steps. One step is kept."""
-    _update(bus_url, admin_key_file, keys_dir, tls_dir, wait_s, json, lambda weights: weights.rollback(to).update)
+    bus = _client(bus_url, admin_key_file, keys_dir, tls_dir)
+    _update(bus, wait_s, json, lambda weights: weights.rollback(to).update)
 
 
 @app.command(epilog="Example: rollmesh weights verify --no-canary")
 def verify(
     canary: Annotated[bool, typer.Option(help="Also generate tokens greedily at every engine and compare them")] = True,
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Have every engine hash what it really serves; exit code 1 unless all of them serve the published bytes."""
-
     with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
         view = weights.verify(canary=canary)
     (show_json if json else show_verified)(view)
@@ -144,30 +138,25 @@ def verify(
 def watch(
     since: Annotated[str | None, typer.Option(help="Id of the last event seen; else all that are remembered")] = None,
     bus_url: BusUrl = URL,
-    admin_key_file: KeyFile = None,
-    keys_dir: KeysDir = None,
-    tls_dir: TlsDir = None,
-    json: Json = False,
+    admin_key_file: options.AdminKeyFile = None,
+    keys_dir: options.KeysDir = None,
+    tls_dir: options.TlsDir = None,
+    json: options.Json = False,
 ) -> None:
     """Print what happens on the bus as it happens, until Ctrl-C."""
-
     with _client(bus_url, admin_key_file, keys_dir, tls_dir) as weights:
         for event in weights.watch(since):
             (show_json if json else show_event)(event)
 
 
 def _update(
-    bus_url: str,
-    key_file: Path | None,
-    keys_dir: Path | None,
-    tls_dir: Path | None,
+    client: AbstractContextManager[WeightsClient],
     wait_s: float,
     json: bool,
     begin: Callable[[WeightsClient], UpdateView],
 ) -> None:
     """Begin an update, wait for it, show it; exit code 1 when it failed, or an engine did."""
-
-    with _client(bus_url, key_file, keys_dir, tls_dir) as weights:
+    with client as weights:
         view = begin(weights)
         if wait_s:
             view = weights.wait(view.version, wait_s)
@@ -190,9 +179,6 @@ def _client(
             yield weights
         except KeyboardInterrupt:
             raise typer.Exit(128 + signal.SIGINT) from None
-
-
-# What `rollmesh weights` shows: tables for people, JSON for programs.
 
 
 def show_json(view: BaseModel) -> None:

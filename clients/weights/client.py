@@ -1,4 +1,4 @@
-"""The weight bus for operators: see what engines serve, publish a folder, commit, roll back, verify, watch.
+"""Client of the weight bus for operators: status, publish a folder, commit, roll back, verify, watch.
 
 with WeightsClient("http://127.0.0.1:8200") as weights:
     update = weights.push("/models/step-120")

@@ -3,7 +3,7 @@
 $ rollmesh up --task python:docs/examples/letters.py:Letters?longest=5 model.path=FOLDER
 """
 
-from clients.environments.base import Answer, Ended, NextTurn, Problem, Split, draws, split_of
+from clients.environments.base import Answer, Ended, NextTurn, Problem, Split, problem_rng, split_of
 
 
 class Letters:
@@ -13,9 +13,9 @@ class Letters:
         self.longest = longest
 
     def problem(self, split: Split, index: int, seed: int) -> Problem:
-        letters = draws(self.name, split, index, seed)
+        rng = problem_rng(self.name, split, index, seed)
         while True:
-            word = "".join(letters.choices("abcdefgh", k=letters.randint(2, self.longest)))
+            word = "".join(rng.choices("abcdefgh", k=rng.randint(2, self.longest)))
             if split_of(word) == split:  # each word belongs to one split for good
                 return Problem(split, index, prompt=f"{word}=", solution=word[::-1])
 

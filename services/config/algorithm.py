@@ -1,4 +1,9 @@
-"""Loss and advantage, part by part. `trainer.algorithms.describe` says what a choice of these computes."""
+"""Settings of the loss and of the advantage estimator: a class for what each loss and estimator reads, composed into two
+flat sections.
+
+`trainer.algorithms.describe` prints the formula that a choice computes, and refuses settings without effect. In a file the
+order of keys follows the classes: the base named last comes first.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,7 @@ from services.config.base import Section
 
 
 class CorrectionSettings(Section):
-    """Weights of tokens that another policy sampled; `trainer.algorithms.losses.correction` has the formulas and their
-    sources.
+    """Importance weights of off-policy tokens; formulas and sources: `trainer.algorithms.losses.correction`.
 
     ρ = π_prox/π_beh at a token; of a segment, `sequence` takes the product, `geometric` the geometric mean.
     """
@@ -30,9 +34,18 @@ class CorrectionSettings(Section):
     )
 
 
-class LossSettings(Section):
-    """Each part explicit; the formula in force is printed when the trainer starts."""
+class RatioBounds(Section):
+    """What cispo and gspo read."""
 
+    clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
+    clip_high: float = Field(default=0.2, gt=0.0)
+
+
+class PpoClipSettings(RatioBounds):
+    dual_clip: float | None = Field(default=None, gt=1.0, description="ppo_clip: bound for bad tokens (none: no bound)")
+
+
+class LossChoice(Section):
     policy: str = Field(
         default="ppo_clip",
         description="ppo_clip, policy_gradient, cispo, gspo, or a function of your own as module:function",
@@ -40,9 +53,11 @@ class LossSettings(Section):
     anchor: Literal["behaviour", "proximal", "interpolated"] = Field(
         default="behaviour", description="The policy that the ratio is taken against"
     )
-    clip_low: float = Field(default=0.2, gt=0.0, le=1.0)
-    clip_high: float = Field(default=0.2, gt=0.0)
-    dual_clip: float | None = Field(default=None, gt=1.0, description="ppo_clip: bound for bad tokens (none: no bound)")
+
+
+class LossSettings(PpoClipSettings, LossChoice):
+    """The settings of all losses, and what they share. The formula in force is printed when the trainer starts."""
+
     mean: Literal["tokens", "segments", "fixed"] = Field(
         default="tokens", description="Over the batch's tokens, over segments of tokens, or a sum over a fixed length"
     )
@@ -52,9 +67,6 @@ class LossSettings(Section):
     kl_estimator: Literal["k2", "k3"] = "k3"
     correction: CorrectionSettings = CorrectionSettings()
 
-
-# Who gets how much of the reward, part by part. `trainer.algorithms.describe` says what a choice of these computes,
-# and refuses choices without effect.
 
 GREEDY_BASELINE = "remax"
 """The estimator that compares with an answer sampled greedily: the first sibling of each group is that one."""
@@ -70,7 +82,7 @@ class CriticSettings(Section):
 
 
 class CostSettings(Section):
-    """A cost that is to stay below a limit: its price in the reward rises while it does not (Safe RLHF)."""
+    """A constraint on a mean cost, with a Lagrange multiplier in the reward (Safe RLHF)."""
 
     component: str | None = Field(
         default=None, min_length=1, description="Reward component that is the cost; none: there is no cost"
@@ -81,17 +93,29 @@ class CostSettings(Section):
     largest: float = Field(default=5.0, gt=0.0, description="Largest multiplier")
 
 
-class AdvantageSettings(Section):
-    """Each part explicit; the formula in force is printed when the trainer starts."""
+class GrpoSettings(Section):
+    std: bool = Field(default=True, description="grpo: divide by the group's standard deviation (Dr. GRPO does not)")
 
+
+class ReinforcePpSettings(Section):
+    discount: float = Field(default=1.0, gt=0.0, le=1.0, description="γ a token, for reinforce_pp and gae")
+
+
+class GaeSettings(ReinforcePpSettings):
+    trace: float = Field(default=0.95, ge=0.0, le=1.0, description="gae: λ")
+    whiten: bool = Field(default=True, description="gae: mean 0 and standard deviation 1 over the batch's tokens")
+
+
+class EstimatorChoice(Section):
     estimator: str = Field(
         default="grpo",
         description="grpo, rloo, remax, reinforce_pp, reinforce_pp_baseline, gae, or your own as module:function",
     )
-    std: bool = Field(default=True, description="grpo: divide by the group's standard deviation (Dr. GRPO does not)")
-    discount: float = Field(default=1.0, gt=0.0, le=1.0, description="γ a token, for reinforce_pp and gae")
-    trace: float = Field(default=0.95, ge=0.0, le=1.0, description="gae: λ")
-    whiten: bool = Field(default=True, description="gae: mean 0 and standard deviation 1 over the batch's tokens")
+
+
+class AdvantageSettings(GaeSettings, GrpoSettings, EstimatorChoice):
+    """The settings of all estimators, and what they share. The formula in force is printed when the trainer starts."""
+
     kl: float = Field(default=0.0, ge=0.0, description="Coefficient of the divergence from the first policy, in reward")
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     overlong_length: int | None = Field(

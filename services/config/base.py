@@ -10,6 +10,6 @@ class Section(BaseModel):
 
 
 def changed_fields(section: BaseModel) -> dict[str, object]:
-    """The choices that are not the defaults."""
+    """The fields whose values are not their defaults."""
     fields = type(section).model_fields
     return {name: value for name, value in section if value != fields[name].default}

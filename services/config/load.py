@@ -1,4 +1,4 @@
-"""Loading the configuration tree: TOML file, then dotted overrides; every mistake is one line that names the mend."""
+"""Loading the configuration tree: TOML file, then dotted overrides; every error is one line with its remedy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read the configuration {path} ({error.strerror})", "check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML ({error})", "mend the file") from error
+        raise UsageError(f"{path} is not valid TOML ({error})", "correct the file") from error
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -1,4 +1,4 @@
-"""The reward service's part of the settings: which components make the reward, and what each may take of the machine."""
+"""Settings of the reward service: the components of the reward, and the limits of each."""
 
 from __future__ import annotations
 

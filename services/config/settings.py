@@ -42,7 +42,7 @@ class ModelSettings(Section):
 
 
 class WarmStartSettings(Section):
-    """The short supervised run that gives the tiny model its first, clumsy skill (`rollmesh sft`)."""
+    """Supervised warm start of the tiny model (`rollmesh sft`)."""
 
     cache_dir: Path | None = Field(
         default=None, description="Where warm starts are kept; empty: the user's cache folder"
@@ -145,7 +145,7 @@ class WeightSettings(Section):
 
 
 class TelemetrySettings(TraceSettings):
-    """Where traces go, and where the trainer, which serves nothing else, has its probes and `/metrics`."""
+    """Where traces go, and the address of the trainer's probes and `/metrics`."""
 
     trainer_host: str = Field(default="127.0.0.1", description="Address that the trainer's probes listen on (loopback)")
     trainer_port: int = Field(

@@ -1,5 +1,4 @@
-"""Whether traces are recorded, and where they go: settings of the run, which the environment variables of a process
-override.
+"""Settings of tracing, which environment variables of a process override.
 
 telemetry.traces = "otlp"           ROLLMESH_TRACES=otlp
 telemetry.traces_endpoint = "…"     ROLLMESH_TRACES_ENDPOINT=…
@@ -36,7 +35,7 @@ SettingsT = TypeVar("SettingsT", bound=TraceSettings)
 
 
 def with_environ(settings: SettingsT, environ: Mapping[str, str]) -> SettingsT:
-    """`settings` with what environment variables say of traces. Raises UsageError for a value that is none."""
+    """`settings` with the environment variables applied. Raises UsageError for an invalid value."""
     given = {name: environ[_variable(name)] for name in TraceSettings.model_fields if environ.get(_variable(name))}
     if not given:
         return settings
@@ -51,7 +50,7 @@ def with_environ(settings: SettingsT, environ: Mapping[str, str]) -> SettingsT:
 
 
 def as_environ(settings: TraceSettings) -> dict[str, str]:
-    """Environment variables that tell another process the same; none where traces are off."""
+    """Environment variables that pass these settings to another process; none where traces are off."""
     if settings.traces == "off":
         return {}
     return {_variable(name): str(getattr(settings, name)) for name in TraceSettings.model_fields}

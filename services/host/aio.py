@@ -1,4 +1,4 @@
-"""What a group of tasks that ran at once failed of: the first of their errors, not a group of errors."""
+"""Asyncio helpers: the first error of a task group in place of an exception group, and locks by name."""
 
 from __future__ import annotations
 
@@ -29,18 +29,15 @@ def _first(failures: BaseExceptionGroup[RollmeshError]) -> RollmeshError:
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-# Locks by name, each for as long as somebody uses it.
-
-
 class NamedLocks:
-    """Used on one event loop only."""
+    """Asyncio locks by name, each kept while it is in use. For one event loop."""
 
     def __init__(self) -> None:
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
 
     @asynccontextmanager
     async def hold(self, name: str) -> AsyncIterator[None]:
-        """Nobody else is in a block of this name."""
+        """Mutual exclusion of blocks with the same name."""
         lock, users = self._locks.get(name, (asyncio.Lock(), 0))
         self._locks[name] = lock, users + 1
         try:

@@ -1,8 +1,8 @@
-"""Folders that appear whole or not at all: written beside their place, then renamed into it.
+"""Atomic creation of folders (written under a temporary name, then renamed), tailing files, shared-memory files.
 
     .making-<host>-<pid>-<random>/ ──write──► fsync ──rename──► name/
 
-A process that dies half-way leaves only a `.making-…` folder, which the next one removes.
+A process that dies in between leaves only a `.making-…` folder, which the next one removes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _MAKING = ".making-"
 def appearing(target: Path) -> Iterator[Path]:
     """Yield an empty folder; on leaving the block it becomes `target`, which must not exist or be empty.
 
-    Raises FileExistsError (or its cousin ENOTEMPTY, an OSError) when somebody else was first. Whatever goes wrong, nothing
-    half-written stays.
+    Raises FileExistsError (or OSError with ENOTEMPTY) when another process was first. After any error nothing is left.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_unfinished(target.parent)
@@ -45,17 +44,17 @@ def appearing(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what an operating system says of a full disk or a closed folder into one line that names `path`: UsageError."""
+    """Turn an OSError, such as of a full disk, into a UsageError that names `path`."""
     try:
         yield
     except OSError as error:
         raise UsageError(
-            f"cannot write {path} ({error.strerror or error})", "make room, or mend its permissions"
+            f"cannot write {path} ({error.strerror or error})", "free disk space, or correct its permissions"
         ) from error
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Remove what processes of this host that are dead now left half-made in `parent`."""
+    """Remove unfinished folders in `parent` of processes of this host that have died."""
     for leftover in parent.glob(f"{_MAKING}{_host()}-*"):
         pid = leftover.name.removeprefix(f"{_MAKING}{_host()}-").partition("-")[0]
         if pid.isdigit() and not _alive(int(pid)):
@@ -85,11 +84,11 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# Reading a file of lines while another process writes it, from where reading stopped last time.
-
-
 class LineTail:
-    """A line whose end is not written yet is read next time, or never, where its writer cuts it off."""
+    """Follows a file of lines that another process appends to: each read goes on where the last one stopped.
+
+    An unfinished line is read next time, or never, where its writer truncates it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -108,8 +107,6 @@ class LineTail:
         return whole.splitlines()
 
 
-# Names of the shared-memory files of a run, so that whoever starts a run can clean up after a kill -9.
-
 _DEV_SHM = Path("/dev/shm")
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -120,7 +117,10 @@ def shm_directory() -> Path:
 
 
 def shm_prefix(run_id: str) -> str:
-    """What the name of every shared-memory file of the run starts with. Raises UsageError for an unsafe run id."""
+    """Prefix of the names of a run's shared-memory files, by which they are cleaned up after a kill -9.
+
+    Raises UsageError for a run id that is not safe in a file name.
+    """
     if not _SAFE.fullmatch(run_id):
         raise UsageError(f"the run id {run_id!r} cannot be part of a file name", "use letters, digits, dots and dashes")
     return f"rollmesh-{run_id}-"

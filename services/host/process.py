@@ -1,14 +1,13 @@
-"""How glibc gives a process its memory, and how it copies. It reads GLIBC_TUNABLES once, when a process begins: so a
-process that wants it otherwise begins again.
+"""Process start-up: glibc's tunables for huge pages and non-temporal copies, and quick imports of large libraries.
 
-**Huge pages**, where the system gives them only to who asks. Weights, keys and values, and what a step allocates and
-frees again, are read and written faster from pages of 2 MB than from those of 4 KB (an engine on a CPU generates about
-a tenth more tokens a second).
+glibc reads GLIBC_TUNABLES once, when a process starts, so a process that needs other values executes itself again.
 
-**Streamed copies**: those of 1 MiB and more go past the caches, straight to memory. A copy of weights is read by nobody
-soon, and takes a third less time or better; a training step on a CPU takes a twentieth less with both (measured on Zen 3,
-docs/benchmarks.md). glibc does so from a size on that it guesses from the caches, and in virtual machines far too high (192
-MB beside a cache of 32 MB).
+**Huge pages**, where the kernel's mode is `madvise`. Weights, KV cache and a step's temporary tensors are read and written
+faster from pages of 2 MB than of 4 KB (an engine on a CPU generates about a tenth more tokens a second).
+
+**Non-temporal copies** of 1 MiB and more bypass the caches. A copy of weights is not read again soon, and takes a third
+less time or better; a training step on a CPU takes a twentieth less with both (measured on Zen 3, docs/benchmarks.md).
+glibc's own threshold is a guess from the cache size, and far too high in virtual machines (192 MB with a cache of 32 MB).
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _OFFER = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def tunables_to_ask(environment: Mapping[str, str], c_library: str, machine: str, offer: str) -> str | None:
-    """What GLIBC_TUNABLES must be; None where it asks already, or asking would change nothing.
+    """The value that GLIBC_TUNABLES needs; None where it is set already, or would have no effect.
 
-    `c_library`: as `glibc 2.36`. `machine`: as `x86_64`. `offer`: what the kernel says of huge pages, its choice in
-    brackets: `always [madvise] never`. A user's own choice of a tunable stands.
+    `c_library`: such as `glibc 2.36`. `machine`: such as `x86_64`. `offer`: the kernel's modes of huge pages, the active
+    one in brackets: `always [madvise] never`. Tunables that the user has set are kept.
     """
     name, _, version = c_library.partition(" ")
     if name != "glibc" or tuple(int(part) for part in version.split(".")[:2]) < _SINCE:
@@ -47,7 +46,7 @@ def tunables_to_ask(environment: Mapping[str, str], c_library: str, machine: str
 
 
 def begin_again_with_tunables() -> None:
-    """Replace this process by itself with glibc told, unless it was or cannot be: same id, same command line.
+    """Execute this process again with the tunables, where they are not set yet: same process id, same command line.
 
     Call it before anything is open or running. Does nothing on systems without glibc.
     """
@@ -61,21 +60,16 @@ def begin_again_with_tunables() -> None:
         os.execve(sys.executable, sys.orig_argv, os.environ | {VARIABLE: asking})
 
 
-# Importing torch and its like: a fifth faster, and out of the way of every later garbage collection.
-#
-# The collector walks all objects again and again while modules make hundreds of thousands of them, and finds nothing.
-# After the block they are frozen: a later full collection, which would stop a decode loop for tenths of a second,
-# skips them.
-
 _LOUD = ("transformers",)
-"""Libraries whose loggers come with a handler of their own, which writes lines as nobody else does."""
+"""Libraries whose loggers have a handler of their own, with another format of lines."""
 
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """No garbage collection inside the block; what is alive at its end is never looked at again.
+    """For imports of torch and other large libraries: no garbage collection inside the block, a fifth faster.
 
-    What the libraries log goes where all logs go (`services.observability.logging`).
+    Objects that exist at its end are frozen: a later full collection, which would stop a decode loop for tenths of a
+    second, skips them. The libraries' logs go where all logs go (`services.observability.logging`).
     """
     gc.disable()
     try:
@@ -87,7 +81,7 @@ def heavy_imports() -> Iterator[None]:
 
 
 def take_over_logs() -> None:
-    """Once the libraries are imported; for whoever uses them before the block above has ended."""
+    """Route the libraries' logs through the root logger; called once they are imported."""
     for name in _LOUD:
         logger = logging.getLogger(name)
         logger.handlers.clear()
@@ -95,6 +89,6 @@ def take_over_logs() -> None:
 
 
 def leave_quickly() -> None:
-    """Call it last: the interpreter's end would search all modules' objects for cycles, a second with torch loaded."""
+    """Call it last: a final garbage collection when the interpreter exits would take a second with torch loaded."""
     gc.freeze()
     gc.disable()

@@ -1,9 +1,9 @@
-"""The run folder: where everything of a run lies, under which name, and how one is made without breaking another.
+"""The run folder: the files of a run, and how a folder is created without damaging another run's.
 
 runs/running-sums-…/
-  config.toml      resolved configuration            metrics.jsonl        a line an optimizer step
+  config.toml      resolved configuration            metrics.jsonl        one line per optimizer step
   samples.jsonl    decoded rollouts with versions    checkpoints/         and the trainer's step log
-  curves.png       success, length, staleness        logs/                a file a service
+  curves.png       success, length, staleness        logs/                one file per service
   summary.json     the run in one object             evaluation.json, trainer_report.json   what it was made from
   model/           the policy the run started from   demonstrations/, redis/
 """
@@ -80,7 +80,7 @@ class RunFolder:
 def make_run_folder(root: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> RunFolder:
     """Make `root` (and what lies above it) ready for a new run.
 
-    Raises UsageError, having left nothing behind, when it cannot be written, its disk is nearly full, or it holds a run.
+    Raises UsageError, and leaves nothing behind, when it cannot be written, its disk is nearly full, or it holds a run.
     """
     folder = RunFolder(root)
     if folder.config.exists():
@@ -119,7 +119,7 @@ def _require_space(root: Path, min_free_bytes: int) -> None:
 
 
 def _missing(path: Path) -> Path | None:
-    """The topmost folder that making `path` will make."""
+    """The topmost folder that does not exist yet and is created with `path`."""
     topmost = None
     for folder in (path, *path.parents):
         if folder.exists():
@@ -128,16 +128,12 @@ def _missing(path: Path) -> Path | None:
     return topmost
 
 
-# Waiting for a model folder that another process is still making.
-#
-# A model folder appears by an atomic rename, so `config.json` in place means that all of it is.
-
 _log = structlog.get_logger()
 _POLL_S = 0.02
 
 
 async def wait_for_model(path: Path, deadline_s: float) -> None:
-    """Return when the folder is complete. Raises DeadlineError after `deadline_s` seconds."""
+    """Wait for a model folder that another process is making. Raises DeadlineError after `deadline_s` seconds."""
     if is_complete(path):
         return
     _log.info("waiting", waiting_for=f"the model folder {path}")
@@ -161,7 +157,7 @@ def wait_for_model_blocking(path: Path, deadline_s: float) -> None:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the model folder is there, whole."""
+    """Whether the model folder is complete: it appears by an atomic rename, so one file stands for all."""
     return (path / "config.json").exists()
 
 

@@ -49,7 +49,7 @@ def make_app(
 ) -> FastAPI:
     """A FastAPI application with `/livez`, `/readyz`, `/version`, `/metrics` and one shape for every error.
 
-    `metrics`: the service's own figures. `metrics_access`: dependencies of `/metrics` that judge who may read it.
+    `metrics`: the service's own metrics. `metrics_access`: dependencies of `/metrics` that check who may read it.
     """
 
     figures = metrics or Metrics()
@@ -91,7 +91,7 @@ def make_app(
 
     @app.exception_handler(HTTPException)
     async def on_http_error(_: Request, error: HTTPException) -> JSONResponse:
-        """What the framework refuses by itself: unknown paths, methods, bodies that are no JSON text."""
+        """Errors of the framework: unknown paths, methods, bodies that are not JSON."""
         if isinstance(error.__cause__, RollmeshError):
             # Raised while the body was read, such as for its size: the framework takes it for one that is no JSON.
             return error_answer(error.__cause__)
@@ -126,7 +126,7 @@ def declared_errors(meanings: Mapping[int, str]) -> dict[int | str, dict[str, An
 
 
 def error_answer(error: RollmeshError) -> JSONResponse:
-    """The answer that says `error`; `Retry-After` (whole seconds) where trying again makes sense."""
+    """The response for `error`, with `Retry-After` (whole seconds) where a retry makes sense."""
     headers = None
     if isinstance(error, CapacityError):
         headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
@@ -147,8 +147,8 @@ def _error(status: int, detail: ErrorDetail, headers: dict[str, str] | None) -> 
 def open_port(host: str, port: int, *, lacking: Sequence[str] = ("any",)) -> socket.socket:
     """Bind `host:port` now, before anything slow, so that a port in use is known at once; `serve` listens on it.
 
-    `lacking`: the keys for want of which it must be loopback (`services.security.permissions.lacking`). Raises UsageError
-    for that, and for an address that is taken.
+    `lacking`: missing keys, without which it must be loopback (`services.security.permissions.lacking`). Raises UsageError
+    for that, and for an address in use.
     """
     require_loopback(host, lacking)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -160,13 +160,14 @@ def open_port(host: str, port: int, *, lacking: Sequence[str] = ("any",)) -> soc
     except OSError as error:
         listener.close()
         raise UsageError(
-            f"cannot listen on {host}:{port} ({error.strerror})", "choose another port, or stop who holds it"
+            f"cannot listen on {host}:{port} ({error.strerror})",
+            "choose another port, or stop the process that uses it",
         ) from error
     return listener
 
 
 class Stop:
-    """How a service ends itself, and learns that it is ending.
+    """Shutdown of a service: it can end itself, and is notified when it ends.
 
     `on_stop` is called once, on the event loop, when the end begins: long polls should be answered then, since the server
     waits for requests in flight before it closes the application.
@@ -205,7 +206,7 @@ def make_server(
 ) -> uvicorn.Server:
     """The server of `app`, to be run on a socket from `open_port`; at its end, calls in flight have `shutdown_s` left.
 
-    `identity`: what it shows to its callers, over HTTPS; None: it speaks plain HTTP.
+    `identity`: the certificate for HTTPS; None: plain HTTP.
     """
     config = uvicorn.Config(
         app,
@@ -217,7 +218,7 @@ def make_server(
         # Longer than clients keep idle connections: whoever closes first must be the one who would reuse it.
         timeout_keep_alive=75,
         ws="none",
-        # Nobody stands between: an address in a forwarded header would be believed for nothing.
+        # There is no trusted proxy: an address in a forwarded header must not be believed.
         proxy_headers=False,
         ssl_certfile=None if identity is None else identity.certificate,
         ssl_keyfile=None if identity is None else identity.key,
@@ -247,24 +248,19 @@ def serve(
         raise stop.failure
 
 
-# How server-sent event streams end, from whichever service they come.
-
 DONE = b"data: [DONE]\n\n"
-"""The event that ends a stream, OpenAI's and vLLM's alike."""
+"""The event that ends a stream of server-sent events, in OpenAI's API and in vLLM's."""
 
 
 def error_event(error: RollmeshError) -> bytes:
-    """The event that tells of a failure after the stream had begun."""
+    """The server-sent event that reports a failure after the stream has begun."""
     return b"data: " + bytes(error_answer(error).body) + b"\n\n"
 
 
-# A bound on request bodies, so that one call cannot take a service's memory.
-
-
 class BodyLimit:
-    """ASGI middleware: reading more than `limit_bytes` of a body raises BodyTooLargeError, which is answered as any other.
+    """ASGI middleware that limits request bodies, so that one call cannot exhaust a service's memory.
 
-    A body whose length is declared is refused at its first read, before anything of it is held.
+    Reading more than `limit_bytes` raises BodyTooLargeError. A body with a declared length is refused at its first read.
     """
 
     def __init__(self, app: ASGIApp, limit_bytes: int) -> None:

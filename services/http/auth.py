@@ -1,6 +1,7 @@
-"""The threshold of a service: whoever shows no key at all comes no further, whatever the route, and no body is read.
+"""Authentication of HTTP services: a middleware that refuses callers without any valid key, and a check of scope per route.
 
-Which key opens which route is judged behind it (`services.http.auth`); a route that forgot to ask is still no open door.
+The middleware runs before a body is read and for every route, so that a route that declares no scope still needs a key.
+Which key grants which scope: `services.security.permissions`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from services.security.permissions import OPENED_BY, AuthScope, Keys, openers, r
 from services.wire.errors import RollmeshError
 
 OPEN_PATHS = frozenset(("/livez", "/readyz", "/version", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"))
-"""Without a key on purpose: whether a service lives, which one it is, and what its published code says anyway."""
+"""Open to all on purpose: probes, the version, and documents that are the same for every installation."""
 
 
 class AuthMiddleware:
-    """ASGI middleware. `sessions`: what looks like a session's key passes; the routes know whose it is."""
+    """ASGI middleware. `sessions`: session keys pass, and are checked by the routes, which know the session."""
 
     def __init__(self, app: ASGIApp, authorizer: Authorizer, *, sessions: bool = False) -> None:
         self._app = app
@@ -41,11 +42,9 @@ class AuthMiddleware:
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         shown = bearer(header.decode("latin-1"))
         if not (self._sessions and shown.startswith(PREFIX)):
-            # The door that every bearer opens.
+            # Every key grants this scope.
             self._authorizer.require_key(shown, "reading")
 
-
-# Asks callers of an HTTP service for the key of the door that they stand before (`services.security.permissions`).
 
 _schemes = {
     scope: HTTPBearer(auto_error=False, scheme_name=f"{scope}Key", description=f"By {', '.join(OPENED_BY[scope])} key")
@@ -54,14 +53,14 @@ _schemes = {
 
 
 class Authorizer:
-    """Judges the callers of one service."""
+    """Checks whether a caller's key grants the scope of a route of one service."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._keyless = not openers(keys, "reading")
 
     def require(self, authorization: str | None, scope: AuthScope) -> None:
-        """Raises UnauthenticatedError or ForbiddenError for a header that does not open `scope`."""
+        """Raises UnauthenticatedError or ForbiddenError for a header whose key does not grant `scope`."""
         self.require_key(bearer(authorization), scope)
 
     def require_key(self, shown: str, scope: AuthScope) -> None:
@@ -73,7 +72,7 @@ class Authorizer:
             raise refused
 
     def of(self, scope: AuthScope) -> list[Any]:
-        """For `dependencies=` of routes behind `scope`; it stands in their OpenAPI document."""
+        """For `dependencies=` of routes that need `scope`; it shows in their OpenAPI document."""
 
         async def check(request: Request) -> None:
             self.require(request.headers.get("authorization"), scope)
@@ -81,10 +80,7 @@ class Authorizer:
         return [Depends(check), Depends(_schemes[scope])]
 
 
-# Keys shown as `Authorization: Bearer`.
-
-
 def bearer(authorization: str | None) -> str:
-    """The key in a header's value; empty where it shows none."""
+    """The key in an `Authorization: Bearer` header's value; empty where it has none."""
     scheme, _, shown = (authorization or "").partition(" ")
     return shown.strip() if scheme.lower() == "bearer" else ""

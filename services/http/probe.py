@@ -1,8 +1,7 @@
-"""`python -m services.http.probe ADDRESS`: whether a service is ready, for whoever watches a container. Standard
-library only.
+"""`python -m services.http.probe ADDRESS`: the readiness probe of a container. Standard library only.
 
     http://…, https://…   GET /readyz answers 200; else the reasons are printed
-    redis://…             signs in where a password is given, PING is answered by PONG
+    redis://…             AUTH where a password is given, then PING is answered by PONG
 
 It is run every few seconds beside each service, so it starts in a tenth of the time that `rollmesh` takes.
 Exit codes: 0 ready, 1 not ready.
@@ -41,12 +40,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _http(parts: SplitResult, named: str | None) -> str:
-    """What `/readyz` has against being ready; empty: nothing."""
+    """The reasons of `/readyz` for not being ready; empty: it is ready."""
     address = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
     connection = http.client.HTTPConnection(*address, timeout=DEADLINE_S)
     connection.sock = socket.create_connection(address, DEADLINE_S)
     if parts.scheme == "https":
-        # Who is asked is ourselves; still, no certificate goes unchecked anywhere in the mesh.
+        # Certificates are verified everywhere in the mesh, even on loopback.
         folder = os.environ.get("ROLLMESH_TLS_DIR")
         trust = ssl.create_default_context(cafile=None if folder is None else str(Path(folder) / "ca.pem"))
         connection.sock = trust.wrap_socket(connection.sock, server_hostname=named or address[0])

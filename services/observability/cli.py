@@ -33,7 +33,7 @@ def monitoring(folder: Annotated[Path, typer.Argument(help="What is there is ove
 
 
 def monitoring_files() -> dict[str, str]:
-    """The files that monitoring is made of: path below a folder → content."""
+    """The generated files: path below the folder → content."""
     return {
         "prometheus/alerts.yaml": alert_rules(),
         "kubernetes/components/prometheus-operator/alerts.yaml": operator_rules(),

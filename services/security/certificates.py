@@ -1,10 +1,10 @@
-"""Making the certificates of a mesh: an authority of its own, and one certificate for each host that it signs.
+"""Certificates of a mesh: a certificate authority, and one certificate for each host, signed by it.
 
-    DIR/authority.key            stays with whoever makes certificates; no service reads it
+    DIR/authority.key            the authority's private key; no service reads it
     DIR/ca.pem                   the authority's certificate
     DIR/HOST/{ca,cert,key}.pem   what the services of one host are given as --tls-dir
 
-What is there stays: to make a host's certificate anew, remove its folder; to make all anew, remove DIR.
+Existing files are kept: to renew a host's certificate, remove its folder; to renew all, remove DIR.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _DNS_NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_-]*[a-z0-9])?(\.[a-z0-9_]([a-z
 
 @dataclass(frozen=True)
 class Authority:
-    """Who signs. `made`: just now."""
+    """The certificate authority. `made`: it is new."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -79,9 +79,9 @@ def open_authority(folder: Path) -> Authority:
 
 
 def make_host(folder: Path, names: Sequence[str], authority: Authority, *, days: int = DAYS) -> tuple[Path, bool]:
-    """A host's folder, named after the first of its `names`; and whether it was made, or was there and stays.
+    """A host's folder, named after the first of its `names`; and whether it is new, or existed and is kept.
 
-    `names`: DNS names (`*.` may stand before one) and addresses by which it is reached. Raises UsageError.
+    `names`: DNS names (with `*.` as wildcard) and addresses of the host. Raises UsageError.
     """
     general = [_general_name(name) for name in names]
     host = folder / names[0].removeprefix("*.").replace(":", "_")
@@ -164,7 +164,7 @@ def _name(text: str) -> x509.Name:
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:
-    """An authority signs certificates and nothing else, a host's key shakes hands and nothing else."""
+    """Key usage: an authority's key only signs certificates, a host's key is only used in handshakes."""
     return x509.KeyUsage(
         digital_signature=not signs,
         key_cert_sign=signs,

@@ -1,6 +1,7 @@
-"""Keys are given by file, never on a command line, where every process of the machine could read them.
+"""API keys: reading them from files, and the session keys that are derived from them.
 
-A folder of keys (`rollmesh keys init`) holds one file a key, `agent.key` and so on; a process reads those that are its own.
+A key is given by file, never on a command line, where every process of the machine could read it. A folder of keys
+(`rollmesh keys init`) holds one file for each key, such as `agent.key`; a process reads only those that it needs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _NO_FILES: Mapping[KeyName, Path | None] = MappingProxyType({})
 
 
 def without_keys(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a process that is to have no keys, and no TLS."""
+    """`environment` without the variables that say where keys and certificates are."""
     ours = (KEYS_DIR, REDIS_PASSWORD_FILE, TLS_DIR)
     return {name: value for name, value in environment.items() if name not in ours}
 
@@ -74,9 +75,9 @@ def read_key(path: Path, *, shortest: int = _SHORTEST) -> str:
 
 
 def read_keys(holder: HolderName, folder: Path | None, files: Mapping[KeyName, Path | None] = _NO_FILES) -> Keys:
-    """The keys of one process: from `folder`, where there is one, those that are its own; `files` go before it.
+    """The keys that the process `holder` needs: from `folder`, if given; a file in `files` takes precedence.
 
-    Raises UsageError for a key that is missing in the folder: a service must not stand open where keys were meant.
+    Raises UsageError for a key that is missing in the folder: a service must not run without the keys it was meant to have.
     """
     found: dict[str, str] = {}
     for name in GIVEN[holder]:
@@ -127,23 +128,22 @@ def write_new(path: Path, text: str, *, mode: int = 0o600) -> bool:
     return True
 
 
-# Session keys: what an agent shows to speak in one session and in no other.
-#
-#     rs-<session id>-<HMAC-SHA256(run's secret, session id), 32 hex digits>
-#
-# Nothing is stored for a key: whoever has the run's secret (every rollout server of it) can make and check it. Pure.
-
 PREFIX = "rs-"
 _MAC_DIGITS = 32
 
 
 def secret_of_run(key: str, run_id: str) -> bytes:
-    """What a run's session keys are made with where several runs share a session key: none opens another's sessions."""
+    """The HMAC secret of one run: where runs share a session key, a key that one issued is not valid in another."""
     return hmac.digest(key.encode(), run_id.encode(), "sha256")
 
 
 class SessionKeys:
-    """Makes and reads the keys of one run."""
+    """Session keys of one run: bearer tokens that authorize calls in one session only.
+
+        rs-<session id>-<HMAC-SHA256(run's secret, session id), 32 hex digits>
+
+    No key is stored: every rollout server has the run's secret, and can make and check each key. Pure.
+    """
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -152,7 +152,7 @@ class SessionKeys:
         return f"{PREFIX}{session_id}-{self._mac(session_id)}"
 
     def session_of(self, key: str) -> str | None:
-        """The session that `key` opens; None for a key that nobody issued."""
+        """The session that `key` is valid for; None for a key that was not issued."""
         session_id, dash, mac = key.removeprefix(PREFIX).rpartition("-")
         if not key.startswith(PREFIX) or not dash:
             return None

@@ -1,14 +1,14 @@
-"""Which key opens which door, which keys each service is given, and without which it stays on loopback. Pure.
+"""Authorization rules: which key grants which scope, which keys each service reads, and which it needs off loopback. Pure.
 
-| door          | opened by               | behind it                                                             |
-|---------------|-------------------------|-----------------------------------------------------------------------|
-| `environment` | agent                   | sessions, groups, rewards; a session's own key opens that session too |
-| `reading`     | agent, admin, peer      | how the run and an engine stand, generating tokens outside sessions      |
-| `service`     | admin, peer             | what the mesh's parts ask of each other: weights, updates, pauses     |
-| `operator`    | admin                   | what only a person does: rollback, drain, pushing a snapshot          |
+| scope         | granted by         | routes                                                                      |
+|---------------|--------------------|-----------------------------------------------------------------------------|
+| `environment` | agent              | sessions, groups, rewards; a session's own key is valid for that session too |
+| `reading`     | agent, admin, peer | state of the run and of an engine, generation outside sessions              |
+| `service`     | admin, peer        | calls between services: weights, updates, pauses                            |
+| `operator`    | admin              | manual operations: rollback, drain, pushing a snapshot                      |
 
-A service without any key lets everybody in, and is bound to loopback. One with a key has no open door: where none of the
-keys that a door asks for is configured, each of those that are opens it.
+A service without any key accepts every caller, and listens on loopback only. A service with a key has no open route: where
+none of the keys that grant a scope is configured, every configured key grants it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OFF_LOOPBACK: Mapping[ServiceName, tuple[KeyName, ...]] = MappingProxyType(
         "trainer": ("peer",),
     }
 )
-"""Without all of these a service listens on loopback only."""
+"""A service that lacks one of these listens on loopback only."""
 GIVEN: Mapping[HolderName, tuple[KeyName, ...]] = MappingProxyType(
     {
         "rollout-server": ("agent", "admin", "peer", "weights", "session", "redis"),
@@ -61,14 +61,14 @@ GIVEN: Mapping[HolderName, tuple[KeyName, ...]] = MappingProxyType(
         "supervisor": ("peer", "redis"),
     }
 )
-"""What each process reads from a folder of keys: what it shows and what it checks, nothing else."""
+"""The keys that each process reads from a folder of keys: those it sends and those it checks."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys that one process was given; None where it was not. They stay out of `repr`, and so out of logs.
+    """The keys of one process; None for those it was not given. They are left out of `repr`, and so out of logs.
 
-    `weights` signs manifests, `session` makes session keys, `redis` is Redis's password; the others are shown as bearers.
+    `weights` signs manifests, `session` derives session keys, `redis` is Redis's password; the others are bearer tokens.
     """
 
     agent: str | None = field(default=None, repr=False)
@@ -87,18 +87,18 @@ NO_KEYS = Keys()
 
 
 def lacking(keys: Keys, service: ServiceName) -> tuple[KeyName, ...]:
-    """The keys for want of which a service must stay on loopback; none: it may listen anywhere."""
+    """The missing keys that a service needs to listen off loopback; empty: it may listen anywhere."""
     return tuple(name for name in OFF_LOOPBACK[service] if keys.get(name) is None)
 
 
 def openers(keys: Keys, scope: AuthScope) -> frozenset[BearerName]:
-    """The keys that open a door of a service with these keys; none: it is open to everybody."""
+    """The keys that grant `scope` in a service that has `keys`; empty: every caller is accepted."""
     configured = frozenset(name for name in get_args(BearerName) if keys.get(name) is not None)
     return configured.intersection(OPENED_BY[scope]) or configured
 
 
 def refusal(shown: str, keys: Keys, scope: AuthScope) -> RollmeshError | None:
-    """Why a caller with this bearer stays outside: UnauthenticatedError or ForbiddenError; None: it may come in.
+    """The UnauthenticatedError or ForbiddenError for a caller with this bearer token; None: it is authorized.
 
     Compares in constant time.
     """
@@ -110,16 +110,13 @@ def refusal(shown: str, keys: Keys, scope: AuthScope) -> RollmeshError | None:
         return None
     wanted = " or ".join(f"the {name} key" for name in sorted(opening))
     if held:
-        return ForbiddenError(f"the {min(held)} key does not open this", f"show {wanted}")
+        return ForbiddenError(f"the {min(held)} key is not valid for this route", f"send {wanted}")
     return UnauthenticatedError("no valid key", f"send `Authorization: Bearer` with {wanted}")
 
 
 def _is(shown: str, key: str | None) -> bool:
     # Compared as bytes: a header may hold any character.
     return key is not None and hmac.compare_digest(shown.encode(), key.encode())
-
-
-# Where a service may listen: on loopback, and elsewhere only with the keys that it asks its callers for. Pure.
 
 
 def is_loopback(host: str) -> bool:
@@ -131,7 +128,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_unspecified(host: str) -> bool:
-    """Whether an address stands for all of the machine's: one to listen on, and nobody's name."""
+    """Whether this is the wildcard address (0.0.0.0, ::), which a service listens on but no client connects to."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -139,7 +136,7 @@ def is_unspecified(host: str) -> bool:
 
 
 def require_loopback(host: str, lacking: Sequence[str]) -> None:
-    """Raise UsageError for another address where keys are lacking: no open door (promise 6)."""
+    """Raise UsageError for an address that is not loopback where keys are lacking."""
     if lacking and not is_loopback(host):
         raise UsageError(
             f"{host} is not a loopback address, and there is no {' and no '.join(lacking)} key",

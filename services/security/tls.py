@@ -1,10 +1,10 @@
-"""TLS by switch: which certificates a client takes, and which one a service shows. Whoever speaks HTTP or Redis asks here.
+"""TLS configuration: which certificates clients trust, and which certificate a service presents; for HTTP and for Redis.
 
-    DIR/ca.pem     the mesh's authority ─────► Trust      clients take what it has signed, nothing else
+    DIR/ca.pem     the mesh's authority ─────► Trust      clients trust what it has signed, nothing else
     DIR/cert.pem   the host's certificate ─┐
-    DIR/key.pem    and its key ────────────┴─► Identity   services show it
+    DIR/key.pem    and its key ────────────┴─► Identity   services present it
 
-Without a folder everything is as it was: plain HTTP, and the system's authorities for `https://` addresses of others.
+Without a folder: plain HTTP, and the system's authorities for `https://` addresses outside the mesh.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Verify = ssl.SSLContext | Literal[True]
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose certificates a client takes. Make it once and hand it on: reading an authority takes milliseconds.
+    """The certificates that a client trusts. Make it once and share it: reading an authority takes milliseconds.
 
-    `verify` is what httpx calls `verify` and aiohttp `ssl`; True: what they take by themselves.
+    `verify` is httpx's argument `verify` and aiohttp's `ssl`; True: their default.
     """
 
     authority: Path | None = None
@@ -46,7 +46,7 @@ class Trust:
         return url.rstrip("/")
 
     def refusal(self, url: str, error: BaseException) -> UntrustedError | None:
-        """Why the call of `url` that ended with `error` will never work; None for all that another try may mend."""
+        """The UntrustedError for a call of `url` that failed with `error`; None where a retry may succeed."""
         for each in _chain(error):
             # aiohttp's errors are of these classes too, without what those say.
             if isinstance(each, ssl.SSLCertVerificationError) and (why := getattr(each, "verify_message", "")):
@@ -66,14 +66,14 @@ PUBLIC = Trust()
 
 @dataclass(frozen=True)
 class Identity:
-    """What a service shows to its callers."""
+    """The certificate that a service presents to its callers."""
 
     certificate: Path
     key: Path
     context: ssl.SSLContext = field(repr=False, compare=False)
 
     def check(self, host: str, trust: Trust) -> None:
-        """Raises UsageError unless callers with `trust` take the certificate for `host`, today."""
+        """Raises UsageError unless callers with `trust` would accept the certificate for `host` now."""
         assert isinstance(trust.verify, ssl.SSLContext)
         try:
             _shake_hands(self.context, trust.verify, host)
@@ -86,7 +86,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Tls:
-    """Both sides of one process. `identity` None: it serves plain HTTP."""
+    """TLS of one process, as client and as server. `identity` None: it serves plain HTTP."""
 
     trust: Trust = PUBLIC
     identity: Identity | None = None
@@ -96,10 +96,10 @@ class Tls:
         return "http" if self.identity is None else "https"
 
     def own_url(self, host: str, port: int, given: str | None = None) -> str:
-        """Where a service that listens on `host:port` is reached: as `given`, else there.
+        """The URL of a service that listens on `host:port`: `given`, or else that address.
 
-        Raises UsageError where its callers would not take its certificate, so that it does not start to no avail. An
-        address that stands for all of them (0.0.0.0) is nobody's name, and is not judged.
+        Raises UsageError where callers would not accept its certificate, so that the error is seen at the start. The
+        wildcard address (0.0.0.0) is not a host name, and is not checked.
         """
         url = f"{self.scheme}://{f'[{host}]' if ':' in host else host}:{port}" if given is None else given
         url = self.trust.address(url)
@@ -113,7 +113,7 @@ PLAIN = Tls()
 
 
 def read_trust(folder: Path | None, *, public: bool = False) -> Trust:
-    """By the authority in `folder`; PUBLIC for None. `public`: the system's authorities too, for addresses outside.
+    """Trust in the authority in `folder`; PUBLIC for None. `public`: and in the system's authorities, for other servers.
 
     Raises UsageError for a file that holds no certificate.
     """
@@ -129,7 +129,7 @@ def read_trust(folder: Path | None, *, public: bool = False) -> Trust:
 
 
 def read_tls(folder: Path | None) -> Tls:
-    """What a service shows and takes; PLAIN for None. Raises UsageError for files that are missing or do not fit."""
+    """TLS from the files in `folder`; PLAIN for None. Raises UsageError for files that are missing or do not match."""
     if folder is None:
         return PLAIN
     trust = read_trust(folder)
@@ -154,7 +154,7 @@ def _said(error: Exception) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, and what it came of."""
+    """An error and its causes."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:
@@ -164,7 +164,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> None:
-    """In memory, by the rules that calls go by. Raises SSLCertVerificationError."""
+    """A TLS handshake in memory, with the rules of real calls. Raises SSLCertVerificationError."""
     asked, answered = ssl.MemoryBIO(), ssl.MemoryBIO()
     caller = client.wrap_bio(answered, asked, server_hostname=host)
     callee = server.wrap_bio(asked, answered, server_side=True)

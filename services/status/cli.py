@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.security.options import TlsDir
+from services.config import options
 
 if TYPE_CHECKING:
     from services.run_store.discovery import Listed
@@ -43,14 +43,12 @@ def status(
         list[str] | None,
         typer.Option(metavar="NAME=URL", help="Ask this service too (the rewards service); repeat it for each"),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C")] = False,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks of --watch")] = 1.0,
-    json: Annotated[bool, typer.Option("--json", help="JSON, a line a look")] = False,
-    keys_dir: Annotated[
-        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
-    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C")] = False,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between refreshes of --watch")] = 1.0,
+    json: options.Json = False,
+    keys_dir: options.KeysDir = None,
     redis_password_file: Annotated[Path | None, typer.Option(help="File with Redis's password")] = None,
-    tls_dir: TlsDir = None,
+    tls_dir: options.TlsDir = None,
 ) -> None:
     import asyncio
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from services.security.options import TlsDir
+from services.config import options
 
 if TYPE_CHECKING:
     from services.run_store.ledger import Accounts
@@ -19,17 +18,13 @@ app = typer.Typer(add_completion=False)
 
 @app.command(epilog="Example: rollmesh dead-letters --run-id demo --redis-url redis://127.0.0.1:6379/0")
 def dead_letters(
-    run_id: Annotated[str, typer.Option(help="The run")],
-    redis_url: Annotated[str, typer.Option(help="Redis that carries the run, redis://host:port/db")],
-    keys_dir: Annotated[
-        Path | None, typer.Option(envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`)")
-    ] = None,
-    redis_password_file: Annotated[
-        Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with Redis's password")
-    ] = None,
+    run_id: options.RunId,
+    redis_url: options.RedisUrl,
+    keys_dir: options.KeysDir = None,
+    redis_password_file: options.RedisPasswordFile = None,
     newest: Annotated[int, typer.Option(min=1, help="How many to show, the newest first")] = 20,
-    tls_dir: TlsDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON line a letter, its payload in base64")] = False,
+    tls_dir: options.TlsDir = None,
+    as_json: options.Json = False,
 ) -> None:
     """Show the newest trajectories that were dropped with a reason, and all drops by cause."""
     import asyncio

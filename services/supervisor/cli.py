@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from services.config import options
 from services.security.keys import KeyPlaces
-from services.security.options import TlsDir
 from services.wire.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -54,7 +54,7 @@ def up(
         Path | None,
         typer.Option(metavar="FILE", envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="The password of a Redis of yours"),
     ] = None,
-    tls_dir: TlsDir = None,
+    tls_dir: options.TlsDir = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings as TOML; flags go before it")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view")] = False,
 ) -> None:
@@ -97,9 +97,6 @@ def _overrides(arguments: Sequence[str]) -> list[str]:
     return overrides
 
 
-# `rollmesh prepare`: the run folder of a mesh whose parts are started one by one.
-
-
 @prepare_app.command(
     help="Make the run folder of a mesh whose parts are started one by one: write the resolved settings, which every part "
     "is given as --config RUN_DIR/config.toml, and warm-start a small policy into RUN_DIR/model.\n\n"
@@ -108,7 +105,7 @@ def _overrides(arguments: Sequence[str]) -> list[str]:
 )
 def prepare(
     run_dir: Annotated[Path, typer.Option(help="Run folder; made where it is not there")],
-    config: Annotated[Path | None, typer.Option(help="Settings as TOML; overrides go before it")] = None,
+    config: options.OptionalConfig = None,
     settings_only: Annotated[
         bool, typer.Option("--settings-only", help="Leave the warm start to another call; torch is not needed then")
     ] = False,
@@ -122,17 +119,14 @@ def prepare(
     preparing.prepare(load_settings(config, overrides or []), run_dir, settings_only=settings_only)
 
 
-# `rollmesh play`: the environment of a mesh whose parts are started one by one.
-
-
 @play_app.command(
     help="Play a run's task as its settings say until the run has concluded: `rollmesh run-environment`, with flags from "
     "the configuration. ROLLMESH_REWARDS_URL, ROLLMESH_KEYS_DIR and the like hold for it too.\n\n"
     "Example: rollmesh play --run-id demo --config runs/demo/config.toml --rollout-url http://127.0.0.1:8000"
 )
 def play(
-    run_id: Annotated[str, typer.Option(help="The run that is played for")],
-    config: Annotated[Path, typer.Option(help="Resolved configuration (TOML), as it lies in the run folder")],
+    run_id: options.RunId,
+    config: options.Config,
     rollout_url: Annotated[list[str], typer.Option(help="The gateway, or a rollout server; repeat it for each")],
     run_dir: Annotated[
         Path | None, typer.Option(help="evaluation.json is written here; else into the folder of --config")
@@ -151,9 +145,6 @@ def play(
     os.execve(command[0], command, {**os.environ, **as_environ(settings.telemetry)})
 
 
-# `rollmesh redis`: the Redis of a mesh whose parts are started one by one.
-
-
 @redis_app.command(
     help="Run the Redis of a mesh: the Valkey that comes with rollmesh, kept by an append-only file. Where it is given a "
     "password, whoever speaks to it must show that. Another Redis will do as well.\n\n"
@@ -161,19 +152,10 @@ def play(
 )
 def redis(
     data_dir: Annotated[Path, typer.Option(help="Where it keeps its data; made where it is not there")],
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on")],
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; one that is not loopback needs the password")
-    ] = "127.0.0.1",
-    keys_dir: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="ROLLMESH_KEYS_DIR", help="Folder of keys (`rollmesh keys init`): redis.key is the password"
-        ),
-    ] = None,
-    redis_password_file: Annotated[
-        Path | None, typer.Option(envvar="ROLLMESH_REDIS_PASSWORD_FILE", help="File with the password")
-    ] = None,
+    port: options.Port,
+    host: options.Host = options.LOOPBACK,
+    keys_dir: options.KeysDir = None,
+    redis_password_file: options.RedisPasswordFile = None,
 ) -> None:
     import os
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from clients.environments.adapters.game import GameEnvironment, Step
 from clients.environments.base import Answer, Ended, NextTurn, Split, split_of
 from clients.environments.registry import make_task
-from clients.runner.failures import LEAST_LOST_IN_A_ROW, Losses, TooManyLostError
+from clients.runner.failures import LEAST_LOST_IN_A_ROW, GroupFailures, TooManyLostError
 from services.wire.errors import UsageError
 from tests.support.examples import examples
 
@@ -165,7 +165,7 @@ def test_turns_of_a_textarena_game_are_bounded_by_option() -> None:
 
 
 def test_losses_give_a_problem_up_after_its_retries_and_stop_when_nothing_works() -> None:
-    losses = Losses(retries=2)
+    losses = GroupFailures(retries=2)
     assert [losses.lost("environment", "x", attempt) for attempt in range(3)] == [True, True, False]
     assert (losses.retried, losses.given_up, losses.by_cause["environment"]) == (2, 1, 3)
     losses.played()
@@ -173,9 +173,9 @@ def test_losses_give_a_problem_up_after_its_retries_and_stop_when_nothing_works(
         losses.lost("timeout", "x", 2)
     for _ in range(100):
         losses.lost("server", "gone", 2)
-    with pytest.raises(TooManyLostError, match="the last one said nothing moves"):
+    with pytest.raises(TooManyLostError, match="the last error was: nothing moves"):
         losses.lost("timeout", "nothing moves", 2)
-    many = Losses(retries=0, in_play=500)
+    many = GroupFailures(retries=0, in_play=500)
     for _ in range(500):
         many.lost("session", "one accident takes all that are in play", 0)
 

@@ -1,12 +1,11 @@
-"""Describes loss and advantage settings as formulas; refuses those that would silently have no effect. No torch here.
+"""The formulas of the loss and of the advantage as text, and validation: settings without effect are refused. No torch.
 
     L = −(1/N) Σ over fresh sampled tokens of [weight ·] term [− kl·D] [+ entropy·H]
+    A = estimator(R)          R = (reward [+ length penalty] [− λ·cost])[/(1 + λ)] [− β·D]
 
-The terms are in `trainer.algorithms.losses.registry`, weights and masks in `trainer.algorithms.losses.correction`.
-Decoupled PPO (Hilton et al. 2022, arXiv:2110.00641) is ppo_clip with anchor = proximal and a token weight; DAPO
-(arXiv:2503.14476) ppo_clip with a higher clip_high and the mean over tokens; Dr. GRPO (arXiv:2503.20783) mean = fixed.
-
-    A = estimator(R)          R = (reward [+ fine for length] [− λ·cost])[/(1 + λ)] [− β·D]
+Terms: `trainer.algorithms.losses.registry`; weights and masks: `trainer.algorithms.losses.correction`. Decoupled PPO
+(Hilton et al. 2022, arXiv:2110.00641) is ppo_clip with anchor = proximal and a token weight; DAPO (arXiv:2503.14476)
+ppo_clip with a higher clip_high and the mean over tokens; Dr. GRPO (arXiv:2503.20783) mean = fixed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from services.config.algorithm import AdvantageSettings, CorrectionSettings, LossSettings
+from services.config.algorithm import (
+    AdvantageSettings,
+    CorrectionSettings,
+    GaeSettings,
+    GrpoSettings,
+    LossSettings,
+    PpoClipSettings,
+)
 from services.config.base import changed_fields
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
@@ -23,7 +29,8 @@ from trainer.algorithms.losses.registry import LossEntry, find_loss
 
 _ANCHORS = {"behaviour": "π_beh", "proximal": "π_prox", "interpolated": "π_prox"}
 _RATIOS = {"token": "ρ", "sequence": "Πρ", "geometric": "(Πρ)^(1/n)"}
-_BOUNDS = ("clip_low", "clip_high", "dual_clip")
+_BOUNDS = tuple(PpoClipSettings.model_fields)
+_OF_SOME_ESTIMATOR = (*GrpoSettings.model_fields, *GaeSettings.model_fields)
 _MEANS = {
     "tokens": ("(1/N) Σ", "N = fresh sampled tokens of the step"),
     "segments": ("(1/S) Σ_segments (1/n) Σ", "S = segments of the step, n = fresh sampled tokens of the segment"),
@@ -195,7 +202,7 @@ def _reward_legend(advantage: AdvantageSettings) -> list[str]:
 
 def _refuse_idle_advantage(advantage: AdvantageSettings, entry: AdvantageEntry) -> None:
     changed = changed_fields(advantage)
-    for name in ("std", "discount", "trace", "whiten"):
+    for name in _OF_SOME_ESTIMATOR:
         if name in changed and name not in entry.uses:
             under = f"advantage.estimator={advantage.estimator}, which does not read it"
             raise _idle(f"advantage.{name}", changed[name], under, "leave it out")
@@ -216,7 +223,7 @@ def _refuse_idle_advantage(advantage: AdvantageSettings, entry: AdvantageEntry) 
         raise UsageError(
             f"trainer.advantage.overlong_buffer={advantage.overlong_buffer} is more than "
             f"overlong_length={advantage.overlong_length}",
-            "every answer would be fined: make it smaller",
+            "every answer would get a penalty: make it smaller",
         )
     _refuse_idle_groups(advantage, entry)
     for name, value in changed_fields(advantage.cost).items():

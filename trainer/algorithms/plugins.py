@@ -1,4 +1,4 @@
-"""Plugins: losses and estimators by name, built in or a user's own as `module:function` with an attribute `entry`."""
+"""Plug-in functions: built-in ones by name, and a user's own as `module:function` with an attribute `entry`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Entry = TypeVar("Entry")
 
 
 def find_entry(name: str, known: Mapping[str, Entry], kind: type[Entry], setting: str) -> Entry:
-    """What is listed under `name`, or stands at the function that it names. Raises UsageError where there is nothing."""
+    """The entry listed under `name`, or the `entry` of the function `name`. Raises UsageError where there is none."""
     if name in known:
         return known[name]
     if ":" not in name:
@@ -27,7 +27,7 @@ def find_entry(name: str, known: Mapping[str, Entry], kind: type[Entry], setting
 
 
 def load_function(target: str) -> Any:
-    """What stands at `module:function`. Raises UsageError."""
+    """The function at `module:function`. Raises UsageError where it cannot be imported."""
     module, _, attribute = target.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""Games in the manner of gymnasium, for one player, as environments: wrap yours in a dozen lines.
+"""Adapter of one-player games with gymnasium's interface.
 
     class Dice:                                     # a game: reset to a seed, then step by step
         def reset(self, seed): self.number = random.Random(seed).randint(1, 6); return "Guess my die."

@@ -34,7 +34,7 @@ def refuse_unknown(what: str, wanted: Collection[str], known: Collection[str]) -
 
 
 def no_such(what: str, name: str, known: Collection[str]) -> UsageError:
-    """The error for a name that a library does not have: the nearest ones are better than all of a hundred."""
+    """The error for a name that a library does not have, with the nearest known ones."""
     near = get_close_matches(name, known, n=3, cutoff=0.4)
     remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {len(known)}, such as {min(known)!r}"
     return UsageError(f"{what} has no {name!r}", remedy)

@@ -55,7 +55,9 @@ def _called(factory: object, name: str, options: Mapping[str, str]) -> object:
     except (UsageError, ModuleNotFoundError):
         raise
     except Exception as error:
-        raise UsageError(f"{name} cannot be made ({describe(error)})", "mend its code or its options") from error
+        raise UsageError(
+            f"{name} cannot be made ({describe(error)})", "fix its code, or correct its options"
+        ) from error
 
 
 def _from_path(module: str) -> ModuleType:
@@ -69,7 +71,7 @@ def _from_path(module: str) -> ModuleType:
             f"no module {error.name!r}", f"it is looked for on Python's path and in {Path.cwd()}"
         ) from error
     except Exception as error:
-        raise UsageError(f"{module} cannot be imported ({describe(error)})", "mend it") from error
+        raise UsageError(f"{module} cannot be imported ({describe(error)})", "fix its code") from error
 
 
 def _look_in(folder: Path) -> None:
@@ -94,5 +96,5 @@ def _from_file(file: Path) -> ModuleType:
     except ModuleNotFoundError:
         raise
     except Exception as error:
-        raise UsageError(f"{file} cannot be imported ({describe(error)})", "mend it") from error
+        raise UsageError(f"{file} cannot be imported ({describe(error)})", "fix its code") from error
     return module

@@ -42,7 +42,7 @@ class ReasoningGym:
             self._dataset: Any = create_dataset(dataset, **{"seed": 0, **values(options)})
         except Exception as error:
             raise UsageError(
-                f"{self.name} refuses these options ({error or type(error).__name__})", "mend them"
+                f"{self.name} refuses these options ({error or type(error).__name__})", "correct them"
             ) from error
         self._endless = self._beyond_its_size()
 

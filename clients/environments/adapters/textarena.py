@@ -52,7 +52,7 @@ def textarena_environment(game_id: str, options: Mapping[str, str]) -> GameEnvir
         raise UsageError(f"{name} is no game for one player ({error})", "choose another game") from error
     except Exception as error:
         said = " ".join(str(error).split())[:300]
-        raise UsageError(f"{name} cannot be made ({type(error).__name__}: {said})", "mend its options") from error
+        raise UsageError(f"{name} cannot be made ({type(error).__name__}: {said})", "correct its options") from error
     return GameEnvironment(name, make, max_turns=turns)
 
 

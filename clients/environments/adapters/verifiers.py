@@ -67,7 +67,9 @@ class VerifiersEnvironment:
             return cls(name, env, list(env.taskset.take(limit)))
         except Exception as error:
             said = " ".join(str(error).split())[:400]
-            raise UsageError(f"{name} cannot be made ({type(error).__name__}: {said})", "mend its options") from error
+            raise UsageError(
+                f"{name} cannot be made ({type(error).__name__}: {said})", "correct its options"
+            ) from error
 
     async def __aenter__(self) -> VerifiersEnvironment:
         await self._serving.enter_async_context(self._env.serving())

@@ -1,4 +1,4 @@
-"""Demonstrations for a short warm start: enough to give a tiny model the format and a clumsy skill, for RL to improve.
+"""Demonstrations for a supervised warm start: a tiny model learns the format and some skill, for RL to improve.
 
 The folder's format is `services.wire.demonstrations`; `problems.jsonl` and `held_out.jsonl` come on request: problems in
 the order a run plays them, for other trainers and for benchmarks.

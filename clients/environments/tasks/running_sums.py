@@ -1,4 +1,4 @@
-"""Running sums: "learns to think before it answers".
+"""Running sums: a task on which a policy learns to write intermediate steps before its answer.
 
     prompt        31402214=            eight digits 0 … 4
     direct        2$                   the sum modulo 5 at once: hard for a small model

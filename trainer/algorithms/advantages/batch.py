@@ -1,11 +1,11 @@
-"""Input of an advantage estimator: rewards of trajectories, where in them they were earned, and which are siblings.
+"""Input and output of an advantage estimator: rewards by trajectory and by token, and which trajectories form a group.
 
     trajectory 0        trajectory 1    trajectory 2          T = 3 trajectories of G groups
     t0 t1 t2 t3         t4 t5           (nothing sampled)     N = 6 sampled tokens, in the order they were sampled
      0  0  ½  ½          0  1                                 rewards [N]
           1                1                  ½               outcomes [T]
 
-All arithmetic is in float64. A trajectory's segments count as one chain of tokens.
+All arithmetic is in float64. The segments of a trajectory are concatenated.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SMALLEST_STD = 1e-8
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """`outcomes`: float64 `[T]`, a trajectory's whole reward. `rewards`: float64 `[N]`, the same at the tokens that earned
-    it; they add up to the outcome where anything was sampled. `trajectory`: int64 `[N]`, ascending: whose token it is.
-    `group`: int64 `[T]`, ascending from 0.
+    """`outcomes`: float64 `[T]`, a trajectory's whole reward. `rewards`: float64 `[N]`, the same by token; those of a
+    trajectory add up to its outcome, unless nothing was sampled. `trajectory`: int64 `[N]`, ascending, a token's
+    trajectory. `group`: int64 `[T]`, ascending from 0.
 
-    `trained`: bool `[T]`, False for those that are only compared with. `greedy`: bool `[T]`, sampled without chance.
+    `trained`: bool `[T]`, False for those that serve only as a baseline. `greedy`: bool `[T]`, sampled greedily.
     `values`: float64 `[N]`, a critic's estimate before each token; empty without a critic.
     """
 
@@ -42,7 +42,7 @@ class RewardBatch:
     values: Float64Array = field(default_factory=lambda: np.zeros(0))
 
     def spread(self, of_trajectory: Float64Array) -> Float64Array:
-        """`[N]`: at each token what `of_trajectory` `[T]` says of its trajectory."""
+        """`[N]`: the value of each token's trajectory."""
         return of_trajectory[self.trajectory]
 
     def by_group(self, judge: Callable[[Float64Array], Float64Array]) -> Float64Array:
@@ -71,7 +71,7 @@ class RewardBatch:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """float64 `[N]` both. `returns`: what a critic's value before each token should have been; None without a critic."""
+    """float64 `[N]` both. `returns`: target of the critic's value before each token; None without a critic."""
 
     advantages: Float64Array
     returns: Float64Array | None = None

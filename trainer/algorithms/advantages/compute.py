@@ -1,8 +1,8 @@
-"""Advantage computation: how much better than expected each token of a batch did, once, before the batch is trained on.
+"""Advantages of a batch of groups, computed once, before the batch is trained on.
 
-    groups ──► reference logprobs, critic's values (where asked for) ──► RewardBatch ──► estimator ──► Credit a trajectory
+    groups ──► reference logprobs, critic's values (where needed) ──► RewardBatch ──► estimator ──► Credit, per trajectory
 
-Depends on the batch, the critic and the price of the cost alone: a trainer that restores these finds the same bytes.
+Deterministic: they depend only on the batch, the critic and the cost's multiplier, all of which a checkpoint restores.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from trainer.algorithms.describe import describe_advantage
 from trainer.algorithms.divergence import Estimator, divergence
 
 Measure = Callable[[Sequence[Trajectory]], Float64Array]
-"""Something known of each sampled token of some trajectories, flat, in the order of their segments: `[N]`."""
+"""A value for each sampled token of some trajectories, flat, in the order of their segments: `[N]`."""
 
 
 @dataclass(frozen=True)
 class Credit:
-    """Of one trajectory's segments, each `[n]` for a segment's n tokens, 0 where the policy did not generate the token.
+    """Advantages of one trajectory: an array `[n]` for each segment of n tokens, 0 where a token was not sampled.
 
-    `values`: a critic's before the batch; `returns`: what they should have been. None without a critic.
+    `values`: a critic's before the batch; `returns`: their targets. None without a critic.
     """
 
     advantages: list[Float32Array]
@@ -42,13 +42,13 @@ class Credit:
 
 
 Credits = Mapping[str, Credit]
-"""By entry of the stream. A trajectory without one is only compared with, and not trained."""
+"""By stream entry. A trajectory without one serves only as a baseline, and is not trained."""
 
 
 class AdvantageComputer:
-    """Raises UsageError for settings of which one would have no effect, or for a measure that they need and do not get.
+    """Computes the advantages of batches. `reference`: logprobs of the run's first policy; `critic`: its values.
 
-    `seed`: the run's. `reference`: logprobs of the run's first policy; `critic`: values; where the settings need them.
+    Raises UsageError for a setting without effect, and for a `reference` or `critic` that is needed and missing.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class AdvantageComputer:
         self._critic = _needed(critic, needs_critic, f"trainer.advantage.estimator={settings.estimator} needs a critic")
 
     def of(self, groups: Sequence[Group[Trajectory]]) -> tuple[dict[str, Credit], CreditStatistics]:
-        """What each trajectory that is trained gets, and statistics of the whole. The groups are those of one batch."""
+        """Credits of the trajectories to train on, and statistics. `groups`: one batch."""
         batch = Batch.of(groups)
         kl = None if self._reference is None else self._divergence(batch, self._reference)
         values = None if self._critic is None else self._critic(batch.trajectories)
@@ -94,7 +94,7 @@ class AdvantageComputer:
         )
 
     def learn(self, groups: Sequence[Group[Trajectory]]) -> None:
-        """The batch is over: the price of the cost follows what it cost."""
+        """Update the cost's multiplier after a batch."""
         if self.price is not None:
             self.price.learn(self._costs([member.payload for group in groups for member in group.members]))
 
@@ -116,19 +116,20 @@ class AdvantageComputer:
 
 def _needed(measure: Measure | None, needed: bool, what: str) -> Measure | None:
     if needed and measure is None:
-        raise UsageError(what, "give it to the AdvantageComputer")
+        raise UsageError(what, "pass it to AdvantageComputer")
     return measure if needed else None
 
 
 def _cut(
     batch: Batch, advantages: Float64Array, values: Float64Array | None, returns: Float64Array | None
 ) -> list[Credit]:
-    columns = [None if flat is None else _segments(batch, flat) for flat in (advantages, values, returns)]
-    worth = columns[0] or []
-    return [
-        Credit(worth[index], *(None if column is None else column[index] for column in columns[1:]))
-        for index in range(len(worth))
-    ]
+    absent = [None] * len(batch.trajectories)
+    columns = (
+        _segments(batch, advantages),
+        absent if values is None else _segments(batch, values),
+        absent if returns is None else _segments(batch, returns),
+    )
+    return [Credit(advantage, value, target) for advantage, value, target in zip(*columns, strict=True)]
 
 
 def _segments(batch: Batch, flat: Float64Array) -> list[list[Float32Array]]:
@@ -149,12 +150,12 @@ def _scattered(segment: Segment, places: Int64Array, piece: Float64Array) -> Flo
 
 
 def divergences(behaviour: Float64Array, reference: Float64Array, estimator: Estimator) -> Float64Array:
-    """KL penalty in the reward (Ziegler et al. 2019, arXiv:1909.08593, section 2; Ouyang et al. 2022, arXiv:2203.02155).
+    """KL penalty in the reward (Ziegler et al. 2019, arXiv:1909.08593; Ouyang et al. 2022, arXiv:2203.02155, equation 2).
 
         r_t = reward_t − β · D_t          D_t: k1, k2 or k3 (`trainer.algorithms.divergence`) at a sampled token
 
-    Returns D `[N]` of logprobs `[N]`. The engine's policy sampled the token, so its logprob is compared: no forward pass
-    but the reference's. 0 where both say that the token could not be sampled: they do not differ there.
+    D `[N]` of logprobs `[N]`: `behaviour` is the engine's, so only the reference needs a forward pass. 0 where both
+    logprobs are −∞.
     """
     found = divergence(torch.from_numpy(behaviour), torch.from_numpy(reference), estimator)
     known: Float64Array = np.nan_to_num(found.numpy(), nan=0.0)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.config.algorithm import AdvantageSettings
+from services.config.algorithm import GaeSettings
 from trainer.algorithms.advantages.batch import RewardBatch, TokenAdvantages
 
 
-def gae(reward_batch: RewardBatch, settings: AdvantageSettings) -> TokenAdvantages:
+def gae(reward_batch: RewardBatch, settings: GaeSettings) -> TokenAdvantages:
     """See the module's docstring. Raises ValueError without a critic's values."""
     values = reward_batch.values
     if len(values) != len(reward_batch.rewards):

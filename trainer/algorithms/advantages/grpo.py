@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.config.algorithm import AdvantageSettings
+from services.config.algorithm import GrpoSettings
 from trainer.algorithms.advantages.batch import Float64Array, RewardBatch, TokenAdvantages
 
 EPSILON = 1e-4
 
 
-def grpo(reward_batch: RewardBatch, settings: AdvantageSettings) -> TokenAdvantages:
+def grpo(reward_batch: RewardBatch, settings: GrpoSettings) -> TokenAdvantages:
     """See the module's docstring: the same at every token of a trajectory."""
     return TokenAdvantages(
         reward_batch.spread(reward_batch.by_group(lambda rewards: group_relative(rewards, std=settings.std)))

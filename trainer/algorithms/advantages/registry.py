@@ -1,4 +1,4 @@
-"""All estimators by name: where each is, what it computes as text, and which settings it reads. No torch here.
+"""All estimators by name: where its function is, its formula as text, and which settings it reads. No torch here.
 
 An estimator of your own needs no line here: set `trainer.advantage.estimator = "your_package.your_module:yours"`, a
 function of `(RewardBatch, AdvantageSettings)` with an attribute `entry`, an `AdvantageEntry`.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.config.algorithm import GREEDY_BASELINE, AdvantageSettings
+from services.config.algorithm import GREEDY_BASELINE, AdvantageSettings, GaeSettings, GrpoSettings, ReinforcePpSettings
 from trainer.algorithms.plugins import find_entry, load_function
 
 if TYPE_CHECKING:
@@ -22,11 +22,10 @@ _WHAT = "trainer.advantage.estimator"
 
 @dataclass(frozen=True)
 class AdvantageEntry:
-    """`term`: what the advantage is, as text with `{setting}` in it. `uses`: the settings it reads of `std`, `discount`,
-    `trace` and `whiten`.
+    """`term`: what the advantage is, as text with `{setting}` in it. `uses`: which of the estimators' settings it reads.
 
-    `compares`: siblings with one another, so that a group of equal rewards has nothing to say, and one alone has no
-    advantage. `critic`: it needs a critic's values, and says what they should have been.
+    `compares`: it compares siblings, so that a group of equal rewards gives no gradient, and a group of one no advantage.
+    `critic`: it needs a critic's values, and returns their targets.
     """
 
     target: str
@@ -40,7 +39,10 @@ _BATCH = "(x − mean)/(std + 1e-8) over the batch's tokens"
 
 ADVANTAGES: Mapping[str, AdvantageEntry] = {
     "grpo": AdvantageEntry(
-        "trainer.algorithms.advantages.grpo:grpo", "(R − mean)/(std + 1e-4) over the group", ("std",), compares=True
+        "trainer.algorithms.advantages.grpo:grpo",
+        "(R − mean)/(std + 1e-4) over the group",
+        tuple(GrpoSettings.model_fields),
+        compares=True,
     ),
     "rloo": AdvantageEntry(
         "trainer.algorithms.advantages.rloo:rloo", "R − mean over the other siblings", compares=True
@@ -49,7 +51,7 @@ ADVANTAGES: Mapping[str, AdvantageEntry] = {
     "reinforce_pp": AdvantageEntry(
         "trainer.algorithms.advantages.reinforce_pp:reinforce_pp",
         f"{_BATCH} with x = Σ_u≥t {{discount:g}}^(u−t)·r_u",
-        ("discount",),
+        tuple(ReinforcePpSettings.model_fields),
     ),
     "reinforce_pp_baseline": AdvantageEntry(
         "trainer.algorithms.advantages.reinforce_pp:reinforce_pp_baseline",
@@ -59,7 +61,7 @@ ADVANTAGES: Mapping[str, AdvantageEntry] = {
     "gae": AdvantageEntry(
         "trainer.algorithms.advantages.gae:gae",
         "Σ_l ({discount:g}·{trace:g})^l·(r + {discount:g}·V_next − V)",
-        ("discount", "trace", "whiten"),
+        tuple(GaeSettings.model_fields),
         critic=True,
     ),
 }

@@ -7,19 +7,20 @@ then  (A_t − mean(A)) / (std(A) + 1e-8)             over all tokens of the bat
 
 from __future__ import annotations
 
-from services.config.algorithm import AdvantageSettings
+from services.config.algorithm import ReinforcePpSettings
+from services.config.base import Section
 from trainer.algorithms.advantages.batch import RewardBatch, TokenAdvantages
 from trainer.algorithms.advantages.grpo import group_relative
 
 
-def reinforce_pp(reward_batch: RewardBatch, settings: AdvantageSettings) -> TokenAdvantages:
+def reinforce_pp(reward_batch: RewardBatch, settings: ReinforcePpSettings) -> TokenAdvantages:
     """See the module's docstring."""
     return TokenAdvantages(
         reward_batch.normalised(reward_batch.sums_to_the_end(reward_batch.rewards, settings.discount))
     )
 
 
-def reinforce_pp_baseline(reward_batch: RewardBatch, settings: AdvantageSettings) -> TokenAdvantages:
+def reinforce_pp_baseline(reward_batch: RewardBatch, settings: Section) -> TokenAdvantages:
     """See the module's docstring. Raises ValueError for a group of one."""
     del settings
     gaps = reward_batch.by_group(lambda rewards: group_relative(rewards, std=False))

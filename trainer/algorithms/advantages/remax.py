@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.config.algorithm import AdvantageSettings
+from services.config.base import Section
 from trainer.algorithms.advantages.batch import RewardBatch, TokenAdvantages
 
 
-def remax(reward_batch: RewardBatch, settings: AdvantageSettings) -> TokenAdvantages:
+def remax(reward_batch: RewardBatch, settings: Section) -> TokenAdvantages:
     """See the module's docstring. Raises ValueError for a group that has not exactly one greedy sibling."""
     del settings
     baselines = np.zeros(int(reward_batch.group.max(initial=-1)) + 1)

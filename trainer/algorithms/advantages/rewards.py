@@ -1,8 +1,8 @@
-"""Reward shaping before the estimator: length penalty, price of a cost, divergence; each reward is placed at its token.
+"""Reward shaping: from groups of trajectories to the `RewardBatch` that an estimator takes.
 
-    reward ── + fine for length ── less the price of its cost ── at its tokens ── less β · divergence ──► RewardBatch
+    reward ── + length penalty ── − λ · cost ── placed at tokens ── − β · divergence ──► RewardBatch
 
-A call's reward stands at the call's last token; whatever else there is, at the trajectory's last one.
+The reward of a call is placed at the call's last token; the rest of a trajectory's reward at its last token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Batch:
         return np.array([sum(len(segment) for segment in one) for one in self.places], dtype=np.int64)
 
     def by_segment(self, flat: Float64Array) -> list[list[Float64Array]]:
-        """`[N]` cut up: for each trajectory and segment what stands at its sampled tokens."""
+        """`[N]` split: for each trajectory and segment the values of its sampled tokens."""
         sizes = [len(segment) for one in self.places for segment in one]
         pieces = iter(np.split(flat, np.cumsum(sizes)[:-1]) if sizes else [])
         return [[next(pieces) for _ in one] for one in self.places]
@@ -66,7 +66,7 @@ def score(
     penalty: Float64Array | None,
     values: Float64Array | None,
 ) -> RewardBatch:
-    """`penalty`: `[N]`, what each token's reward is less by (β · divergence); `values`: `[N]`, a critic's."""
+    """`penalty`: `[N]`, subtracted from each token's reward (β · divergence); `values`: `[N]`, a critic's."""
     outcomes = np.array([_outcome(one, settings, price) for one in batch.trajectories])
     scale = 1.0 if price is None else 1.0 / (1.0 + price.value)
     lengths = batch.lengths
@@ -99,7 +99,7 @@ def _outcome(trajectory: Trajectory, settings: AdvantageSettings, price: CostPri
 
 
 def _place(trajectory: Trajectory, places: list[Int64Array], scale: float, own: Float64Array) -> None:
-    """Rewards of calls at their last tokens; one whose token was not sampled in its segment stays in the rest."""
+    """Rewards of calls at their last tokens. One whose last token was not sampled in its segment counts to the rest."""
     first = np.cumsum([0, *(len(segment) for segment in places)])
     for span in trajectory.reward_spans:
         sampled, last = places[span.segment], span.start + span.length - 1
@@ -119,13 +119,11 @@ def _trained(
 
 
 def overlong_fine(tokens: int, settings: AdvantageSettings) -> float:
-    """Soft penalty on answers that are too long (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13), added to the reward.
+    """Soft penalty for long answers (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13); 0 without an `overlong_length`.
 
-        0                         |y| ≤ L − C             |y| sampled tokens, L: overlong_length, C: overlong_buffer
-        ((L − C) − |y|) / C       L − C < |y| ≤ L
-        −1                        L < |y|
-
-    0 without an `overlong_length`.
+    0                       |y| ≤ L − C             |y| sampled tokens, L: overlong_length, C: overlong_buffer
+    ((L − C) − |y|) / C     L − C < |y| ≤ L
+    −1                      L < |y|
     """
     if settings.overlong_length is None:
         return 0.0
@@ -137,14 +135,11 @@ Keep = Literal["all", "best", "best_random", "best_worst"]
 
 
 def kept(rewards: Float64Array, keep: Keep, seed: int, ordinal: int) -> BoolArray:
-    """PF-PPO's filter (Zhang et al. 2024, arXiv:2409.06957, section 4): only siblings of reliable rewards are trained on.
+    """Policy filtration (PF-PPO, Zhang et al. 2024, arXiv:2409.06957, section 4): bool `[n]`, which siblings stay.
 
-        best              the one of the highest reward
-        best_worst        it, and the one of the lowest
-        best_random       it, and one of the others, chosen at random
-
-    bool `[n]` over one group's trajectories. Among equals the first is best, and the last worst. The choice depends on the
-    run's seed and the group's ordinal alone: a restarted trainer makes it again.
+    best           the one with the highest reward; among equals the first
+    best_worst     and the one with the lowest; among equals the last
+    best_random    and one of the others, chosen at random by the run's seed and the group's ordinal: reproducible
     """
     if keep == "all" or len(rewards) < 2:
         return np.ones(len(rewards), dtype=np.bool_)
@@ -160,14 +155,12 @@ def kept(rewards: Float64Array, keep: Keep, seed: int, ordinal: int) -> BoolArra
 
 
 class CostPrice:
-    """Safe RLHF's multiplier λ of a cost (Dai et al. 2023, arXiv:2310.12773, section 3.3 and appendix B).
-
-    Reward as much as possible, mean cost at most d:
+    """Lagrange multiplier λ of the constraint mean cost ≤ d (Safe RLHF, Dai et al. 2023, arXiv:2310.12773, section 3.3).
 
         R'_i = (R_i − λ·C_i) / (1 + λ)
         ln λ ← ln λ + α·λ·(mean(C) − d)              after each batch; λ stays at most `largest`
 
-    State of a run. `log_value`: ln λ, what a checkpoint keeps.
+    `log_value`: ln λ, which a checkpoint keeps.
     """
 
     def __init__(self, settings: CostSettings) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from services.config.algorithm import AdvantageSettings
+from services.config.base import Section
 from trainer.algorithms.advantages.batch import Float64Array, RewardBatch, TokenAdvantages
 
 
-def rloo(reward_batch: RewardBatch, settings: AdvantageSettings) -> TokenAdvantages:
+def rloo(reward_batch: RewardBatch, settings: Section) -> TokenAdvantages:
     """See the module's docstring: the same at every token of a trajectory."""
     del settings
     return TokenAdvantages(reward_batch.spread(reward_batch.by_group(leave_one_out)))

@@ -7,11 +7,11 @@ The paper runs without a lower bound: `clip_low = 1`.
 
 from __future__ import annotations
 
-from services.config.algorithm import LossSettings
+from services.config.algorithm import RatioBounds
 from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 
-def cispo(tokens: LossTokens, settings: LossSettings) -> TokenLoss:
+def cispo(tokens: LossTokens, settings: RatioBounds) -> TokenLoss:
     """See the module's docstring. `clipped`: where the weight is bounded; the gradient stays."""
     ratio = tokens.log_ratio().detach().exp()
     weight = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from services.config.algorithm import LossSettings
+from services.config.algorithm import RatioBounds
 from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 
-def gspo(tokens: LossTokens, settings: LossSettings) -> TokenLoss:
+def gspo(tokens: LossTokens, settings: RatioBounds) -> TokenLoss:
     """See the module's docstring."""
     ratio = tokens.mean_by_segment(tokens.log_ratio()).exp()[tokens.segment]
     free = ratio * tokens.advantages

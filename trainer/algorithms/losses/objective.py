@@ -1,7 +1,7 @@
-"""The objective: `LossSettings` resolved into one callable, and the formula it computes as text.
+"""The training objective: `LossSettings` resolved into one callable, and its formula as text.
 
 logprobs ──► term (registry) ──× weight, mask (correction)──► + kl, − entropy ──► per-token loss [N]
-                                                             per-token loss ──× 1 over what it is a mean of──► loss
+                                                             per-token loss ──mean──► loss
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TokenTerms:
 
 @dataclass(frozen=True)
 class Judged:
-    """`loss`: float `[N]`, with gradient. Bool `[N]`: `clipped`, where a bound of the loss takes the gradient away, and
-    `kept`, what a correction's mask leaves; None without such a part. `weight`: float `[N]`, the correction's."""
+    """`loss`: float `[N]`, with gradient. Bool `[N]`, None where not used: `clipped`, a bound removes the gradient;
+    `kept`, not masked by the correction. `weight`: float `[N]`, the correction's."""
 
     loss: Tensor
     clipped: Tensor | None = None
@@ -51,7 +51,7 @@ class Judged:
 
 
 class Objective:
-    """`formula` says exactly what is computed. Raises UsageError for settings of which one would have no effect."""
+    """`formula`: what is computed, as text. Raises UsageError for a setting without effect."""
 
     def __init__(self, settings: LossSettings) -> None:
         self.formula = describe_loss(settings)
@@ -78,7 +78,7 @@ class Objective:
         return self._entry.idle_at_zero and not self.needs_reference and not self.needs_entropy
 
     def __call__(self, terms: TokenTerms) -> Judged:
-        """Per-token loss. What a mask leaves out is 0 and stays in whatever the loss is a mean of."""
+        """Per-token loss. Masked tokens have loss 0, and still count in the denominator of the mean."""
         settings = self._settings
         before = terms.logprobs.detach() if terms.proximal is None else terms.proximal
         if settings.anchor == "interpolated":
@@ -116,11 +116,11 @@ class Objective:
 
 @torch.no_grad()
 def interpolated(logprobs: Tensor, behaviour: Tensor, staleness: Tensor) -> Tensor:
-    """Logprobs of the proximal policy without a forward pass (Li et al. 2025, A-3PO, arXiv:2512.06547, section 3).
+    """Proximal logprobs without a forward pass (A-3PO, Li et al. 2025, arXiv:2512.06547, section 3), by interpolation:
 
         log π_prox ≈ log π_beh + α·(log π − log π_beh)         α = d / (d + 1), without gradient
 
-    `staleness`: d, the optimizer steps between the token's policy and the step's start.
+    d, `staleness`: optimizer steps between the policy that sampled the token and the start of this step.
     """
     share = staleness / (staleness + 1)
     return behaviour + share * (logprobs - behaviour)

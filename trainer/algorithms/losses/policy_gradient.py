@@ -7,11 +7,11 @@ Right for tokens of the current policy only; with stale ones it collapses unless
 
 from __future__ import annotations
 
-from services.config.algorithm import LossSettings
+from services.config.base import Section
 from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 
-def policy_gradient(tokens: LossTokens, settings: LossSettings) -> TokenLoss:
+def policy_gradient(tokens: LossTokens, settings: Section) -> TokenLoss:
     """See the module's docstring."""
     del settings
     return TokenLoss(-tokens.advantages * tokens.logprobs)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import torch
 
-from services.config.algorithm import LossSettings
+from services.config.algorithm import PpoClipSettings
 from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 
-def ppo_clip(tokens: LossTokens, settings: LossSettings) -> TokenLoss:
+def ppo_clip(tokens: LossTokens, settings: PpoClipSettings) -> TokenLoss:
     """See the module's docstring."""
     ratio, advantages = tokens.log_ratio().exp(), tokens.advantages
     free = ratio * advantages

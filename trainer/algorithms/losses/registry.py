@@ -1,4 +1,4 @@
-"""All policy losses by name: where each is, what it computes as text, and which settings it reads. No torch here.
+"""All policy losses by name: where its function is, its formula as text, and which settings it reads. No torch here.
 
 A loss of your own needs no line here: set `trainer.loss.policy = "your_package.your_module:your_loss"`, a function of
 `(LossTokens, LossSettings)` with an attribute `entry`, a `LossEntry`.
@@ -10,22 +10,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from services.config.algorithm import LossSettings
+from services.config.algorithm import LossSettings, PpoClipSettings, RatioBounds
 from trainer.algorithms.plugins import find_entry, load_function
 
 if TYPE_CHECKING:
     from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 PolicyLoss = Callable[["LossTokens", LossSettings], "TokenLoss"]
-_CLIP = ("clip_low", "clip_high")
+
+_RATIO_BOUNDS = tuple(RatioBounds.model_fields)
 
 
 @dataclass(frozen=True)
 class LossEntry:
-    """`term`: what is maximised at each token, as text with `{setting}` in it. `uses`: the settings it reads.
+    """`term`: what is maximised at each token, as text with `{setting}` in it. `uses`: names of the settings it reads.
 
-    `ratio`: of a token or of a whole segment, to the anchor, which then is a choice; None for a loss without one.
-    `idle_at_zero`: the loss of a token is exactly 0 where its advantage is, so that it need not be computed.
+    `ratio`: whether the ratio to the anchor policy is of a token or of a segment; None for a loss without a ratio.
+    `idle_at_zero`: the loss of a token is exactly 0 where its advantage is 0, so it need not be computed.
     """
 
     target: str
@@ -39,7 +40,7 @@ LOSSES: Mapping[str, LossEntry] = {
     "ppo_clip": LossEntry(
         "trainer.algorithms.losses.ppo_clip:ppo_clip",
         "min(r·A, clip(r, 1−{clip_low:g}, 1+{clip_high:g})·A)",
-        (*_CLIP, "dual_clip"),
+        tuple(PpoClipSettings.model_fields),
         idle_at_zero=True,
     ),
     "policy_gradient": LossEntry(
@@ -48,13 +49,13 @@ LOSSES: Mapping[str, LossEntry] = {
     "cispo": LossEntry(
         "trainer.algorithms.losses.cispo:cispo",
         "sg(clip(r, 1−{clip_low:g}, 1+{clip_high:g}))·A·log π",
-        _CLIP,
+        _RATIO_BOUNDS,
         idle_at_zero=True,
     ),
     "gspo": LossEntry(
         "trainer.algorithms.losses.gspo:gspo",
         "min(s·A, clip(s, 1−{clip_low:g}, 1+{clip_high:g})·A)",
-        _CLIP,
+        _RATIO_BOUNDS,
         ratio="segment",
         idle_at_zero=True,
     ),

@@ -1,6 +1,6 @@
-"""Input of a policy loss: the tokens that may enter it, flat, and which segment each belongs to.
+"""Input and output of a policy loss: the fresh sampled tokens of a micro-batch, flat, and the segment of each.
 
-packed row [1, T] ── where fresh ──► [N]        no environment's tokens, nothing over K
+packed row [1, T] ── fresh tokens ──► [N]        without the environment's tokens and those over K
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BatchSize:
-    """What the loss of a whole batch is a mean of: its fresh tokens, and segments that have any; skipped ones counted."""
+    """Denominators of the mean over a batch: its fresh tokens, and the segments that have any; skipped ones count."""
 
     tokens: int
     segments: int
@@ -66,7 +66,7 @@ def mean_by_segment(values: Tensor, segment: Tensor, segments: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """`loss`: `[N]`, with gradient. `clipped`: bool `[N]`, where a bound takes the gradient away; None without a bound."""
+    """`loss`: `[N]`, with gradient. `clipped`: bool `[N]`, where a bound removes the gradient; None without a bound."""
 
     loss: Tensor
     clipped: Tensor | None = None

@@ -1,4 +1,4 @@
-"""A session goes on at another server: from the journal, token for token, and nothing of it is done twice."""
+"""A session continues on another server: from the journal, token for token, and nothing is done twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generates outside any session that break off: the gateway continues them from their own tokens, and nobody sees it."""
+"""Requests outside any session whose server fails: the gateway continues them from their own tokens, unnoticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Screening: whatever bytes lie in the stream, they are a sound trajectory or a cause, and never an exception."""
+"""Validation: whatever bytes are in the stream, they are a valid trajectory or a cause, and never an exception."""
 
 from __future__ import annotations
 

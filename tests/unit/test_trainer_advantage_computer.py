@@ -1,4 +1,4 @@
-"""From groups to credit: fines, costs, divergences and filters as published, each token's share where it belongs."""
+"""Advantages of groups: length penalties, costs, divergences and filters as published, each at the right token."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_filter_keeps_whose_reward_is_reliable(rewards: list[float], seed: i
     assert {rewards[index] for index in worst} == {min(rewards)}
 
 
-def test_the_drawn_sibling_is_another_for_another_group_or_seed() -> None:
+def test_the_random_sibling_is_another_for_another_group_or_seed() -> None:
     values = np.array([1.0, *[0.0] * 40])
     sampled = {
         tuple(np.flatnonzero(kept(values, "best_random", seed, ordinal)).tolist())
@@ -217,7 +217,7 @@ def test_rows_without_a_signal_are_kept_where_somebody_learns_from_them() -> Non
     assert (counted.fresh, counted.segments) == (same.fresh, same.segments) == (10, 4)
 
 
-def test_what_nobody_was_credited_with_is_left_out() -> None:
+def test_trajectories_without_credit_are_left_out() -> None:
     groups = grouped(turns(1.0, 0.0))
     one: dict[str, Credit] = {"g0-1": AdvantageComputer(AdvantageSettings()).of(groups)[0]["g0-1"]}
     rows, tally = rows_of(groups, 0, 0, one)

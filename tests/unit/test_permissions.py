@@ -1,4 +1,4 @@
-"""Which key opens what, and keys by file: never overwritten, never on a command line, never in a log."""
+"""Which key grants which scope, and keys by file: never overwritten, never on a command line, never in a log."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ keyrings = st.builds(Keys, **{name: st.sampled_from([None, f"key-of-{name}"]) fo
 
 
 @given(keys=keyrings, scope=st.sampled_from(SCOPES), shown=st.sampled_from([f"key-of-{name}" for name in NAMES] + [""]))
-def test_a_door_opens_to_its_own_keys_and_to_any_other_bearer_only_for_want_of_them(
+def test_a_scope_is_granted_by_its_own_keys_and_by_another_bearer_only_where_it_has_none(
     keys: Keys, scope: AuthScope, shown: str
 ) -> None:
     refused = refusal(shown, keys, scope)
@@ -56,13 +56,13 @@ def test_a_door_opens_to_its_own_keys_and_to_any_other_bearer_only_for_want_of_t
 
 
 @given(keys=keyrings, scope=st.sampled_from(SCOPES))
-def test_a_service_with_any_bearer_has_no_open_door(keys: Keys, scope: AuthScope) -> None:
+def test_a_service_with_any_bearer_has_no_open_scope(keys: Keys, scope: AuthScope) -> None:
     assert bool(openers(keys, scope)) == any(keys.get(name) is not None for name in BEARERS)
     assert (refusal("", keys, scope) is None) == (not openers(keys, scope))
 
 
 @pytest.mark.parametrize("service", OFF_LOOPBACK)
-def test_a_service_that_may_leave_loopback_has_a_key_of_its_own_for_every_door_but_the_peers(service: str) -> None:
+def test_a_service_that_may_leave_loopback_has_a_key_of_its_own_for_every_scope_but_the_peers(service: str) -> None:
     keys = Keys(**dict.fromkeys(OFF_LOOPBACK[service], "k" * 16))  # type: ignore[index]
     assert lacking(keys, service) == ()  # type: ignore[arg-type]
     assert all(openers(keys, scope) for scope in SCOPES)
