@@ -17,7 +17,7 @@ import torch
 from services.config.settings import RunSettings
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.trajectory import Trajectory
-from tests.contract.engine_harness import reference
+from tests.contract.rollout_server.engine_harness import reference
 from tests.support.chat_policy import save_chat_policy
 from tests.support.fleet import Fleet, fleet_of
 from tests.support.talking_agents import Talk, hold

@@ -35,7 +35,7 @@ SLOW_MARKS = frozenset({"gpu", "slow", "stack", "vllm"})
 HEAVY_FIRST = ("stack", "faults", "e2e", "deploy", "third_party", "gpu", "contract", "unit")
 """The order of the folders. Long tests start first, so that all workers end at about the same time."""
 SHARING = (
-    (re.compile(r"tests/contract/engine/.*\[(vllm|torch|http)\b"), r"engine contract: \1"),
+    (re.compile(r"tests/contract/rollout_server/engine/.*\[(vllm|torch|http)\b"), r"engine contract: \1"),
     (re.compile(r"tests/stack/"), "images of the stack"),
 )
 """Tests whose ids match stay in one worker, whatever their file."""
