@@ -211,7 +211,7 @@ class _ClassifyRequest(msgspec.Struct, omit_defaults=True):
     model: str | None = None
 
 
-class _Scored(msgspec.Struct):
+class _ScoreReply(msgspec.Struct):
     index: int
     score: float
 
@@ -222,7 +222,7 @@ class _Classified(msgspec.Struct):
 
 
 class _ScoreAnswer(msgspec.Struct):
-    data: list[_Scored]
+    data: list[_ScoreReply]
 
 
 class _ClassifyAnswer(msgspec.Struct):

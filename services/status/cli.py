@@ -60,12 +60,12 @@ def status(
     redis_url = reached_by(redis_url, read_keys("reader", keys_dir, {"redis": redis_password_file}).redis, trust)
     further = [_further(each) for each in also or []]
     with _shown(watch=watch, as_json=json) as show:
-        well = asyncio.run(_look(redis_url, run_id, trust, further, every if watch else None, show))
+        well = asyncio.run(_collect(redis_url, run_id, trust, further, every if watch else None, show))
     if not well:
         raise typer.Exit(1)
 
 
-async def _look(
+async def _collect(
     redis_url: str,
     run_id: str | None,
     trust: Trust,

@@ -34,7 +34,7 @@ def test_a_changed_source_is_served_after_a_restart(images: None, tmp_path: Path
         stack.wait_healthy(*LASTING, deadline_s=60.0)
         assert alive() == {"status": "alive"}
         assert httpx.get(f"http://127.0.0.1:{prometheus}/-/ready", timeout=10.0).status_code == 200
-        source = clone / "services" / "app.py"
+        source = clone / "services" / "http" / "app.py"
         source.write_text(source.read_text(encoding="utf-8").replace('"alive"', '"changed"'), encoding="utf-8")
         stack.run([*COMPOSE, "restart", "gateway"], deadline_s=60.0)
         stack.wait_healthy("gateway", deadline_s=60.0)

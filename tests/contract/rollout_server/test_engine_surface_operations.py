@@ -44,7 +44,7 @@ def manifest(publisher: WeightPublisher, folder: Path) -> dict[str, Any]:
     return {"update_info": {"manifest": base64.b64encode(publisher.publish(1, folder)).decode()}}
 
 
-async def drawing(host: Host, engine: ScriptedEngine, **changes: Any) -> asyncio.Task[httpx.Response]:
+async def generating(host: Host, engine: ScriptedEngine, **changes: Any) -> asyncio.Task[httpx.Response]:
     """A request that has sampled some tokens."""
     before = engine.status().tokens_generated
     task = asyncio.create_task(host.http.post(GENERATE, json=LONG | changes))
@@ -58,7 +58,7 @@ async def choice_of(task: asyncio.Task[httpx.Response]) -> dict[str, Any]:
 
 
 async def test_pause_abort_ends_requests_with_what_they_have(host: Host, engine: ScriptedEngine) -> None:
-    task = await drawing(host, engine)
+    task = await generating(host, engine)
     assert (await host.http.post("/pause")).json() == {"status": "paused"}
     await engine.resume()
     choice = await choice_of(task)
@@ -68,7 +68,7 @@ async def test_pause_abort_ends_requests_with_what_they_have(host: Host, engine:
 
 
 async def test_pause_keep_freezes_and_resume_goes_on(host: Host, engine: ScriptedEngine) -> None:
-    task = await drawing(host, engine)
+    task = await generating(host, engine)
     answer = await host.http.post("/pause", params={"mode": "keep", "clear_cache": "true"})
     assert answer.json() == {"status": "paused"}
     assert (await host.http.get("/is_paused")).json() == {"is_paused": True}
@@ -79,19 +79,19 @@ async def test_pause_keep_freezes_and_resume_goes_on(host: Host, engine: Scripte
 
 
 async def test_pause_wait_lets_requests_end(host: Host, engine: ScriptedEngine) -> None:
-    task = await drawing(host, engine)
+    task = await generating(host, engine)
     assert (await host.http.post("/pause", params={"mode": "wait"})).json() == {"status": "paused"}
     assert (await choice_of(task))["finish_reason"] == "stop"
 
 
 async def test_requests_are_aborted_by_their_ids_or_all_of_them(host: Host, engine: ScriptedEngine) -> None:
-    one, other = await drawing(host, engine, request_id="one"), await drawing(host, engine, request_id="other")
+    one, other = await generating(host, engine, request_id="one"), await generating(host, engine, request_id="other")
     answer = await host.http.post("/abort_requests", json={"request_ids": ["one", "nobody"], "more": 1})
     assert answer.json() == {"status": "aborted", "aborted": 1}
     assert (await choice_of(one))["finish_reason"] == "abort"
     assert not other.done()
     for body in ({"content": b""}, {"json": {}}, {"json": {"request_ids": []}}):
-        task = await drawing(host, engine)
+        task = await generating(host, engine)
         answer = await host.http.post("/abort_requests", **body)  # type: ignore[arg-type]
         assert answer.status_code == 200
         assert answer.json()["aborted"] >= 1
@@ -111,7 +111,7 @@ async def test_a_weight_update_goes_its_way_and_requests_in_flight_show_both_ver
 ) -> None:
     update = manifest(publisher, tmp_path / "next")
     assert (await host.http.get("/weight_info")).json() == {"weight_version": "0"}
-    task = await drawing(host, engine)
+    task = await generating(host, engine)
     steps: list[tuple[str, Any, str]] = [
         ("/init_weight_transfer_engine", {"init_info": {"backend": "rollmesh"}}, "Weight transfer initialized"),
         ("/start_weight_update", None, "Weight update started"),

@@ -37,12 +37,12 @@ async def test_an_engine_keeps_its_pace_and_its_places() -> None:
     clock = asyncio.get_running_loop().time
     began = clock()
     request = GenerationRequest("a", [5, 6], SamplingParams(max_tokens=60), n=8)
-    drawing = asyncio.create_task(collect(engine.generate(request)))
+    generating = asyncio.create_task(collect(engine.generate(request)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     status = engine.status()
     assert (status.running, status.waiting) == (3, 5)
-    sampled = await drawing
+    sampled = await generating
     took = clock() - began
     lengths = [len(delta.token_ids) for delta in sampled]
     assert took >= max(max(lengths), sum(lengths) / PACE.places) * PACE.token_s
@@ -61,12 +61,12 @@ async def test_tokens_are_of_the_version_of_their_moment() -> None:
     clock = asyncio.get_running_loop().time
     request = GenerationRequest("a", [5, 6], SamplingParams(max_tokens=100))
     began = clock()
-    drawing = asyncio.create_task(collect(engine.generate(request)))
+    generating = asyncio.create_task(collect(engine.generate(request)))
     await asyncio.sleep(0.06)
     await engine.stage(encode_manifest(manifest_of("r", 7)))
     await engine.commit(7)
     committed = clock() - began
-    (delta,) = await drawing
+    (delta,) = await generating
     first, second = delta.versions
     assert (first.version, second.version, second.start + second.length) == (0, 7, 100)
     assert first.length * PACE.token_s == pytest.approx(committed, abs=0.01)

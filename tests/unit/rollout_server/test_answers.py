@@ -35,14 +35,14 @@ async def read(answers: Answers, answer: Answer) -> list[bytes]:
 
 
 async def test_whoever_comes_later_gets_every_chunk_from_the_first() -> None:
-    answers, drawing = Answers(), Generating()
-    answer = answers.start(FIRST, drawing)
+    answers, generating = Answers(), Generating()
+    answer = answers.start(FIRST, generating)
     first = asyncio.create_task(read(answers, answer))
     await until(lambda: answer.listeners == 1)
     joined = answers.repeated(AGAIN)
     assert joined is answer
     second = asyncio.create_task(read(answers, joined))
-    drawing.go.set()
+    generating.go.set()
     assert b"".join(await first) == b"".join(await second) == b"123"
     replayed = answers.repeated(RequestKey(b"a", retry=2))
     assert replayed is answer
@@ -51,29 +51,29 @@ async def test_whoever_comes_later_gets_every_chunk_from_the_first() -> None:
 
 
 async def test_an_answer_that_nobody_hears_never_counts() -> None:
-    answers, drawing = Answers(), Generating()
-    answer = answers.start(FIRST, drawing)
+    answers, generating = Answers(), Generating()
+    answer = answers.start(FIRST, generating)
     with answers.listening(answer, 0.05):
         await answer.begun()
-    drawing.go.set()
+    generating.go.set()
     await until(lambda: answer.ended)
     assert isinstance(answer.error, AnswerLostError)
-    assert not drawing.captured
+    assert not generating.captured
     assert answers.repeated(AGAIN) is None
 
 
 async def test_a_retry_within_the_patience_saves_the_answer() -> None:
-    answers, drawing = Answers(), Generating()
-    answer = answers.start(FIRST, drawing)
+    answers, generating = Answers(), Generating()
+    answer = answers.start(FIRST, generating)
     with answers.listening(answer, 30.0):
         await answer.begun()
-    drawing.go.set()
+    generating.go.set()
     await asyncio.sleep(0)
-    assert not drawing.captured
+    assert not generating.captured
     again = answers.repeated(AGAIN)
     assert again is answer
     assert b"".join(await read(answers, again)) == b"123"
-    assert drawing.captured
+    assert generating.captured
 
 
 async def test_giving_up_waits_until_the_unheard_have_ended_and_leaves_the_others() -> None:
