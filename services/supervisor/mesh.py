@@ -32,14 +32,9 @@ from services.security.tls import read_trust
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, PortReservation, plan_launch, write_users
 from services.supervisor.live_view import Observer, View, read_engine
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, ServiceFailedError
-from services.supervisor.summary import (
-    Summary,
-    read_evaluation,
-    read_trainer_report,
-    summarise,
-    write_summary,
-)
+from services.supervisor.summary import Summary, read_report, summarise, write_summary
 from services.wire.errors import RollmeshError
+from services.wire.run_metrics import EvaluationReport, TrainerReport
 
 STOP_DEADLINE_S = 8.0
 REDIS_DEADLINE_S = 15.0
@@ -248,8 +243,8 @@ class Mesh:
         summary = summarise(
             self._settings,
             self._run_id,
-            trainer=read_trainer_report(self._folder),
-            evaluation=read_evaluation(self._folder),
+            trainer=read_report(self._folder.trainer_report, TrainerReport),
+            evaluation=read_report(self._folder.evaluation, EvaluationReport),
             accounts=await Ledger(redis, self._run_id).accounts(),
             engines=[report for report in reports if report is not None],
             began_at=self._began_at,
