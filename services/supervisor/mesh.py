@@ -167,7 +167,7 @@ class Mesh:
                     self._view.say(f"see how it is: rollmesh status --redis-url {without_password(plan.redis_url)}")
                     lasting += [tasks.create_task(managed.run()) for managed in processes.services]
                     lasting += [tasks.create_task(self._announce(*named, http)) for named in _named_urls(plan)]
-                    lasting.append(tasks.create_task(self._show(self._observer(plan, redis, http))))
+                    lasting.append(tasks.create_task(self._show(plan, redis, http)))
                     warming = tasks.create_task(self._warm_start(processes))
                     jobs = [
                         warming,
@@ -213,8 +213,8 @@ class Mesh:
         self._starting.remove(name)
         self._view.say(f"{name} is ready at {url}")
 
-    def _observer(self, plan: LaunchPlan, redis: Redis, http: httpx.AsyncClient) -> Observer:
-        return Observer(
+    async def _show(self, plan: LaunchPlan, redis: Redis, http: httpx.AsyncClient) -> None:
+        observer = Observer(
             began_at=self._began_at,
             metrics=self._folder.metrics,
             run_id=self._run_id,
@@ -222,8 +222,6 @@ class Mesh:
             http=http,
             urls=plan.server_urls,
         )
-
-    async def _show(self, observer: Observer) -> None:
         while True:
             self._view.show(await observer.collect(tuple(self._starting)))
             await asyncio.sleep(SHOW_EVERY_S)

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from services.config.settings import RunSettings
+from services.host.files import write_whole
 from services.host.run_folder import RunFolder
 from services.run_store.ledger import Accounts
 from services.wire.errors import WireError
@@ -126,10 +127,7 @@ def summarise(
 
 
 def write_summary(folder: RunFolder, summary: Summary) -> None:
-    """All of the file or none of it."""
-    partial = folder.summary.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    partial.replace(folder.summary)
+    write_whole(folder.summary, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 
 
 def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
