@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 from clients.environments.base import Ended, Judging
 from clients.rollout.calls import Call
@@ -63,10 +62,8 @@ class RewardsClient:
         await self._transport.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._transport.__aexit__(kind, error, trace)
+    async def __aexit__(self, *raised: object) -> None:
+        await self._transport.__aexit__(*raised)
 
     async def judge(self, sample: JudgeSample) -> RewardGiven:
         """The reward of one answer. Raises RewardFailedError where there is none, for any reason: it is never 0 instead."""

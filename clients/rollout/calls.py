@@ -17,29 +17,9 @@ from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
 
+from services.wire import rollout_api, session_api
 from services.wire.errors import WireError
 from services.wire.gateway_api import CALL_HEADER
-from services.wire.rollout_api import (
-    FinishGroup,
-    GroupFinished,
-    GroupOpened,
-    OpenGroup,
-    RunState,
-    TakeTurns,
-    TurnsTaken,
-)
-from services.wire.session_api import (
-    FinishSession,
-    GiveReward,
-    GroupState,
-    OpenSession,
-    SessionFinished,
-    SessionOpened,
-    SessionStatus,
-    TrajectoryMessages,
-    TrajectoryPage,
-    TrajectoryTokens,
-)
 
 TURN_TIMEOUT_S = 120.0
 """Longest wait for one answer; above it the server is taken for lost."""
@@ -73,73 +53,73 @@ class Call(Generic[AnswerT]):
             raise WireError(what, "run client and server of the same version") from error
 
 
-def open_group(body: OpenGroup) -> Call[GroupOpened]:
+def open_group(body: rollout_api.OpenGroup) -> Call[rollout_api.GroupOpened]:
     timeout_s = body.wait_s + CALL_TIMEOUT_S
-    return Call("POST", "/groups", _json(body), GroupOpened.model_validate_json, timeout_s, _new_name())
+    return Call("POST", "/groups", _json(body), rollout_api.GroupOpened.model_validate_json, timeout_s, _new_name())
 
 
-def take_turns(group_id: str, body: TakeTurns) -> Call[TurnsTaken]:
+def take_turns(group_id: str, body: rollout_api.TakeTurns) -> Call[rollout_api.TurnsTaken]:
     path = f"{_group(group_id)}/turns"
-    return Call("POST", path, _json(body), TurnsTaken.model_validate_json, TURN_TIMEOUT_S, _new_name())
+    return Call("POST", path, _json(body), rollout_api.TurnsTaken.model_validate_json, TURN_TIMEOUT_S, _new_name())
 
 
-def finish_group(group_id: str, body: FinishGroup) -> Call[GroupFinished]:
+def finish_group(group_id: str, body: rollout_api.FinishGroup) -> Call[rollout_api.GroupFinished]:
     path = f"{_group(group_id)}/finish"
-    return Call("POST", path, _json(body), GroupFinished.model_validate_json)
+    return Call("POST", path, _json(body), rollout_api.GroupFinished.model_validate_json)
 
 
-def group_state(group_id: str) -> Call[GroupState]:
-    return _get(_group(group_id), GroupState)
+def group_state(group_id: str) -> Call[session_api.GroupState]:
+    return _get(_group(group_id), session_api.GroupState)
 
 
-def run_state() -> Call[RunState]:
-    return _get("/run", RunState)
+def run_state() -> Call[rollout_api.RunState]:
+    return _get("/run", rollout_api.RunState)
 
 
-def open_session(body: OpenSession) -> Call[SessionOpened]:
+def open_session(body: session_api.OpenSession) -> Call[session_api.SessionOpened]:
     """The client chooses the id where the body has none, so that the server recognises a retry."""
     if body.session_id is None:
         body = body.model_copy(update={"session_id": f"s-{secrets.token_hex(16)}"})
     timeout_s = body.wait_s + CALL_TIMEOUT_S
-    return Call("POST", "/sessions", _json(body), SessionOpened.model_validate_json, timeout_s)
+    return Call("POST", "/sessions", _json(body), session_api.SessionOpened.model_validate_json, timeout_s)
 
 
-def session_status(session_id: str) -> Call[SessionStatus]:
-    return _get(_session(session_id), SessionStatus)
+def session_status(session_id: str) -> Call[session_api.SessionStatus]:
+    return _get(_session(session_id), session_api.SessionStatus)
 
 
-def give_reward(session_id: str, body: GiveReward) -> Call[SessionStatus]:
-    return _session_call(session_id, "reward", _json(body), SessionStatus)
+def give_reward(session_id: str, body: session_api.GiveReward) -> Call[session_api.SessionStatus]:
+    return _session_call(session_id, "reward", _json(body), session_api.SessionStatus)
 
 
-def finish_session(session_id: str, body: FinishSession) -> Call[SessionFinished]:
-    return _session_call(session_id, "finish", _json(body), SessionFinished)
+def finish_session(session_id: str, body: session_api.FinishSession) -> Call[session_api.SessionFinished]:
+    return _session_call(session_id, "finish", _json(body), session_api.SessionFinished)
 
 
-def abort_session(session_id: str) -> Call[SessionStatus]:
-    return _session_call(session_id, "abort", None, SessionStatus)
+def abort_session(session_id: str) -> Call[session_api.SessionStatus]:
+    return _session_call(session_id, "abort", None, session_api.SessionStatus)
 
 
-def heartbeat(session_id: str) -> Call[SessionStatus]:
-    return _session_call(session_id, "heartbeat", None, SessionStatus)
+def heartbeat(session_id: str) -> Call[session_api.SessionStatus]:
+    return _session_call(session_id, "heartbeat", None, session_api.SessionStatus)
 
 
 def delete_session(session_id: str) -> Call[None]:
     return Call("DELETE", _session(session_id), None, lambda _: None)
 
 
-def trajectory_tokens(session_id: str) -> Call[TrajectoryTokens]:
-    return _get(f"{_session(session_id)}/trajectory?format=tokens", TrajectoryTokens)
+def trajectory_tokens(session_id: str) -> Call[session_api.TrajectoryTokens]:
+    return _get(f"{_session(session_id)}/trajectory?format=tokens", session_api.TrajectoryTokens)
 
 
-def trajectory_messages(session_id: str) -> Call[TrajectoryMessages]:
-    return _get(f"{_session(session_id)}/trajectory?format=messages", TrajectoryMessages)
+def trajectory_messages(session_id: str) -> Call[session_api.TrajectoryMessages]:
+    return _get(f"{_session(session_id)}/trajectory?format=messages", session_api.TrajectoryMessages)
 
 
-def trajectories(after: str, limit: int, wait_s: float) -> Call[TrajectoryPage]:
+def trajectories(after: str, limit: int, wait_s: float) -> Call[session_api.TrajectoryPage]:
     asked = {"after": after} if after else {}
     query = urlencode(asked | {"limit": limit, "wait_s": wait_s})
-    return _get(f"/trajectories?{query}", TrajectoryPage, CALL_TIMEOUT_S + wait_s)
+    return _get(f"/trajectories?{query}", session_api.TrajectoryPage, CALL_TIMEOUT_S + wait_s)
 
 
 def _get(path: str, answer: type[ModelT], timeout_s: float = CALL_TIMEOUT_S) -> Call[ModelT]:

@@ -19,33 +19,11 @@ sent again.
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from clients.rollout import calls
 from clients.rollout.transport import Transport
 from services.observability.tracing import NO_TRACING, Tracing
 from services.security.tls import PUBLIC, Trust
-from services.wire.rollout_api import (
-    FinishGroup,
-    GroupFinished,
-    GroupOpened,
-    OpenGroup,
-    RunState,
-    TakeTurns,
-    TurnsTaken,
-)
-from services.wire.session_api import (
-    FinishSession,
-    GiveReward,
-    GroupState,
-    OpenSession,
-    SessionFinished,
-    SessionOpened,
-    SessionStatus,
-    TrajectoryMessages,
-    TrajectoryPage,
-    TrajectoryTokens,
-)
+from services.wire import rollout_api, session_api
 
 
 class RolloutClient:
@@ -72,57 +50,55 @@ class RolloutClient:
         await self._transport.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._transport.__aexit__(kind, error, trace)
+    async def __aexit__(self, *raised: object) -> None:
+        await self._transport.__aexit__(*raised)
 
-    async def open_group(self, body: OpenGroup) -> GroupOpened:
+    async def open_group(self, body: rollout_api.OpenGroup) -> rollout_api.GroupOpened:
         """Open a group, held by the server up to `body.wait_s` for admission.
 
         Raises ConcludedError when the run is over, CapacityError when admission stayed closed throughout.
         """
         return await self._transport.call(calls.open_group(body))
 
-    async def take_turns(self, group_id: str, body: TakeTurns) -> TurnsTaken:
+    async def take_turns(self, group_id: str, body: rollout_api.TakeTurns) -> rollout_api.TurnsTaken:
         """Append texts to sessions and generate an answer in each. Never retried once sent: a turn is taken once."""
         return await self._transport.call(calls.take_turns(group_id, body))
 
-    async def finish_group(self, group_id: str, body: FinishGroup) -> GroupFinished:
+    async def finish_group(self, group_id: str, body: rollout_api.FinishGroup) -> rollout_api.GroupFinished:
         """Hand in the rewards; the trajectories are published exactly once, however often this is repeated."""
         return await self._transport.call(calls.finish_group(group_id, body))
 
-    async def group_state(self, group_id: str) -> GroupState:
+    async def group_state(self, group_id: str) -> session_api.GroupState:
         """Which siblings of a group have finished, and which are missing."""
         return await self._transport.call(calls.group_state(group_id))
 
-    async def run_state(self, patience_s: float | None = None) -> RunState:
+    async def run_state(self, patience_s: float | None = None) -> rollout_api.RunState:
         """How far the run is. `patience_s` overrides the client's, for waiting until a server has started."""
         return await self._transport.call(calls.run_state(), patience_s)
 
-    async def open_session(self, body: OpenSession) -> SessionOpened:
+    async def open_session(self, body: session_api.OpenSession) -> session_api.SessionOpened:
         """Open a session, held by the server up to `body.wait_s` for admission; repeated calls open it once.
 
         Raises ConflictError for an id that is taken by another body, ConcludedError and CapacityError as `open_group`.
         """
         return await self._transport.call(calls.open_session(body))
 
-    async def session_status(self, session_id: str) -> SessionStatus:
+    async def session_status(self, session_id: str) -> session_api.SessionStatus:
         return await self._transport.call(calls.session_status(session_id))
 
-    async def give_reward(self, session_id: str, body: GiveReward) -> SessionStatus:
+    async def give_reward(self, session_id: str, body: session_api.GiveReward) -> session_api.SessionStatus:
         """Reward the session, or one of its calls. Raises SessionConcludedError when it has ended."""
         return await self._transport.call(calls.give_reward(session_id, body))
 
-    async def finish_session(self, session_id: str, body: FinishSession) -> SessionFinished:
+    async def finish_session(self, session_id: str, body: session_api.FinishSession) -> session_api.SessionFinished:
         """End the session and write its trajectory, exactly once however often this is repeated."""
         return await self._transport.call(calls.finish_session(session_id, body))
 
-    async def abort_session(self, session_id: str) -> SessionStatus:
+    async def abort_session(self, session_id: str) -> session_api.SessionStatus:
         """End the session without a trajectory."""
         return await self._transport.call(calls.abort_session(session_id))
 
-    async def heartbeat(self, session_id: str) -> SessionStatus:
+    async def heartbeat(self, session_id: str) -> session_api.SessionStatus:
         """Keep an idle session alive. Raises SessionExpiredError or SessionConcludedError when it is too late."""
         return await self._transport.call(calls.heartbeat(session_id))
 
@@ -130,14 +106,16 @@ class RolloutClient:
         """Delete the session; it is aborted if it is open."""
         await self._transport.call(calls.delete_session(session_id))
 
-    async def trajectory_tokens(self, session_id: str) -> TrajectoryTokens:
+    async def trajectory_tokens(self, session_id: str) -> session_api.TrajectoryTokens:
         """What was captured so far, as tokens."""
         return await self._transport.call(calls.trajectory_tokens(session_id))
 
-    async def trajectory_messages(self, session_id: str) -> TrajectoryMessages:
+    async def trajectory_messages(self, session_id: str) -> session_api.TrajectoryMessages:
         """What was captured so far, as the agent saw it."""
         return await self._transport.call(calls.trajectory_messages(session_id))
 
-    async def trajectories(self, after: str = "", *, limit: int = 100, wait_s: float = 0.0) -> TrajectoryPage:
+    async def trajectories(
+        self, after: str = "", *, limit: int = 100, wait_s: float = 0.0
+    ) -> session_api.TrajectoryPage:
         """Finished trajectories in the order of their completion; the server waits up to `wait_s` for the first."""
         return await self._transport.call(calls.trajectories(after, limit, wait_s))

@@ -11,7 +11,6 @@ It may be used from several threads at once.
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 import httpx
 from tenacity import Retrying, retry_if_exception, stop_after_delay
@@ -20,29 +19,9 @@ from clients.rollout import calls
 from clients.rollout.calls import AnswerT, Call
 from clients.rollout.transport import ServerUnreachableError, first_pause_s, headers, pause, worth_repeating
 from services.security.tls import PUBLIC, Trust
+from services.wire import rollout_api, session_api
 from services.wire.error_answer import typed_error
 from services.wire.errors import RollmeshError
-from services.wire.rollout_api import (
-    FinishGroup,
-    GroupFinished,
-    GroupOpened,
-    OpenGroup,
-    RunState,
-    TakeTurns,
-    TurnsTaken,
-)
-from services.wire.session_api import (
-    FinishSession,
-    GiveReward,
-    GroupState,
-    OpenSession,
-    SessionFinished,
-    SessionOpened,
-    SessionStatus,
-    TrajectoryMessages,
-    TrajectoryPage,
-    TrajectoryTokens,
-)
 
 # As in the async client: a connection is given up before the server closes it.
 _KEEP_ALIVE_S = 3.0
@@ -65,55 +44,53 @@ class SyncRolloutClient:
         self._http = httpx.Client(headers=self._headers, limits=limits, trust_env=False, verify=self._trust.verify)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._http is not None:
             self._http.close()
 
-    def open_group(self, body: OpenGroup) -> GroupOpened:
+    def open_group(self, body: rollout_api.OpenGroup) -> rollout_api.GroupOpened:
         return self._call(calls.open_group(body))
 
-    def take_turns(self, group_id: str, body: TakeTurns) -> TurnsTaken:
+    def take_turns(self, group_id: str, body: rollout_api.TakeTurns) -> rollout_api.TurnsTaken:
         return self._call(calls.take_turns(group_id, body))
 
-    def finish_group(self, group_id: str, body: FinishGroup) -> GroupFinished:
+    def finish_group(self, group_id: str, body: rollout_api.FinishGroup) -> rollout_api.GroupFinished:
         return self._call(calls.finish_group(group_id, body))
 
-    def group_state(self, group_id: str) -> GroupState:
+    def group_state(self, group_id: str) -> session_api.GroupState:
         return self._call(calls.group_state(group_id))
 
-    def run_state(self, patience_s: float | None = None) -> RunState:
+    def run_state(self, patience_s: float | None = None) -> rollout_api.RunState:
         return self._call(calls.run_state(), patience_s)
 
-    def open_session(self, body: OpenSession) -> SessionOpened:
+    def open_session(self, body: session_api.OpenSession) -> session_api.SessionOpened:
         return self._call(calls.open_session(body))
 
-    def session_status(self, session_id: str) -> SessionStatus:
+    def session_status(self, session_id: str) -> session_api.SessionStatus:
         return self._call(calls.session_status(session_id))
 
-    def give_reward(self, session_id: str, body: GiveReward) -> SessionStatus:
+    def give_reward(self, session_id: str, body: session_api.GiveReward) -> session_api.SessionStatus:
         return self._call(calls.give_reward(session_id, body))
 
-    def finish_session(self, session_id: str, body: FinishSession) -> SessionFinished:
+    def finish_session(self, session_id: str, body: session_api.FinishSession) -> session_api.SessionFinished:
         return self._call(calls.finish_session(session_id, body))
 
-    def abort_session(self, session_id: str) -> SessionStatus:
+    def abort_session(self, session_id: str) -> session_api.SessionStatus:
         return self._call(calls.abort_session(session_id))
 
-    def heartbeat(self, session_id: str) -> SessionStatus:
+    def heartbeat(self, session_id: str) -> session_api.SessionStatus:
         return self._call(calls.heartbeat(session_id))
 
     def delete_session(self, session_id: str) -> None:
         self._call(calls.delete_session(session_id))
 
-    def trajectory_tokens(self, session_id: str) -> TrajectoryTokens:
+    def trajectory_tokens(self, session_id: str) -> session_api.TrajectoryTokens:
         return self._call(calls.trajectory_tokens(session_id))
 
-    def trajectory_messages(self, session_id: str) -> TrajectoryMessages:
+    def trajectory_messages(self, session_id: str) -> session_api.TrajectoryMessages:
         return self._call(calls.trajectory_messages(session_id))
 
-    def trajectories(self, after: str = "", *, limit: int = 100, wait_s: float = 0.0) -> TrajectoryPage:
+    def trajectories(self, after: str = "", *, limit: int = 100, wait_s: float = 0.0) -> session_api.TrajectoryPage:
         return self._call(calls.trajectories(after, limit, wait_s))
 
     def _call(self, call: Call[AnswerT], patience_s: float | None = None) -> AnswerT:

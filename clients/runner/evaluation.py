@@ -10,7 +10,6 @@ import structlog
 from pydantic import BaseModel
 
 from clients.environments.base import AnyEnvironment, Ended, Problem
-from clients.rollout.client import RolloutClient
 from clients.rollout.server_pool import ServerPool
 from clients.rollout.transport import ServerUnreachableError
 from clients.runner.agent_episodes import EpisodeLimits, Lost, open_group
@@ -76,7 +75,8 @@ async def _play(
     for attempt in range(ATTEMPTS):
         client = await pool.choose()
         try:
-            played = await _play_once(client, environment, problems, opening, limits)
+            group = await open_group(client, opening)
+            played = await evaluate_group(client, environment, group, problems, sampling, limits)
         except (ServerUnreachableError, NotReadyError, CapacityError, GroupLostError) as error:
             if attempt + 1 == ATTEMPTS or (isinstance(error, GroupLostError) and error.cause == "environment"):
                 raise
@@ -87,17 +87,6 @@ async def _play(
             continue
         return [_unsolved(one) if isinstance(one, Lost) else one for one in played]
     raise AssertionError("unreachable: the last attempt returns or raises")
-
-
-async def _play_once(
-    client: RolloutClient,
-    environment: AnyEnvironment,
-    problems: list[Problem],
-    opening: OpenGroup,
-    limits: EpisodeLimits,
-) -> list[Played | Lost]:
-    group = await open_group(client, opening)
-    return await evaluate_group(client, environment, group, problems, opening.sampling, limits)
 
 
 def _unsolved(lost: Lost) -> Played:

@@ -10,30 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from services.security.tls import PUBLIC, Trust
+from services.wire import weights_api
 from services.wire.error_answer import typed_error
 from services.wire.errors import DeadlineError, RollmeshError, WireError
-from services.wire.weights_api import (
-    SETTLED,
-    EnginesView,
-    FleetAnswer,
-    PauseMode,
-    PauseOrder,
-    PushSnapshot,
-    RollbackOrder,
-    RollbackView,
-    UpdateView,
-    VerifyOrder,
-    VerifyView,
-    VersionsView,
-    WeightEvent,
-)
 
 CALL_TIMEOUT_S = 30.0
 SNAPSHOT_TIMEOUT_S = 600.0
@@ -65,67 +50,65 @@ class WeightsClient:
     def __enter__(self) -> WeightsClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         self._http.close()
 
-    def engines(self) -> EnginesView:
-        return self._call(EnginesView, "GET", "/v1/engines")
+    def engines(self) -> weights_api.EnginesView:
+        return self._call(weights_api.EnginesView, "GET", "/v1/engines")
 
-    def versions(self) -> VersionsView:
-        return self._call(VersionsView, "GET", "/v1/versions")
+    def versions(self) -> weights_api.VersionsView:
+        return self._call(weights_api.VersionsView, "GET", "/v1/versions")
 
-    def update(self, version: int) -> UpdateView:
-        return self._call(UpdateView, "GET", f"/v1/updates/{version}")
+    def update(self, version: int) -> weights_api.UpdateView:
+        return self._call(weights_api.UpdateView, "GET", f"/v1/updates/{version}")
 
-    def push(self, folder: str, *, version: int | None = None, hold: bool = False) -> UpdateView:
+    def push(self, folder: str, *, version: int | None = None, hold: bool = False) -> weights_api.UpdateView:
         """Publish a folder of safetensors, an absolute path that bus and engines can read; returns as it begins to stage.
 
         `hold`: stage only, until `commit`.
         """
-        order = PushSnapshot(folder=folder, version=version, hold=hold)
-        return self._call(UpdateView, "POST", "/v1/snapshots", order, timeout_s=SNAPSHOT_TIMEOUT_S)
+        order = weights_api.PushSnapshot(folder=folder, version=version, hold=hold)
+        return self._call(weights_api.UpdateView, "POST", "/v1/snapshots", order, timeout_s=SNAPSHOT_TIMEOUT_S)
 
-    def wait(self, version: int, deadline_s: float) -> UpdateView:
+    def wait(self, version: int, deadline_s: float) -> weights_api.UpdateView:
         """Wait until an update has settled or is held. Raises DeadlineError when it is neither by then."""
         ends = time.monotonic() + deadline_s
         while True:
             wait_s = max(0.0, min(_POLL_S, ends - time.monotonic()))
             path = f"/v1/updates/{version}?wait_s={wait_s:.3f}"
-            view = self._call(UpdateView, "GET", path, timeout_s=wait_s + self._timeout_s)
-            if view.state in SETTLED or view.state == "held":
+            view = self._call(weights_api.UpdateView, "GET", path, timeout_s=wait_s + self._timeout_s)
+            if view.state in weights_api.SETTLED or view.state == "held":
                 return view
             if time.monotonic() >= ends:
                 slow = ", ".join(f"{engine.engine_id} is {engine.state}" for engine in view.engines)
                 raise DeadlineError(f"weight update {version} has not settled after {deadline_s:g} s ({slow})")
 
-    def commit(self, version: int) -> UpdateView:
+    def commit(self, version: int) -> weights_api.UpdateView:
         """Flip a held version, let a stopped roll go on, or offer a withdrawn version again."""
-        return self._call(UpdateView, "POST", f"/v1/updates/{version}/commit")
+        return self._call(weights_api.UpdateView, "POST", f"/v1/updates/{version}/commit")
 
-    def cancel(self, version: int) -> UpdateView:
-        return self._call(UpdateView, "POST", f"/v1/updates/{version}/cancel")
+    def cancel(self, version: int) -> weights_api.UpdateView:
+        return self._call(weights_api.UpdateView, "POST", f"/v1/updates/{version}/cancel")
 
-    def rollback(self, version: int | None = None) -> RollbackView:
+    def rollback(self, version: int | None = None) -> weights_api.RollbackView:
         """Go one version back (to `version`, where the bus does not know it); returns as it begins."""
-        return self._call(RollbackView, "POST", "/v1/rollback", RollbackOrder(version=version))
+        return self._call(weights_api.RollbackView, "POST", "/v1/rollback", weights_api.RollbackOrder(version=version))
 
-    def verify(self, *, canary: bool = True) -> VerifyView:
+    def verify(self, *, canary: bool = True) -> weights_api.VerifyView:
         """Have every engine hash what it serves, and generate a few tokens greedily."""
-        order = VerifyOrder(canary=canary)
-        return self._call(VerifyView, "POST", "/v1/verify", order, timeout_s=SNAPSHOT_TIMEOUT_S)
+        order = weights_api.VerifyOrder(canary=canary)
+        return self._call(weights_api.VerifyView, "POST", "/v1/verify", order, timeout_s=SNAPSHOT_TIMEOUT_S)
 
-    def pause(self, mode: PauseMode = "keep") -> FleetAnswer:
-        return self._call(FleetAnswer, "POST", "/v1/pause", PauseOrder(mode=mode))
+    def pause(self, mode: weights_api.PauseMode = "keep") -> weights_api.FleetAnswer:
+        return self._call(weights_api.FleetAnswer, "POST", "/v1/pause", weights_api.PauseOrder(mode=mode))
 
-    def resume(self) -> FleetAnswer:
-        return self._call(FleetAnswer, "POST", "/v1/resume")
+    def resume(self) -> weights_api.FleetAnswer:
+        return self._call(weights_api.FleetAnswer, "POST", "/v1/resume")
 
-    def watch(self, last_id: str | None = None, *, patience_s: float = 30.0) -> Iterator[WeightEvent]:
+    def watch(self, last_id: str | None = None, *, patience_s: float = 30.0) -> Iterator[weights_api.WeightEvent]:
         """Events as they come, from the oldest that the bus remembers or after `last_id`; without an end.
 
         A broken connection is made again where it broke off. Raises DeadlineError when the bus is away for `patience_s`.
@@ -145,7 +128,7 @@ class WeightsClient:
                 raise DeadlineError(f"{self._url}: no events for {patience_s:g} s")
             time.sleep(_RECONNECT_S)
 
-    def _stream(self, last_id: str | None) -> Iterator[WeightEvent | None]:
+    def _stream(self, last_id: str | None) -> Iterator[weights_api.WeightEvent | None]:
         """One connection's events; None for each sign of life."""
         headers = {} if last_id is None else {"last-event-id": last_id}
         with self._http.stream("GET", "/v1/events", headers=headers, timeout=_SILENCE_S) as response:
@@ -154,7 +137,7 @@ class WeightsClient:
                 self._raise_for(response)
             for line in response.iter_lines():
                 if line.startswith("data: "):
-                    yield _read(WeightEvent, self._url, line.removeprefix("data: ").encode())
+                    yield _read(weights_api.WeightEvent, self._url, line.removeprefix("data: ").encode())
                 elif line.startswith(":"):
                     yield None
 

@@ -30,19 +30,11 @@ from services.gateway.upstream import TryFailedError, error_detail, rest_refused
 from services.host.aio import first_failure
 from services.http.app import DONE
 from services.policies.continuation import Versions, joined_versions, rest_of
+from services.wire import vllm_api
 from services.wire.errors import ContextLengthError
 from services.wire.gateway_api import CALL_HEADER
-from services.wire.vllm_api import (
-    Choice,
-    ChunkChoice,
-    GenerateAnswer,
-    GenerateChunk,
-    Logprobs,
-    Usage,
-    weight_spans,
-)
 
-_answer = msgspec.json.Decoder(GenerateAnswer)
+_answer = msgspec.json.Decoder(vllm_api.GenerateAnswer)
 
 
 @dataclass
@@ -89,7 +81,9 @@ class StatelessCalls:
         await agent.begin(got.status, got.headers)
         await agent.end(got.body)
 
-    async def _resumed(self, call: ProxiedCall, asked: Call, sampled: Choice, server_id: str) -> Choice:
+    async def _resumed(
+        self, call: ProxiedCall, asked: Call, sampled: vllm_api.Choice, server_id: str
+    ) -> vllm_api.Choice:
         """The sample, resumed until it ends by itself; `server_id`: who broke it off."""
         while sampled.finish_reason == "abort":
             left = rest_call(asked, sampled)
@@ -104,7 +98,9 @@ class StatelessCalls:
             server_id = got.server.name
         return sampled
 
-    async def _ask(self, call: ProxiedCall, sampled: Choice | None = None, apart_from: Collection[str] = ()) -> _Whole:
+    async def _ask(
+        self, call: ProxiedCall, sampled: vllm_api.Choice | None = None, apart_from: Collection[str] = ()
+    ) -> _Whole:
         got: list[_Whole] = []
 
         async def keep(server: Server, response: ClientResponse) -> None:
@@ -159,7 +155,7 @@ def _decode(body: bytes) -> Call:
     return decoded if isinstance(decoded, dict) else {}
 
 
-_chunk = msgspec.json.Decoder(GenerateChunk)
+_chunk = msgspec.json.Decoder(vllm_api.GenerateChunk)
 _encoder = msgspec.json.Encoder()
 _END = b"data: [DONE]"
 _DATA = b"data: "
@@ -180,7 +176,7 @@ class StatelessStream:
         self._wants_usage = bool(options.get("include_usage"))
         self._agent = agent
         self._request_id = ""
-        self._sampled = ChunkChoice(index=0, token_ids=[], policy_versions=[])
+        self._sampled = vllm_api.ChunkChoice(index=0, token_ids=[], policy_versions=[])
         self._earlier = 0
         """Tokens that other servers sampled before the one that generates now."""
 
@@ -228,14 +224,14 @@ class StatelessStream:
     async def close(self, reason: Literal["stop", "length"]) -> None:
         """End the stream, since all tokens have come."""
         versions = self._sampled.policy_versions
-        last = ChunkChoice(index=0, token_ids=[], finish_reason=reason, policy_versions=versions)
+        last = vllm_api.ChunkChoice(index=0, token_ids=[], finish_reason=reason, policy_versions=versions)
         if self._asked["sampling_params"].get("logprobs") is not None:
-            last.logprobs = Logprobs([])
-        last.weight_versions = weight_spans(versions, len(self._sampled.token_ids))
-        chunks = [GenerateChunk(request_id=self._request_id, choices=[last])]
+            last.logprobs = vllm_api.Logprobs([])
+        last.weight_versions = vllm_api.weight_spans(versions, len(self._sampled.token_ids))
+        chunks = [vllm_api.GenerateChunk(request_id=self._request_id, choices=[last])]
         if self._wants_usage:
             spent = usage(self._prompt_tokens, [self._sampled])
-            chunks.append(GenerateChunk(request_id=self._request_id, choices=[], usage=spent))
+            chunks.append(vllm_api.GenerateChunk(request_id=self._request_id, choices=[], usage=spent))
         await self._agent.end(b"".join(_event(chunk) for chunk in chunks) + DONE)
 
     async def _take_refusal(self, response: ClientResponse) -> None:
@@ -266,14 +262,14 @@ class StatelessStream:
                 piece.finish_reason = piece.policy_versions = piece.weight_versions = None
             elif piece.finish_reason is not None:
                 piece.policy_versions = self._sampled.policy_versions
-                piece.weight_versions = weight_spans(piece.policy_versions, len(self._sampled.token_ids))
+                piece.weight_versions = vllm_api.weight_spans(piece.policy_versions, len(self._sampled.token_ids))
         chunk.request_id = self._request_id
         if chunk.usage is not None:
             chunk.usage = usage(self._prompt_tokens, [self._sampled])
         says_nothing = aborted and not any(piece.token_ids for piece in chunk.choices)
         return b"" if says_nothing else _event(chunk), aborted
 
-    def _extend(self, piece: ChunkChoice) -> None:
+    def _extend(self, piece: vllm_api.ChunkChoice) -> None:
         sampled, count = self._sampled, len(self._sampled.token_ids)
         sampled.token_ids += piece.token_ids
         if piece.token_ids:
@@ -282,7 +278,7 @@ class StatelessStream:
             sampled.policy_versions = known_versions(sampled.policy_versions, count, starts)
 
 
-def _event(chunk: GenerateChunk) -> bytes:
+def _event(chunk: vllm_api.GenerateChunk) -> bytes:
     return _DATA + _encoder.encode(chunk) + b"\n\n"
 
 
@@ -296,7 +292,7 @@ def asks_for_one(call: Call) -> bool:
     return isinstance(sampling, dict) and sampling.get("n", 1) == 1 and isinstance(call.get("token_ids"), list)
 
 
-def rest_call(call: Call, sampled: Choice) -> Call | None:
+def rest_call(call: Call, sampled: vllm_api.Choice) -> Call | None:
     """The call for the rest of one sample; None where `sampled` has all the tokens that were asked for."""
     sampling = {**call["sampling_params"], "n": 1}
     rest = rest_of(
@@ -325,24 +321,24 @@ def rest_call(call: Call, sampled: Choice) -> Call | None:
     return left
 
 
-def join(sampled: Choice, more: Choice) -> Choice:
+def join(sampled: vllm_api.Choice, more: vllm_api.Choice) -> vllm_api.Choice:
     """One sample of two parts that follow each other; `more` says how it ends."""
     versions = known_versions(sampled.policy_versions, len(sampled.token_ids), more.policy_versions)
     token_ids = [*sampled.token_ids, *more.token_ids]
-    return Choice(
+    return vllm_api.Choice(
         index=sampled.index,
         token_ids=token_ids,
         logprobs=_joined_logprobs(sampled, more),
         finish_reason=more.finish_reason,
         stop_reason=more.stop_reason,
-        weight_versions=weight_spans(versions, len(token_ids)),
+        weight_versions=vllm_api.weight_spans(versions, len(token_ids)),
         policy_versions=versions,
     )
 
 
-def ended(sampled: Choice, reason: Literal["stop", "length"]) -> Choice:
+def ended(sampled: vllm_api.Choice, reason: Literal["stop", "length"]) -> vllm_api.Choice:
     """The sample as it is, whole."""
-    return join(sampled, Choice(index=sampled.index, token_ids=[], finish_reason=reason, policy_versions=[]))
+    return join(sampled, vllm_api.Choice(index=sampled.index, token_ids=[], finish_reason=reason, policy_versions=[]))
 
 
 def known_versions(earlier: Versions | None, count: int, more: Versions | None) -> list[tuple[int, int]] | None:
@@ -352,14 +348,14 @@ def known_versions(earlier: Versions | None, count: int, more: Versions | None) 
     return None if earlier is None or more is None else joined_versions(earlier, count, more)
 
 
-def usage(prompt_tokens: int, samples: Sequence[Choice]) -> Usage:
+def usage(prompt_tokens: int, samples: Sequence[vllm_api.Choice]) -> vllm_api.Usage:
     """Of the whole answer, as if it had been sampled in one go."""
     sampled = sum(len(sample.token_ids) for sample in samples)
-    return Usage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens + sampled, completion_tokens=sampled)
+    return vllm_api.Usage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens + sampled, completion_tokens=sampled)
 
 
-def _joined_logprobs(sampled: Choice, more: Choice) -> Logprobs | None:
+def _joined_logprobs(sampled: vllm_api.Choice, more: vllm_api.Choice) -> vllm_api.Logprobs | None:
     if sampled.logprobs is None and more.logprobs is None:
         return None
     parts = [part.logprobs.content for part in (sampled, more) if part.logprobs is not None]
-    return Logprobs([entry for part in parts for entry in part])
+    return vllm_api.Logprobs([entry for part in parts for entry in part])

@@ -1,4 +1,4 @@
-"""Atomic creation of folders (written under a temporary name, then renamed), tailing files, shared-memory files.
+"""Atomic creation of folders and files (written under a temporary name, then renamed), tailing files, shared-memory files.
 
     .making-<host>-<pid>-<random>/ ──write──► fsync ──rename──► name/
 
@@ -51,6 +51,13 @@ def writing(path: Path) -> Iterator[None]:
         raise UsageError(
             f"cannot write {path} ({error.strerror or error})", "free disk space, or correct its permissions"
         ) from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file atomically: a reader never sees a part of it."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 def remove_unfinished(parent: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import structlog
@@ -24,57 +24,21 @@ MIN_FREE_BYTES = 256 << 20
 """A run of the tiny policy writes about 20 MB; with less than this left a run is not begun."""
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    root: Path
-
-    @property
-    def config(self) -> Path:
-        return self.root / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.root / "samples.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def curves(self) -> Path:
-        return self.root / "curves.png"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.root / "evaluation.json"
-
-    @property
-    def trainer_report(self) -> Path:
-        return self.root / "trainer_report.json"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def demonstrations(self) -> Path:
-        return self.root / "demonstrations"
-
-    @property
-    def redis(self) -> Path:
-        return self.root / "redis"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.toml"
+        self.metrics = root / "metrics.jsonl"
+        self.samples = root / "samples.jsonl"
+        self.logs = root / "logs"
+        self.checkpoints = root / "checkpoints"
+        self.curves = root / "curves.png"
+        self.summary = root / "summary.json"
+        self.evaluation = root / "evaluation.json"
+        self.trainer_report = root / "trainer_report.json"
+        self.model = root / "model"
+        self.demonstrations = root / "demonstrations"
+        self.redis = root / "redis"
 
 
 def make_run_folder(root: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> RunFolder:
@@ -134,35 +98,30 @@ _POLL_S = 0.02
 
 async def wait_for_model(path: Path, deadline_s: float) -> None:
     """Wait for a model folder that another process is making. Raises DeadlineError after `deadline_s` seconds."""
-    if is_complete(path):
-        return
-    _log.info("waiting", waiting_for=f"the model folder {path}")
-    ends = time.monotonic() + deadline_s
-    while not is_complete(path):
-        if time.monotonic() > ends:
-            raise _late(path, deadline_s)
-        await asyncio.sleep(_POLL_S)
+    for pause_s in _pauses_until_complete(path, deadline_s):
+        await asyncio.sleep(pause_s)
 
 
 def wait_for_model_blocking(path: Path, deadline_s: float) -> None:
     """As `wait_for_model`, for code that has no event loop."""
+    for pause_s in _pauses_until_complete(path, deadline_s):
+        time.sleep(pause_s)
+
+
+def _pauses_until_complete(path: Path, deadline_s: float) -> Iterator[float]:
     if is_complete(path):
         return
     _log.info("waiting", waiting_for=f"the model folder {path}")
     ends = time.monotonic() + deadline_s
     while not is_complete(path):
         if time.monotonic() > ends:
-            raise _late(path, deadline_s)
-        time.sleep(_POLL_S)
+            raise DeadlineError(
+                f"no model appeared in {path} within {deadline_s:g} s",
+                "give --model a Hugging Face folder, or see what became of the warm start",
+            )
+        yield _POLL_S
 
 
 def is_complete(path: Path) -> bool:
     """Whether the model folder is complete: it appears by an atomic rename, so one file stands for all."""
     return (path / "config.json").exists()
-
-
-def _late(path: Path, deadline_s: float) -> DeadlineError:
-    return DeadlineError(
-        f"no model appeared in {path} within {deadline_s:g} s",
-        "give --model a Hugging Face folder, or see what became of the warm start",
-    )

@@ -20,14 +20,7 @@ from services.observability.catalog import SERVICE_BUILD, SERVICE_NOT_READY
 from services.observability.metrics import CONTENT_TYPE, Metrics, Reading
 from services.security.permissions import require_loopback
 from services.security.tls import Identity
-from services.wire.errors import (
-    BodyTooLargeError,
-    CapacityError,
-    HeldElsewhereError,
-    RollmeshError,
-    SessionConcludedError,
-    UsageError,
-)
+from services.wire import errors
 from services.wire.gateway_api import OWNER_URL_HEADER
 from services.wire.rollout_api import ErrorBody, ErrorDetail
 
@@ -85,14 +78,14 @@ def make_app(
         """For Prometheus (`services.observability.catalog`)."""
         return Response(figures.render(), media_type=CONTENT_TYPE)
 
-    @app.exception_handler(RollmeshError)
-    async def on_typed_error(_: Request, error: RollmeshError) -> JSONResponse:
+    @app.exception_handler(errors.RollmeshError)
+    async def on_typed_error(_: Request, error: errors.RollmeshError) -> JSONResponse:
         return error_answer(error)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(_: Request, error: HTTPException) -> JSONResponse:
         """Errors of the framework: unknown paths, methods, bodies that are not JSON."""
-        if isinstance(error.__cause__, RollmeshError):
+        if isinstance(error.__cause__, errors.RollmeshError):
             # Raised while the body was read, such as for its size: the framework takes it for one that is no JSON.
             return error_answer(error.__cause__)
         kind = "not_found_error" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_request_error"
@@ -125,15 +118,15 @@ def declared_errors(meanings: Mapping[int, str]) -> dict[int | str, dict[str, An
     return declared | {first: {"description": meanings[first], "model": ErrorBody}}
 
 
-def error_answer(error: RollmeshError) -> JSONResponse:
+def error_answer(error: errors.RollmeshError) -> JSONResponse:
     """The response for `error`, with `Retry-After` (whole seconds) where a retry makes sense."""
     headers = None
-    if isinstance(error, CapacityError):
+    if isinstance(error, errors.CapacityError):
         headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
-    elif isinstance(error, SessionConcludedError):
+    elif isinstance(error, errors.SessionConcludedError):
         # OpenAI's clients send a conflict again, with pauses, unless they are told that it is for good.
         headers = {"x-should-retry": "false"}
-    elif isinstance(error, HeldElsewhereError):
+    elif isinstance(error, errors.HeldElsewhereError):
         headers = {OWNER_URL_HEADER: error.owner_url}
     detail = ErrorDetail(message=str(error), type=error.kind, code=error.code)
     return _error(error.status, detail, headers)
@@ -159,7 +152,7 @@ def open_port(host: str, port: int, *, lacking: Sequence[str] = ("any",)) -> soc
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise UsageError(
+        raise errors.UsageError(
             f"cannot listen on {host}:{port} ({error.strerror})",
             "choose another port, or stop the process that uses it",
         ) from error
@@ -176,12 +169,12 @@ class Stop:
     def __init__(self) -> None:
         self.on_stop: Callable[[], None] = lambda: None
         self._request: Callable[[], None] = lambda: None
-        self.failure: RollmeshError | None = None
+        self.failure: errors.RollmeshError | None = None
 
     def attach(self, request: Callable[[], None]) -> None:
         self._request = request
 
-    def fail(self, failure: RollmeshError) -> None:
+    def fail(self, failure: errors.RollmeshError) -> None:
         """End the service; `serve` raises `failure` once everything is closed."""
         self.failure = self.failure or failure
         self._request()
@@ -252,7 +245,7 @@ DONE = b"data: [DONE]\n\n"
 """The event that ends a stream of server-sent events, in OpenAI's API and in vLLM's."""
 
 
-def error_event(error: RollmeshError) -> bytes:
+def error_event(error: errors.RollmeshError) -> bytes:
     """The server-sent event that reports a failure after the stream has begun."""
     return b"data: " + bytes(error_answer(error).body) + b"\n\n"
 
@@ -277,11 +270,11 @@ class BodyLimit:
         async def receive_some() -> Message:
             nonlocal read
             if declared.isdigit() and int(declared) > self._limit_bytes:
-                raise BodyTooLargeError(self._limit_bytes)
+                raise errors.BodyTooLargeError(self._limit_bytes)
             message = await receive()
             read += len(message.get("body", b""))
             if read > self._limit_bytes:
-                raise BodyTooLargeError(self._limit_bytes)
+                raise errors.BodyTooLargeError(self._limit_bytes)
             return message
 
         await self._app(scope, receive_some, send)

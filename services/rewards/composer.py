@@ -13,15 +13,7 @@ from functools import partial
 import structlog
 
 from services.config.rewards import RewardComponent, RewardSettings
-from services.policies.rewards import (
-    Composed,
-    Failure,
-    NotComposed,
-    RewardFailure,
-    Term,
-    compose,
-    describe_formula,
-)
+from services.policies import rewards
 from services.rewards.component import Score, Scorer
 from services.rewards.function_component import FunctionScorer
 from services.rewards.metrics import RewardMetrics
@@ -40,7 +32,7 @@ class Judge:
     def __init__(self, settings: RewardSettings, metrics: RewardMetrics, trust: Trust = PUBLIC) -> None:
         self._settings, self._trust = settings, trust
         self._metrics = metrics
-        self._terms = [Term(each.name, each.weight, each.substitute) for each in settings.components]
+        self._terms = [rewards.Term(each.name, each.weight, each.substitute) for each in settings.components]
         self._scorers: Mapping[str, Scorer] = {each.name: self._make(each) for each in settings.components}
         self._deadlines = {each.name: each.deadline_s for each in settings.components}
 
@@ -52,7 +44,7 @@ class Judge:
 
     @property
     def formula(self) -> str:
-        return describe_formula(self._settings.combine, self._terms)
+        return rewards.describe_formula(self._settings.combine, self._terms)
 
     def components(self) -> list[str]:
         """Each component in words."""
@@ -74,7 +66,7 @@ class Judge:
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from failed
 
-    async def judge(self, sample: Sample) -> Composed | NotComposed:
+    async def judge(self, sample: Sample) -> rewards.Composed | rewards.NotComposed:
         """Raises CapacityError, with nothing begun, while too many samples wait for a component."""
         full = [name for name, scorer in self._scorers.items() if scorer.full]
         if full:
@@ -84,9 +76,9 @@ class Judge:
         # No await until all have it: else another call could fill one of them in between.
         futures = {name: scorer.submit(sample) for name, scorer in self._scorers.items()}
         scores = await asyncio.gather(*(self._within_deadline(name, future) for name, future in futures.items()))
-        judged = compose(self._settings.combine, self._terms, dict(zip(futures, scores, strict=True)))
+        judged = rewards.compose(self._settings.combine, self._terms, dict(zip(futures, scores, strict=True)))
         self._metrics.count(judged)
-        if isinstance(judged, NotComposed):
+        if isinstance(judged, rewards.NotComposed):
             _log.warning(
                 "no reward",
                 task=sample.task,
@@ -94,7 +86,7 @@ class Judge:
                 cause=judged.failure.cause,
                 why=judged.failure.what,
             )
-        for name, cause in ({} if isinstance(judged, NotComposed) else judged.substituted).items():
+        for name, cause in ({} if isinstance(judged, rewards.NotComposed) else judged.substituted).items():
             _log.debug("reward component substituted", task=sample.task, component=name, cause=cause)
         return judged
 
@@ -105,7 +97,7 @@ class Judge:
             async with asyncio.timeout(deadline_s):
                 return await future
         except TimeoutError:
-            return Failure(RewardFailure.LATE, f"no value within {deadline_s:g} s, waiting included")
+            return rewards.Failure(rewards.RewardFailure.LATE, f"no value within {deadline_s:g} s, waiting included")
         finally:
             self._metrics.component_took(name, loop.time() - began)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from services.observability import catalog
 from services.observability.metrics import Metrics
-from services.policies.rewards import Composed, NotComposed, RewardFailure
+from services.policies.rewards import Composed, NotComposed
 
 
 class RewardMetrics:
@@ -26,10 +24,7 @@ class RewardMetrics:
             self._failed.labels(judged.component, judged.failure.cause).inc()
             return
         self._given.inc()
-        self._count_substituted(judged.substituted)
-
-    def _count_substituted(self, substituted: Mapping[str, RewardFailure]) -> None:
-        for component, cause in substituted.items():
+        for component, cause in judged.substituted.items():
             self._substituted.labels(component, cause).inc()
 
     def refused(self) -> None:

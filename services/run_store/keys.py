@@ -2,100 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
 class RunKeys:
-    run_id: str
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.stream = self._key("trajectories")
+        """Stream of encoded trajectories."""
+        self.stream_ids = self._key("stream-ids")
+        """Hash: trajectory id → stream id, so that a repeated publish answers the first id."""
+        self.accounts = self._key("accounts")
+        """Hash of the ledger's counters."""
+        self.dropped = self._key("dropped")
+        """Hash: cause → dropped trajectories."""
+        self.dead = self._key("dead")
+        """Stream of the newest dead letters."""
+        self.lengths = self._key("lengths")
+        """Hash: bucket of lengths → sessions that sampled so many tokens; `total` → tokens of all of them."""
+        self.open_groups = self._key("open-groups")
+        """Hash: group id → who holds it and since when."""
+        self.published_groups = self._key("published-groups")
+        """Hash: open group → how many of its trajectories are in the stream."""
+        self.dropped_groups = self._key("dropped-groups")
+        """Set: groups that count as dropped, so that none does twice."""
+        self.admission_queue = self._key("admission-queue")
+        """Sorted set: groups that wait for admission, by when they were asked for."""
+        self.admission_leases = self._key("admission-leases")
+        """Sorted set: the same groups, by when their servers must have asked again."""
+        self.session_secret = self._key("session-secret")
+        """What the run's session keys are made with."""
+        self.waits = self._key("waits")
+        """Hash: component → what it is waiting for, since when."""
+        self.trainer_status = self._key("trainer-report")
+        """What the trainer tells of its last steps."""
+        self.services = self._key("services")
+        """Hash: service → its record, alive or not."""
+        self.service_heartbeats = self._key("service-heartbeats")
+        """Sorted set: the same services, by when they were last announced (milliseconds, by the clock of Redis)."""
+        self.owners = self._key("owners")
+        """Hash: open group → the incarnation of the server that holds it; empty where one has let go of it."""
 
     def _key(self, name: str) -> str:
         return f"rollmesh:{{{self.run_id}}}:{name}"
-
-    @property
-    def stream(self) -> str:
-        """Stream of encoded trajectories."""
-        return self._key("trajectories")
-
-    @property
-    def stream_ids(self) -> str:
-        """Hash: trajectory id → stream id, so that a repeated publish answers the first id."""
-        return self._key("stream-ids")
-
-    @property
-    def accounts(self) -> str:
-        """Hash of the ledger's counters."""
-        return self._key("accounts")
-
-    @property
-    def dropped(self) -> str:
-        """Hash: cause → dropped trajectories."""
-        return self._key("dropped")
-
-    @property
-    def dead(self) -> str:
-        """Stream of the newest dead letters."""
-        return self._key("dead")
-
-    @property
-    def lengths(self) -> str:
-        """Hash: bucket of lengths → sessions that sampled so many tokens; `total` → tokens of all of them."""
-        return self._key("lengths")
-
-    @property
-    def open_groups(self) -> str:
-        """Hash: group id → who holds it and since when."""
-        return self._key("open-groups")
-
-    @property
-    def published_groups(self) -> str:
-        """Hash: open group → how many of its trajectories are in the stream."""
-        return self._key("published-groups")
-
-    @property
-    def dropped_groups(self) -> str:
-        """Set: groups that count as dropped, so that none does twice."""
-        return self._key("dropped-groups")
-
-    @property
-    def admission_queue(self) -> str:
-        """Sorted set: groups that wait for admission, by when they were asked for."""
-        return self._key("admission-queue")
-
-    @property
-    def admission_leases(self) -> str:
-        """Sorted set: the same groups, by when their servers must have asked again."""
-        return self._key("admission-leases")
-
-    @property
-    def session_secret(self) -> str:
-        """What the run's session keys are made with."""
-        return self._key("session-secret")
-
-    @property
-    def waits(self) -> str:
-        """Hash: component → what it is waiting for, since when."""
-        return self._key("waits")
-
-    @property
-    def trainer_status(self) -> str:
-        """What the trainer tells of its last steps."""
-        return self._key("trainer-report")
-
-    @property
-    def services(self) -> str:
-        """Hash: service → its record, alive or not."""
-        return self._key("services")
-
-    @property
-    def service_heartbeats(self) -> str:
-        """Sorted set: the same services, by when they were last announced (milliseconds, by the clock of Redis)."""
-        return self._key("service-heartbeats")
-
-    @property
-    def owners(self) -> str:
-        """Hash: open group → the incarnation of the server that holds it; empty where one has let go of it."""
-        return self._key("owners")
 
     def group_of(self, session_id: str) -> str:
         """The group of a session."""

@@ -142,7 +142,7 @@ class StatusCollector:
         parts = _Parts()
         async with asyncio.TaskGroup() as tasks:
             listed = tasks.create_task(self._part(parts, "registry", self._registry.services(), list[Listed]()))
-            accounts = tasks.create_task(self._part(parts, "accounts", self._accounts(), None))
+            accounts = tasks.create_task(self._part(parts, "accounts", self._ledger.accounts(), None))
             groups = tasks.create_task(self._part(parts, "open groups", self._groups(), list[SeenGroup]()))
             asking = tasks.create_task(self._part(parts, "admission", self._asking(), 0))
             waits = tasks.create_task(self._part(parts, "waits", read_waits(self._redis, self._run_id), _NO_WAITS))
@@ -163,9 +163,6 @@ class StatusCollector:
         except (RedisError, OSError, msgspec.MsgspecError) as error:
             parts.unread.append(f"{name}: {error}")
         return instead
-
-    async def _accounts(self) -> Accounts | None:
-        return await self._ledger.accounts()
 
     async def _asking(self) -> int:
         return int(await self._redis.zcard(RunKeys(self._run_id).admission_queue))

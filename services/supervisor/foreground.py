@@ -12,12 +12,11 @@ import signal
 from rich.console import Console
 
 from services.config.settings import RunSettings
-from services.host.run_folder import RunFolder
 from services.security.keys import KeyPlaces
 from services.supervisor.live_view import make_view
 from services.supervisor.mesh import Mesh
 from services.supervisor.preflight import preflight
-from services.supervisor.summary import Summary, closing_lines
+from services.supervisor.summary import closing_lines
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -54,9 +53,5 @@ async def _run(settings: RunSettings, keys: KeyPlaces, *, plain: bool) -> int:
                 raise
             view.say("everything has stopped")
             return 128 + received[0]
-    _close(console, folder, summary)
-    return 0
-
-
-def _close(console: Console, folder: RunFolder, summary: Summary) -> None:
     console.print("", *closing_lines(folder, summary), sep="\n", markup=False, highlight=False)
+    return 0

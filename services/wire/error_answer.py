@@ -6,56 +6,39 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from services.wire.errors import (
-    CapacityError,
-    ConcludedError,
-    ConflictError,
-    ContextLengthError,
-    DeadlineError,
-    ForbiddenError,
-    NotFoundError,
-    NotReadyError,
-    RollmeshError,
-    SessionConcludedError,
-    SessionExpiredError,
-    UnauthenticatedError,
-    UnsupportedParameterError,
-    UntrustedError,
-    UsageError,
-    WireError,
-)
+from services.wire import errors
 from services.wire.rollout_api import ErrorBody
 
 
-class PromptTooLongError(ContextLengthError):
+class PromptTooLongError(errors.ContextLengthError):
     """A ContextLengthError as it comes back: the two lengths stand in the server's words only."""
 
     def __init__(self, what: str) -> None:
-        RollmeshError.__init__(self, what)
+        errors.RollmeshError.__init__(self, what)
 
 
-_KINDS: tuple[type[RollmeshError], ...] = (
-    ConcludedError,
-    ConflictError,
-    DeadlineError,
-    ForbiddenError,
-    NotFoundError,
-    NotReadyError,
+_KINDS: tuple[type[errors.RollmeshError], ...] = (
+    errors.ConcludedError,
+    errors.ConflictError,
+    errors.DeadlineError,
+    errors.ForbiddenError,
+    errors.NotFoundError,
+    errors.NotReadyError,
     PromptTooLongError,
-    SessionConcludedError,
-    SessionExpiredError,
-    UnauthenticatedError,
-    UnsupportedParameterError,
-    UntrustedError,
-    UsageError,
-    WireError,
+    errors.SessionConcludedError,
+    errors.SessionExpiredError,
+    errors.UnauthenticatedError,
+    errors.UnsupportedParameterError,
+    errors.UntrustedError,
+    errors.UsageError,
+    errors.WireError,
 )
-_BY_CODE = {kind.code: kind for kind in _KINDS} | {"schema": UsageError}
+_BY_CODE = {kind.code: kind for kind in _KINDS} | {"schema": errors.UsageError}
 
 
 def typed_error(
-    call: str, status: int, retry_after: str | None, content: bytes, more: Iterable[type[RollmeshError]] = ()
-) -> RollmeshError:
+    call: str, status: int, retry_after: str | None, content: bytes, more: Iterable[type[errors.RollmeshError]] = ()
+) -> errors.RollmeshError:
     """What the service meant by answering `call` with the error `status`; a RollmeshError for an answer not of ours.
 
     `retry_after`: that header, in seconds. `more`: further kinds that this service raises, told apart by their `code`.
@@ -63,11 +46,11 @@ def typed_error(
     try:
         detail = ErrorBody.model_validate_json(content).error
     except ValidationError:
-        return RollmeshError(f"{call} answered {status} with {content[:200]!r}, which is no error of ours")
-    if detail.code == CapacityError.code:
-        return CapacityError(f"{call}: {detail.message}", _seconds(retry_after))
+        return errors.RollmeshError(f"{call} answered {status} with {content[:200]!r}, which is no error of ours")
+    if detail.code == errors.CapacityError.code:
+        return errors.CapacityError(f"{call}: {detail.message}", _seconds(retry_after))
     kinds = _BY_CODE | {kind.code: kind for kind in more}
-    return kinds.get(detail.code, RollmeshError)(f"{call} answered {status} ({detail.message})")
+    return kinds.get(detail.code, errors.RollmeshError)(f"{call} answered {status} ({detail.message})")
 
 
 def _seconds(retry_after: str | None) -> float:

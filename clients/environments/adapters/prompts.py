@@ -16,7 +16,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -67,9 +66,7 @@ class Prompts:
         _log.info("answers are judged by", formula=in_force.formula, components=in_force.components)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     def problem(self, split: Split, index: int, seed: int) -> Problem:

@@ -24,7 +24,6 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Any
 
 from clients.environments.adapters.options import values
@@ -75,9 +74,7 @@ class VerifiersEnvironment:
         await self._serving.enter_async_context(self._env.serving())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._serving.aclose()
 
     def problem(self, split: Split, index: int, seed: int) -> Problem:

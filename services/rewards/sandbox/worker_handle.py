@@ -16,17 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from services.policies.rewards import RewardFailure
-from services.rewards.sandbox.protocol import (
-    MAX_REPLY_BYTES,
-    Call,
-    Failed,
-    Limits,
-    Order,
-    Outcome,
-    Refused,
-    Sample,
-    Started,
-)
+from services.rewards.sandbox import protocol
 from services.wire.errors import RollmeshError, UsageError
 
 START_DEADLINE_S = 120.0
@@ -39,8 +29,8 @@ _PASSED_ON = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV",
 _PASSED_ON_PREFIXES = ("LC_", "PYTHON")
 
 AnswerT = TypeVar("AnswerT")
-_started: msgspec.json.Decoder[Started] = msgspec.json.Decoder(Started)
-_outcome: msgspec.json.Decoder[Outcome] = msgspec.json.Decoder(Outcome)
+_started: msgspec.json.Decoder[protocol.Started] = msgspec.json.Decoder(protocol.Started)
+_outcome: msgspec.json.Decoder[protocol.Outcome] = msgspec.json.Decoder(protocol.Outcome)
 
 
 class WorkerLostError(RollmeshError):
@@ -50,7 +40,7 @@ class WorkerLostError(RollmeshError):
 class WorkerProcess:
     """One worker. Made by `start`; `close` it in any case."""
 
-    def __init__(self, process: asyncio.subprocess.Process, limits: Limits) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, limits: protocol.Limits) -> None:
         self._process = process
         self._limits = limits
         self._said = b""
@@ -58,22 +48,22 @@ class WorkerProcess:
         self.not_confined: list[str] = []
 
     @classmethod
-    async def start(cls, function: str, limits: Limits) -> WorkerProcess:
+    async def start(cls, function: str, limits: protocol.Limits) -> WorkerProcess:
         """Raises UsageError for a function that cannot be called, RollmeshError for a worker that does not start."""
         process = await asyncio.create_subprocess_exec(
             *_COMMAND,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            limit=MAX_REPLY_BYTES,
+            limit=protocol.MAX_REPLY_BYTES,
             env=_environ(),
             start_new_session=True,
         )
         worker = cls(process, limits)
         try:
-            order = Order(function=function, folder=str(Path.cwd()), limits=limits)
+            order = protocol.Order(function=function, folder=str(Path.cwd()), limits=limits)
             started = await worker._ask(msgspec.json.encode(order), _started, START_DEADLINE_S)
-            if isinstance(started, Refused):
+            if isinstance(started, protocol.Refused):
                 raise UsageError(started.why, started.remedy)
             worker.not_confined = started.not_confined
         except BaseException:
@@ -81,9 +71,9 @@ class WorkerProcess:
             raise
         return worker
 
-    async def call(self, sample: Sample) -> Outcome:
+    async def call(self, sample: protocol.Sample) -> protocol.Outcome:
         """The outcome of one call. Raises WorkerLostError; that, or cancelling it, leaves a worker to be closed."""
-        return await self._ask(msgspec.json.encode(Call(sample)), _outcome, self._limits.time_s + _GRACE_S)
+        return await self._ask(msgspec.json.encode(protocol.Call(sample)), _outcome, self._limits.time_s + _GRACE_S)
 
     async def close(self) -> None:
         """End the worker, with what it runs."""
@@ -127,9 +117,9 @@ class WorkerProcess:
             self._said = (self._said + piece)[-_TOLD_BYTES:]
 
 
-def lost(error: WorkerLostError) -> Failed:
+def lost(error: WorkerLostError) -> protocol.Failed:
     """What becomes of a call whose worker is lost."""
-    return Failed(RewardFailure.CRASH, str(error))
+    return protocol.Failed(RewardFailure.CRASH, str(error))
 
 
 def _environ() -> dict[str, str]:
