@@ -109,13 +109,13 @@ class ScriptedEngineServer:
         await answer.prepare(request)
         self.in_flight += 1
         try:
-            await self._generate(call, answer)
+            await self._generate_tokens(call, answer)
         finally:
             self.in_flight -= 1
         await answer.write(b"data: [DONE]\n\n")
         return answer
 
-    async def _generate(self, call: dict[str, Any], answer: web.StreamResponse) -> None:
+    async def _generate_tokens(self, call: dict[str, Any], answer: web.StreamResponse) -> None:
         parameters = call["sampling_params"]
         rehearsal = parameters["top_k"] == 1
         logprob = 0.0 if rehearsal and self.processed else -0.5
