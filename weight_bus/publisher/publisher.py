@@ -168,7 +168,10 @@ class Publisher:
 
     def _draft(self, version: int, buffer: int) -> Manifest:
         """The version's manifest without signature and delta; a publisher alone leaves its sources out, too."""
-        owners, buckets = self._alone(buffer) if self._ranks is None else self._with_ranks(self._ranks, version, buffer)
+        if self._ranks is None:
+            owners, buckets = [Owner(total_bytes=self._plan.total_bytes, sources=[])], self._hash(buffer, 0)
+        else:
+            owners, buckets = self._with_ranks(self._ranks, version, buffer)
         draft = Manifest(
             run_id=self._run_id,
             version=version,
@@ -179,9 +182,6 @@ class Publisher:
         )
         check_manifest(draft)
         return draft
-
-    def _alone(self, buffer: int) -> tuple[list[Owner], list[Bucket]]:
-        return [Owner(total_bytes=self._plan.total_bytes, sources=[])], self._hash(buffer, 0)
 
     def _with_ranks(self, ranks: Ranks, version: int, buffer: int) -> tuple[list[Owner], list[Bucket]]:
         parts = [

@@ -58,13 +58,10 @@ class Attachment:
                 run_id,
                 make_readers(transport, file_root=root),
                 key=key,
-                prepare=self._pack,
+                prepare=lambda version: self.packed.pack(version, self.weights.spare),
                 slices=self.weights.slices,
             )
         )
-
-    def _pack(self, version: int) -> None:
-        self.packed.pack(version, self.weights.spare)
 
     def served(self) -> Receiver:
         """The receiver. Raises ConflictError until its readers are started: nothing can be staged yet."""

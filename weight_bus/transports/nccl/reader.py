@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import distributed
 
 from weight_bus.errors import TransportError
 from weight_bus.manifest.manifest import CollectiveSource, Source
@@ -40,7 +39,7 @@ class CollectiveReader:
         self._epoch: _Epoch | None = None
 
     def can_read(self, source: Source) -> bool:
-        return isinstance(source, CollectiveSource) and (source.backend == group.GLOO or _has_nccl(source))
+        return isinstance(source, CollectiveSource) and source.backend in (group.GLOO, group.default_backend())
 
     def read(self, source: Source, offset: int, out: memoryview) -> None:
         if not isinstance(source, CollectiveSource):
@@ -172,7 +171,3 @@ def _await_plan(store: group.Store, epoch: int, ticket: int, deadline: float) ->
     if not (0 < plan.chunk_bytes <= _MAX_CHUNK and plan.start >= 0 and 0 < plan.stall_s <= 3600):
         raise RuntimeError(f"its plan is impossible: {plan}")
     return plan
-
-
-def _has_nccl(source: CollectiveSource) -> bool:
-    return source.backend == group.NCCL and torch.cuda.is_available() and distributed.is_nccl_available()
