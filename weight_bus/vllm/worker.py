@@ -154,7 +154,6 @@ class RollmeshWorker:
 
     def rollmesh_flip(self, version: int, running: int) -> bytes:
         """Serve the staged `version` from the next step on."""
-
         return self._serve(version, running, lambda receiver: receiver.commit(version))
 
     def rollmesh_flip_back(self, version: int, running: int) -> bytes:
