@@ -224,7 +224,9 @@ class RolloutServer:
         self._phase = "waiting for Redis"
         ledger, registry = Ledger(redis, plan.run_id), GroupRegistry()
         base_version = await ledger.begin(self._engine.policy_version)
-        access = Access(await self._session_keys(ledger), self.authorizer)
+        given = plan.keys.session
+        secret = await ledger.session_secret() if given is None else secret_of_run(given, plan.run_id)
+        access = Access(SessionKeys(secret), self.authorizer)
         servers = ServiceRegistry(redis, plan.run_id)
         journal = Journal(
             redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.forget_open
@@ -283,10 +285,6 @@ class RolloutServer:
             finisher=Finisher(registry, publisher, ledger, journal, log, origin),
             log=log,
         )
-
-    async def _session_keys(self, ledger: Ledger) -> SessionKeys:
-        given = self.plan.keys.session
-        return SessionKeys(await ledger.session_secret() if given is None else secret_of_run(given, self.plan.run_id))
 
     def _record(self, groups: GroupRegistry) -> ServerRecord:
         """What the service registry is told."""

@@ -19,16 +19,7 @@ from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
 from services.run_store.ledger import Ledger
-from services.wire.rollout_api import (
-    EngineReport,
-    FinishGroup,
-    GroupFinished,
-    GroupOpened,
-    OpenGroup,
-    RunState,
-    TakeTurns,
-    TurnsTaken,
-)
+from services.wire import rollout_api
 
 
 def group_routes(
@@ -45,14 +36,14 @@ def group_routes(
     """Routes that environments call. `patience_s`: how long the engine may sample nothing before a turn fails."""
     router = APIRouter(route_class=TypedRoute, tags=["rollout"], responses=ERRORS)
 
-    @router.post("/groups", status_code=201, response_model=GroupOpened)
-    async def open_group(call: OpenGroup, request: Request) -> Response:
+    @router.post("/groups", status_code=201, response_model=rollout_api.GroupOpened)
+    async def open_group(call: rollout_api.OpenGroup, request: Request) -> Response:
         """Open a group. For `train`, waits up to `wait_s` for admission, then answers 429."""
         access().require_agent(request)
         check_taking_calls()
         group = await while_connected(request, opener().open_group(call, call_name(request)))
         return answer(
-            GroupOpened(
+            rollout_api.GroupOpened(
                 group_id=group.group_id,
                 ordinal=group.ordinal,
                 session_ids=list(group.sessions),
@@ -62,8 +53,8 @@ def group_routes(
             status_code=201,
         )
 
-    @router.post("/groups/{group_id}/turns", response_model=TurnsTaken)
-    async def take_turns(group_id: str, call: TakeTurns, request: Request) -> Response:
+    @router.post("/groups/{group_id}/turns", response_model=rollout_api.TurnsTaken)
+    async def take_turns(group_id: str, call: rollout_api.TakeTurns, request: Request) -> Response:
         """Generate one turn in one or more sessions of the group. The call takes effect whole or not at all."""
         access().require_agent(request)
         await takeover().hold_group(group_id)
@@ -82,14 +73,14 @@ def group_routes(
             raise
         return Response(taken, media_type="application/json")
 
-    @router.post("/groups/{group_id}/finish", response_model=GroupFinished)
-    async def finish_group(group_id: str, call: FinishGroup, request: Request) -> Response:
+    @router.post("/groups/{group_id}/finish", response_model=rollout_api.GroupFinished)
+    async def finish_group(group_id: str, call: rollout_api.FinishGroup, request: Request) -> Response:
         """Write the group's trajectories to the stream, exactly once however often this is called."""
         access().require_agent(request)
         name_version(engine.policy_version)
         await takeover().hold_group(group_id)
         stream_ids = await finisher().finish(group_id, call.rewards)
-        return answer(GroupFinished(stream_ids=stream_ids))
+        return answer(rollout_api.GroupFinished(stream_ids=stream_ids))
 
     return router
 
@@ -107,13 +98,13 @@ def report_routes(
     """Routes that tell how the run and this server's engine are doing."""
     router = APIRouter(route_class=TypedRoute, tags=["rollout"], responses=ERRORS)
 
-    @router.get("/run", response_model=RunState)
+    @router.get("/run", response_model=rollout_api.RunState)
     async def read_run(request: Request) -> Response:
         """The run as this server sees it: its version, and whether the run has concluded."""
         access().require_agent(request, "reading")
         accounts = await ledger().accounts()
         return answer(
-            RunState(
+            rollout_api.RunState(
                 run_id=run_id,
                 policy_version=engine.policy_version,
                 concluded=accounts.concluded,
@@ -121,13 +112,13 @@ def report_routes(
             )
         )
 
-    @router.get("/engine", response_model=EngineReport)
+    @router.get("/engine", response_model=rollout_api.EngineReport)
     async def read_engine(request: Request) -> Response:
         """The engine at this moment."""
         access().require_agent(request, "reading")
         status = engine.status()
         return answer(
-            EngineReport(
+            rollout_api.EngineReport(
                 server_id=server_id,
                 name=status.name,
                 policy_version=status.policy_version,

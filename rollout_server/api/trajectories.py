@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -17,12 +17,11 @@ from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.access import Access
 from rollout_server.sessions.capture import Node, leaves
 from rollout_server.sessions.group import Ended, Group, GroupRegistry
-from rollout_server.sessions.session import Session
+from rollout_server.sessions.session import Session, SessionEnd
 from services.run_store.ledger import Ledger
 from services.run_store.stream import StreamEntry, TrajectoryLog
 from services.wire.errors import NotFoundError, NotReadyError, SessionConcludedError
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
-from services.wire.rollout_api import Purpose
 from services.wire.session_api import (
     GroupState,
     SegmentTokens,
@@ -48,7 +47,6 @@ def trajectory_routes(
     ledger: Ready[Ledger],
     log: Ready[TrajectoryLog],
 ) -> APIRouter:
-    """Routes that only read."""
     router = APIRouter(tags=["sessions"], responses=ERRORS)
 
     @router.get("/sessions/{session_id}/trajectory")
@@ -79,11 +77,11 @@ def trajectory_routes(
         await takeover().hold_group(group_id)
         group = groups().get_open(group_id)
         if group is not None:
-            return _open_state(group)
+            return _state(group_id, group, group.sessions.values())
         ended = groups().find_ended(group_id)
         if ended is None:
             raise NotFoundError(f"no group {group_id!r} on this server", "it never was here, or ended long ago")
-        return _ended_state(group_id, ended)
+        return _state(group_id, ended, ended.siblings)
 
     @router.get("/trajectories")
     async def read_trajectories(
@@ -113,34 +111,21 @@ async def _entries(log: TrajectoryLog, after: str, limit: int) -> list[StreamEnt
         raise NotReadyError(f"the stream cannot be read ({error})", "try again") from error
 
 
-def _open_state(group: Group) -> GroupState:
-    known = [
-        SiblingState(session_id=session.session_id, member=session.member, state=session.state)
-        for session in group.sessions.values()
-    ]
-    return _state(group.group_id, group.ordinal, group.size, group.purpose, known)
-
-
-def _ended_state(group_id: str, ended: Ended) -> GroupState:
-    known = [SiblingState(session_id=end.session_id, member=end.member, state=end.state) for end in ended.siblings]
-    return _state(group_id, ended.ordinal, ended.size, ended.purpose, known)
-
-
-def _state(group_id: str, ordinal: int, size: int, purpose: Purpose, known: list[SiblingState]) -> GroupState:
-    never = [SiblingState(session_id=None, member=member, state="missing") for member in range(len(known), size)]
+def _state(group_id: str, group: Group | Ended, sessions: Iterable[Session | SessionEnd]) -> GroupState:
+    known = [SiblingState(session_id=each.session_id, member=each.member, state=each.state) for each in sessions]
+    never = [SiblingState(session_id=None, member=member, state="missing") for member in range(len(known), group.size)]
     siblings = known + never
     return GroupState(
         group_id=group_id,
-        ordinal=ordinal,
-        group_size=size,
-        purpose=purpose,
+        ordinal=group.ordinal,
+        group_size=group.size,
+        purpose=group.purpose,
         siblings=siblings,
         missing=[sibling.member for sibling in siblings if sibling.state != "finished"],
     )
 
 
 def as_tokens(session_id: str, segments: Sequence[Segment]) -> TrajectoryTokens:
-    """Segments as lists of numbers."""
     return TrajectoryTokens(
         session_id=session_id,
         segments=[

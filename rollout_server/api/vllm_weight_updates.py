@@ -14,18 +14,8 @@ from pydantic import JsonValue
 
 from rollout_server.api.typed_route import ERRORS, Ready
 from rollout_server.engines.base import Engine
+from services.wire import vllm_api
 from services.wire.errors import ConflictError, UsageError
-from services.wire.vllm_api import (
-    Checksums,
-    Comparison,
-    FinishWeightUpdate,
-    InitWeightTransfer,
-    Message,
-    UpdateWeights,
-    UpdateWeightVersion,
-    WeightCheck,
-    WeightInfo,
-)
 from services.wire.weights_api import CommitAnswer
 from weight_bus.manifest.manifest import manifest_bytes
 from weight_bus.vllm.protocol import BACKEND
@@ -41,39 +31,41 @@ def weight_update_routes(engine: Ready[Engine], on_commit: Callable[[], None], d
     update = WeightUpdate()
 
     @router.post("/init_weight_transfer_engine")
-    async def init_weight_transfer_engine(call: InitWeightTransfer) -> Message:
+    async def init_weight_transfer_engine(call: vllm_api.InitWeightTransfer) -> vllm_api.Message:
         """Begin; an unfinished update is abandoned. `init_info`: `{"backend": "rollmesh"}`, or empty."""
         engine()
         _check_backend(call.init_info)
         update.init()
-        return Message(message="Weight transfer initialized")
+        return vllm_api.Message(message="Weight transfer initialized")
 
     @router.post("/start_weight_update")
-    async def start_weight_update() -> Message:
+    async def start_weight_update() -> vllm_api.Message:
         engine()
         update.start()
-        return Message(message="Weight update started")
+        return vllm_api.Message(message="Weight update started")
 
     @router.post("/update_weights")
-    async def update_weights(call: UpdateWeights) -> Message:
+    async def update_weights(call: vllm_api.UpdateWeights) -> vllm_api.Message:
         """Pull the manifest's buckets into shadow memory while requests run."""
         await update.update(engine(), manifest_bytes(call.update_info.manifest))
-        return Message(message="Weights updated")
+        return vllm_api.Message(message="Weights updated")
 
     @router.post("/finish_weight_update")
-    async def finish_weight_update(call: Annotated[FinishWeightUpdate | None, Body()] = None) -> Message:
+    async def finish_weight_update(
+        call: Annotated[vllm_api.FinishWeightUpdate | None, Body()] = None,
+    ) -> vllm_api.Message:
         """Serve the staged version from the next decode step on; requests in flight go on under it."""
         report = await update.finish(engine(), call.weight_version if call is not None else None)
         on_commit()
         _log.info("commit", version=report.version, flip_ms=round(report.flip_ms, 3), running=report.requests_in_flight)
-        return Message(message="Weight update finished")
+        return vllm_api.Message(message="Weight update finished")
 
     @router.get("/weight_info")
-    async def weight_info() -> WeightInfo:
-        return WeightInfo(weight_version=str(engine().policy_version))
+    async def weight_info() -> vllm_api.WeightInfo:
+        return vllm_api.WeightInfo(weight_version=str(engine().policy_version))
 
     @router.post("/update_weight_version")
-    async def update_weight_version(call: UpdateWeightVersion) -> Message:
+    async def update_weight_version(call: vllm_api.UpdateWeightVersion) -> vllm_api.Message:
         """Always refused: a version belongs to its bytes."""
         engine()
         raise UsageError(
@@ -82,7 +74,7 @@ def weight_update_routes(engine: Ready[Engine], on_commit: Callable[[], None], d
         )
 
     @router.post("/weight_checker")
-    async def weight_checker(call: WeightCheck) -> Checksums | Comparison:
+    async def weight_checker(call: vllm_api.WeightCheck) -> vllm_api.Checksums | vllm_api.Comparison:
         """Digest of the bytes that are really served, or how it compares. `reset` is refused."""
         served = engine()
         if call.action == "reset":
@@ -91,10 +83,10 @@ def weight_update_routes(engine: Ready[Engine], on_commit: Callable[[], None], d
             raise UsageError("compare needs a baseline", "give what checksum answered")
         checksums = {"root": await served.weights_digest()}
         if call.action == "checksum" or call.baseline is None:
-            return Checksums(checksums=checksums)
+            return vllm_api.Checksums(checksums=checksums)
         baseline = call.baseline
         wrong = sorted(key for key in checksums | baseline if checksums.get(key) != baseline.get(key))
-        return Comparison(match=not wrong, mismatches=wrong)
+        return vllm_api.Comparison(match=not wrong, mismatches=wrong)
 
     return router
 

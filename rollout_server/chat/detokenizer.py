@@ -75,7 +75,6 @@ class TextDecoder:
         return self._show(text)
 
     def feed_all(self, token_ids: Sequence[int]) -> str:
-        """The same for several tokens."""
         if self._table.bytewise:
             return self._utf8.decode(b"".join(map(self._table.bytes_of, token_ids)))
         return "".join(map(self.feed, token_ids))

@@ -224,7 +224,7 @@ class AnswerService:
         """End all calls when the engine, not paused, generates nothing for `patience_s` seconds; until cancelled."""
         while True:
             progress = Progress(self._engine)
-            calling = [session for session in _live(registry) if session.calls_in_flight]
+            calling = [one for group in registry.all_open() for one in group.live if one.calls_in_flight]
             await asyncio.sleep(patience_s)
             if not calling:
                 continue
@@ -279,10 +279,6 @@ def written(context: Context, samples: Sequence[Sample[Piece]]) -> list[NodeReco
         )
         for sample in samples
     ]
-
-
-def _live(registry: GroupRegistry) -> list[Session]:
-    return [session for group in registry.all_open() for session in group.live]
 
 
 SPAN_NAME = "rollout.generate"

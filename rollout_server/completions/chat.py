@@ -17,19 +17,8 @@ from rollout_server.chat.answers import ParsedAnswer
 from rollout_server.chat.messages import message_digest, reasoning_digest, tools_digest
 from rollout_server.chat.renderer import ChatRenderer
 from rollout_server.chat.tokenizer import LONG_TEXT
+from rollout_server.completions import chunks
 from rollout_server.completions.base import AnswerContext, Context, fit, written
-from rollout_server.completions.chunks import (
-    AnswerHead,
-    ChatChunk,
-    ChatChunkChoice,
-    DeltaPart,
-    FunctionPart,
-    LogprobsPart,
-    TokenTexts,
-    ToolCallPart,
-    UsagePart,
-    event,
-)
 from rollout_server.completions.samples import Sample, collect_samples
 from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationRequest
@@ -49,7 +38,7 @@ Rendered = TypeVar("Rendered")
 class ChatCalls:
     """Makes chat completions over one engine. `model`: the name that answers carry."""
 
-    def __init__(self, engine: Engine, chat: ChatRenderer, texts: TokenTexts, model: str) -> None:
+    def __init__(self, engine: Engine, chat: ChatRenderer, texts: chunks.TokenTexts, model: str) -> None:
         self._engine = engine
         self._chat = chat
         self._texts = texts
@@ -78,22 +67,22 @@ class ChatCalls:
             stream=bool(call.stream or call.stop),
             top_logprobs=(call.top_logprobs or 0) if call.logprobs else 0,
         )
-        head = AnswerHead(call_id, answer_context.created, self._model)
-        chunks = ChatChunks(call, head, self._texts, answer) if call.stream else None
+        head = chunks.AnswerHead(call_id, answer_context.created, self._model)
+        stream = ChatChunks(call, head, self._texts, answer) if call.stream else None
         ids = answer_context.tool_call_ids()
         with session.reserving(n * request.sampling.max_tokens):
             samples = await collect_samples(
                 answer_context.generate(request),
                 n,
                 lambda: self._chat.answer_stream(context.token_ids, tools, call.stops, ids()),
-                chunks.piece if chunks is not None else None,
+                stream.piece if stream is not None else None,
             )
             # Captured only once a client listens: this one, or its retry.
             await answer.heard()
         finished = [sample.reader.finish() for sample in samples]  # type: ignore[attr-defined]
         parsed = [whole for _, whole in finished]
-        if chunks is not None:
-            chunks.close(samples, finished, context.token_ids)
+        if stream is not None:
+            stream.close(samples, finished, context.token_ids)
         else:
             answer.stage(whole_chat(self._texts, head, call, samples, parsed, context.token_ids))
         said = self._said(session, messages, context, parsed)
@@ -149,8 +138,8 @@ _TOKEN_FIELDS: Any = {"prompt_token_ids": True, "choices": {"__all__": {"token_i
 
 
 def whole_chat(
-    texts: TokenTexts,
-    head: AnswerHead,
+    texts: chunks.TokenTexts,
+    head: chunks.AnswerHead,
     call: ChatCall,
     samples: Sequence[Sample[AnswerDelta]],
     answers: Sequence[ParsedAnswer],
@@ -172,7 +161,7 @@ def whole_chat(
                 sample.top_logprobs,
                 as_ids=bool(call.return_tokens_as_token_ids),
             )
-            choice.logprobs = ChatLogprobs.model_validate(LogprobsPart(entries), from_attributes=True)
+            choice.logprobs = ChatLogprobs.model_validate(chunks.LogprobsPart(entries), from_attributes=True)
         if call.return_token_ids:
             choice.token_ids, choice.policy_versions = sample.token_ids, sample.policy_versions
         choices.append(choice)
@@ -192,7 +181,7 @@ def whole_chat(
 class ChatChunks:
     """The events of one streamed chat completion."""
 
-    def __init__(self, call: ChatCall, head: AnswerHead, texts: TokenTexts, answer: Answer) -> None:
+    def __init__(self, call: ChatCall, head: chunks.AnswerHead, texts: chunks.TokenTexts, answer: Answer) -> None:
         self._call = call
         self._head = head
         self._texts = texts
@@ -218,12 +207,12 @@ class ChatChunks:
         if options is not None and options.include_usage:
             sampled = sum(len(sample.token_ids) for sample in samples)
             usage = self._new([])
-            usage.usage = UsagePart(len(prompt), sampled, len(prompt) + sampled)
-            self._answer.stage(event(usage))
+            usage.usage = chunks.UsagePart(len(prompt), sampled, len(prompt) + sampled)
+            self._answer.stage(chunks.event(usage))
         self._answer.stage(DONE)
 
-    def _new(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        return ChatChunk(self._head.call_id, self._head.created, self._head.model, choices)
+    def _new(self, choices: list[chunks.ChatChunkChoice]) -> chunks.ChatChunk:
+        return chunks.ChatChunk(self._head.call_id, self._head.created, self._head.model, choices)
 
     def _chunk(
         self,
@@ -235,14 +224,17 @@ class ChatChunks:
     ) -> bytes:
         call, first = self._call, sample.index not in self._begun
         self._begun.add(sample.index)
-        calls = [ToolCallPart(one.index, one.id, FunctionPart(one.name, one.arguments)) for one in said.tool_calls]
-        delta = DeltaPart(
+        calls = [
+            chunks.ToolCallPart(one.index, one.id, chunks.FunctionPart(one.name, one.arguments))
+            for one in said.tool_calls
+        ]
+        delta = chunks.DeltaPart(
             role="assistant" if first else None,
             content=said.content or ("" if first and not said.reasoning_content and not calls else None),
             reasoning_content=said.reasoning_content or None,
             tool_calls=calls or None,
         )
-        choice = ChatChunkChoice(sample.index, delta, finish_reason)
+        choice = chunks.ChatChunkChoice(sample.index, delta, finish_reason)
         new = slice(len(sample.token_ids) - grown, None) if grown else slice(0, 0)
         if call.logprobs and grown:
             entries = self._texts.entries(
@@ -251,7 +243,7 @@ class ChatChunks:
                 sample.top_logprobs[new],
                 as_ids=bool(call.return_tokens_as_token_ids),
             )
-            choice.logprobs = LogprobsPart(entries)
+            choice.logprobs = chunks.LogprobsPart(entries)
         if finish_reason is not None:
             choice.stop_reason = sample.stop_reason(call.stop_token_ids)
         chunk = self._new([choice])
@@ -260,7 +252,7 @@ class ChatChunks:
             if finish_reason is not None:
                 choice.policy_versions = sample.policy_versions
                 chunk.prompt_token_ids = prompt if prompt is not None else _UNSET
-        return event(chunk)
+        return chunks.event(chunk)
 
 
 def finish_reason(sample: Sample[AnswerDelta], parsed: ParsedAnswer) -> str:

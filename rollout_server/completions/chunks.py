@@ -112,7 +112,6 @@ class TextChunk(msgspec.Struct):
 
 
 def event(chunk: msgspec.Struct) -> bytes:
-    """One event of the stream."""
     return b"data: " + _encoder.encode(chunk) + b"\n\n"
 
 

@@ -19,16 +19,8 @@ import msgspec
 
 from rollout_server.chat.renderer import ChatRenderer
 from rollout_server.chat.tokenizer import Renderer
+from rollout_server.completions import chunks
 from rollout_server.completions.base import AnswerContext, Context, fit, why_no_prefix, written
-from rollout_server.completions.chunks import (
-    AnswerHead,
-    TextChunk,
-    TextChunkChoice,
-    TextLogprobsPart,
-    TokenTexts,
-    UsagePart,
-    event,
-)
 from rollout_server.completions.samples import Sample, collect_samples
 from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationRequest
@@ -48,7 +40,9 @@ _TOKEN_FIELDS: Any = {"choices": {"__all__": {"token_ids", "policy_versions", "p
 class CompletionCalls:
     """Makes text completions over one engine. `model`: the name that answers carry."""
 
-    def __init__(self, engine: Engine, renderer: Renderer, chat: ChatRenderer, texts: TokenTexts, model: str) -> None:
+    def __init__(
+        self, engine: Engine, renderer: Renderer, chat: ChatRenderer, texts: chunks.TokenTexts, model: str
+    ) -> None:
         self._engine = engine
         self._renderer = renderer
         self._chat = chat
@@ -73,8 +67,8 @@ class CompletionCalls:
         limit = 16 if call.max_tokens is None else call.max_tokens  # OpenAI's default for this route
         sampling = choose_sampling(session.terms.sampling, call, limit, (), longest)
         fitted = fit(session, sampling, contexts, n, longest)
-        head = AnswerHead(call_id, answer_context.created, self._model)
-        chunks = TextChunks(call, head, self._texts, answer) if call.stream else None
+        head = chunks.AnswerHead(call_id, answer_context.created, self._model)
+        stream = TextChunks(call, head, self._texts, answer) if call.stream else None
 
         async def sample_one(number: int) -> list[Sample[str]]:
             request = GenerationRequest(
@@ -85,7 +79,7 @@ class CompletionCalls:
                 stream=bool(call.stream or call.stop),
                 top_logprobs=call.logprobs or 0,
             )
-            piece = None if chunks is None else chunks.pieces_of(number * n)
+            piece = None if stream is None else stream.pieces_of(number * n)
             return await collect_samples(
                 answer_context.generate(request, number), n, lambda: self._chat.text_stream(call.stops), piece
             )
@@ -111,8 +105,8 @@ class CompletionCalls:
                 seen = (before + text).encode("utf-8", "replace")
                 nodes.append(msgspec.structs.replace(node, text=(digest_of(seen), len(seen))))
         prompt_tokens = sum(len(context.token_ids) for context in contexts)
-        if chunks is not None:
-            chunks.close(sampled, finished, contexts, prompt_tokens)
+        if stream is not None:
+            stream.close(sampled, finished, contexts, prompt_tokens)
         else:
             said = [[text for _, text in each] for each in finished]
             answer.stage(whole_text(self._texts, head, call, sampled, said, contexts, prompt_tokens))
@@ -152,8 +146,8 @@ def _prompts(call: CompletionCall) -> list[str | list[int]]:
 
 
 def whole_text(
-    texts: TokenTexts,
-    head: AnswerHead,
+    texts: chunks.TokenTexts,
+    head: chunks.AnswerHead,
     call: CompletionCall,
     sampled: Sequence[Sequence[Sample[str]]],
     said: Sequence[Sequence[str]],
@@ -192,7 +186,7 @@ def whole_text(
 class TextChunks:
     """The events of one streamed text completion."""
 
-    def __init__(self, call: CompletionCall, head: AnswerHead, texts: TokenTexts, answer: Answer) -> None:
+    def __init__(self, call: CompletionCall, head: chunks.AnswerHead, texts: chunks.TokenTexts, answer: Answer) -> None:
         self._call = call
         self._head = head
         self._texts = texts
@@ -224,16 +218,16 @@ class TextChunks:
         if self._call.stream_options is not None and self._call.stream_options.include_usage:
             count = _count(sampled)
             usage = self._new([])
-            usage.usage = UsagePart(prompt_tokens, count, prompt_tokens + count)
-            self._answer.stage(event(usage))
+            usage.usage = chunks.UsagePart(prompt_tokens, count, prompt_tokens + count)
+            self._answer.stage(chunks.event(usage))
         self._answer.stage(DONE)
 
-    def _new(self, choices: list[TextChunkChoice]) -> TextChunk:
-        return TextChunk(self._head.call_id, self._head.created, self._head.model, choices)
+    def _new(self, choices: list[chunks.TextChunkChoice]) -> chunks.TextChunk:
+        return chunks.TextChunk(self._head.call_id, self._head.created, self._head.model, choices)
 
     def _chunk(self, number: int, sample: Sample[str], text: str, grown: int, ended: Context | None = None) -> bytes:
         call = self._call
-        choice = TextChunkChoice(number, text)
+        choice = chunks.TextChunkChoice(number, text)
         offset = self._said.get(number, 0)
         self._said[number] = offset + len(text)
         start = len(sample.token_ids) - grown
@@ -246,12 +240,12 @@ class TextChunks:
             choice.stop_reason = sample.stop_reason(call.stop_token_ids)
             if call.return_token_ids:
                 choice.policy_versions, choice.prompt_token_ids = sample.policy_versions, ended.token_ids
-        return event(self._new([choice]))
+        return chunks.event(self._new([choice]))
 
 
 def _text_logprobs(
-    texts: TokenTexts, call: CompletionCall, sample: Sample[str], start: int, offset: int
-) -> TextLogprobsPart:
+    texts: chunks.TokenTexts, call: CompletionCall, sample: Sample[str], start: int, offset: int
+) -> chunks.TextLogprobsPart:
     """Of the tokens from `start` on; `offset`: characters of text before them."""
     as_ids = bool(call.return_tokens_as_token_ids)
     tokens = [texts.text(token, as_ids=as_ids) for token in sample.token_ids[start:]]
@@ -259,7 +253,7 @@ def _text_logprobs(
     top = [
         {texts.text(other, as_ids=as_ids): value for other, value in each} for each in sample.top_logprobs[start:]
     ] or None
-    return TextLogprobsPart(
+    return chunks.TextLogprobsPart(
         tokens=tokens,
         token_logprobs=sample.logprobs[start:],
         top_logprobs=top,

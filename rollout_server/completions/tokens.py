@@ -17,22 +17,10 @@ from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
 from services.http.app import DONE, error_event
 from services.policies.continuation import Versions, joined_versions
+from services.wire import vllm_api
 from services.wire.errors import ContextLengthError, RollmeshError, UnsupportedParameterError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import VersionSpan
-from services.wire.vllm_api import (
-    Choice,
-    ChunkChoice,
-    GenerateAnswer,
-    GenerateCall,
-    GenerateChunk,
-    Logprobs,
-    SampledLogprob,
-    SamplingCall,
-    TokenLogprob,
-    Usage,
-    weight_spans,
-)
 
 
 class GenerateCalls:
@@ -42,7 +30,7 @@ class GenerateCalls:
         self._engine = engine
         self._model = model
 
-    async def produce(self, call: GenerateCall, answer_context: AnswerContext) -> None:
+    async def produce(self, call: vllm_api.GenerateCall, answer_context: AnswerContext) -> None:
         """Generate and capture the answer to `call`.
 
         Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
@@ -128,7 +116,7 @@ _UNSUPPORTED_SAMPLING = (
 )
 _UNSUPPORTED = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
 _encoder = msgspec.json.Encoder()
-_Choice = TypeVar("_Choice", bound=Choice)
+_Choice = TypeVar("_Choice", bound=vllm_api.Choice)
 
 
 @dataclass(frozen=True)
@@ -144,7 +132,7 @@ class AnswerFields:
     spans: bool = False
 
     @classmethod
-    def of(cls, call: GenerateCall, model: str, eos_token_ids: tuple[int, ...]) -> AnswerFields:
+    def of(cls, call: vllm_api.GenerateCall, model: str, eos_token_ids: tuple[int, ...]) -> AnswerFields:
         options = call.stream_options
         usage = options is not None and bool(options.include_usage)
         return cls(
@@ -158,7 +146,7 @@ class AnswerFields:
         )
 
 
-def to_request(call: GenerateCall, request_id: str, max_model_len: int) -> GenerationRequest:
+def to_request(call: vllm_api.GenerateCall, request_id: str, max_model_len: int) -> GenerationRequest:
     """The engine's request. Raises UnsupportedParameterError, and ContextLengthError for a prompt that leaves no room."""
     _refuse_unsupported(call)
     room = max_model_len - len(call.token_ids)
@@ -181,15 +169,15 @@ def to_request(call: GenerateCall, request_id: str, max_model_len: int) -> Gener
 
 def full_answer(
     request: GenerationRequest, samples: Sequence[GenerationDelta], fields: AnswerFields, created: int
-) -> GenerateAnswer:
+) -> vllm_api.GenerateAnswer:
     """The answer in one piece. `samples`: one whole delta a sample (`engines.base.collect`); `created`: Unix seconds."""
     sampled = sum(len(sample.token_ids) for sample in samples)
-    return GenerateAnswer(
+    return vllm_api.GenerateAnswer(
         request_id=request.request_id,
         created=created,
         model=fields.model,
         choices=[
-            _choice(Choice, request, sample, fields, _starts(sample.versions), len(sample.token_ids))
+            _choice(vllm_api.Choice, request, sample, fields, _starts(sample.versions), len(sample.token_ids))
             for sample in samples
         ],
         usage=_usage(len(request.prompt_token_ids), sampled),
@@ -197,8 +185,7 @@ def full_answer(
     )
 
 
-def encode_answer(body: GenerateAnswer) -> bytes:
-    """JSON."""
+def encode_answer(body: vllm_api.GenerateAnswer) -> bytes:
     return _encoder.encode(body)
 
 
@@ -221,10 +208,10 @@ class StreamEncoder:
         self._versions[delta.index] = versions
         self._sampled[delta.index] = sampled = before + len(delta.token_ids)
         whole = versions if delta.finish_reason is not None else None
-        choice = _choice(ChunkChoice, self._request, delta, self._fields, whole, sampled)
+        choice = _choice(vllm_api.ChunkChoice, self._request, delta, self._fields, whole, sampled)
         if self._fields.spans:
             choice.version_spans = delta.versions
-        body = GenerateChunk(request_id=self._request.request_id, choices=[choice])
+        body = vllm_api.GenerateChunk(request_id=self._request.request_id, choices=[choice])
         if self._prompt_due:
             body.prompt_token_ids, self._prompt_due = self._request.prompt_token_ids, False
         if self._fields.usage_always:
@@ -236,7 +223,7 @@ class StreamEncoder:
         if not self._fields.usage:
             return DONE
         usage = _usage(len(self._request.prompt_token_ids), sum(self._sampled))
-        body = GenerateChunk(request_id=self._request.request_id, choices=[], usage=usage)
+        body = vllm_api.GenerateChunk(request_id=self._request.request_id, choices=[], usage=usage)
         return _event(_encoder.encode(body)) + DONE
 
     def failure(self, error: RollmeshError) -> bytes:
@@ -244,7 +231,7 @@ class StreamEncoder:
         return error_event(error) + DONE
 
 
-def _refuse_unsupported(call: GenerateCall) -> None:
+def _refuse_unsupported(call: vllm_api.GenerateCall) -> None:
     found = [name for name in _UNSUPPORTED if getattr(call, name) is not None]
     for name in _UNSUPPORTED_SAMPLING:
         value = getattr(call.sampling_params, name)
@@ -257,7 +244,7 @@ def _refuse_unsupported(call: GenerateCall) -> None:
         raise UnsupportedParameterError(f"{', '.join(found)}: not supported here", "leave it out")
 
 
-def _sampling(asked: SamplingCall, room: int) -> SamplingParams:
+def _sampling(asked: vllm_api.SamplingCall, room: int) -> SamplingParams:
     return SamplingParams(
         max_tokens=room if asked.max_tokens is None else asked.max_tokens,
         temperature=asked.temperature,
@@ -288,7 +275,7 @@ def _choice(
         choice.logprobs = _logprobs(delta, max(fields.logprobs, 1))
     if versions is not None:
         choice.stop_reason = _stop_reason(request, delta, fields.eos_token_ids)
-        choice.weight_versions = weight_spans(versions, sampled)
+        choice.weight_versions = vllm_api.weight_spans(versions, sampled)
         choice.policy_versions = list(versions)
     return choice
 
@@ -300,15 +287,15 @@ def _stop_reason(request: GenerationRequest, delta: GenerationDelta, eos_token_i
     return None if last in eos_token_ids and not request.sampling.ignore_eos else last
 
 
-def _logprobs(delta: GenerationDelta, entries: int) -> Logprobs:
+def _logprobs(delta: GenerationDelta, entries: int) -> vllm_api.Logprobs:
     if delta.top_logprobs is None:
         content = []
         for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True):
             name = f"token_id:{token}"
-            own = TokenLogprob(name, token, logprob, None)
-            content.append(SampledLogprob(name, token, logprob, None, [own]))
-        return Logprobs(content)
-    return Logprobs(
+            own = vllm_api.TokenLogprob(name, token, logprob, None)
+            content.append(vllm_api.SampledLogprob(name, token, logprob, None, [own]))
+        return vllm_api.Logprobs(content)
+    return vllm_api.Logprobs(
         [
             _with_alternatives(token, logprob, likeliest, entries)
             for token, logprob, likeliest in zip(delta.token_ids, delta.logprobs, delta.top_logprobs, strict=True)
@@ -318,7 +305,7 @@ def _logprobs(delta: GenerationDelta, entries: int) -> Logprobs:
 
 def _with_alternatives(
     token: int, logprob: float, likeliest: Sequence[tuple[int, float]], entries: int
-) -> SampledLogprob:
+) -> vllm_api.SampledLogprob:
     """In vLLM's order: the sampled token first, then the others by rank, `entries` in all."""
     rank = None
     others = []
@@ -326,17 +313,19 @@ def _with_alternatives(
         if other == token:
             rank = place
         else:
-            others.append(TokenLogprob(f"token_id:{other}", other, chance, place))
+            others.append(vllm_api.TokenLogprob(f"token_id:{other}", other, chance, place))
     name = f"token_id:{token}"
-    return SampledLogprob(name, token, logprob, rank, [TokenLogprob(name, token, logprob, rank), *others][:entries])
+    return vllm_api.SampledLogprob(
+        name, token, logprob, rank, [vllm_api.TokenLogprob(name, token, logprob, rank), *others][:entries]
+    )
 
 
 def _starts(spans: Sequence[VersionSpan]) -> list[tuple[int, int]]:
     return [(span.version, span.start) for span in spans]
 
 
-def _usage(prompt: int, sampled: int) -> Usage:
-    return Usage(prompt_tokens=prompt, total_tokens=prompt + sampled, completion_tokens=sampled)
+def _usage(prompt: int, sampled: int) -> vllm_api.Usage:
+    return vllm_api.Usage(prompt_tokens=prompt, total_tokens=prompt + sampled, completion_tokens=sampled)
 
 
 def _event(body: bytes) -> bytes:

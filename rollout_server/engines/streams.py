@@ -74,6 +74,5 @@ class DeltaStreams:
                 stream.fail(outcome.error)
 
     def fail_all(self, error: RollmeshError) -> None:
-        """End every open request with `error`."""
         for stream in self._streams.values():
             stream.fail(error)

@@ -21,17 +21,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from rollout_server.journal.records import (
-    GroupBegan,
-    GroupEnded,
-    PartialHead,
-    PartialPart,
-    Record,
-    SessionBegan,
-    decode_partial,
-    decode_record,
-    encode_record,
-)
+from rollout_server.journal import records
 from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
 from services.wire.errors import DrainingError, NotReadyError, RollmeshError
@@ -154,20 +144,20 @@ class Journal:
         self._queue: list[_Item] = []
         self._wake = asyncio.Event()
 
-    async def open(self, began: GroupBegan, sessions: Sequence[SessionBegan]) -> None:
+    async def open(self, began: records.GroupBegan, sessions: Sequence[records.SessionBegan]) -> None:
         """Begin the journal of a new group and take hold of it. Raises DrainingError when another server has it."""
-        group_id, records = began.group_id, [encode_record(began), *map(encode_record, sessions)]
+        group_id, opening = began.group_id, [records.encode_record(began), *map(records.encode_record, sessions)]
         names = [self._keys.group_of(each.session_id) for each in sessions]
         try:
             keys = [self._keys.owners, self._keys.journal(group_id), *names]
-            held = await self._open(keys=keys, args=[self.owner, group_id, *records])
+            held = await self._open(keys=keys, args=[self.owner, group_id, *opening])
         except RedisError as error:
             raise _failed(error) from error
         if not held:
             raise _lost(group_id)
-        self._lengths[group_id] = len(records)
+        self._lengths[group_id] = len(opening)
 
-    async def join(self, group_id: str, session: SessionBegan, then: Callable[[], T]) -> T:
+    async def join(self, group_id: str, session: records.SessionBegan, then: Callable[[], T]) -> T:
         """A further sibling. Raises as `append` does."""
         try:
             await self._redis.set(self._keys.group_of(session.session_id), group_id)
@@ -178,7 +168,7 @@ class Journal:
     async def append(
         self,
         group_id: str,
-        record: Record,
+        record: records.Record,
         then: Callable[[], T],
         *,
         partial: str | None = None,
@@ -192,13 +182,15 @@ class Journal:
         name, kept = answer or ("", b"")
         answer_key = self._keys.answer(group_id, name)
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        item = _Item(group_id, encode_record(record), partial or answer_key, False, answer_key, kept, then, done)
+        item = _Item(
+            group_id, records.encode_record(record), partial or answer_key, False, answer_key, kept, then, done
+        )
         return await self._enqueue(item)  # type: ignore[no-any-return]
 
-    async def add_partial(self, group_id: str, partial: str, part: PartialHead | PartialPart) -> None:
+    async def add_partial(self, group_id: str, partial: str, part: records.PartialHead | records.PartialPart) -> None:
         """Append to a partial answer. Raises as `append` does."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await self._enqueue(_Item(group_id, encode_record(part), partial, True, partial, b"", _nothing, done))
+        await self._enqueue(_Item(group_id, records.encode_record(part), partial, True, partial, b"", _nothing, done))
 
     async def _enqueue(self, item: _Item) -> Any:
         self._queue.append(item)
@@ -251,10 +243,10 @@ class Journal:
                 self._lose(item.group_id, lost)
                 _fail(item, lost)
 
-    async def conclude(self, group_id: str, ended: GroupEnded, session_ids: Sequence[str]) -> None:
+    async def conclude(self, group_id: str, ended: records.GroupEnded, session_ids: Sequence[str]) -> None:
         """Write the end of the group and remove its owner. Raises as `append` does, and RedisError."""
         keys = [self._keys.owners, self._keys.journal(group_id), *map(self._keys.group_of, session_ids)]
-        if not await self._conclude(keys=keys, args=[self.owner, group_id, encode_record(ended), KEEP_ENDED_S]):
+        if not await self._conclude(keys=keys, args=[self.owner, group_id, records.encode_record(ended), KEEP_ENDED_S]):
             lost = _lost(group_id)
             self._lose(group_id, lost)
             raise lost
@@ -281,32 +273,31 @@ class Journal:
         found = await self._redis.hgetall(self._keys.owners)
         return {as_text(group): as_text(owner) for group, owner in found.items()}
 
-    async def read(self, group_id: str) -> list[Record]:
+    async def read(self, group_id: str) -> list[records.Record]:
         """The journal of a group; empty where there is none."""
-        return [
-            decode_record(packed) for packed in _bytes(await self._redis.lrange(self._keys.journal(group_id), 0, -1))
-        ]
+        found = await self._redis.lrange(self._keys.journal(group_id), 0, -1)
+        return [records.decode_record(packed) for packed in _bytes(found)]
 
-    async def claim(self, group_id: str, expected: str) -> list[Record] | None:
+    async def claim(self, group_id: str, expected: str) -> list[records.Record] | None:
         """Take hold of a group that `expected` holds, and read it; None when another server was faster."""
         keys = [self._keys.owners, self._keys.journal(group_id), self._keys.open_groups]
         found = await self._claim(keys=keys, args=[group_id, expected, self.owner, self._server_id])
         if found is None:
             return None
-        records = [decode_record(packed) for packed in _bytes(found)]
-        self._lengths[group_id] = len(records)
-        return records
+        journal = [records.decode_record(packed) for packed in _bytes(found)]
+        self._lengths[group_id] = len(journal)
+        return journal
 
     def partial_key(self, session_id: str, call: str) -> str:
         return self._keys.partial(session_id, call)
 
-    async def read_partial(self, partial: str) -> list[PartialHead | PartialPart]:
+    async def read_partial(self, partial: str) -> list[records.PartialHead | records.PartialPart]:
         """What there is of a partial answer, in order, nothing twice."""
-        parts: list[PartialHead | PartialPart] = []
+        parts: list[records.PartialHead | records.PartialPart] = []
         numbers: set[int] = set()
         for packed in _bytes(await self._redis.lrange(partial, 0, -1)):
-            part = decode_partial(packed)
-            number = part.number if isinstance(part, PartialPart) else 0
+            part = records.decode_partial(packed)
+            number = part.number if isinstance(part, records.PartialPart) else 0
             if number not in numbers:
                 numbers.add(number)
                 parts.append(part)

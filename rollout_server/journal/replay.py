@@ -12,17 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollout_server.chat.messages import DIGEST_BYTES
-from rollout_server.journal.records import (
-    Answered,
-    GroupBegan,
-    GroupEnded,
-    NodeRecord,
-    Record,
-    Rewarded,
-    SessionBegan,
-    SessionEnded,
-    TurnsAnswered,
-)
+from rollout_server.journal import records
 from rollout_server.sessions.capture import Node
 from rollout_server.sessions.group import Group
 from rollout_server.sessions.responses import RequestKey
@@ -59,37 +49,37 @@ class Replayed:
 
     group: Group
     answers: list[AnswerName] = field(default_factory=list)
-    ended: GroupEnded | None = None
+    ended: records.GroupEnded | None = None
 
 
-def replay(records: Sequence[Record], now: Now) -> Replayed:
+def replay(journal: Sequence[records.Record], now: Now) -> Replayed:
     """Raises WireError for records that contradict each other."""
-    if not records or not isinstance(records[0], GroupBegan):
+    if not journal or not isinstance(journal[0], records.GroupBegan):
         raise WireError("a journal does not begin with its group")
-    replayed = Replayed(_group(records[0], now))
+    replayed = Replayed(_group(journal[0], now))
     group = replayed.group
-    for record in records[1:]:
+    for record in journal[1:]:
         match record:
-            case SessionBegan():
+            case records.SessionBegan():
                 group.sessions[record.session_id] = _session(group, record, now)
-            case Answered():
+            case records.Answered():
                 session = _find(group, record.session_id)
                 apply_answer(session, record)
                 replayed.answers.append(AnswerName(session, record.call_id, record.request_key))
-            case TurnsAnswered():
+            case records.TurnsAnswered():
                 apply_turns(group, record)
-            case Rewarded():
+            case records.Rewarded():
                 apply_reward(_find(group, record.session_id), record)
-            case SessionEnded():
+            case records.SessionEnded():
                 apply_end(_find(group, record.session_id), record)
-            case GroupEnded():
+            case records.GroupEnded():
                 replayed.ended = record
-            case GroupBegan():
+            case records.GroupBegan():
                 raise WireError(f"the journal of group {group.group_id} begins twice")
     return replayed
 
 
-def apply_answer(session: Session, record: Answered) -> list[Node]:
+def apply_answer(session: Session, record: records.Answered) -> list[Node]:
     """Capture the samples of a call and remember what it said. A session that has ended meanwhile takes nothing."""
     if session.end is not None:
         return []
@@ -108,8 +98,7 @@ def apply_answer(session: Session, record: Answered) -> list[Node]:
     return nodes
 
 
-def apply_turns(group: Group, record: TurnsAnswered) -> None:
-    """Capture the turns of one call."""
+def apply_turns(group: Group, record: records.TurnsAnswered) -> None:
     for turn in record.turns:
         session = _find(group, turn.session_id)
         if session.end is None:
@@ -117,7 +106,7 @@ def apply_turns(group: Group, record: TurnsAnswered) -> None:
             session.finish_reason = turn.finish_reason
 
 
-def apply_reward(session: Session, record: Rewarded) -> None:
+def apply_reward(session: Session, record: records.Rewarded) -> None:
     """Give a reward, in place of an earlier one."""
     reward = Reward(record.value, record.components)
     if record.call_id is None:
@@ -126,8 +115,7 @@ def apply_reward(session: Session, record: Rewarded) -> None:
         session.rewards.calls[record.call_id] = reward
 
 
-def apply_end(session: Session, record: SessionEnded) -> None:
-    """End a session that has not ended."""
+def apply_end(session: Session, record: records.SessionEnded) -> None:
     if session.end is None:
         session.conclude(record.state, record.stream_id, record.segments)
 
@@ -138,9 +126,9 @@ def node_record(
     sampled: Sequence[int],
     logprobs: Sequence[float],
     spans: Sequence[VersionSpan],
-) -> NodeRecord:
+) -> records.NodeRecord:
     """A sample to be written down: without a reason, and without what a chat call remembers of it."""
-    return NodeRecord(
+    return records.NodeRecord(
         parent=-1 if parent is None else parent.number,
         prompt=array("i", prompt).tobytes(),
         sampled=array("i", sampled).tobytes(),
@@ -150,10 +138,9 @@ def node_record(
     )
 
 
-def began(session: Session, now: Now) -> SessionBegan:
-    """How a session's opening is written down."""
+def began(session: Session, now: Now) -> records.SessionBegan:
     terms = session.terms
-    return SessionBegan(
+    return records.SessionBegan(
         session_id=session.session_id,
         member=session.member,
         fingerprint=session.fingerprint,
@@ -170,9 +157,8 @@ def began(session: Session, now: Now) -> SessionBegan:
     )
 
 
-def group_began(group: Group) -> GroupBegan:
-    """How a group's opening is written down."""
-    return GroupBegan(
+def group_began(group: Group) -> records.GroupBegan:
+    return records.GroupBegan(
         group_id=group.group_id,
         ordinal=group.ordinal,
         size=group.size,
@@ -184,7 +170,7 @@ def group_began(group: Group) -> GroupBegan:
     )
 
 
-def _group(record: GroupBegan, now: Now) -> Group:
+def _group(record: records.GroupBegan, now: Now) -> Group:
     return Group(
         record.group_id,
         record.ordinal,
@@ -199,7 +185,7 @@ def _group(record: GroupBegan, now: Now) -> Group:
     )
 
 
-def _session(group: Group, record: SessionBegan, now: Now) -> Session:
+def _session(group: Group, record: records.SessionBegan, now: Now) -> Session:
     terms = Terms(
         task=record.task,
         purpose=record.purpose,
@@ -231,7 +217,7 @@ def _find(group: Group, session_id: str) -> Session:
     return session
 
 
-def _add_node(session: Session, record: NodeRecord, sampling: SamplingParams) -> Node:
+def _add_node(session: Session, record: records.NodeRecord, sampling: SamplingParams) -> Node:
     capture = session.capture
     prompt, sampled, logprobs = array("i"), array("i"), array("f")
     prompt.frombytes(record.prompt)

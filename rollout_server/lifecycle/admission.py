@@ -21,14 +21,7 @@ from redis.exceptions import RedisError
 
 from services.policies.admission import LOOKAHEAD, AdmissionRules, Closed, Places, places
 from services.policies.retry_after import UNKNOWN_S, RetryEstimate
-from services.run_store.admission_queue import (
-    ADMISSION_CLOSED,
-    HELD_ELSEWHERE,
-    RUN_CONCLUDED,
-    Admitted,
-    Asking,
-    OpenGroupRecord,
-)
+from services.run_store import admission_queue
 from services.run_store.ledger import Ledger
 from services.run_store.status import WaitBoard
 from services.wire.errors import CapacityError, ConcludedError, ConflictError, NotReadyError, RollmeshError
@@ -61,7 +54,7 @@ class _Refusal:
     """What the account looked like when a group was last refused."""
 
     left: Places
-    straggler: OpenGroupRecord | None
+    straggler: admission_queue.OpenGroupRecord | None
 
     @property
     def named(self) -> tuple[Closed, int | None]:
@@ -183,7 +176,9 @@ class AdmissionGate:
             # No waiters, or a server that joined late: the bus will bring it up to the run's version.
             return True
         now = time.monotonic()
-        asking = [Asking(waiter.group_id, waiter.asked_at, stays=waiter.ends > now) for waiter in waiters]
+        asking = [
+            admission_queue.Asking(waiter.group_id, waiter.asked_at, stays=waiter.ends > now) for waiter in waiters
+        ]
         try:
             admitted = await self._ledger.admission.admit(
                 asking, self._server_id, rules=self._rules, engine_version=version
@@ -195,11 +190,11 @@ class AdmissionGate:
             waiter.queued = each.stays
         return self._settle(waiters, admitted, version)
 
-    def _settle(self, waiters: list[_Waiter], admitted: Admitted, version: int) -> bool:
+    def _settle(self, waiters: list[_Waiter], admitted: admission_queue.Admitted, version: int) -> bool:
         refused = False
         for waiter, answer in zip(waiters, admitted.answers, strict=True):
             waiter.ahead = answer.ahead
-            if answer.ordinal == ADMISSION_CLOSED:
+            if answer.ordinal == admission_queue.ADMISSION_CLOSED:
                 refused = True
                 continue
             self._queue.remove(waiter)
@@ -207,9 +202,9 @@ class AdmissionGate:
                 self._orphans.remove(waiter.group_id)
             if waiter.ordinal.done():
                 self._orphans.append(waiter.group_id)
-            elif answer.ordinal == RUN_CONCLUDED:
+            elif answer.ordinal == admission_queue.RUN_CONCLUDED:
                 waiter.ordinal.set_exception(ConcludedError("the run has concluded", "no more groups are opened"))
-            elif answer.ordinal == HELD_ELSEWHERE:
+            elif answer.ordinal == admission_queue.HELD_ELSEWHERE:
                 what = f"another rollout server holds group {waiter.group_id}"
                 waiter.ordinal.set_exception(ConflictError(what, "open all siblings of a group on one server"))
             else:

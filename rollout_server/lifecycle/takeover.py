@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 
 import httpx
@@ -236,15 +237,11 @@ class Takeover:
         }
         # Missed twice: no server is just opening it, or late with its heartbeat because Redis stood still.
         for group_id in missed & self._missed:
-            await self._hold_orphan(group_id)
+            # Unless another was asked for it in the meantime.
+            with suppress(HeldElsewhereError):
+                await self.hold_group(group_id)
         self._missed = missed
         await self._close_unwritten(owners)
-
-    async def _hold_orphan(self, group_id: str) -> None:
-        try:
-            await self.hold_group(group_id)
-        except HeldElsewhereError:
-            return  # another was asked for it in the meantime
 
     async def _close_unwritten(self, owners: Mapping[str, str]) -> None:
         for group_id, record in (await self._ledger.open_groups()).items():

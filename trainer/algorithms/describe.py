@@ -13,14 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from services.config.algorithm import (
-    AdvantageSettings,
-    CorrectionSettings,
-    GaeSettings,
-    GrpoSettings,
-    LossSettings,
-    PpoClipSettings,
-)
+from services.config import algorithm
 from services.config.base import changed_fields
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
@@ -29,8 +22,8 @@ from trainer.algorithms.losses.registry import LossEntry, find_loss
 
 _ANCHORS = {"behaviour": "π_beh", "proximal": "π_prox", "interpolated": "π_prox"}
 _RATIOS = {"token": "ρ", "sequence": "Πρ", "geometric": "(Πρ)^(1/n)"}
-_BOUNDS = tuple(PpoClipSettings.model_fields)
-_OF_SOME_ESTIMATOR = (*GrpoSettings.model_fields, *GaeSettings.model_fields)
+_BOUNDS = tuple(algorithm.PpoClipSettings.model_fields)
+_OF_SOME_ESTIMATOR = (*algorithm.GrpoSettings.model_fields, *algorithm.GaeSettings.model_fields)
 _MEANS = {
     "tokens": ("(1/N) Σ", "N = fresh sampled tokens of the step"),
     "segments": ("(1/S) Σ_segments (1/n) Σ", "S = segments of the step, n = fresh sampled tokens of the segment"),
@@ -60,7 +53,7 @@ def describe(trainer: TrainerSettings) -> str:
     return f"{describe_loss(trainer.loss)};  {describe_advantage(trainer.advantage)}{steps}"
 
 
-def describe_loss(loss: LossSettings) -> str:
+def describe_loss(loss: algorithm.LossSettings) -> str:
     """One line with the exact formula in force. Raises UsageError for choices of which one would have no effect."""
     entry = find_loss(loss.policy)
     _refuse_idle_loss(loss, entry)
@@ -77,7 +70,7 @@ def describe_loss(loss: LossSettings) -> str:
     return f"L = −{factor.format(length=loss.fixed_length)} {gain};  {', '.join(legend)}"
 
 
-def _ratio_legend(loss: LossSettings, entry: LossEntry) -> Iterable[str]:
+def _ratio_legend(loss: algorithm.LossSettings, entry: LossEntry) -> Iterable[str]:
     anchor = _ANCHORS[loss.anchor]
     if entry.ratio == "segment":
         yield f"s = (Π π/{anchor})^(1/n) over a segment's n tokens"
@@ -93,14 +86,14 @@ def _ratio_legend(loss: LossSettings, entry: LossEntry) -> Iterable[str]:
         yield "π_prox = the policy before the step"
 
 
-def _weight(correction: CorrectionSettings) -> str:
+def _weight(correction: algorithm.CorrectionSettings) -> str:
     if correction.weight == "none":
         return ""
     ratio = _RATIOS[correction.weight]
     return f"{ratio}·" if math.isinf(correction.cap) else f"min({ratio}, {correction.cap:g})·"
 
 
-def _correction_legend(loss: LossSettings) -> Iterable[str]:
+def _correction_legend(loss: algorithm.LossSettings) -> Iterable[str]:
     correction = loss.correction
     if _corrects(correction):
         yield "ρ = π_prox/π_beh"
@@ -110,11 +103,11 @@ def _correction_legend(loss: LossSettings) -> Iterable[str]:
         yield f"no segment with a ρ < {correction.veto:g}"
 
 
-def _corrects(correction: CorrectionSettings) -> bool:
+def _corrects(correction: algorithm.CorrectionSettings) -> bool:
     return correction.weight != "none" or correction.mask != "none" or correction.veto is not None
 
 
-def _refuse_idle_loss(loss: LossSettings, entry: LossEntry) -> None:
+def _refuse_idle_loss(loss: algorithm.LossSettings, entry: LossEntry) -> None:
     changed, correction = changed_fields(loss), changed_fields(loss.correction)
     for name in _BOUNDS:
         if name in changed and name not in entry.uses:
@@ -160,7 +153,7 @@ _KEPT = {
 }
 
 
-def describe_advantage(advantage: AdvantageSettings) -> str:
+def describe_advantage(advantage: algorithm.AdvantageSettings) -> str:
     """One line with the exact formula in force. Raises UsageError for choices of which one would have no effect."""
     entry = find_estimator(advantage.estimator)
     _refuse_idle_advantage(advantage, entry)
@@ -185,7 +178,7 @@ def describe_advantage(advantage: AdvantageSettings) -> str:
     return ", ".join(legend)
 
 
-def _reward_legend(advantage: AdvantageSettings) -> list[str]:
+def _reward_legend(advantage: algorithm.AdvantageSettings) -> list[str]:
     reward = "reward"
     if advantage.overlong_length is not None:
         expected = advantage.overlong_length - advantage.overlong_buffer
@@ -200,7 +193,7 @@ def _reward_legend(advantage: AdvantageSettings) -> list[str]:
     return [f"R = {reward}", *parts] if reward != "reward" else []
 
 
-def _refuse_idle_advantage(advantage: AdvantageSettings, entry: AdvantageEntry) -> None:
+def _refuse_idle_advantage(advantage: algorithm.AdvantageSettings, entry: AdvantageEntry) -> None:
     changed = changed_fields(advantage)
     for name in _OF_SOME_ESTIMATOR:
         if name in changed and name not in entry.uses:
@@ -238,7 +231,7 @@ def _refuse_idle_advantage(advantage: AdvantageSettings, entry: AdvantageEntry) 
         )
 
 
-def _refuse_idle_groups(advantage: AdvantageSettings, entry: AdvantageEntry) -> None:
+def _refuse_idle_groups(advantage: algorithm.AdvantageSettings, entry: AdvantageEntry) -> None:
     if advantage.dynamic_sampling and not entry.compares:
         under = f"advantage.estimator={advantage.estimator}: a group of equal rewards has something to say there"
         raise _idle("advantage.dynamic_sampling", True, under, "leave it out, or compare siblings (grpo, rloo …)")

@@ -7,29 +7,23 @@ from collections.abc import Sequence
 
 from services.policies.batching import Group
 from services.policies.length_stats import Lengths
-from services.wire.run_metrics import (
-    BatchOutcome,
-    CreditStatistics,
-    StepMetrics,
-    StepTimes,
-    TokenStatistics,
-    ValueStatistics,
-)
+from services.wire import run_metrics
 from services.wire.trajectory import Trajectory
 from trainer.data.staleness import StalenessTally
 from trainer.data.stream_reader import Arrivals
 
 
-def outcome(groups: Sequence[Group[Trajectory]]) -> BatchOutcome:
+def outcome(groups: Sequence[Group[Trajectory]]) -> run_metrics.BatchOutcome:
     trajectories = [member.payload for group in groups for member in group.members]
     count = len(trajectories)
     sampled = [trajectory.sampled_tokens() for trajectory in trajectories]
+    solved = [one.reward_components.get("success", float(one.reward > 0)) for one in trajectories]
     lengths = Lengths.of(Counter(sampled))
-    return BatchOutcome(
+    return run_metrics.BatchOutcome(
         groups=len(groups),
         trajectories=count,
         reward=sum(trajectory.reward for trajectory in trajectories) / count,
-        success=sum(_success(trajectory) for trajectory in trajectories) / count,
+        success=sum(solved) / count,
         response_length=sum(sampled) / count,
         response_lengths={str(bucket): count for bucket, count in sorted(lengths.buckets.items())},
         lost_siblings=sum(group.lost for group in groups),
@@ -46,19 +40,19 @@ def step_metrics(
     *,
     version: int,
     now: float,
-    batch: BatchOutcome,
+    batch: run_metrics.BatchOutcome,
     tally: StalenessTally,
     rows_trained: int,
     learning_rate: float,
-    statistics: TokenStatistics,
-    credited: CreditStatistics,
-    valued: ValueStatistics,
-    times: StepTimes,
+    statistics: run_metrics.TokenStatistics,
+    credited: run_metrics.CreditStatistics,
+    valued: run_metrics.ValueStatistics,
+    times: run_metrics.StepTimes,
     arrivals: Arrivals,
     commits: int,
     update: tuple[int, str] | None,
-) -> StepMetrics:
-    return StepMetrics(
+) -> run_metrics.StepMetrics:
+    return run_metrics.StepMetrics(
         **vars(batch),
         **vars(statistics),
         **vars(credited),
@@ -83,7 +77,3 @@ def step_metrics(
         update_version=None if update is None else update[0],
         update_state=None if update is None else update[1],
     )
-
-
-def _success(trajectory: Trajectory) -> float:
-    return trajectory.reward_components.get("success", float(trajectory.reward > 0))

@@ -72,7 +72,8 @@ def _attention(
         raise NotImplementedError(
             f"attention with {', '.join(unknown) or 'both directions'} is not done in packed rows"
         )
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and _fits_varlen(query, value):
+    fits_varlen = query.shape[-1] == value.shape[-1] <= _LARGEST_VARLEN_HEAD
+    if fits_varlen and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return _in_one_kernel(query, key, value, packed_row, scaling, sliding_window), None
     sizes = [length * count for length, count in packed_row.runs]
     pieces = []
@@ -93,10 +94,6 @@ def _window(length: int, sliding_window: int | None, device: torch.device) -> Te
     places = torch.arange(length, device=device)
     behind = places[:, None] - places[None]
     return ((behind >= 0) & (behind < sliding_window))[None, None]
-
-
-def _fits_varlen(query: Tensor, value: Tensor) -> bool:
-    return query.shape[-1] == value.shape[-1] <= _LARGEST_VARLEN_HEAD
 
 
 def _in_one_kernel(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -20,20 +21,8 @@ from services.observability.tracing import NO_TRACE, NO_TRACING, Tracing
 from services.policies.fleet_commit import CommitMachine
 from services.policies.fleet_policy import BARRIER, FleetPolicy
 from services.policies.fleet_update import Ask, Update
+from services.wire import weights_api
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
-from services.wire.weights_api import (
-    SETTLED,
-    EngineRegistered,
-    EngineState,
-    EnginesView,
-    EngineView,
-    EventKind,
-    RegisterEngine,
-    RollbackView,
-    StageAnswer,
-    UpdateView,
-    VersionsView,
-)
 from weight_bus.coordinator.engine_client import EngineClient
 from weight_bus.coordinator.events import BusMetrics, BusState, EventLog
 from weight_bus.coordinator.records import Record
@@ -41,7 +30,7 @@ from weight_bus.manifest.manifest import Manifest, check_signature
 
 _log = structlog.get_logger()
 _KEPT_UPDATES = 64
-_TOLD: dict[EngineState, EventKind] = {
+_TOLD: dict[weights_api.EngineState, weights_api.EventKind] = {
     "staging": "staging",
     "prepared": "prepared",
     "committed": "committed",
@@ -125,7 +114,7 @@ class Coordinator:
         """One more than the newest version that the bus has heard of."""
         return 1 + max([self._machine.highest or 0, *self._machine.members.values()])
 
-    def register(self, engine: RegisterEngine) -> EngineRegistered:
+    def register(self, engine: weights_api.RegisterEngine) -> weights_api.EngineRegistered:
         """A new engine, or the heartbeat of a known one. Raises ConflictError for an engine of another run."""
         self._check_run(engine.run_id, f"engine {engine.engine_id}")
         url = engine.url.rstrip("/")
@@ -139,18 +128,20 @@ class Coordinator:
         self._machine.join(engine.engine_id, engine.policy_version, restarted=restarted)
         self._pump()
         latest = self._machine.latest
-        return EngineRegistered(lease_s=self._lease_s, latest_version=None if latest is None else latest.version)
+        return weights_api.EngineRegistered(
+            lease_s=self._lease_s, latest_version=None if latest is None else latest.version
+        )
 
     def deregister(self, engine_id: str) -> None:
         if engine_id in self._engines:
             _log.info("engine left", engine=engine_id)
             self._drop(engine_id, "the engine left")
 
-    def engines(self) -> EnginesView:
+    def engines(self) -> weights_api.EnginesView:
         now, versions = time.monotonic(), self._machine.members
-        return EnginesView(
+        return weights_api.EnginesView(
             engines=[
-                EngineView(
+                weights_api.EngineView(
                     engine_id=engine_id,
                     url=engine.url,
                     policy_version=versions[engine_id],
@@ -184,7 +175,7 @@ class Coordinator:
         self._pump()
         return True
 
-    def release(self, version: int) -> UpdateView:
+    def release(self, version: int) -> weights_api.UpdateView:
         """An operator's commit. Raises NotFoundError, and ConflictError for a version that is past."""
         self._record(version)
         try:
@@ -194,7 +185,7 @@ class Coordinator:
         self._pump()
         return self.view(version)
 
-    def cancel(self, version: int) -> UpdateView:
+    def cancel(self, version: int) -> weights_api.UpdateView:
         """Withdraw a version before its flips. Raises NotFoundError, and ConflictError when it is too late."""
         self._record(version)
         try:
@@ -206,7 +197,7 @@ class Coordinator:
         self._pump()
         return self.view(version)
 
-    def rollback(self, target: int | None) -> RollbackView:
+    def rollback(self, target: int | None) -> weights_api.RollbackView:
         """Withdraw the latest version. Raises ConflictError when there is nothing to go back to."""
         try:
             update = self._machine.rollback(target)
@@ -217,23 +208,23 @@ class Coordinator:
         self._register_again(self._machine.withdrawn[withdrawn])
         self._register_again(update)
         self._pump()
-        return RollbackView(withdrawn=withdrawn, update=self.view(update.version))
+        return weights_api.RollbackView(withdrawn=withdrawn, update=self.view(update.version))
 
-    async def wait_resting(self, version: int, wait_s: float) -> None:
-        """Return when nothing but an operator is waited for, or `wait_s` have passed. Raises NotFoundError."""
+    async def wait_resting(self, version: int, wait_s: float) -> weights_api.UpdateView:
+        """The update, once nothing but an operator is waited for, or `wait_s` have passed. Raises NotFoundError."""
         record = self._record(version)
-        try:
-            async with asyncio.timeout(wait_s):
-                await record.resting.wait()
-        except TimeoutError:
-            return
+        if wait_s:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await record.resting.wait()
+        return self.view(version)
 
-    def view(self, version: int) -> UpdateView:
+    def view(self, version: int) -> weights_api.UpdateView:
         return self._record(version).view(self._machine.policy.name)
 
-    def versions(self) -> VersionsView:
+    def versions(self) -> weights_api.VersionsView:
         latest, serving = self._machine.latest, self._machine.members
-        return VersionsView(
+        return weights_api.VersionsView(
             latest=None if latest is None else latest.version,
             versions=[
                 record.summary(
@@ -330,7 +321,7 @@ class Coordinator:
         if update.state == "committed" and record.commit_ms is None:
             record.commit_ms = milliseconds
             self._metrics.committed(milliseconds / 1e3)
-        if update.state in SETTLED:
+        if update.state in weights_api.SETTLED:
             self._metrics.settled(update.state)
         record.resting.set()
         self.events.add(update.state, version=update.version, why=update.why)
@@ -385,7 +376,7 @@ class Coordinator:
         return None
 
 
-def why_not_prepared(answer: StageAnswer, version: int, root_digest: str, ranks: int) -> str | None:
+def why_not_prepared(answer: weights_api.StageAnswer, version: int, root_digest: str, ranks: int) -> str | None:
     """What is wrong with the result of a stage; None if the engine is prepared: all ranks have staged the same bytes. Pure.
 
     An engine of several ranks may answer for all at once, or list each rank's digest: then none may be missing.

@@ -117,11 +117,9 @@ class BusMetrics:
         metrics.read(self._readings)
 
     def announced(self) -> None:
-        """A new version was announced."""
         self._announced.inc()
 
     def settled(self, state: UpdateState) -> None:
-        """An update came to an end."""
         self._settled.labels(state).inc()
 
     def committed(self, seconds: float) -> None:

@@ -6,18 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from services.wire import weights_api
 from services.wire.errors import RollmeshError, UsageError
-from services.wire.weights_api import (
-    CanaryTokens,
-    CanaryView,
-    EngineAnswer,
-    EngineDigest,
-    FleetAnswer,
-    PauseMode,
-    PushSnapshot,
-    VerifyOrder,
-    VerifyView,
-)
 from weight_bus.coordinator.coordinator import Coordinator
 from weight_bus.coordinator.engine_client import EngineClient
 from weight_bus.manifest.manifest import Manifest, encode_manifest, sign
@@ -33,59 +23,63 @@ class FleetCalls:
         self._coordinator = coordinator
         self._client = client
 
-    async def verify(self, order: VerifyOrder) -> VerifyView:
+    async def verify(self, order: weights_api.VerifyOrder) -> weights_api.VerifyView:
         """Ask every live engine for the digest of what it serves, and for the canary's tokens if so ordered."""
         goal, urls = self._coordinator.goal, self._coordinator.urls
         digests = list(await asyncio.gather(*(self._digest(name, url) for name, url in urls.items())))
         canary = await self._canary(order, urls) if order.canary else None
         found = {(digest.version, digest.root_digest) for digest in digests}
         if goal is None:
-            return VerifyView(version=None, root_digest=None, engines=digests, match=False, canary=canary)
+            return weights_api.VerifyView(version=None, root_digest=None, engines=digests, match=False, canary=canary)
         version, root_digest = goal
         # For a version from before its start the bus only knows whether all engines serve the same bytes.
         match = found == {goal} if root_digest else len(found) == 1 and digests[0].version == version
-        return VerifyView(version=version, root_digest=root_digest or None, engines=digests, match=match, canary=canary)
+        return weights_api.VerifyView(
+            version=version, root_digest=root_digest or None, engines=digests, match=match, canary=canary
+        )
 
-    async def pause(self, mode: PauseMode) -> FleetAnswer:
+    async def pause(self, mode: weights_api.PauseMode) -> weights_api.FleetAnswer:
         return await self._everywhere(lambda url: self._client.pause(url, mode))
 
-    async def resume(self) -> FleetAnswer:
+    async def resume(self) -> weights_api.FleetAnswer:
         return await self._everywhere(self._client.resume)
 
-    async def _everywhere(self, call: Callable[[str], Awaitable[None]]) -> FleetAnswer:
-        async def one(engine_id: str, url: str) -> EngineAnswer:
+    async def _everywhere(self, call: Callable[[str], Awaitable[None]]) -> weights_api.FleetAnswer:
+        async def one(engine_id: str, url: str) -> weights_api.EngineAnswer:
             try:
                 await call(url)
             except RollmeshError as error:
-                return EngineAnswer(engine_id=engine_id, done=False, why=str(error))
-            return EngineAnswer(engine_id=engine_id, done=True)
+                return weights_api.EngineAnswer(engine_id=engine_id, done=False, why=str(error))
+            return weights_api.EngineAnswer(engine_id=engine_id, done=True)
 
         urls = self._coordinator.urls
-        return FleetAnswer(engines=list(await asyncio.gather(*(one(name, url) for name, url in urls.items()))))
+        return weights_api.FleetAnswer(
+            engines=list(await asyncio.gather(*(one(name, url) for name, url in urls.items())))
+        )
 
-    async def _digest(self, engine_id: str, url: str) -> EngineDigest:
+    async def _digest(self, engine_id: str, url: str) -> weights_api.EngineDigest:
         try:
             found = await self._client.digest(url)
         except RollmeshError as error:
-            return EngineDigest(engine_id=engine_id, version=-1, root_digest="", why=str(error))
-        return EngineDigest(engine_id=engine_id, version=found.version, root_digest=found.root_digest)
+            return weights_api.EngineDigest(engine_id=engine_id, version=-1, root_digest="", why=str(error))
+        return weights_api.EngineDigest(engine_id=engine_id, version=found.version, root_digest=found.root_digest)
 
-    async def _canary(self, order: VerifyOrder, urls: dict[str, str]) -> CanaryView:
+    async def _canary(self, order: weights_api.VerifyOrder, urls: dict[str, str]) -> weights_api.CanaryView:
         prompts = order.prompts or CANARY_PROMPTS
         sampled = await asyncio.gather(
             *(self._generate(name, url, prompts, order.max_tokens) for name, url in urls.items())
         )
         agree = bool(sampled) and all(each.why is None and each.tokens == sampled[0].tokens for each in sampled)
-        return CanaryView(prompts=prompts, engines=list(sampled), agree=agree)
+        return weights_api.CanaryView(prompts=prompts, engines=list(sampled), agree=agree)
 
     async def _generate(
         self, engine_id: str, url: str, prompts: Sequence[Sequence[int]], max_tokens: int
-    ) -> CanaryTokens:
+    ) -> weights_api.CanaryTokens:
         try:
             tokens = [await self._client.generate(url, prompt, max_tokens) for prompt in prompts]
         except RollmeshError as error:
-            return CanaryTokens(engine_id=engine_id, tokens=[], why=str(error))
-        return CanaryTokens(engine_id=engine_id, tokens=tokens)
+            return weights_api.CanaryTokens(engine_id=engine_id, tokens=[], why=str(error))
+        return weights_api.CanaryTokens(engine_id=engine_id, tokens=tokens)
 
 
 class Snapshots:
@@ -97,7 +91,7 @@ class Snapshots:
         self._weights_key = weights_key
         self._turn = asyncio.Lock()
 
-    async def push(self, order: PushSnapshot) -> tuple[int, bool]:
+    async def push(self, order: weights_api.PushSnapshot) -> tuple[int, bool]:
         """Announce a folder; its version, and whether that is new. Raises UsageError for a folder that holds no model.
 
         The bytes are hashed once, on a thread; the engines read them from the folder, which must stay as it is until

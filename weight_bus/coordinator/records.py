@@ -6,15 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from services.policies.fleet_update import Progress, Update
-from services.wire.weights_api import (
-    CommitAnswer,
-    EngineProgress,
-    EngineState,
-    FleetPolicyName,
-    StageAnswer,
-    UpdateView,
-    VersionView,
-)
+from services.wire import weights_api
 from weight_bus.manifest.manifest import Manifest
 
 
@@ -22,9 +14,9 @@ from weight_bus.manifest.manifest import Manifest
 class EngineResults:
     """What one engine answered in one update. `stage_ms`: how long the bus waited for its answer to the stage."""
 
-    staged: StageAnswer | None = None
+    staged: weights_api.StageAnswer | None = None
     stage_ms: float = 0.0
-    committed: CommitAnswer | None = None
+    committed: weights_api.CommitAnswer | None = None
 
 
 @dataclass
@@ -39,7 +31,7 @@ class Record:
     """Set while nothing but an operator is waited for."""
     commit_ms: float | None = None
     results: dict[str, EngineResults] = field(default_factory=dict)
-    told: dict[str, EngineState] = field(default_factory=dict)
+    told: dict[str, weights_api.EngineState] = field(default_factory=dict)
     """The last state of each engine in the event log."""
     told_state: str = "staging"
     trace: str = ""
@@ -58,8 +50,8 @@ class Record:
         self.results, self.told, self.told_state = {}, {}, "staging"
         self.resting.clear()
 
-    def view(self, policy: FleetPolicyName) -> UpdateView:
-        return UpdateView(
+    def view(self, policy: weights_api.FleetPolicyName) -> weights_api.UpdateView:
+        return weights_api.UpdateView(
             version=self.update.version,
             state=self.update.state,
             root_digest=self.root_digest,
@@ -69,9 +61,9 @@ class Record:
             why=self.update.why,
         )
 
-    def summary(self, served_by: list[str], *, withdrawn: bool) -> VersionView:
+    def summary(self, served_by: list[str], *, withdrawn: bool) -> weights_api.VersionView:
         manifest = self.manifest
-        return VersionView(
+        return weights_api.VersionView(
             version=self.update.version,
             state=self.update.state,
             root_digest=self.root_digest,
@@ -82,9 +74,9 @@ class Record:
             withdrawn=withdrawn,
         )
 
-    def _progress(self, engine_id: str, progress: Progress) -> EngineProgress:
+    def _progress(self, engine_id: str, progress: Progress) -> weights_api.EngineProgress:
         results = self.results.get(engine_id, EngineResults())
-        return EngineProgress(
+        return weights_api.EngineProgress(
             engine_id=engine_id,
             state=progress.state,
             bytes_read=0 if results.staged is None else results.staged.bytes_read,

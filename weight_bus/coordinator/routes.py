@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.responses import StreamingResponse
 
 from services.http.app import declared_errors
 from services.http.auth import Authorizer
-from services.wire.weights_api import (
-    EngineRegistered,
-    EnginesView,
-    FleetAnswer,
-    PauseOrder,
-    PushSnapshot,
-    RegisterEngine,
-    RollbackOrder,
-    RollbackView,
-    UpdateView,
-    VerifyOrder,
-    VerifyView,
-    VersionsView,
-)
+from services.wire import weights_api
 from weight_bus.coordinator.coordinator import Coordinator
 from weight_bus.coordinator.events import encode_event
 from weight_bus.coordinator.operations import FleetCalls, Snapshots
@@ -46,6 +33,9 @@ _MEANINGS = {
     422: "A body or parameter that does not fit",
 }
 _ERRORS = declared_errors(_MEANINGS)
+_ANNOUNCED: dict[int | str, dict[str, Any]] = {
+    202: {"model": weights_api.UpdateView, "description": "A new version; engines are told to stage it"}
+}
 Wait = Annotated[
     float, Query(ge=0.0, le=60.0, description="Seconds to hold the answer until nothing but an operator is waited for")
 ]
@@ -71,7 +61,7 @@ def admin_routes(
 
 def _engine_routes(router: APIRouter, coordinator: Coordinator) -> None:
     @router.post("/engines", tags=["engines"])
-    async def register(engine: RegisterEngine) -> EngineRegistered:
+    async def register(engine: weights_api.RegisterEngine) -> weights_api.EngineRegistered:
         """Join, or keep the lease: the same call, repeated well within `lease_s`, is the heartbeat."""
         return coordinator.register(engine)
 
@@ -81,7 +71,7 @@ def _engine_routes(router: APIRouter, coordinator: Coordinator) -> None:
         coordinator.deregister(engine_id)
 
     @router.get("/engines", tags=["engines"])
-    async def engines() -> EnginesView:
+    async def engines() -> weights_api.EnginesView:
         """The live engines, and what each serves."""
         return coordinator.engines()
 
@@ -91,35 +81,33 @@ def _update_routes(router: APIRouter, coordinator: Coordinator) -> None:
         "/updates",
         openapi_extra=_MANIFEST_BODY,
         tags=["updates"],
-        responses={202: {"model": UpdateView, "description": "A new version; engines are told to stage it"}},
+        responses=_ANNOUNCED,
     )
-    async def announce(request: Request, response: Response, wait_s: Wait = 0.0, hold: Hold = False) -> UpdateView:
+    async def announce(
+        request: Request, response: Response, wait_s: Wait = 0.0, hold: Hold = False
+    ) -> weights_api.UpdateView:
         """Announce a published version: 202 for a new one, 200 for one that is known by the same bytes."""
         payload = await request.body()
         manifest = decode_manifest(payload)
         response.status_code = 202 if coordinator.announce(manifest, payload, hold=hold) else 200
-        if wait_s:
-            await coordinator.wait_resting(manifest.version, wait_s)
-        return coordinator.view(manifest.version)
+        return await coordinator.wait_resting(manifest.version, wait_s)
 
     @router.get("/updates/{version}", tags=["updates"])
-    async def update(version: int, wait_s: Wait = 0.0) -> UpdateView:
+    async def update(version: int, wait_s: Wait = 0.0) -> weights_api.UpdateView:
         """How far an update is, engine by engine: pending, staging, prepared, committed or failed, and why."""
-        if wait_s:
-            await coordinator.wait_resting(version, wait_s)
-        return coordinator.view(version)
+        return await coordinator.wait_resting(version, wait_s)
 
     @router.get("/versions", tags=["updates"])
-    async def versions() -> VersionsView:
+    async def versions() -> weights_api.VersionsView:
         """The versions that the bus remembers, newest first, and who serves each."""
         return coordinator.versions()
 
 
 def _reading_routes(router: APIRouter, coordinator: Coordinator, calls: FleetCalls) -> None:
     @router.post("/verify", tags=["operators"])
-    async def verify(order: VerifyOrder | None = None) -> VerifyView:
+    async def verify(order: weights_api.VerifyOrder | None = None) -> weights_api.VerifyView:
         """Have every engine hash what it really serves, and generate a few tokens greedily; all must agree."""
-        return await calls.verify(order or VerifyOrder())
+        return await calls.verify(order or weights_api.VerifyOrder())
 
     @router.get("/events", tags=["operators"], response_class=StreamingResponse)
     async def events(last_event_id: Annotated[str | None, Header()] = None) -> StreamingResponse:
@@ -136,46 +124,40 @@ def _steering_routes(router: APIRouter, coordinator: Coordinator, snapshots: Sna
     @router.post(
         "/snapshots",
         tags=["updates"],
-        responses={202: {"model": UpdateView, "description": "A new version; engines are told to stage it"}},
+        responses=_ANNOUNCED,
     )
-    async def push(order: PushSnapshot, response: Response, wait_s: Wait = 0.0) -> UpdateView:
+    async def push(order: weights_api.PushSnapshot, response: Response, wait_s: Wait = 0.0) -> weights_api.UpdateView:
         """Announce a folder of safetensors as a version; the answers are those of `POST /v1/updates`."""
         version, new = await snapshots.push(order)
         response.status_code = 202 if new else 200
-        if wait_s:
-            await coordinator.wait_resting(version, wait_s)
-        return coordinator.view(version)
+        return await coordinator.wait_resting(version, wait_s)
 
     @router.post("/updates/{version}/commit", tags=["updates"])
-    async def commit(version: int, wait_s: Wait = 0.0) -> UpdateView:
+    async def commit(version: int, wait_s: Wait = 0.0) -> weights_api.UpdateView:
         """Flip a held version, let a stopped roll go on, or offer a withdrawn version again."""
         coordinator.release(version)
-        if wait_s:
-            await coordinator.wait_resting(version, wait_s)
-        return coordinator.view(version)
+        return await coordinator.wait_resting(version, wait_s)
 
     @router.post("/updates/{version}/cancel", tags=["updates"])
-    async def cancel(version: int) -> UpdateView:
+    async def cancel(version: int) -> weights_api.UpdateView:
         """Withdraw a version before its flips are decided."""
         return coordinator.cancel(version)
 
 
 def _operator_routes(router: APIRouter, coordinator: Coordinator, calls: FleetCalls) -> None:
     @router.post("/rollback", tags=["operators"])
-    async def rollback(order: RollbackOrder | None = None, wait_s: Wait = 0.0) -> RollbackView:
+    async def rollback(order: weights_api.RollbackOrder | None = None, wait_s: Wait = 0.0) -> weights_api.RollbackView:
         """Bring every engine back to the version before, between two decode steps. One step is kept."""
         begun = coordinator.rollback(None if order is None else order.version)
-        version = begun.update.version
-        if wait_s:
-            await coordinator.wait_resting(version, wait_s)
-        return RollbackView(withdrawn=begun.withdrawn, update=coordinator.view(version))
+        update = await coordinator.wait_resting(begun.update.version, wait_s)
+        return weights_api.RollbackView(withdrawn=begun.withdrawn, update=update)
 
     @router.post("/pause", tags=["operators"])
-    async def pause(order: PauseOrder | None = None) -> FleetAnswer:
+    async def pause(order: weights_api.PauseOrder | None = None) -> weights_api.FleetAnswer:
         """Stop decoding at every engine. Weight updates need no pause: this is for a stop of the world."""
-        return await calls.pause((order or PauseOrder()).mode)
+        return await calls.pause((order or weights_api.PauseOrder()).mode)
 
     @router.post("/resume", tags=["operators"])
-    async def resume() -> FleetAnswer:
+    async def resume() -> weights_api.FleetAnswer:
         """Let every engine decode again."""
         return await calls.resume()

@@ -190,18 +190,11 @@ def manifest_bytes(text: str) -> bytes:
         raise WireError(f"update_info.manifest is no base64 ({error})", "encode the manifest's bytes") from error
 
 
-def check_manifest(manifest: Manifest) -> None:
-    """Raise WireError unless the manifest is of this schema and valid (`check`)."""
-    if manifest.schema != MANIFEST_SCHEMA:
-        raise WireError(f"manifest has schema {manifest.schema}, this process reads {MANIFEST_SCHEMA}")
-    check(manifest)
-
-
 _HASH_DIGITS = 64
 _HEXADECIMAL = frozenset("0123456789abcdef")
 
 
-def check(manifest: Manifest) -> None:
+def check_manifest(manifest: Manifest) -> None:
     """Raise WireError, which says what is wrong where, for an invalid manifest; it may come from an attacker.
 
         layout    every tensor inside it
@@ -212,6 +205,8 @@ def check(manifest: Manifest) -> None:
 
     The receiver checks that the layout's offsets follow from names and shapes, and the root digest from the hashes.
     """
+    if manifest.schema != MANIFEST_SCHEMA:
+        raise WireError(f"manifest has schema {manifest.schema}, this process reads {MANIFEST_SCHEMA}")
     what = f"manifest v{manifest.version}"
     if manifest.version < 0:
         raise WireError(f"{what}: a version is no negative number")

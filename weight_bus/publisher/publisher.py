@@ -82,7 +82,8 @@ class Publisher:
         self._newest: int | None = None
         """The version copied last, and its buffer; used by the training thread."""
         self._newest_buffer = 1
-        self._latest: Manifest | None = None
+        self.latest: Manifest | None = None
+        """The manifest that was made last."""
         """The manifest made last, and its buffer; used by the background thread."""
         self._latest_buffer = 1
         self._background = ThreadPoolExecutor(1, "weight-publisher")
@@ -90,11 +91,6 @@ class Publisher:
     @property
     def layout(self) -> Layout:
         return self._plan.layout
-
-    @property
-    def latest(self) -> Manifest | None:
-        """The manifest that was made last."""
-        return self._latest
 
     def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, leased: bool = False) -> Publication:
         """Put `version` in place; its manifest is made in the background and had from the Publication.
@@ -157,11 +153,11 @@ class Publisher:
             raise
         finally:
             self._leases.let_go("being hashed", version, buffer)
-        self._latest, self._latest_buffer = manifest, buffer
+        self.latest, self._latest_buffer = manifest, buffer
         return manifest
 
     def _same_again(self, draft: Manifest) -> Manifest:
-        latest = self._latest
+        latest = self.latest
         if latest is None or latest.version != draft.version:
             raise ConflictError(f"version {draft.version} could not be published at first", "publish a newer version")
         if latest.root_digest != draft.root_digest:
@@ -172,7 +168,10 @@ class Publisher:
 
     def _draft(self, version: int, buffer: int) -> Manifest:
         """The version's manifest without signature and delta; a publisher alone leaves its sources out, too."""
-        owners, buckets = self._alone(buffer) if self._ranks is None else self._with_ranks(self._ranks, version, buffer)
+        if self._ranks is None:
+            owners, buckets = [Owner(total_bytes=self._plan.total_bytes, sources=[])], self._hash(buffer, 0)
+        else:
+            owners, buckets = self._with_ranks(self._ranks, version, buffer)
         draft = Manifest(
             run_id=self._run_id,
             version=version,
@@ -183,9 +182,6 @@ class Publisher:
         )
         check_manifest(draft)
         return draft
-
-    def _alone(self, buffer: int) -> tuple[list[Owner], list[Bucket]]:
-        return [Owner(total_bytes=self._plan.total_bytes, sources=[])], self._hash(buffer, 0)
 
     def _with_ranks(self, ranks: Ranks, version: int, buffer: int) -> tuple[list[Owner], list[Bucket]]:
         parts = [
@@ -235,7 +231,7 @@ class Publisher:
         return sign(draft, self._key)
 
     def _delta(self, buffer: int) -> Delta | None:
-        base, other = self._latest, 1 - buffer
+        base, other = self.latest, 1 - buffer
         if self._deltas is None or base is None or self._latest_buffer != other:
             return None
         if not self._leases.lease_base(other, base.version):

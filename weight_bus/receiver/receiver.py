@@ -87,7 +87,8 @@ class Receiver:
         """By version, of those in the slots."""
         self._kept_digests: dict[int, str] = {}
         """By version, of those in the slots: the digest of an engine's slices, in their own layout."""
-        self._progress: Progress | None = None
+        self.progress: Progress | None = None
+        """Of the stage under way, else of the last one."""
         self._scratch = Scratch()
 
     @property
@@ -107,11 +108,6 @@ class Receiver:
         kept = self._slots.kept
         return None if kept is None else kept.version
 
-    @property
-    def progress(self) -> Progress | None:
-        """Of the stage under way, else of the last one."""
-        return self._progress
-
     def stage(self, manifest: Manifest) -> StageAnswer:
         """Bring the version into the shadow, by the delta it offers or from its dense bytes, and verify every bucket.
 
@@ -129,7 +125,7 @@ class Receiver:
                     return known
                 self._check_current(manifest)
             plan = self._plan_of(manifest)
-            self._progress = progress
+            self.progress = progress
             read = self._write(manifest, plan, progress)
             if self._prepare is not None:
                 self._prepare(manifest.version)

@@ -30,20 +30,8 @@ import msgspec
 from services.wire.errors import ConflictError, RollmeshError
 from services.wire.sampling import KvPolicy
 from weight_bus.manifest.layout import root_digest
+from weight_bus.vllm import protocol
 from weight_bus.vllm.kv_cache import KvMemory
-from weight_bus.vllm.protocol import (
-    SCRATCH,
-    Attached,
-    Committed,
-    Digest,
-    Failed,
-    Pending,
-    Reply,
-    Staged,
-    encode_reply,
-    failure,
-    read_reply,
-)
 
 
 def install() -> None:
@@ -71,11 +59,7 @@ def keep_linears_live() -> None:
     from vllm.model_executor.layers import utils
 
     _custom_ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = _never
-
-
-def _never(*_: object) -> bool:
-    return False
+    utils.check_cpu_sgl_kernel = lambda *_: False
 
 
 def extend(core: Any) -> None:
@@ -101,7 +85,7 @@ def attach(
         _check_steps(core)
         core.rollmesh_kv = KvMemory(core, kv_policy)
     except RollmeshError as error:
-        return encode_reply(failure(error))
+        return protocol.encode_reply(protocol.failure(error))
     return agree(core.model_executor.collective_rpc("rollmesh_attach", args=(run_id, transport, key, file_root)))
 
 
@@ -117,7 +101,7 @@ def digest(core: Any) -> Future[bytes] | bytes:
 def poll(core: Any, ticket: int) -> bytes:
     """The reply of all ranks to a ticket, or Pending while one is busy."""
     replies = core.model_executor.collective_rpc("rollmesh_poll", args=(ticket,))
-    return agree(replies) if all(replies) else encode_reply(Pending(ticket=ticket))
+    return agree(replies) if all(replies) else protocol.encode_reply(protocol.Pending(ticket=ticket))
 
 
 def _in_background(core: Any, method: str, *arguments: Any) -> Future[bytes] | bytes:
@@ -126,7 +110,7 @@ def _in_background(core: Any, method: str, *arguments: Any) -> Future[bytes] | b
         return agreed(core.model_executor.collective_rpc(method, args=arguments))
     core.rollmesh_tickets = ticket = getattr(core, "rollmesh_tickets", 0) + 1
     core.model_executor.collective_rpc("rollmesh_start", args=(ticket, method, arguments))
-    return encode_reply(Pending(ticket=ticket))
+    return protocol.encode_reply(protocol.Pending(ticket=ticket))
 
 
 def commit(core: Any, version: int) -> bytes:
@@ -148,12 +132,12 @@ def _serve(core: Any, method: str, version: int) -> bytes:
         if kv is not None:
             kv.apply_policy()
     except Exception as error:  # noqa: BLE001 - crosses a process boundary: raised again on the other side
-        return encode_reply(failure(error))
+        return protocol.encode_reply(protocol.failure(error))
     replies = core.model_executor.collective_rpc(method, args=(version, running))
     reply = agree(replies)
-    if isinstance(read_reply(reply), Committed):
+    if isinstance(protocol.read_reply(reply), protocol.Committed):
         core.set_weight_version(str(version))
-    elif any(isinstance(read_reply(each), Committed) for each in replies):
+    elif any(isinstance(protocol.read_reply(each), protocol.Committed) for each in replies):
         # Some ranks flipped and some did not: undo, since all ranks must serve one version.
         core.model_executor.collective_rpc("rollmesh_unflip", args=(version,))
     return reply
@@ -189,7 +173,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
 
     # Ctrl-C in a terminal is for the rollout server, which ends its engine when it has answered its clients.
     os.setpgid(0, 0)
-    scratch = os.environ.get(SCRATCH)
+    scratch = os.environ.get(protocol.SCRATCH)
     if scratch:
         # vLLM leaves a rendezvous file in the temporary folder; here it goes when the engine goes.
         tempfile.tempdir = scratch
@@ -257,18 +241,21 @@ def agree(replies: Sequence[bytes]) -> bytes:
     have slices that no manifest names, such as those of the model they were started with: the engine's digest is then the
     one over theirs, in rank order.
     """
-    read = [read_reply(reply) for reply in replies]
+    read = [protocol.read_reply(reply) for reply in replies]
     if not read:
-        return encode_reply(Failed(code="internal", what="no rank answered"))
+        return protocol.encode_reply(protocol.Failed(code="internal", what="no rank answered"))
     for rank, reply in enumerate(read):
-        if isinstance(reply, Failed):
-            return encode_reply(_of_rank(reply, rank) if len(read) > 1 else reply)
+        if isinstance(reply, protocol.Failed):
+            what = f"rank {rank}: {reply.what}" if len(read) > 1 else reply.what
+            return protocol.encode_reply(msgspec.structs.replace(reply, what=what))
     first = read[0]
     for rank, reply in enumerate(read[1:], start=1):
         if _meaning(reply) != _meaning(first):
             what = f"rank {rank} says {_meaning(reply)}, rank 0 {_meaning(first)}"
-            return encode_reply(Failed(code="stage_failed", what=what, remedy="stage the version again"))
-    return encode_reply(_together(first, read))
+            return protocol.encode_reply(
+                protocol.Failed(code="stage_failed", what=what, remedy="stage the version again")
+            )
+    return protocol.encode_reply(_together(first, read))
 
 
 def agreed(futures: Sequence[Future[bytes]]) -> Future[bytes]:
@@ -287,7 +274,7 @@ def agreed(futures: Sequence[Future[bytes]]) -> Future[bytes]:
         try:
             answer.set_result(agree([future.result() for future in futures]))
         except Exception as error:  # noqa: BLE001 - crosses a process boundary: raised again, typed, on the other side
-            answer.set_result(encode_reply(failure(error)))
+            answer.set_result(protocol.encode_reply(protocol.failure(error)))
 
     if not futures:
         answer.set_result(agree([]))
@@ -296,26 +283,22 @@ def agreed(futures: Sequence[Future[bytes]]) -> Future[bytes]:
     return answer
 
 
-def _of_rank(reply: Failed, rank: int) -> Failed:
-    return msgspec.structs.replace(reply, what=f"rank {rank}: {reply.what}")
-
-
-def _meaning(reply: Reply) -> str:
+def _meaning(reply: protocol.Reply) -> str:
     """The part of a reply that must be equal on all ranks."""
-    if isinstance(reply, Staged):
+    if isinstance(reply, protocol.Staged):
         return f"prepared({reply.result.version}, {reply.result.root_digest[:16]}…)"
-    if isinstance(reply, Committed):
+    if isinstance(reply, protocol.Committed):
         return f"committed({reply.result.version})"
-    if isinstance(reply, Digest):
+    if isinstance(reply, protocol.Digest):
         return f"digest of version {reply.result.version}"
     return type(reply).__name__.lower()
 
 
-def _together(first: Reply, read: Sequence[Reply]) -> Reply:
+def _together(first: protocol.Reply, read: Sequence[protocol.Reply]) -> protocol.Reply:
     """Bytes are those of all ranks; times those of the slowest."""
-    if isinstance(first, Staged):
-        staged = [reply.result for reply in read if isinstance(reply, Staged)]
-        return Staged(
+    if isinstance(first, protocol.Staged):
+        staged = [reply.result for reply in read if isinstance(reply, protocol.Staged)]
+        return protocol.Staged(
             result=replace(
                 first.result,
                 bytes_read=sum(each.bytes_read for each in staged),
@@ -323,15 +306,15 @@ def _together(first: Reply, read: Sequence[Reply]) -> Reply:
                 rank_digests=[each.root_digest for each in staged] if len(staged) > 1 else None,
             )
         )
-    if isinstance(first, Committed):
-        flips = [reply for reply in read if isinstance(reply, Committed)]
+    if isinstance(first, protocol.Committed):
+        flips = [reply for reply in read if isinstance(reply, protocol.Committed)]
         slowest = max(reply.result.flip_ms for reply in flips)
-        return Committed(result=replace(first.result, flip_ms=slowest), at=max(reply.at for reply in flips))
-    if isinstance(first, Attached):
-        total = sum(reply.total_bytes for reply in read if isinstance(reply, Attached))
+        return protocol.Committed(result=replace(first.result, flip_ms=slowest), at=max(reply.at for reply in flips))
+    if isinstance(first, protocol.Attached):
+        total = sum(reply.total_bytes for reply in read if isinstance(reply, protocol.Attached))
         return msgspec.structs.replace(first, total_bytes=total, ranks=len(read))
-    if isinstance(first, Digest):
-        digests = [reply.result.root_digest for reply in read if isinstance(reply, Digest)]
+    if isinstance(first, protocol.Digest):
+        digests = [reply.result.root_digest for reply in read if isinstance(reply, protocol.Digest)]
         together = digests[0] if len(set(digests)) == 1 else root_digest(digests)
-        return Digest(result=replace(first.result, root_digest=together))
+        return protocol.Digest(result=replace(first.result, root_digest=together))
     return first

@@ -40,25 +40,16 @@ class VllmWeights:
         self._in_place = any(parameter.is_cuda for parameter in self._parameters.values())
         with torch.no_grad():
             # A copy, not merely memory: rows of padding are in no manifest and must be the same in both.
-            self._spare = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-            self._twin = {name: tensor.clone() for name, tensor in self._spare.items()} if self._in_place else {}
-        self._storage = {name: parameter.data for name, parameter in self._parameters.items()}
-        views = list(hugging_face_views(model, self._storage))
+            self.spare = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+            self._twin = {name: tensor.clone() for name, tensor in self.spare.items()} if self._in_place else {}
+        self.storage = {name: parameter.data for name, parameter in self._parameters.items()}
+        """What is served, by the model's own parameter names; `spare`: the shadow."""
+        views = list(hugging_face_views(model, self.storage))
         self._live = {name: tensor for name, tensor, _ in views}
         self.slices = {name: part for name, _, part in views if part is not None}
         """The part that this rank has, of tensors that are split over ranks."""
-        self._shadow = {name: tensor for name, tensor, _ in hugging_face_views(model, self._spare)}
+        self._shadow = {name: tensor for name, tensor, _ in hugging_face_views(model, self.spare)}
         self._twin_views = {name: tensor for name, tensor, _ in hugging_face_views(model, self._twin)}
-
-    @property
-    def storage(self) -> Mapping[str, torch.Tensor]:
-        """What is served, by the model's own parameter names."""
-        return self._storage
-
-    @property
-    def spare(self) -> Mapping[str, torch.Tensor]:
-        """The shadow, by the model's own parameter names."""
-        return self._spare
 
     def live(self) -> Mapping[str, torch.Tensor]:
         return self._live
@@ -69,15 +60,15 @@ class VllmWeights:
     def flip(self) -> None:
         if self._in_place:
             with torch.no_grad():
-                torch._foreach_copy_(list(self._storage.values()), list(self._spare.values()))
+                torch._foreach_copy_(list(self.storage.values()), list(self.spare.values()))
             torch.cuda.current_stream().synchronize()
-            self._spare, self._twin = self._twin, self._spare
+            self.spare, self._twin = self._twin, self.spare
             self._shadow, self._twin_views = self._twin_views, self._shadow
             return
         # Decoding waits meanwhile, and the data touched here is not in the caches: do as little as possible.
-        for parameter, spare in zip(self._parameters.values(), self._spare.values(), strict=True):
+        for parameter, spare in zip(self._parameters.values(), self.spare.values(), strict=True):
             parameter.data = spare
-        self._storage, self._spare = self._spare, self._storage
+        self.storage, self.spare = self.spare, self.storage
         self._live, self._shadow = self._shadow, self._live
 
 

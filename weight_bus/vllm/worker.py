@@ -58,13 +58,10 @@ class Attachment:
                 run_id,
                 make_readers(transport, file_root=root),
                 key=key,
-                prepare=self._pack,
+                prepare=lambda version: self.packed.pack(version, self.weights.spare),
                 slices=self.weights.slices,
             )
         )
-
-    def _pack(self, version: int) -> None:
-        self.packed.pack(version, self.weights.spare)
 
     def served(self) -> Receiver:
         """The receiver. Raises ConflictError until its readers are started: nothing can be staged yet."""
@@ -157,7 +154,6 @@ class RollmeshWorker:
 
     def rollmesh_flip(self, version: int, running: int) -> bytes:
         """Serve the staged `version` from the next step on."""
-
         return self._serve(version, running, lambda receiver: receiver.commit(version))
 
     def rollmesh_flip_back(self, version: int, running: int) -> bytes:

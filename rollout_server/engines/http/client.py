@@ -17,18 +17,8 @@ import msgspec
 
 from rollout_server.engines.http.wire import EngineChunk, read_chunk
 from services.security.tls import PUBLIC, Trust
+from services.wire import errors
 from services.wire.error_answer import PromptTooLongError, typed_error
-from services.wire.errors import (
-    CapacityError,
-    ConflictError,
-    DeadlineError,
-    NotFoundError,
-    NotReadyError,
-    RollmeshError,
-    UnauthenticatedError,
-    UsageError,
-    WireError,
-)
 from services.wire.weights_api import PauseMode
 from weight_bus.errors import StageError, TransportError
 from weight_bus.vllm.protocol import BACKEND
@@ -94,19 +84,21 @@ class EngineClient:
         """Of the first model in `/v1/models`: adapters come after it."""
         models = await self._call(_Models, "GET", "/v1/models", _CALL_S)
         if not models.data:
-            raise WireError(f"{self.url}/v1/models lists no model", "give the address of an engine that serves one")
+            raise errors.WireError(
+                f"{self.url}/v1/models lists no model", "give the address of an engine that serves one"
+            )
         return models.data[0].max_model_len
 
     async def weight_label(self, deadline_s: float = _CALL_S) -> str | None:
         """What it calls its weights; None where it has no routes for operators."""
         try:
             return (await self._call(_Weights, "GET", "/weight_info", deadline_s)).weight_version
-        except NotFoundError:
+        except errors.NotFoundError:
             return None
 
     async def health(self, deadline_s: float) -> None:
         """Raises unless it answers that it is healthy, or has no such route."""
-        with suppress(NotFoundError):
+        with suppress(errors.NotFoundError):
             await self._send("GET", "/health", deadline_s)
 
     async def is_paused(self) -> bool:
@@ -124,7 +116,7 @@ class EngineClient:
         await self._send("POST", "/init_weight_transfer_engine", _CALL_S, init)
         try:
             await self._send("POST", "/start_weight_update", _CALL_S)
-        except RollmeshError as error:
+        except errors.RollmeshError as error:
             # vLLM cannot abandon an update that was begun, but takes another version's bytes into it.
             if "already active" not in error.what:
                 raise
@@ -178,7 +170,7 @@ class EngineClient:
         try:
             return msgspec.json.decode(content, type=kind)
         except msgspec.DecodeError as error:
-            raise WireError(f"{self.url}{path} answered {content[:200]!r} ({error})") from error
+            raise errors.WireError(f"{self.url}{path} answered {content[:200]!r} ({error})") from error
 
     async def _send(self, method: str, path: str, deadline_s: float, body: dict[str, Any] | None = None) -> bytes:
         """A whole call. Raises DeadlineError, and the error that the engine answered."""
@@ -190,16 +182,18 @@ class EngineClient:
         except aiohttp.ClientError as error:
             raise self._lost(error) from error
         except TimeoutError as error:
-            raise DeadlineError(f"{self.url}{path} did not answer within {deadline_s:g} s", "see its log") from error
+            raise errors.DeadlineError(
+                f"{self.url}{path} did not answer within {deadline_s:g} s", "see its log"
+            ) from error
         except OSError as error:
             raise self._lost(error) from error
         if answer.status != 200:
             raise engine_error(self.url + path, answer.status, answer.headers.get("Retry-After"), content)
         return content
 
-    def _lost(self, error: Exception) -> RollmeshError:
+    def _lost(self, error: Exception) -> errors.RollmeshError:
         if isinstance(error, aiohttp.InvalidURL):
-            return WireError(f"{self.url} is no address of an engine")
+            return errors.WireError(f"{self.url} is no address of an engine")
         if (refused := self._trust.refusal(self.url, error)) is not None:
             return refused
         return EngineLostError(f"the engine at {self.url} does not answer ({error!r})", "another server may")
@@ -225,7 +219,7 @@ class EventReader:
         """The data of the events that this piece completes. Raises WireError for an event without an end."""
         *whole, self._rest = (self._rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > _LONGEST:
-            raise WireError(f"the engine sent {len(self._rest)} bytes without an end of an event")
+            raise errors.WireError(f"the engine sent {len(self._rest)} bytes without an end of an event")
         found = []
         for event in whole:
             # Comments keep a connection alive and say nothing.
@@ -238,7 +232,7 @@ class EventReader:
         return found
 
 
-class EngineLostError(NotReadyError):
+class EngineLostError(errors.NotReadyError):
     """The engine behind this server does not answer; another server may take the request."""
 
     code = "engine_lost"
@@ -259,7 +253,7 @@ class _Body(msgspec.Struct):
 _bodies = msgspec.json.Decoder(_Body)
 
 
-def engine_error(call: str, status: int, retry_after: str | None, content: bytes) -> RollmeshError:
+def engine_error(call: str, status: int, retry_after: str | None, content: bytes) -> errors.RollmeshError:
     """The error answer `status` to `call` as a typed error. `retry_after`: that header, in seconds."""
     try:
         body = _bodies.decode(content)
@@ -267,16 +261,16 @@ def engine_error(call: str, status: int, retry_after: str | None, content: bytes
         body = _Body(error=content[:200].decode(errors="replace"))
     if isinstance(body.error, _Detail) and isinstance(body.error.code, str):
         error = typed_error(call, status, retry_after, content, (StageError, TransportError))
-        if type(error) is not RollmeshError or status != NotReadyError.status:
+        if type(error) is not errors.RollmeshError or status != errors.NotReadyError.status:
             return error
-        return NotReadyError(error.what)
+        return errors.NotReadyError(error.what)
     said = body.error.message if isinstance(body.error, _Detail) else body.error
     if said is None:
         said = "" if body.detail is None else bytes(body.detail).decode(errors="replace")
     return _by_status(f"{call} answered {status} ({said})", status)
 
 
-def stream_error(call: str, raw: bytes) -> RollmeshError:
+def stream_error(call: str, raw: bytes) -> errors.RollmeshError:
     """The error that an event carried after the answer had begun."""
     status = 500
     try:
@@ -287,20 +281,20 @@ def stream_error(call: str, raw: bytes) -> RollmeshError:
     return engine_error(call, status, None, b'{"error":' + raw + b"}")
 
 
-def _by_status(what: str, status: int) -> RollmeshError:
+def _by_status(what: str, status: int) -> errors.RollmeshError:
     if "maximum context length" in what:
         return PromptTooLongError(what)
     if "scale-out" in what:
-        return UsageError(what, "start that vLLM with --enable-scale-out")
-    kinds: dict[int, type[RollmeshError]] = {
-        400: UsageError,
-        401: UnauthenticatedError,
-        404: NotFoundError,
-        405: NotFoundError,
-        409: ConflictError,
-        422: UsageError,
-        503: NotReadyError,
+        return errors.UsageError(what, "start that vLLM with --enable-scale-out")
+    kinds: dict[int, type[errors.RollmeshError]] = {
+        400: errors.UsageError,
+        401: errors.UnauthenticatedError,
+        404: errors.NotFoundError,
+        405: errors.NotFoundError,
+        409: errors.ConflictError,
+        422: errors.UsageError,
+        503: errors.NotReadyError,
     }
-    if status == CapacityError.status:
-        return CapacityError(what, 1.0)
-    return kinds.get(status, RollmeshError)(what)
+    if status == errors.CapacityError.status:
+        return errors.CapacityError(what, 1.0)
+    return kinds.get(status, errors.RollmeshError)(what)

@@ -70,7 +70,7 @@ class HttpEngine:
         self._timing = StepTiming()
         self._commits = 0
         self._vocabulary = 0
-        self._eos: tuple[int, ...] = ()
+        self.eos_token_ids: tuple[int, ...] = ()
 
     @property
     def policy_version(self) -> int:
@@ -80,14 +80,10 @@ class HttpEngine:
     def max_model_len(self) -> int:
         return 0 if self._watch.traits is None else self._watch.traits.max_model_len
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self._eos
-
     async def start(self) -> None:
         """Wait for the engine to come up and ask what it can do. Raises UsageError for one that cannot serve."""
         self._vocabulary = vocabulary_size(self._folder)
-        self._eos = eos_token_ids(self._folder)
+        self.eos_token_ids = eos_token_ids(self._folder)
         await self._client.open()
         await self._watch.meet_within(START_WITHIN_S)
         self._open.set()
@@ -105,7 +101,9 @@ class HttpEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
         traits = self._traits()
-        check_request(request, max_model_len=traits.max_model_len, vocabulary=self._vocabulary, eos_token_ids=self._eos)
+        check_request(
+            request, max_model_len=traits.max_model_len, vocabulary=self._vocabulary, eos_token_ids=self.eos_token_ids
+        )
         traits.check_sampling(request.sampling, self._client.url)
         with self._streams.open(request.request_id) as stream:
             inflight = self._inflight[request.request_id] = InflightRequest(request, stream)
@@ -244,7 +242,7 @@ class HttpEngine:
             limit=min(request.sampling.max_tokens, traits.max_model_len - len(request.prompt_token_ids)),
             ours=traits.ours,
             vocabulary=self._vocabulary,
-            eos_token_ids=self._eos,
+            eos_token_ids=self.eos_token_ids,
         )
         with suppress(TimeoutError):
             async with asyncio.timeout(None) as limit, aclosing(self._client.generate(body)) as chunks:

@@ -253,16 +253,13 @@ class Traits:
 
     def check_sampling(self, sampling: SamplingParams, url: str) -> None:
         """Raise UsageError for parameters whose logprobs this engine cannot tell."""
-        if self.processed or (not sampling.shifts and sampling.temperature == 0.0) or _plain(sampling):
+        greedy = sampling.temperature == 0.0 and not sampling.shifts
+        if self.processed or greedy or (sampling.whole and sampling.temperature == 1.0):
             return
         raise UsageError(
             f"the engine at {url} tells logprobs of the plain softmax, not of what these sampling parameters sample from",
             "start it with --logprobs-mode processed_logprobs, or generate at temperature 1 without cuts and penalties",
         )
-
-
-def _plain(sampling: SamplingParams) -> bool:
-    return sampling.whole and sampling.temperature == 1.0
 
 
 async def meet(client: EngineClient) -> Traits:

@@ -97,20 +97,12 @@ class TorchEngine:
         self._receiver: Receiver | None = None
         self._decode: DecodeLoop | None = None
         self._vocabulary = 0
-        self._max_model_len = 0
-        self._eos: tuple[int, ...] = ()
+        self.max_model_len = 0
+        self.eos_token_ids: tuple[int, ...] = ()
 
     @property
     def policy_version(self) -> int:
         return FIRST_VERSION if self._decode is None else self._decode.version
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self._eos
 
     def preload(self) -> None:
         """Do what needs no model yet: set the transport up, warm torch and transformers on a toy. Blocks, about 2 s."""
@@ -134,7 +126,7 @@ class TorchEngine:
             on_crash=self._streams.fail_all,
         )
         self._decode.start()
-        _log.info("engine_ready", engine="torch", model=str(self._folder), max_model_len=self._max_model_len)
+        _log.info("engine_ready", engine="torch", model=str(self._folder), max_model_len=self.max_model_len)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
         decode = self._running()
@@ -237,7 +229,9 @@ class TorchEngine:
         return self._receiver, self._running()
 
     def _check(self, request: GenerationRequest) -> None:
-        check_request(request, max_model_len=self._max_model_len, vocabulary=self._vocabulary, eos_token_ids=self._eos)
+        check_request(
+            request, max_model_len=self.max_model_len, vocabulary=self._vocabulary, eos_token_ids=self.eos_token_ids
+        )
 
     def _load(self) -> tuple[Scheduler, Receiver]:
         torch.set_num_threads(self._threads)
@@ -245,8 +239,8 @@ class TorchEngine:
         model = _load_model(self._folder, self._dtype).to(device)
         config = model.config.get_text_config()
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        self._max_model_len = int(config.max_position_embeddings)
-        self._eos = _eos_token_ids(model)
+        self.max_model_len = int(config.max_position_embeddings)
+        self.eos_token_ids = _eos_token_ids(model)
         forward = PolicyForward(model)
         slots = KvCache(forward.shape, max_rows=self._max_running, dtype=self._dtype, device=device)
         outputs = int(model.get_output_embeddings().weight.shape[0])
@@ -255,8 +249,8 @@ class TorchEngine:
             slots,
             Sampler(self._seed, outputs, device),
             max_running=self._max_running,
-            max_model_len=self._max_model_len,
-            eos_token_ids=self._eos,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.eos_token_ids,
             vocabulary=outputs,
             device=device,
             kv_policy=self._kv_policy,

@@ -83,24 +83,12 @@ class VllmEngine:
         """Request id → samples asked for."""
         self._computed_anew: dict[str, list[int]] = {}
         """vLLM's id of a sample → how many tokens it had each time that its prefill was done again."""
-        self._version = 0
+        self.policy_version = 0
         self._staged: int | None = None
         self._paused = False
         self._vocabulary = 0
-        self._eos: tuple[int, ...] = ()
-        self._max_model_len = 0
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self._eos
+        self.eos_token_ids: tuple[int, ...] = ()
+        self.max_model_len = 0
 
     def preload(self) -> None:
         """Import vLLM, which takes most of a start. Blocks; raises UsageError where vLLM is missing."""
@@ -130,8 +118,8 @@ class VllmEngine:
         self._watch_core()
         self._watch_steps()
         config = self._llm.model_config
-        self._eos = eos_token_ids(self._plan.model)
-        self._max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
+        self.eos_token_ids = eos_token_ids(self._plan.model)
+        self.max_model_len, self._vocabulary = config.max_model_len, config.get_vocab_size()
         await self._llm.get_supported_tasks()
         attached = await self._call(
             Attached,
@@ -151,7 +139,7 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         parameters = vllm_parameters(
-            request, max_model_len=self._max_model_len, vocabulary=self._vocabulary, eos_token_ids=self._eos
+            request, max_model_len=self.max_model_len, vocabulary=self._vocabulary, eos_token_ids=self.eos_token_ids
         )
         if request.request_id in self._live:
             raise ConflictError(f"request {request.request_id} is running already")
@@ -227,11 +215,11 @@ class VllmEngine:
         return await self._serve("rollmesh_rollback", version)
 
     async def _serve(self, method: str, version: int) -> CommitAnswer:
-        if version == self._version:
+        if version == self.policy_version:
             # Asked again: its answer was lost.
             return CommitAnswer(version=version, flip_ms=0.0, requests_in_flight=len(self._live))
         committed = await self._call(Committed, method, version)
-        self._version, self._staged = committed.result.version, None
+        self.policy_version, self._staged = committed.result.version, None
         self._meter.committed(committed.at)
         return committed.result
 
@@ -243,7 +231,7 @@ class VllmEngine:
         running = min(self._meter.generating, unfinished)
         return EngineStatus(
             name="vllm",
-            policy_version=self._version,
+            policy_version=self.policy_version,
             running=running,
             waiting=unfinished - running,
             paused=self._paused,

@@ -14,7 +14,6 @@ from trainer.algorithms.advantages.grpo import group_relative
 
 
 def reinforce_pp(reward_batch: RewardBatch, settings: ReinforcePpSettings) -> TokenAdvantages:
-    """See the module's docstring."""
     return TokenAdvantages(
         reward_batch.normalised(reward_batch.sums_to_the_end(reward_batch.rewards, settings.discount))
     )

@@ -16,7 +16,6 @@ from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 
 def gspo(tokens: LossTokens, settings: RatioBounds) -> TokenLoss:
-    """See the module's docstring."""
     ratio = tokens.mean_by_segment(tokens.log_ratio()).exp()[tokens.segment]
     free = ratio * tokens.advantages
     clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high) * tokens.advantages

@@ -12,6 +12,5 @@ from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 
 def policy_gradient(tokens: LossTokens, settings: Section) -> TokenLoss:
-    """See the module's docstring."""
     del settings
     return TokenLoss(-tokens.advantages * tokens.logprobs)

@@ -17,7 +17,6 @@ from trainer.algorithms.losses.tokens import LossTokens, TokenLoss
 
 
 def ppo_clip(tokens: LossTokens, settings: PpoClipSettings) -> TokenLoss:
-    """See the module's docstring."""
     ratio, advantages = tokens.log_ratio().exp(), tokens.advantages
     free = ratio * advantages
     clipped = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high) * advantages

@@ -20,17 +20,7 @@ import torch
 from weight_bus.errors import TransportError
 from weight_bus.manifest.manifest import CollectiveSource, Manifest, Source
 from weight_bus.memory.arena import Arena, private_arena
-from weight_bus.transports.nccl.group import (
-    IN_FLIGHT,
-    Plan,
-    chunk_buffer,
-    default_backend,
-    end_group,
-    make_group,
-    open_store,
-    quiet_torch,
-    seconds,
-)
+from weight_bus.transports.nccl import group
 
 _POLL_S = 0.01
 _TICKET_S = 1.0
@@ -56,10 +46,10 @@ class CollectiveExporter:
         chunk_bytes: int = 16 << 20,
         backend: str | None = None,
     ) -> None:
-        quiet_torch()
+        group.quiet_torch()
         self._host = host
         self._window_s, self._stall_s, self._chunk_bytes = window_s, stall_s, chunk_bytes
-        self._backend = backend or default_backend()
+        self._backend = backend or group.default_backend()
         self._arenas: list[Arena] = []
         self._exports: dict[int, _Export] = {}
         self._exported = 0
@@ -100,7 +90,7 @@ class _Export:
     def __init__(
         self, host: str, arena: Arena, backend: str, window_s: float, stall_s: float, chunk_bytes: int
     ) -> None:
-        self._store, self.port = open_store(host, stall_s)
+        self._store, self.port = group.open_store(host, stall_s)
         self._host, self._backend = host, backend
         self._bytes: torch.Tensor | None = torch.frombuffer(arena.view, dtype=torch.uint8)
         self._window_s, self._stall_s, self._chunk_bytes = window_s, stall_s, chunk_bytes
@@ -139,19 +129,19 @@ class _Export:
         self._store.set("epoch", str(self._epoch))
         if not plan.members:
             return
-        group = None
+        collective = None
         try:
             size = len(plan.members) + 1
-            group = make_group(self._backend, self._store, epoch, 0, size, self._host, self._stall_s)
-            self._broadcast(group, plan)
+            collective = group.make_group(self._backend, self._store, epoch, 0, size, self._host, self._stall_s)
+            self._broadcast(collective, plan)
             self._await_done(epoch, len(plan.members))
         except RuntimeError as error:
             log.warning("weight broadcast broke off", epoch=epoch, members=len(plan.members), why=str(error))
         finally:
-            if group is not None:
-                end_group(group)
+            if collective is not None:
+                group.end_group(collective)
 
-    def _fix_members(self) -> Plan:
+    def _fix_members(self) -> group.Plan:
         joined = self._store.add(f"{self._epoch}/joined", 0)
         deadline = time.monotonic() + _TICKET_S
         starts: dict[int, int] = {}
@@ -162,22 +152,23 @@ class _Export:
             # Who died before it said what it wants, or has given up since, is not waited for.
             if self._store.check([wish]) and not self._store.check([f"{self._epoch}/gone/{ticket}"]):
                 starts[ticket] = int(self._store.get(wish))
-        return Plan(sorted(starts), min(starts.values(), default=0), self._chunk_bytes, self._stall_s)
+        return group.Plan(sorted(starts), min(starts.values(), default=0), self._chunk_bytes, self._stall_s)
 
-    def _broadcast(self, group: Any, plan: Plan) -> None:
+    def _broadcast(self, collective: Any, plan: group.Plan) -> None:
         assert self._bytes is not None
-        stall = seconds(plan.stall_s)
+        stall = group.seconds(plan.stall_s)
         works: list[Any] = []
-        spare = [chunk_buffer(self._backend, plan.chunk_bytes) for _ in range(IN_FLIGHT)] if self._on_gpu else []
+        buffers = group.IN_FLIGHT if self._on_gpu else 0
+        spare = [group.chunk_buffer(self._backend, plan.chunk_bytes) for _ in range(buffers)]
         for number, offset in enumerate(range(plan.start, len(self._bytes), plan.chunk_bytes)):
             if self._withdrawn.is_set():
                 raise RuntimeError("withdrawn: the arena holds another version now")
-            if len(works) == IN_FLIGHT:
+            if len(works) == group.IN_FLIGHT:
                 works.pop(0).wait(stall)
             chunk = self._bytes[offset : offset + plan.chunk_bytes]
             if spare:
-                chunk = spare[number % IN_FLIGHT][: len(chunk)].copy_(chunk)
-            works.append(group.broadcast(chunk, 0))
+                chunk = spare[number % group.IN_FLIGHT][: len(chunk)].copy_(chunk)
+            works.append(collective.broadcast(chunk, 0))
         for work in works:
             work.wait(stall)
 

@@ -16,24 +16,11 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import distributed
 
 from weight_bus.errors import TransportError
 from weight_bus.manifest.manifest import CollectiveSource, Source
 from weight_bus.transports.base import check_range, read_in_order
-from weight_bus.transports.nccl.group import (
-    GLOO,
-    IN_FLIGHT,
-    NCCL,
-    Plan,
-    Store,
-    chunk_buffer,
-    end_group,
-    make_group,
-    quiet_torch,
-    reach_store,
-    seconds,
-)
+from weight_bus.transports.nccl import group
 
 _POLL_S = 0.003
 _MAX_CHUNK = 1 << 30
@@ -45,14 +32,14 @@ class CollectiveReader:
     name = "collective"
 
     def __init__(self, deadline_s: float = 30.0) -> None:
-        quiet_torch()
+        group.quiet_torch()
         self._deadline_s = deadline_s
         self._source: CollectiveSource | None = None
-        self._store: Store | None = None
+        self._store: group.Store | None = None
         self._epoch: _Epoch | None = None
 
     def can_read(self, source: Source) -> bool:
-        return isinstance(source, CollectiveSource) and (source.backend == GLOO or _has_nccl(source))
+        return isinstance(source, CollectiveSource) and source.backend in (group.GLOO, group.default_backend())
 
     def read(self, source: Source, offset: int, out: memoryview) -> None:
         if not isinstance(source, CollectiveSource):
@@ -87,7 +74,7 @@ class CollectiveReader:
             self._leave()
             self._source, self._store = None, None
             left = max(0.05, min(deadline - time.monotonic(), self._deadline_s))
-            self._store = reach_store(source.host, source.port, left)
+            self._store = group.reach_store(source.host, source.port, left)
             self._source = source
         if self._epoch is not None and self._epoch.position > offset:
             self._leave()
@@ -124,12 +111,12 @@ class _Epoch:
     `position`: the first byte that can still be taken.
     """
 
-    def __init__(self, store: Store, source: CollectiveSource, number: int, plan: Plan, rank: int) -> None:
+    def __init__(self, store: group.Store, source: CollectiveSource, number: int, plan: group.Plan, rank: int) -> None:
         self._store, self._length, self._number, self._plan = store, source.length, number, plan
         self._backend = source.backend
         size = len(plan.members) + 1
-        self._group: Any = make_group(source.backend, store, number, rank, size, source.host, plan.stall_s)
-        self._spare = [chunk_buffer(source.backend, plan.chunk_bytes) for _ in range(IN_FLIGHT + 1)]
+        self._group: Any = group.make_group(source.backend, store, number, rank, size, source.host, plan.stall_s)
+        self._spare = [group.chunk_buffer(source.backend, plan.chunk_bytes) for _ in range(group.IN_FLIGHT + 1)]
         self._coming: deque[tuple[int, torch.Tensor, torch.Tensor, Any]] = deque()
         self._posted = plan.start
         self._here: torch.Tensor | None = None
@@ -147,7 +134,7 @@ class _Epoch:
         return count
 
     def leave(self) -> None:
-        end_group(self._group)
+        group.end_group(self._group)
         self._coming.clear()
         self._group = None
 
@@ -157,7 +144,7 @@ class _Epoch:
             self._here = self._buffer = None
         self._post()
         offset, buffer, chunk, work = self._coming[0]
-        work.wait(seconds(max(0.001, min(self._plan.stall_s, deadline - time.monotonic()))))
+        work.wait(group.seconds(max(0.001, min(self._plan.stall_s, deadline - time.monotonic()))))
         self._coming.popleft()
         self.position, self._here, self._buffer = offset, chunk.cpu(), buffer
         if offset + len(chunk) == self._length:
@@ -171,20 +158,16 @@ class _Epoch:
             self._posted += len(chunk)
 
 
-def _await_plan(store: Store, epoch: int, ticket: int, deadline: float) -> Plan:
+def _await_plan(store: group.Store, epoch: int, ticket: int, deadline: float) -> group.Plan:
     while not store.check([f"{epoch}/plan"]):
         if time.monotonic() >= deadline:
             store.set(f"{epoch}/gone/{ticket}", "1")
             raise RuntimeError("it did not begin in time: another one is still under way")
         time.sleep(_POLL_S)
     try:
-        plan = msgspec.json.decode(store.get(f"{epoch}/plan"), type=Plan)
+        plan = msgspec.json.decode(store.get(f"{epoch}/plan"), type=group.Plan)
     except msgspec.DecodeError as error:
         raise RuntimeError(f"its plan cannot be read: {error}") from error
     if not (0 < plan.chunk_bytes <= _MAX_CHUNK and plan.start >= 0 and 0 < plan.stall_s <= 3600):
         raise RuntimeError(f"its plan is impossible: {plan}")
     return plan
-
-
-def _has_nccl(source: CollectiveSource) -> bool:
-    return source.backend == NCCL and torch.cuda.is_available() and distributed.is_nccl_available()
