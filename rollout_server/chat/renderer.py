@@ -199,11 +199,11 @@ class ChatRenderer:
         stop: Sequence[str] = (),
         new_call_id: Callable[[], str] = new_tool_call_id,
     ) -> AnswerStream:
-        """For an answer that is being sampled; `stop` strings end it, `new_call_id` names its tool calls."""
+        """For an answer that is being generated; `stop` strings end it, `new_call_id` names its tool calls."""
         return AnswerStream(self._grammar, prompt_ids, tools, stop, new_call_id)
 
     def text_stream(self, stop: Sequence[str] = ()) -> TextStream:
-        """For plain text that is being sampled."""
+        """For plain text that is being generated."""
         return TextStream(self.table, stop)
 
     def _encode(self, text: str) -> list[int]:

@@ -36,7 +36,7 @@ class Reader(Protocol[PieceOut]):
 
 @dataclass(slots=True)
 class Sample(Generic[Piece]):
-    """One answer being sampled. `versions`: spans over its tokens."""
+    """One answer being generated. `versions`: spans over its tokens."""
 
     index: int
     reader: Reader[Piece]

@@ -137,7 +137,7 @@ Record = GroupBegan | SessionBegan | Answered | TurnsAnswered | Rewarded | Sessi
 
 
 class PartialHead(msgspec.Struct, frozen=True, array_like=True, tag="head"):
-    """Which answer is being sampled: every try of it must say the same. `created`: Unix seconds."""
+    """Which answer is being generated: every try of it must say the same. `created`: Unix seconds."""
 
     call_id: str
     created: int

@@ -167,7 +167,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is being sampled, or the session is being ended."""
+        """Whether an answer is being generated, or the session is being ended."""
         return self.taking_turn or self.calls_in_flight > 0 or self.ending
 
     @property

@@ -28,8 +28,8 @@ ProbeOutcome = Literal["ready", "not_ready", "silent", "refused"]
 class SeenService:
     """One service as it was found. `alive`: its lease lasts; None where it holds none. `last_heard`: Unix seconds.
 
-    `reasons`: what it says of not being ready. `running`, `sampled`: samples being sampled, and tokens sampled between two
-    looks `apart_s` apart; None where that is not known.
+    `reasons`: what it says of not being ready. `running`, `sampled`: samples being generated, and tokens sampled
+    between two looks `apart_s` apart; None where that is not known.
     """
 
     name: str

@@ -84,7 +84,7 @@ class ServerRecord(ServiceRecord, frozen=True, kw_only=True):
     policy_version: int
     kv_policy: str = "keep"
     running: int = 0
-    """Samples being sampled."""
+    """Samples being generated."""
     waiting: int = 0
     """Requests that wait for a place."""
     max_running: int = 0
