@@ -6,15 +6,26 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from rollout_server.journal.journal import RELEASED, Journal
-from rollout_server.journal.records import GroupBegan, GroupEnded, PartialHead, PartialPart, Rewarded
+from rollout_server.journal.records import (
+    JOURNAL_SCHEMA,
+    GroupBegan,
+    GroupEnded,
+    PartialHead,
+    PartialPart,
+    Rewarded,
+    decode_partial,
+    decode_record,
+    encode_record,
+)
 from services.run_store.client import connect
 from services.run_store.keys import RunKeys
-from services.wire.errors import DrainingError, NotReadyError, RollmeshError
+from services.wire.errors import DrainingError, NotReadyError, RollmeshError, WireError
 from tests.support.memory_journal import MemoryJournal
 
 BEGAN = GroupBegan(
@@ -220,3 +231,17 @@ async def test_the_journal_of_tests_does_as_the_real_one(kind: str, redis: Redis
             await journal.append("g", reward(2.0), lambda: 1 // 0)
         written = journal.records() if isinstance(journal, MemoryJournal) else await journal.read("g")
         assert [record.value for record in written if isinstance(record, Rewarded)] == [1.0, 2.0]
+
+
+def test_bytes_that_are_no_record_are_refused_and_never_guessed_at() -> None:
+    head = PartialHead("call", 5)
+    assert (decode_record(encode_record(BEGAN)), decode_partial(encode_record(head))) == (BEGAN, head)
+    for packed in (b"", encode_record(BEGAN)[:-1], encode_record(head), msgspec.msgpack.encode({"type": "another"})):
+        with pytest.raises(WireError, match=f"a journal record of {len(packed)} bytes cannot be read"):
+            decode_record(packed)
+    for packed in (b"", encode_record(head)[:-1], encode_record(BEGAN)):
+        with pytest.raises(WireError, match=f"a part of a partial answer of {len(packed)} bytes cannot be read"):
+            decode_partial(packed)
+    other = msgspec.structs.replace(BEGAN, schema=JOURNAL_SCHEMA + 1)
+    with pytest.raises(WireError, match=f"schema {JOURNAL_SCHEMA + 1}, this process reads {JOURNAL_SCHEMA}"):
+        decode_record(encode_record(other))

@@ -55,6 +55,7 @@ class Agent:
 doubling = Doubling()
 def make_agent(): return Agent()
 def broken(): return 1 / 0
+def needy(): import a_library_that_nobody_has
 def number(): return 7
 '''
 
@@ -138,6 +139,7 @@ def test_modules_are_looked_for_where_the_command_is_run(own: Path, monkeypatch:
         ("json.py:doublin", "did you mean 'doubling'?"),
         ("json.py:number", "is int, no environment"),
         ("json.py:broken", "ZeroDivisionError: division by zero (json.py:"),
+        ("json.py:needy", "a_library_that_nobody_has, which is not installed"),
         ("json.py:doubling?factor=3", "takes no options"),
         ("json.py:Doubling?factr=3", "unexpected keyword argument 'factr'"),
         ("json.py:doubling?dialect=morse", "known: auto, text, chat"),
@@ -148,6 +150,22 @@ def test_code_that_makes_no_environment_is_refused_with_its_mend(own: Path, rest
     with pytest.raises(UsageError) as refused:
         make_task(f"python:{own.parent}/{rest}")
     assert complaint in str(refused.value)
+
+
+def test_a_module_that_cannot_be_imported_is_refused_with_its_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_tasks_of_today.py").write_text("1 / 0\n")
+    (tmp_path / "needy_tasks_of_today.py").write_text("import a_library_that_nobody_has\n")
+    for name, complaint in [
+        ("tasks_that_nobody_wrote.of_today:x", f"no module 'tasks_that_nobody_wrote': it is looked for .* {tmp_path}"),
+        ("broken_tasks_of_today:x", r"broken_tasks_of_today cannot be imported \(ZeroDivisionError"),
+        ("./broken_tasks_of_today.py:x", r"broken_tasks_of_today.py cannot be imported \(ZeroDivisionError"),
+        ("needy_tasks_of_today:x", "a_library_that_nobody_has, which is not installed"),
+    ]:
+        with pytest.raises(UsageError, match=complaint):
+            make_task(f"python:{name}")
 
 
 def test_a_file_means_the_same_from_another_folder(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from rollout_server.chat.tokenizer import QuickTokenizer
+from rollout_server.chat.tokenizer import LONG_TEXT, QuickTokenizer, Renderer
+from services.wire.errors import UsageError
 from tests.support.chat_policy import MARKERS, TURN_END, build_chat_tokenizer
 
 TOKENIZER = build_chat_tokenizer()
@@ -46,3 +48,29 @@ def test_whatever_else_is_asked_is_asked_of_the_folders_own() -> None:
     assert (QUICK.eos_token_id, QUICK.all_special_tokens) == (TOKENIZER.eos_token_id, TOKENIZER.all_special_tokens)
     assert (QUICK.chat_template, len(QUICK)) == (TOKENIZER.chat_template, len(TOKENIZER))
     assert QUICK("the", add_special_tokens=False)["input_ids"] == TOKENIZER.encode("the", add_special_tokens=False)
+
+
+def test_options_and_other_arguments_are_the_folders_owns_business() -> None:
+    text = "the weather in the city"
+    assert QUICK.encode(text) == TOKENIZER.encode(text)
+    cut = QUICK.encode(text, add_special_tokens=False, truncation=True, max_length=3)
+    assert cut == TOKENIZER.encode(text, add_special_tokens=False)[:3]
+    [first, *_] = TOKENIZER.encode(text, add_special_tokens=False)
+    assert QUICK.decode(first) == TOKENIZER.decode([first])
+    assert QUICK.decode((first,)) == TOKENIZER.decode([first])
+
+
+async def test_a_long_text_becomes_the_same_tokens_off_the_event_loop(tmp_path: Path) -> None:
+    TOKENIZER.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    renderer = Renderer.from_folder(tmp_path)
+    text = "the weather\n" * (LONG_TEXT // 12 + 1)
+    assert len(text) > LONG_TEXT
+    assert await renderer.encode(text) == TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def test_a_folder_without_a_tokenizer_that_can_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"tokenizer\.json is missing"):
+        Renderer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(UsageError, match=r"tokenizer\.json is no tokenizer \("):
+        Renderer.from_folder(tmp_path)

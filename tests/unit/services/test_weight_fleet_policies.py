@@ -213,3 +213,19 @@ def test_a_machine_that_begins_in_the_middle_can_be_told_where_to_go_back_to() -
     assert (back.version, back.withdraws, list(machine.withdrawn)) == (4, 5, [5])
     with pytest.raises(ValueError, match="not newer than 5"):
         machine.announce(5)
+
+
+def test_a_policy_that_no_fleet_can_follow_is_refused() -> None:
+    with pytest.raises(ValueError, match="no fleet policy 'all'; known: barrier"):
+        FleetPolicy("all")  # type: ignore[arg-type]
+    for share in (0.0, -0.5, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="a quorum is a share above 0 and up to 1"):
+            FleetPolicy("quorum", quorum=share)
+    with pytest.raises(ValueError, match="at least one engine at once, got 0"):
+        FleetPolicy("rolling", at_once=0)
+
+
+def test_a_roll_decides_for_no_engine_together_with_others() -> None:
+    assert not FleetPolicy("rolling").decides(["prepared", "prepared"])
+    assert FleetPolicy("barrier").decides(["prepared", "prepared"])
+    assert not FleetPolicy("barrier").decides(["committed", "failed"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.wire.demonstrations import Question
 from services.wire.errors import UsageError
 from trainer.sft.accuracy import Sampled, is_right, sample_answers, sampled_accuracy
-from trainer.sft.cache import deliver, is_delivered, keep, take_cached, warm_start_key
+from trainer.sft.cache import default_cache_dir, deliver, is_delivered, keep, take_cached, warm_start_key
 from trainer.sft.data import folder_digest, read_recipe
 from trainer.sft.tiny_model import build_model, build_tokenizer, save_policy
 from trainer.sft.train import Progress, WarmStartError, _Examples, warm_start
@@ -33,6 +35,7 @@ PHASE: dict[str, Any] = {
     "stop_at_accuracy": None,
     "check_every": 10,
 }
+RECIPE: dict[str, Any] = {"task": "t", "seed": 1, "phases": [PHASE], "check": "check.jsonl"}
 
 
 def demonstrations(folder: Path, **changes: object) -> Path:
@@ -42,8 +45,7 @@ def demonstrations(folder: Path, **changes: object) -> Path:
     (folder / "only.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     checks = [{"prompt": "a=", "answer": "7"}, {"prompt": "b=", "answer": "8"}] * 8
     (folder / "check.jsonl").write_text("".join(json.dumps(line) + "\n" for line in checks))
-    recipe = {"task": "t", "seed": 1, "phases": [{**PHASE, **changes}], "check": "check.jsonl"}
-    (folder / "recipe.json").write_text(json.dumps(recipe))
+    (folder / "recipe.json").write_text(json.dumps({**RECIPE, "phases": [{**PHASE, **changes}]}))
     return folder
 
 
@@ -176,6 +178,7 @@ def test_concurrent_runs_and_half_written_entries_break_nothing(tmp_path: Path) 
     [
         ("recipe.json", "{}", "is no recipe"),
         ("recipe.json", None, "cannot read"),
+        ("recipe.json", json.dumps({**RECIPE, "phases": [{**PHASE, "steps": 0}]}), "phase only has steps, batch or"),
         ("only.jsonl", "", "holds no demonstration"),
         ("only.jsonl", '{"parts": 3}\n', "does not hold what a recipe names"),
         ("check.jsonl", None, "cannot read"),
@@ -190,3 +193,35 @@ def test_a_folder_that_cannot_be_followed_is_misuse(
         (folder / file).write_text(content)
     with pytest.raises(UsageError, match=complaint):
         warm_start(folder, read_recipe(folder), 1, lambda _: None)
+
+
+def test_a_file_that_the_recipe_names_and_is_missing_has_no_digest(tmp_path: Path) -> None:
+    folder = demonstrations(tmp_path / "d")
+    (folder / "only.jsonl").unlink()
+    with pytest.raises(UsageError, match=r"cannot read .*only\.jsonl"):
+        folder_digest(folder, read_recipe(folder))
+
+
+@pytest.mark.parametrize(("system", "cache"), [("Linux", ".cache"), ("Darwin", "Library/Caches")])
+def test_the_cache_lies_where_the_user_or_the_platform_keeps_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str, cache: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_cache_dir() == tmp_path / cache / "rollmesh" / "warm-start"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert default_cache_dir() == tmp_path / "mine" / "rollmesh" / "warm-start"
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning_and_no_entry(tmp_path: Path) -> None:
+    made, cache = tmp_path / "made", tmp_path / "cache"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    cache.write_text("a file where the cache should be")
+    with capture_logs() as logs:
+        keep(cache, "key", made)
+    assert [(line["log_level"], line["cache"]) for line in logs] == [("warning", str(cache))]
+    assert not take_cached(cache, "key", tmp_path / "out")
+    (made / "warm_start.key").mkdir()
+    assert not is_delivered(made, "key")
