@@ -6,21 +6,29 @@ import asyncio
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from clients.environments.base import AgentEndpoint, Ended, Problem, Split, agent_environment
+from clients.environments import chat as chats
+from clients.environments.base import AgentEndpoint, Answer, Ended, Problem, Split, agent_environment
 from clients.environments.chat import ChatEnvironment
 from clients.environments.registry import make_environment
+from clients.environments.tasks.guess_number import GuessNumber
+from clients.rollout.client import RolloutClient
 from clients.rollout.server_pool import ServerPool
+from clients.rollout.transport import ServerUnreachableError
 from clients.runner.agent_episodes import EpisodeLimits
-from clients.runner.evaluation import evaluate
+from clients.runner.evaluation import ATTEMPTS, Measured, evaluate
 from clients.runner.failures import GroupLostError, TooManyLostError
 from clients.runner.groups import in_dialect, play_to_end
 from clients.runner.runner import run_environment
 from rollout_server.lifecycle.expire import LEFT_AFTER_S
+from services.wire.errors import ContextLengthError, NotFoundError, RollmeshError
 from services.wire.packed import unpack_mask
+from services.wire.rollout_api import GroupOpened, OpenGroup
+from services.wire.session_api import FinishSession, SessionFinished, SessionStatus
 from tests.support.agent_playing import (
     A_PROBLEM,
     SAMPLING,
@@ -252,3 +260,84 @@ async def test_a_model_without_a_template_is_spoken_to_in_plain_text(
         assert await in_dialect(client, environment, "auto") is environment
         assert isinstance(await in_dialect(client, environment, "chat"), ChatEnvironment)
         assert (await host.report())["open_groups"] == 0
+
+
+class Server(RolloutClient):
+    """A server that plays every episode with three tokens, or fails as told. `opened`: the groups it was asked for."""
+
+    def __init__(self, *, refuses: RollmeshError | None = None, forgets: bool = False) -> None:
+        super().__init__("http://a-server")
+        self.opened: list[OpenGroup] = []
+        self._refuses, self._forgets = refuses, forgets
+
+    async def open_group(self, body: OpenGroup) -> GroupOpened:
+        self.opened.append(body)
+        if self._refuses is not None:
+            raise self._refuses
+        names = [f"s{number}" for number in range(body.group_size)]
+        return GroupOpened(group_id="g", ordinal=-1, session_ids=names, api_keys=names, policy_version=0)
+
+    async def finish_session(self, session_id: str, body: FinishSession) -> SessionFinished:
+        if self._forgets:
+            raise NotFoundError(f"no session {session_id}")
+        return SessionFinished(
+            session_id=session_id, stream_id=None, reward=body.reward or 0.0, segments=1, sampled_tokens=3
+        )
+
+    async def abort_session(self, session_id: str) -> SessionStatus:
+        raise NotFoundError(f"no session {session_id}")
+
+
+async def solved(_: Problem, __: AgentEndpoint) -> Ended:
+    return Ended(1.0, True)
+
+
+async def measure(*servers: Server) -> Measured:
+    environment = agent_environment("solved", numbered, solved)
+    pool = ServerPool(servers, patience_s=1.0)
+    return await evaluate(pool, environment, seed=1, problems=2, max_tokens=8, limits=EpisodeLimits(5.0))
+
+
+UNREACHABLE = ServerUnreachableError("http://a-server", "refused", sent=False)
+
+
+async def test_an_evaluation_group_is_played_again_at_a_server_that_does_not_lose_it() -> None:
+    unreachable, started_anew, good = Server(refuses=UNREACHABLE), Server(forgets=True), Server()
+    assert await measure(unreachable, started_anew, good) == Measured(success=1.0, mean_length=3.0)
+    assert [len(server.opened) for server in (unreachable, started_anew, good)] == [1, 1, 1]
+    assert {group.purpose for group in good.opened} == {"evaluate"}
+
+
+async def test_an_evaluation_gives_up_after_as_many_servers_as_it_tries() -> None:
+    servers = [Server(refuses=UNREACHABLE) for _ in range(ATTEMPTS + 1)]
+    with pytest.raises(ExceptionGroup) as failed:
+        await measure(*servers)
+    assert failed.group_contains(ServerUnreachableError, match="refused")
+    assert [len(server.opened) for server in servers] == [1] * ATTEMPTS + [0]
+    servers = [Server(forgets=True) for _ in range(ATTEMPTS + 1)]
+    assert (await measure(*servers)).success == 0.0
+    assert [len(server.opened) for server in servers] == [1] * ATTEMPTS + [0]
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+async def test_a_conversation_that_outgrows_the_model_is_the_policys_doing_once_it_has_spoken(
+    monkeypatch: pytest.MonkeyPatch, answers: int
+) -> None:
+    asked = 0
+
+    async def chat(*_: object) -> tuple[dict[str, Any], Answer]:
+        nonlocal asked
+        asked += 1
+        if asked > answers:
+            raise ContextLengthError(9, 8)
+        return {"role": "assistant", "content": "1"}, Answer("1", True)
+
+    monkeypatch.setattr(chats, "chat", chat)
+    problem = Problem("train", 0, prompt="abc:", solution="20")
+    playing_it = ChatEnvironment(GuessNumber()).play(problem, AgentEndpoint("http://a", "key", "s", 8, 1.0, True))
+    if not answers:
+        with pytest.raises(ContextLengthError):
+            await playing_it
+        return
+    assert await playing_it == Ended(reward=0.0, success=False, components={"context_exceeded": 1.0})
+    assert asked == 2

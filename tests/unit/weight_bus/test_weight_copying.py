@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from services.host.process import STREAMED_BYTES
+from services.wire.errors import UsageError
+from weight_bus.errors import TransportError
 from weight_bus.manifest.layout import place, plan_layout
-from weight_bus.memory.arena import PAGE, copy_bytes, streams_well
+from weight_bus.memory import arena as arenas
+from weight_bus.memory.arena import PAGE, copy_bytes, private_arena, shared_arena, streams_well
 
 ALLOCATED = 64
 """Where in a page torch's large tensors begin."""
@@ -47,3 +52,26 @@ def test_large_tensors_lie_so_that_copies_both_ways_go_past_the_caches() -> None
         else:
             assert entry.offset % 64 == 0
     assert layout.total_bytes >= end
+
+
+def test_a_copy_into_another_size_or_into_what_cannot_be_written_is_refused() -> None:
+    target = bytearray(4)
+    with pytest.raises(ValueError, match="3 bytes into 4"):
+        copy_bytes(memoryview(b"abc"), memoryview(target))
+    assert target == bytes(4)
+    with pytest.raises(ValueError, match="writable: False"):
+        copy_bytes(memoryview(b"abcd"), memoryview(b"wxyz"))
+
+
+def test_an_arena_that_cannot_be_mapped_is_an_error_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TransportError, match=f"no arena of {1 << 60} bytes could be mapped"):
+        private_arena(1 << 60)
+    monkeypatch.setattr(arenas, "shm_directory", lambda: tmp_path)
+    with pytest.raises(TransportError, match="no arena of 0 bytes could be mapped at"):
+        shared_arena(0, "run")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(arenas, "shm_directory", lambda: tmp_path / "gone")
+    with pytest.raises(UsageError, match=r"cannot make .* \(No such file"):
+        shared_arena(64, "run")

@@ -32,6 +32,7 @@ from weight_bus.receiver.buckets import (  # noqa: E402
     digest_of,
 )
 from weight_bus.receiver.receiver import Receiver  # noqa: E402
+from weight_bus.receiver.weight_slots import WeightSlots, Whole  # noqa: E402
 from weight_bus.transports.shm import ShmExporter, ShmReader  # noqa: E402
 
 BUCKET = 40_000
@@ -323,6 +324,23 @@ def test_one_step_back_is_kept_until_the_next_version_is_written(run_id: str) ->
     assert_serves(target, weights(1))
     receiver.close()
     publisher.close()
+
+
+def test_a_flip_is_undone_by_another_and_a_refusal_says_what_is_kept() -> None:
+    old, new = Whole(1, "a"), Whole(2, "b")
+    staged = WeightSlots(old).with_staged(new)
+    flipped = staged.committed(2)
+    assert (flipped.served, flipped.kept) == (new, old)
+    with pytest.raises(ConflictError, match="version 7 cannot be served again: version 1 is kept, 2 served"):
+        flipped.rolled_back(7)
+    undone = flipped.undone()
+    assert (undone.served, undone.kept, undone.staged, undone.has(2, "b")) == (old, None, None, True)
+    with pytest.raises(ConflictError, match="version 1 is served, back from 2"):
+        undone.rolled_back(2)
+    assert undone.undone() == flipped
+    assert undone == flipped.rolled_back(1)
+    for nothing_flipped in (WeightSlots(old), staged, flipped.writing()):
+        assert nothing_flipped.undone() == nothing_flipped
 
 
 def test_a_delta_is_no_longer_taken_once_its_base_was_rolled_back(run_id: str, exporter: ShmExporter) -> None:
