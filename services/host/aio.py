@@ -1,10 +1,11 @@
-"""Asyncio helpers: the first error of a task group in place of an exception group, and locks by name."""
+"""Asyncio helpers: the first error of a task group, work that no cancellation interrupts, locks by name."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 from services.wire.errors import RollmeshError
 
@@ -27,6 +28,19 @@ def first_failure() -> Iterator[None]:
 def _first(failures: BaseExceptionGroup[RollmeshError]) -> RollmeshError:
     first = failures.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` until it is done, also where the wait is cancelled: that is raised afterwards. Raises what it raises."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 class NamedLocks:

@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
+from services.host.aio import to_its_end
 from services.host.files import remove_shm_files, shm_directory, shm_prefix
 from services.host.run_folder import RunFolder, free_bytes
 from services.run_store.client import connect, reached_by, without_password
@@ -122,7 +123,8 @@ class Mesh:
                 try:
                     summary = await self._train(plan, self._processes)
                 finally:
-                    await self._stop(self._processes)
+                    # A signal that comes meanwhile must not leave half of them running.
+                    await to_its_end(self._stop(self._processes))
         # Kept after a failure, for whoever examines it; after a success the summary holds all of it.
         shutil.rmtree(self._folder.redis, ignore_errors=True)
         return summary
