@@ -1,4 +1,4 @@
-"""Asyncio helpers: the first error of tasks that ran at once; work that is done to its end although the wait is cancelled."""
+"""Asyncio helpers: the first error of tasks that ran at once; work done to its end although the wait is cancelled."""
 
 from __future__ import annotations
 
