@@ -48,7 +48,10 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     renderer = server.ready(lambda parts: parts.renderer)
     log = server.ready(lambda parts: parts.log)
     check, retry_patience_s = server.check_taking_calls, rollout.retry_patience_s
-    on_commit = lambda: gate().notify()  # noqa: E731
+
+    def on_commit() -> None:
+        gate().notify()
+
     metrics = Metrics()
     metrics.read(lambda: server_readings(served, groups, gate, server.http_cpu_s))
     app = make_app(

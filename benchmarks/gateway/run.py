@@ -21,12 +21,8 @@ kill to the next chunk of each streamed answer that was in flight there. An erro
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
-import signal
-import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -37,12 +33,13 @@ from typing import Annotated, Literal
 
 import msgspec
 import typer
-from rich.console import Console
 
 from benchmarks.gateway.failover import Kill, Killed, kill_under_load
 from benchmarks.gateway.report import RATIOS, GatewayBench, Prefilled, Setting, judge
+from benchmarks.harness.bare_engine import BareEngine, running_bare_engine
+from benchmarks.harness.command import Say, check_hidden_size, run_measurement, show
 from benchmarks.harness.processes import cpu_s, running_redis, versions
-from benchmarks.harness.servers import BareEngine, Fleet, Opened, client, plan_mesh, running_bare_engine, running_fleet
+from benchmarks.harness.servers import Fleet, Opened, client, plan_mesh, running_fleet
 from benchmarks.harness.timing import (
     Arms,
     Rate,
@@ -64,7 +61,6 @@ from benchmarks.harness.workload import (
     save_random_policy,
     save_workload,
 )
-from services.wire.errors import UsageError
 from services.wire.sampling import KvPolicy
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -86,10 +82,7 @@ def gateway(
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of a table")] = False,
 ) -> None:
     """The gateway and two rollout servers beside bare engines: speed, latency, prefills, and servers killed under load."""
-    if hidden_size % 32:
-        raise UsageError(f"a hidden size of {hidden_size}", "give a multiple of 32")
-
-    import msgspec
+    check_hidden_size(hidden_size)
 
     from benchmarks.gateway.report import as_table
 
@@ -106,18 +99,10 @@ def gateway(
         hidden_size=hidden_size,
         layers=layers,
     )
-    say = Console(stderr=True, soft_wrap=True, highlight=False)
-    # Ended as Ctrl-C ends it, so that nothing that was started stays behind.
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
-    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
-        bench = asyncio.run(measure_gateway(shape, Path(scratch), say.print))
-    if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(bench), indent=2).decode() + "\n")
-    else:
-        Console().print(as_table(bench))
+    bench = run_measurement(lambda scratch, say: measure_gateway(shape, scratch, say))
+    show(bench, as_json, as_table(bench))
 
 
-Say = Callable[[str], None]
 _ENGINE = "torch"
 _SERVERS = 2
 _SEED = 1

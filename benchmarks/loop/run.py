@@ -25,9 +25,9 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.command import progress, show
 from services.supervisor.summary import Summary
 from services.wire.errors import RollmeshError, UsageError
 from trainer.metrics.files import read_metrics
@@ -87,7 +87,7 @@ def loop(
     """The whole loop beside TRL's GRPOTrainer: same model, task, batch and steps."""
     if not trl_python.exists():
         raise UsageError(f"no Python at {trl_python}", "run `./dev bench loop`, which makes the environment with TRL")
-    say = Console(stderr=True)
+    say = progress()
     load = os.getloadavg()
     ours: list[Arm] = []
     trl: list[Arm] = []
@@ -96,16 +96,13 @@ def loop(
         for index in range(rounds):
             folder = Path(scratch) / f"round-{index}"
             arm, overhead = _run_mesh(folder, seed + index, steps, engine)
-            say.print(f"round {index + 1}: mesh {_words(arm)}")
+            say(f"round {index + 1}: mesh {_words(arm)}")
             ours.append(arm)
             overheads.append(overhead)
             trl.append(_run_trl(folder, seed + index, steps, trl_python))
-            say.print(f"round {index + 1}: TRL  {_words(trl[-1])}")
+            say(f"round {index + 1}: TRL  {_words(trl[-1])}")
     bench = _judge(ours, trl, overheads, load, trl_python)
-    if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(bench), indent=2).decode() + "\n")
-    else:
-        Console().print(_table(bench))
+    show(bench, as_json, _table(bench))
 
 
 def _run_mesh(folder: Path, seed: int, steps: int, engine: str) -> tuple[Arm, Overhead]:

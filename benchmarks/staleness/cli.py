@@ -7,11 +7,7 @@ one). Judged is the trainer's policy, on held-out problems: the rewards of the l
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -21,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.command import run_measurement, show
 from benchmarks.staleness.results import ARMS, UNCORRECTED, Outcome
 from services.host.files import writing
 from services.wire.errors import UsageError
@@ -42,27 +39,24 @@ def staleness(
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of tables")] = False,
 ) -> None:
     """Corrections on stale tokens, judged by the trainer's policy. About twelve minutes on two cores by default."""
-    import msgspec
-
     from benchmarks.staleness.results import ARMS, named_arms
     from benchmarks.staleness.runs import Table, measure
 
     names = list(ARMS) if corrections == "all" else named_arms(corrections.split(","))
     asked = Table(names, _numbers("ks", ks), _numbers("seeds", seeds), updates, workers)
-    say = Console(stderr=True, soft_wrap=True, highlight=False)
     load = os.getloadavg()
-    # Ended as Ctrl-C ends it, so that nothing that was started stays behind.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
-        outcomes = asyncio.run(measure(asked, Path(scratch), out, say.print))
+    outcomes = run_measurement(lambda scratch, say: measure(asked, scratch, out, say))
     table = finals(outcomes, GREEDY)
     if plot is not None:
         plot_finals(table, plot)
-    if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(table), indent=2).decode() + "\n")
-    else:
-        for shown in (as_table(outcomes, GREEDY), as_table(outcomes, SAMPLED), formulas(names, max(asked.ks))):
-            Console().print(shown)
+    show(
+        table,
+        as_json,
+        as_table(outcomes, GREEDY),
+        as_table(outcomes, SAMPLED),
+        formulas(names, max(asked.ks)),
+    )
+    if not as_json:
         Console().print(judgement(outcomes, load), markup=False, highlight=False)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from benchmarks.harness.command import Say
 from benchmarks.harness.processes import PYTHON, Piped, answer_lines, replies_only, running_piped, versions
 from benchmarks.staleness.results import Outcome, ResultsFile, StaleRun, warm_start
 from services.config.settings import RolloutSettings
@@ -20,7 +21,6 @@ _START_WITHIN_S = 120.0
 _STEP_WITHIN_S = 10.0
 # Neighbours that spin while they wait would take several times as long.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,14 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class AloneFigures:
-    """CPU time of a server, all its threads, a figure a round (`telemetry_alone`)."""
+    """CPU time of a server, all its threads, a figure a round."""
 
     span_us: list[float] = field(default_factory=list)
     scrape_ms: list[float] = field(default_factory=list)
 
 
 class Alone(msgspec.Struct, frozen=True, kw_only=True):
-    """Telemetry's own CPU time, seen beside calls that generate nothing (`telemetry_alone`), and what share it comes to.
+    """Telemetry's own CPU time, seen beside calls that generate nothing, and what share it comes to.
 
     `span_us`: of recording a span and handing it in; `scrape_ms`: of answering `/metrics`; each the median of its rounds,
     with quartiles. `traced_percent`: of `SPANS_A_CALL` spans in the CPU time of a call; `scraped_percent`: of a scrape

@@ -20,9 +20,7 @@ import os
 import random
 import re
 import secrets
-import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -32,8 +30,8 @@ from typing import Annotated, Literal
 
 import aiohttp
 import typer
-from rich.console import Console
 
+from benchmarks.harness.command import Say, check_hidden_size, run_measurement, show
 from benchmarks.harness.processes import LOOPBACK, PYTHON, cpu_s, free_port, running, running_redis, versions
 from benchmarks.harness.servers import HttpArm, client, plan_mesh, running_server
 from benchmarks.harness.timing import Arms, Rate, Speeds, by_round, in_parallel, in_rounds, warm_up
@@ -50,7 +48,6 @@ from benchmarks.telemetry.report import (
 )
 from services.observability.tracing import TRACEPARENT
 from services.supervisor.processes import Child
-from services.wire.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -68,10 +65,7 @@ def telemetry(
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of a table")] = False,
 ) -> None:
     """What figures and traces cost a rollout server: calls with each beside calls without."""
-    if hidden_size % 32:
-        raise UsageError(f"a hidden size of {hidden_size}", "give a multiple of 32")
-
-    import msgspec
+    check_hidden_size(hidden_size)
 
     from benchmarks.telemetry.report import as_table
     from services.config.traces import TraceSettings
@@ -88,18 +82,10 @@ def telemetry(
         layers=layers,
         alone=alone,
     )
-    say = Console(stderr=True, soft_wrap=True, highlight=False)
-    # Ended as Ctrl-C ends it, so that nothing that was started stays behind.
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
-    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
-        bench = asyncio.run(measure_telemetry(shape, Path(scratch), say.print))
-    if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(bench), indent=2).decode() + "\n")
-    else:
-        Console().print(as_table(bench))
+    bench = run_measurement(lambda scratch, say: measure_telemetry(shape, scratch, say))
+    show(bench, as_json, as_table(bench))
 
 
-Say = Callable[[str], None]
 _SEED = 1
 _SCRAPED: tuple[Arm, ...] = ("scraped", "all")
 _TRACED: tuple[Arm, ...] = ("traced", "all")

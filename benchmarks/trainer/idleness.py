@@ -1,7 +1,7 @@
 """The share of time that the trainer waits for batches, and its throughput against a synchronous run.
 
 Two meshes are alike but for K: `asynchronous` (K = 2) and `synchronous` (K = 0: the engines generate a batch, then the
-trainer trains on it, in turn). Engines generate by the clock (`paced_mesh`), so the trainer has its core to itself.
+trainer trains on it, in turn). Engines generate by the clock (`clock_engine`), so the trainer has its core to itself.
 
     quick    K = 0, engines in no hurry to be slow  ──► busy_s: what a step takes once its batch is there
     pace     token_s = stretch · busy_s / typical longest answer of a batch

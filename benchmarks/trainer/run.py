@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from benchmarks.harness.command import progress, show
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -31,8 +31,6 @@ def trainer(
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of a table")] = False,
 ) -> None:
     """Trained tokens a second on heavy-tailed lengths: packed, padded, and TRL's; asynchronous and synchronous."""
-    import msgspec
-
     from benchmarks.harness.processes import versions
     from benchmarks.trainer.report import as_table, put_together
     from services.host.process import heavy_imports
@@ -41,14 +39,11 @@ def trainer(
         from benchmarks.trainer.idleness import measure_rounds
         from benchmarks.trainer.step_speed import SpeedPlan, measure_speed
 
-    say = Console(stderr=True, soft_wrap=True, highlight=False)
+    say = progress()
     load = os.getloadavg()
     plan = SpeedPlan(rounds, threads, seed)
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
-        speed = asyncio.run(measure_speed(plan, trl_python if trl_python.exists() else None, Path(scratch), say.print))
-    paced = asyncio.run(measure_rounds(paced_rounds, seed, say.print))
+        speed = asyncio.run(measure_speed(plan, trl_python if trl_python.exists() else None, Path(scratch), say))
+    paced = asyncio.run(measure_rounds(paced_rounds, seed, say))
     bench = put_together([speed, paced], load, versions("rollmesh", "torch", "transformers"))
-    if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(bench), indent=2).decode() + "\n")
-    else:
-        Console().print(as_table(bench))
+    show(bench, as_json, as_table(bench))

@@ -13,17 +13,13 @@ core but the engine's is busy.
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from benchmarks.harness.command import check_hidden_size, run_measurement, show
 from services.wire.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -52,10 +48,7 @@ def weights(
     # As rollout servers and trainers do: the wire is measured in this process, and those that it starts have it from here.
     begin_again_with_tunables()
 
-    if hidden_size % 32:
-        raise UsageError(f"a hidden size of {hidden_size}", "give a multiple of 32")
-
-    import msgspec
+    check_hidden_size(hidden_size)
 
     from benchmarks.weights.report import as_tables, plot_gaps
     from benchmarks.weights.run import Shape, measure
@@ -72,18 +65,10 @@ def weights(
         serve=serve and exact_updates > 0 and "vllm" in _engines(engine),
         wire=wire,
     )
-    say = Console(stderr=True, soft_wrap=True, highlight=False)
-    # Ended as Ctrl-C ends it, so that nothing that was started stays behind.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
-        bench, episodes = asyncio.run(measure(shape, Path(scratch), say.print))
+    bench, episodes = run_measurement(lambda scratch, say: measure(shape, scratch, say))
     if plot is not None:
         plot_gaps(episodes, plot)
-    if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(bench), indent=2).decode() + "\n")
-    else:
-        for table in as_tables(bench):
-            Console().print(table)
+    show(bench, as_json, *as_tables(bench))
 
 
 def _engines(named: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ attention). Given out longest first to the least loaded (Graham 1969, "Bounds on
 most and the least loaded rank differ by at most the costliest row.
 
 All ranks get equally many micro-batches, because each pass is a collective where weights are sharded; some may be empty.
-Neighbours in a micro-batch are of like length, which attention over packed rows likes (`trainer.model.forward`). The
+Neighbours in a micro-batch are of like length, which attention over packed rows likes (`trainer.model.packed_attention`). The
 same lengths give the same split.
 """
 

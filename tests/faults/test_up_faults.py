@@ -171,7 +171,7 @@ def test_the_next_run_starts_and_outlives_the_death_of_each_of_its_services(tmp_
 
 
 @pytest.mark.e2e
-def test_a_service_that_refuses_its_surroundings_ends_the_run_in_one_line(tmp_path: Path) -> None:
+def test_a_service_that_refuses_its_environment_variables_ends_the_run_in_one_line(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "qwen3"}')

@@ -36,7 +36,7 @@ class Stack(torch.nn.Module):
         return x
 
 
-def test_a_captured_graph_draws_with_the_weights_of_the_last_flip() -> None:
+def test_a_captured_graph_samples_with_the_weights_of_the_last_flip() -> None:
     model = Stack(2 * LAYER * LAYER * 2).requires_grad_(False)
     weights = VllmWeights(model)
     x = torch.ones(1, LAYER, device="cuda", dtype=torch.bfloat16)

@@ -48,7 +48,7 @@ async def test_an_answer_that_was_lost_on_its_way_is_given_again(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_retry_joins_the_answer_that_is_still_being_drawn(
+async def test_a_retry_joins_the_answer_that_is_still_being_sampled(
     host: Host, engine: TellingEngine, proxy: FlakyProxy, stream: bool
 ) -> None:
     session = await opened(host)

@@ -31,7 +31,7 @@ def sdk(session: Opened, **options: Any) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, **options)
 
 
-async def test_a_conversation_of_the_async_client_is_one_segment_of_the_drawn_tokens(
+async def test_a_conversation_of_the_async_client_is_one_segment_of_the_sampled_tokens(
     host: Host, engine: TellingEngine
 ) -> None:
     session = await opened(host)
@@ -89,7 +89,7 @@ async def test_the_sync_client_streams_and_asks_for_tools_as_the_async_one(host:
     await session.ends_with(engine.sampled)
 
 
-async def test_streams_add_up_to_the_tokens_that_were_drawn(host: Host, engine: TellingEngine) -> None:
+async def test_streams_add_up_to_the_tokens_that_were_sampled(host: Host, engine: TellingEngine) -> None:
     session = await opened(host)
     engine.tell(spell(f"<think>\nhmm\n</think>\n\nlet me see\n{CALL}"), spell("fine"))
     async with sdk(session) as client:
@@ -150,7 +150,7 @@ async def test_the_stream_helper_of_the_sdk_accumulates_the_same_message(host: H
     await session.ends_with(engine.sampled)
 
 
-async def test_text_completions_go_on_from_the_drawn_tokens(host: Host, engine: TellingEngine) -> None:
+async def test_text_completions_go_on_from_the_sampled_tokens(host: Host, engine: TellingEngine) -> None:
     session = await opened(host)
     engine.tell(spell(" is the answer", ended=False), spell(" to of in"))
     async with sdk(session) as client:

@@ -52,7 +52,7 @@ def check(read: dict[str, Any], engine: TellingEngine) -> None:
     assert {(request.sampling.temperature, request.sampling.seed) for request in engine.requests} == {(0.5, 3)}
 
 
-async def test_outside_sessions_the_client_reads_what_was_drawn(
+async def test_outside_sessions_the_client_reads_what_was_sampled(
     host: Host, engine: TellingEngine, chat_policy: Path
 ) -> None:
     engine.tell(*map(spell, ANSWERS))

@@ -45,7 +45,7 @@ def test_every_path_that_orientation_names_exists(document: str) -> None:
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
-def test_the_floors_that_the_architecture_draws_are_those_that_are_checked() -> None:
+def test_the_floors_that_the_architecture_samples_are_those_that_are_checked() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     checked = {
         contract["containers"][0]: [layer for layer in contract["layers"] if layer != "__main__"]

@@ -4,7 +4,7 @@
 
 How rows are kept apart is chosen once, by trying: three short rows are run packed, and each alone.
 
-    within    attention is done row by row (`trainer.model.forward`)
+    within    attention is done row by row (`trainer.model.packed_attention`)
     masked    the model's own attention under the block mask that `transformers` makes of restarting positions
     apart     a pass a run of rows of one length: for what mixes tokens by more than attention, or makes no such mask
 """
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ from trainer.data.packing import PackedRow, lay_end_to_end
 from trainer.model import packed_attention
 
 Separation = Literal["within", "masked", "apart"]
+_log = structlog.get_logger()
 
 _PROBE_LENGTHS = (3, 3, 5)
 # Of the largest hidden state; for 16-bit floats, whose kernels round differently, coarser.
@@ -92,8 +94,9 @@ class PackedForward:
     def _agrees(self, probe: PackedRow, alone: Tensor) -> bool:
         try:
             together = self._every(probe)
-        except (NotImplementedError, RuntimeError, TypeError, ValueError):
-            # The model does not take what packed attention needs, or the machine lacks the kernel.
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            # The model does not take what packed attention needs, or the machine lacks the kernel: another way is slower.
+            _log.info("attention does not keep packed rows apart", way=self.separation, why=str(error))
             return False
         off = (together - alone).abs().max() / alone.abs().max()
         return bool(off <= (_TOLERANCE if alone.dtype.itemsize >= 4 else _COARSE_TOLERANCE))

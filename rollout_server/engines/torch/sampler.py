@@ -7,7 +7,7 @@ seeded request's samples do not depend on the other rows of its batch. The sort 
 while a row asks for it.
 
 Logprobs are those of the distribution really sampled from, float32 from a float32 log-softmax; for greedy rows those of the
-plain softmax of the logits that come in (`logit_shaping` has changed them where a row asked for it).
+plain softmax of the logits that come in (penalties and bounds have changed them where a row asked for it).
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ async def test_version_spans_come_with_every_chunk_for_who_asks(redis_url: str, 
     assert told == [0] * offset + [seven] * (21 - offset)
 
 
-async def test_a_call_may_go_on_from_tokens_that_were_drawn_before(host: Host, engine: ScriptedEngine) -> None:
+async def test_a_call_may_go_on_from_tokens_that_were_sampled_before(host: Host, engine: ScriptedEngine) -> None:
     await host.http.post(GENERATE, json=call(resumed=2, first_index=3))
     (request,) = engine.requests
     assert (request.resumed, request.first_index) == (2, 3)
@@ -211,7 +211,7 @@ UNSUPPORTED: list[dict[str, Any]] = [
 ]
 
 
-async def test_what_would_change_the_draw_and_is_not_supported_is_never_ignored(
+async def test_what_would_change_the_sampling_and_is_not_supported_is_never_ignored(
     host: Host, engine: ScriptedEngine
 ) -> None:
     for changes in UNSUPPORTED:

@@ -138,7 +138,7 @@ async def test_an_update_through_vllms_routes_changes_the_weights(host: Host, ru
     assert compared.json() == {"match": False, "mismatches": ["root"]}
 
 
-async def test_the_renderers_client_draws_as_it_comes(redis_url: str, run_id: str, tmp_path: Path) -> None:
+async def test_the_renderers_client_samples_as_it_comes(redis_url: str, run_id: str, tmp_path: Path) -> None:
     folder = tmp_path / "chat-model"
     save_chat_policy(folder, seed=3)
     engine = make_engine("torch", folder, run_id, small_batch())

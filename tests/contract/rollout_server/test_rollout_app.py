@@ -36,7 +36,7 @@ def scripted(prompt: list[int], index: int, length: int = 3) -> list[int]:
     return [2 + (sum(prompt) + index + i) % 9 for i in range(length)] + [END]
 
 
-async def test_a_group_becomes_trajectories_that_hold_exactly_what_was_drawn(host: Host) -> None:
+async def test_a_group_becomes_trajectories_that_hold_exactly_what_was_sampled(host: Host) -> None:
     group = await host.open(group_size=3)
     taken = await host.turns(group, "12=", "12=", "34=", return_token_ids=True)
     finished = await host.finish(group, 1.0, 0.0, 0.5)
@@ -75,7 +75,7 @@ async def test_siblings_with_one_context_cost_the_engine_one_request(host: Host,
     assert sorted(request.n for request in engine.requests) == [1, 1, 1, 1]
 
 
-async def test_the_next_turn_extends_the_very_tokens_that_were_drawn(host: Host, engine: ScriptedEngine) -> None:
+async def test_the_next_turn_extends_the_very_tokens_that_were_sampled(host: Host, engine: ScriptedEngine) -> None:
     group = await host.open(group_size=1)
     await host.turns(group, "1=")
     first = scripted(encode("1="), 0)

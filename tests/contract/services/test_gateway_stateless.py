@@ -140,7 +140,7 @@ async def test_a_lone_server_that_interrupts_again_and_again_is_asked_until_it_i
         assert [token for event in events for token in event["choices"][0]["token_ids"]] == list(range(10))
 
 
-async def test_one_that_never_draws_a_token_fails_in_the_end(redis_url: str, run_id: str) -> None:
+async def test_one_that_never_samples_a_token_fails_in_the_end(redis_url: str, run_id: str) -> None:
     async with mesh(redis_url, run_id, "a", failover_timeout_s=0.3) as (host, (server,)):
         server.custom = engine(1, lambda _: 0)
         for stream in (False, True):

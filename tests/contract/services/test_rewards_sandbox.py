@@ -152,7 +152,7 @@ async def test_a_call_ends_at_its_time_limit(folder: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["breaks_things", "threads"])
-async def test_what_a_call_does_to_its_surroundings_is_not_seen_by_the_next(folder: Path, what: str) -> None:
+async def test_what_a_call_does_to_its_environment_variables_is_not_seen_by_the_next(folder: Path, what: str) -> None:
     async with worker() as calls:
         assert await calls.call(sample(what)) == Value(2.0)
         assert await calls.call(sample("fine")) == Value(1.0)

@@ -123,7 +123,7 @@ async def test_a_server_that_let_its_lease_run_out_is_still_known_and_named(
     assert report.causes[0].service == "s1"
 
 
-async def test_an_engine_that_draws_nothing_shows_between_two_looks_of_one_command(
+async def test_an_engine_that_samples_nothing_shows_between_two_looks_of_one_command(
     redis: Redis, run_id: str, http: httpx.AsyncClient
 ) -> None:
     async with served(make_app("well", "0", nothing, list)) as url:

@@ -150,7 +150,7 @@ print(answer.choices[0].message.role)
 """
 
 
-async def test_an_agent_with_an_unchanged_client_needs_the_authority_in_its_surroundings(
+async def test_an_agent_with_an_unchanged_client_needs_the_authority_in_its_environment_variables(
     place: Place, certificates: Certificates
 ) -> None:
     """`SSL_CERT_FILE`, as the document says, through the gateway to a server."""

@@ -171,7 +171,7 @@ async def test_a_drop_that_redis_fails_for_is_settled_when_it_is_back(make_bench
     assert (await bench.ledger.accounts()).dropped_groups == 1
 
 
-async def test_lengths_of_what_was_drawn_are_counted_once(make_bench: Callable[..., Bench]) -> None:
+async def test_lengths_of_what_was_sampled_are_counted_once(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     published = random_trajectories(1, groups=3, size=2, version=3, run_id=bench.run_id)
     await bench.writer.publish(published)

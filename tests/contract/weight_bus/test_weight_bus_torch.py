@@ -22,7 +22,7 @@ from weight_bus.publisher.publisher import Publisher
 from weight_bus.transports.shm import ShmExporter
 
 
-async def test_a_rollback_draws_the_tokens_of_the_version_before(
+async def test_a_rollback_samples_the_tokens_of_the_version_before(
     redis_url: str, run_id: str, tiny_policy: Path
 ) -> None:
     settings = small_batch(k=2)

@@ -134,7 +134,7 @@ def grow(branches: list[tuple[int, Sampled]], order: list[int]) -> tuple[Capture
 
 
 @given(trees)
-def test_in_a_tree_every_drawn_token_is_trained_in_exactly_one_segment(branches: list[tuple[int, Sampled]]) -> None:
+def test_in_a_tree_every_sampled_token_is_trained_in_exactly_one_segment(branches: list[tuple[int, Sampled]]) -> None:
     capture, nodes = grow(branches, list(range(len(branches))))
     layout = capture.layout()
     check_trajectory(as_trajectory(layout.segments, capture.samplings))

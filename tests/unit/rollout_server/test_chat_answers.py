@@ -226,7 +226,7 @@ def renderer_of_the_library(family: str) -> Any:
 
 
 @families
-def test_text_is_passed_on_while_it_is_drawn(family: str) -> None:
+def test_text_is_passed_on_while_it_is_sampled(family: str) -> None:
     stream = RENDERERS[family].answer_stream(encode(OPENING), TOOLS)
     seen = []
     for token in encode(f"<think>\nHm and\n</think>\n\nYes. And\n{call()}<|im_end|>"):

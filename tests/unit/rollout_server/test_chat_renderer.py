@@ -137,7 +137,7 @@ ordinary = st.lists(st.integers(0, len(TOKENIZER) - 1).filter(lambda token: toke
 
 @families
 @given(ordinary, st.sampled_from([[], [END], [OTHER_END]]), new_messages, st.sampled_from([None, TOOLS]))
-def test_an_extended_prompt_begins_with_what_was_drawn_and_adds_what_the_template_adds(
+def test_an_extended_prompt_begins_with_what_was_sampled_and_adds_what_the_template_adds(
     family: str, sampled: list[int], stop: list[int], new: list[dict[str, Any]], tools: Any
 ) -> None:
     tested = RENDERERS[family]
@@ -155,7 +155,7 @@ def test_an_extended_prompt_begins_with_what_was_drawn_and_adds_what_the_templat
 
 @families
 @given(st.lists(st.integers(0, len(TOKENIZER) - 1) | st.sampled_from([END, OTHER_END]), max_size=20), new_messages)
-def test_a_prompt_extends_whatever_was_drawn_even_past_stop_tokens(
+def test_a_prompt_extends_whatever_was_sampled_even_past_stop_tokens(
     family: str, sampled: list[int], new: list[Any]
 ) -> None:
     extended = RENDERERS[family].extend(encode("the weather"), sampled, new)
@@ -232,7 +232,7 @@ def test_a_template_that_changes_what_is_before_cannot_be_extended() -> None:
     assert renderer(CHANGES_WHAT_IS_BEFORE).extend(encode("a"), [END], [QUESTION]) is None
 
 
-def test_drawn_reasoning_is_kept_or_the_template_is_followed_as_asked() -> None:
+def test_sampled_reasoning_is_kept_or_the_template_is_followed_as_asked() -> None:
     for keep, expected in (
         (True, "\n<|im_start|>user\nthe weather?<|im_end|>\n<|im_start|>assistant\n<think>\n"),
         (False, None),

@@ -138,7 +138,7 @@ def test_a_session_expires_when_idle_or_at_its_deadline_and_not_while_it_is_call
     assert other.expires_in_s() > 9.0
 
 
-def test_what_calls_in_flight_may_still_draw_is_not_to_be_had_by_others() -> None:
+def test_what_calls_in_flight_may_still_sampling_is_not_to_be_had_by_others() -> None:
     (session, _) = open_group(max_tokens=10).sessions.values()
     with session.reserving(7):
         assert session.tokens_left() == 3

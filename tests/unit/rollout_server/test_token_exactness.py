@@ -68,7 +68,7 @@ def answered(episode: Episode) -> list[Fact]:
 @pytest.mark.parametrize(
     "part", [part if part < FIRST else pytest.param(part, marks=pytest.mark.slow) for part in range(PARTS)]
 )
-async def test_every_answered_token_is_trained_exactly_once_in_the_context_it_was_drawn_in(
+async def test_every_answered_token_is_trained_exactly_once_in_the_context_it_was_sampled_in(
     part: int, folder: Path
 ) -> None:
     chat, renderer = ChatRenderer.from_folder(folder), Renderer.from_folder(folder)

@@ -54,7 +54,7 @@ def test_a_place_is_owed_to_those_who_came_before() -> None:
 
 
 @given(st.integers(0, 5), st.integers(1, 3), st.integers(1, 8), st.data())
-def test_a_batch_of_several_steps_is_drawn_whole_and_never_too_old(
+def test_a_batch_of_several_steps_is_sampled_whole_and_never_too_old(
     k: int, batch: int, updates: int, data: st.DataObject
 ) -> None:
     """Steps of `batch` groups each, `updates` of them a batch; engines only ever serve the version after a whole one."""

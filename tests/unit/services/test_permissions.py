@@ -128,7 +128,7 @@ def test_a_single_file_goes_before_the_folder(tmp_path: Path) -> None:
     assert read_keys("weight-bus", None, {"admin": own}) == Keys(admin="a-key-of-sixteen-letters")
 
 
-def test_a_plain_engine_takes_the_folder_by_its_surroundings(tmp_path: Path) -> None:
+def test_a_plain_engine_takes_the_folder_by_its_environment_variables(tmp_path: Path) -> None:
     make_keys(tmp_path)
     told = {"ROLLMESH_RUN_ID": "r", "ROLLMESH_BUS_URL": "http://127.0.0.1:1", "ROLLMESH_KEYS_DIR": str(tmp_path)}
     settings = read_settings("127.0.0.1", 8000, told)

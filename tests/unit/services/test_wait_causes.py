@@ -59,7 +59,7 @@ def test_what_a_service_says_of_itself_is_passed_on() -> None:
     assert "no bus; no Redis" in cause.what
 
 
-def test_an_engine_that_draws_nothing_is_likely_where_nothing_sure_is() -> None:
+def test_an_engine_that_samples_nothing_is_likely_where_nothing_sure_is() -> None:
     stuck = seen("s1", running=3, sampled=0, apart_s=2.5)
     (cause,) = causes([seen(running=2, sampled=70, apart_s=2.5), stuck, seen("s2", running=2)], [group(1)])
     assert (cause.kind, cause.service, cause.sure) == ("draws_nothing", "s1", False)

@@ -108,7 +108,7 @@ def test_an_answer_counts_when_it_ends_right_before_its_end_token() -> None:
     assert not cut_off.ended and len(cut_off.said) == 1
 
 
-def test_logprobs_are_those_of_the_tokens_drawn() -> None:
+def test_logprobs_are_those_of_the_tokens_sampled() -> None:
     model, generator = build_model(seed=2, hidden_size=32, layers=1).eval(), torch.Generator().manual_seed(0)
     answers = sample_answers(model, torch.tensor([[5, 6, 7]] * 32), 9, 40, generator)
     assert any(answer.ended for answer in answers) and not all(answer.ended for answer in answers)
