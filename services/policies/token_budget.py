@@ -8,8 +8,8 @@ attention). Given out longest first to the least loaded (Graham 1969, "Bounds on
 most and the least loaded rank differ by at most the costliest row.
 
 All ranks get equally many micro-batches, because each pass is a collective where weights are sharded; some may be empty.
-Neighbours in a micro-batch are of like length, which attention over packed rows likes (`trainer.model.packed_attention`). The
-same lengths give the same split.
+Neighbours in a micro-batch are of like length, which is quickest for attention over packed rows
+(`trainer.model.packed_attention`). The same lengths give the same split.
 """
 
 from __future__ import annotations
