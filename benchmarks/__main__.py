@@ -15,6 +15,7 @@ BENCHES = Dispatcher(
         "loop": Command("benchmarks.loop.run:app", "The whole loop beside TRL's GRPOTrainer"),
         "rollout": Command("benchmarks.rollout.run:app", "The rollout server beside its engine and vllm serve"),
         "gateway": Command("benchmarks.gateway.run:app", "The gateway beside bare engines, and servers killed"),
+        "faults": Command("benchmarks.faults.run:app", "Services killed and Redis broken in a whole mesh"),
         "telemetry": Command("benchmarks.telemetry.run:app", "What figures and traces cost a rollout server"),
         "staleness": Command("benchmarks.staleness.cli:app", "Corrections on tokens that are K optimizer steps old"),
         "trainer": Command("benchmarks.trainer.run:app", "The trainer's step beside a padded loop and TRL's GRPO step"),

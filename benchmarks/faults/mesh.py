@@ -1,0 +1,198 @@
+"""A whole mesh under faults: `rollmesh up` as a user runs it, its steps watched, its processes killed, its Redis broken."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from benchmarks.harness.processes import LOOPBACK, PYTHON, free_port, running
+from services.host.run_folder import RunFolder
+from services.supervisor.launch_plan import ValkeyPlan
+from services.supervisor.processes import Child, log_tail
+from services.supervisor.summary import Summary, read_report
+from services.wire.errors import DeadlineError, RollmeshError
+from trainer.metrics.files import read_metrics
+
+_LOOK_S = 0.05
+_STEPS_WITHIN_S = 240.0
+_ENDS_WITHIN_S = 600.0
+LIVES_S = 21.0
+"""How long a process has to live before it is killed: a supervisor gives a process up that keeps dying young."""
+
+
+class MeshUnderFaults:
+    """One run. `folder`: its run folder."""
+
+    def __init__(self, child: Child, folder: Path) -> None:
+        self._child = child
+        self.folder = RunFolder(folder)
+
+    def step_times(self) -> list[float]:
+        """Unix seconds of the steps so far, in order."""
+        return [line.time for line in read_metrics(self.folder.metrics)]
+
+    async def wait_for_steps(self, more: int) -> None:
+        """Until so many more steps were made. Raises RollmeshError where the run ends before, or makes none for long."""
+        wanted = len(self.step_times()) + more
+        ends = time.monotonic() + _STEPS_WITHIN_S
+        while (made := len(self.step_times())) < wanted:
+            self._child.check()
+            if not self._child.running:
+                raise RollmeshError("the run ended before all faults were made", "give it more --steps")
+            if time.monotonic() > ends:
+                raise DeadlineError(f"step {made + 1} did not come within {_STEPS_WITHIN_S:.0f} s", self.said())
+            await asyncio.sleep(_LOOK_S)
+
+    def processes(self, command: str) -> list[psutil.Process]:
+        """Those that run one of our commands (`train`), or Valkey's, oldest first."""
+        found = []
+        for process in psutil.Process(self._child.pid).children(recursive=True):
+            try:
+                words, name = process.cmdline(), process.name()
+            except psutil.Error:
+                continue  # it ended a moment ago
+            if ("services" in words and command in words) or command in name:
+                found.append(process)
+        return sorted(found, key=psutil.Process.create_time)
+
+    async def oldest(self, command: str) -> psutil.Process:
+        """The oldest process of a command, once it has lived for `LIVES_S`."""
+        while True:
+            for process in self.processes(command)[:1]:
+                if time.time() - process.create_time() >= LIVES_S:
+                    return process
+            self._child.check()
+            await asyncio.sleep(_LOOK_S)
+
+    async def end(self) -> Summary:
+        """Wait for the run's own end. Raises RollmeshError where it failed."""
+        try:
+            async with asyncio.timeout(_ENDS_WITHIN_S):
+                code = await self._child.process.wait()
+        except TimeoutError as error:
+            raise DeadlineError(f"the run did not end within {_ENDS_WITHIN_S:.0f} s", self.said()) from error
+        if code != 0:
+            raise RollmeshError(f"the run ended with exit code {code}", self.said())
+        return read_report(self.folder.summary, Summary)
+
+    def said(self) -> str:
+        """The last lines of all its logs, for an error message."""
+        logs = sorted(self.folder.logs.glob("*.log"))
+        return "\n".join([self._child.tail(), *(f"== {log.name}\n{log_tail(log, 8)}" for log in logs)])
+
+    def cut_append_only_file(self, valkey: psutil.Process, rng: random.Random) -> int:
+        """Kill Valkey and cut the end of its newest file off at a random place; returns how many bytes.
+
+        The supervisor stands still meanwhile: the next Valkey reads what is left.
+        """
+        os.kill(self._child.pid, signal.SIGSTOP)
+        try:
+            valkey.kill()
+            psutil.wait_procs([valkey], timeout=10.0)
+            newest = max(self.folder.redis.glob("appendonlydir/*.incr.aof"), key=lambda path: path.stat().st_mtime)
+            size = newest.stat().st_size
+            cut = rng.randint(1, max(1, size // 10))
+            os.truncate(newest, size - cut)
+        finally:
+            os.kill(self._child.pid, signal.SIGCONT)
+        return cut
+
+
+@asynccontextmanager
+async def mesh_under_faults(
+    scratch: Path, *, seed: int, steps: int, servers: int, redis_url: str | None = None
+) -> AsyncIterator[MeshUnderFaults]:
+    """A run under default settings, in a folder of its own, for the time of the block."""
+    scratch.mkdir()
+    folder = scratch / "run"
+    command = [*PYTHON, "services", "up", "--plain", "--engine", "torch", "--servers", str(servers)]
+    command += ["--seed", str(seed), "--steps", str(steps), "--run-dir", str(folder)]
+    command += [f"warm_start.cache_dir={scratch.parent / 'warm-starts'}"]
+    if redis_url is not None:
+        command += ["--redis-url", redis_url]
+    # Lines as JSON objects: the start of a service is read off their times.
+    async with running("up", command, scratch, environment={"ROLLMESH_LOG_JSON": "1"}) as child:
+        yield MeshUnderFaults(child, folder)
+
+
+class _LogLine(msgspec.Struct, frozen=True):
+    event: str = ""
+    timestamp: str = ""
+
+
+_log_line = msgspec.json.Decoder(_LogLine)
+
+
+def logged_at(log: Path, event: str) -> list[str]:
+    """ISO times at which a service logged `event`."""
+    found = []
+    for line in log.read_bytes().splitlines():
+        try:
+            said = _log_line.decode(line)
+        except msgspec.MsgspecError:
+            continue  # a line of another library's
+        if said.event == event:
+            found.append(said.timestamp)
+    return found
+
+
+class RedisLink:
+    """The only way to a Redis; `cut` lets nothing pass and tells nobody: connections stay open, new ones hear nothing."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._passing = asyncio.Event()
+        self._passing.set()
+
+    async def cut(self, seconds: float) -> None:
+        self._passing.clear()
+        await asyncio.sleep(seconds)
+        self._passing.set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._passing.wait()
+        up_reader, up_writer = await asyncio.open_connection(LOOPBACK, self._port)
+        ways = [
+            asyncio.create_task(self._pass_on(reader, up_writer)),
+            asyncio.create_task(self._pass_on(up_reader, writer)),
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            up_writer.close()
+            writer.close()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                await self._passing.wait()
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            return  # either end has gone
+
+
+@asynccontextmanager
+async def redis_behind_link(folder: Path) -> AsyncIterator[tuple[str, RedisLink]]:
+    """A Valkey as `rollmesh up` starts it, and the link through which alone it is reached: the link's URL, and the link."""
+    folder.mkdir()
+    plan = ValkeyPlan(data_dir=folder, port=free_port())
+    link = RedisLink(plan.port)
+    async with running("valkey", plan.command(), folder):
+        server = await asyncio.start_server(link.serve, LOOPBACK, 0)
+        try:
+            yield f"redis://{LOOPBACK}:{server.sockets[0].getsockname()[1]}/0", link
+        finally:
+            server.close()
