@@ -13,12 +13,15 @@ An update:
     staging ──policy decides──► prepared ──the decided flips answered──► committed
        │  └──held: nobody flips before `commit`──► held ──► …
        ├──nobody could be prepared, the roll stopped, the quorum was missed──► failed ──an engine catches up──► committed
+       │                                                                     └──`final`: only where it is asked for again
        ├──newer version──► superseded
        └──`cancel`, before flips are decided──► cancelled
 
     committed or failed ──`rollback`──► rolled_back: engines that serve it go one version back, also those that come later
 
 - An engine that failed keeps its old version. Who joins later, or comes back, is brought to where the fleet is.
+- A `final` update that failed is given up: whoever joins later is brought to the version before it. Where engines of a
+  stopped roll serve it already, nobody is asked anything until an operator decides.
 - A newer version supersedes one whose flips are not decided. Decided flips are finished first (they are quick), so
   that engines do not part ways.
 - An engine has one open question at a time; only a stage may overtake a stage, of an older version, which it ends.
@@ -86,7 +89,7 @@ class CommitMachine:
 
     @property
     def withdrawn(self) -> Mapping[int, Update]:
-        """Versions that were cancelled or rolled back, and not asked for again."""
+        """Versions that were cancelled, rolled back or given up, and not asked for again."""
         return self._withdrawn
 
     @property
@@ -94,22 +97,32 @@ class CommitMachine:
         """Live engines and the version that each serves, as far as is known."""
         return {engine_id: member.policy_version for engine_id, member in self._members.items()}
 
-    def announce(self, version: int, *, hold: bool = False) -> Update:
-        """Take up a new version. Raises ValueError unless it is newer than every one before."""
+    def announce(self, version: int, *, hold: bool = False, final: bool = False) -> Update:
+        """Take up a new version. Raises ValueError unless it is newer than every one before.
+
+        `final`: should it fail, it is not tried again unless somebody asks for it again. Else it is, at heartbeats, and by
+        engines that join: a trainer's next version supersedes it anyway.
+        """
         if self._highest is not None and version <= self._highest:
             raise ValueError(f"version {version} is not newer than {self._highest}")
         self._highest = version
-        return self._take_up(Update(version, hold=hold))
+        return self._take_up(Update(version, hold=hold, final=final))
 
     def offer_again(self) -> None:
         """The latest version can be had from new sources: engines that failed get all their attempts again."""
-        if self._current is not None and self._queued is None:
-            self._current.stopped.clear()
-            for engine_id in self._in_state(self._current, "failed"):
-                self._set(self._current, engine_id, Progress("pending"))
+        current = self._current
+        if current is not None and self._queued is None:
+            current.stopped.clear()
+            if current.given_up:
+                current.state, current.why = "staging", None
+            for engine_id in self._in_state(current, "failed"):
+                self._set(current, engine_id, Progress("pending"))
 
-    def release(self, version: int) -> Update:
-        """An operator's commit: flip a held version, go on with a stopped roll, offer a withdrawn version again."""
+    def release(self, version: int, *, hold: bool = False) -> Update:
+        """An operator's commit: flip a held version, go on with a stopped roll, offer a withdrawn or failed version again.
+
+        `hold`: a version that is offered again is staged only.
+        """
         latest = self.latest
         if latest is not None and latest.version == version:
             latest.hold = False
@@ -119,8 +132,8 @@ class CommitMachine:
         if version in self._withdrawn and version == self._highest:
             if latest is not None and not latest.settled:
                 raise ValueError(f"version {latest.version} is {latest.state}: wait for it, or cancel it")
-            del self._withdrawn[version]
-            return self._take_up(Update(version))
+            final = self._withdrawn.pop(version).final
+            return self._take_up(Update(version, hold=hold, final=final))
         raise ValueError(f"version {version} is past: the newest is {self._highest}")
 
     def cancel(self, version: int) -> None:
@@ -226,7 +239,7 @@ class CommitMachine:
     def take_asks(self) -> list[Ask]:
         """What to ask whom now. Each ask is handed out once."""
         asks: list[Ask] = []
-        while (current := self._current) is not None:
+        while (current := self._current) is not None and not current.given_up:
             if self._queued is None:
                 for engine_id in self._in_state(current, "pending"):
                     asks += self._ask(current, engine_id, self._first_phase(current, engine_id))
@@ -304,7 +317,7 @@ class CommitMachine:
 
     def _try_again(self, engine_id: str) -> None:
         current = self._current
-        if current is None or (progress := current.progress[engine_id]).state != "failed":
+        if current is None or current.given_up or (progress := current.progress[engine_id]).state != "failed":
             return
         if self._members[engine_id].policy_version == current.version:
             self._set(current, engine_id, Progress("committed"))
@@ -382,3 +395,5 @@ class CommitMachine:
                 current.state = "superseded"
             queued, self._queued = self._queued, None
             self._begin(queued)
+        elif current.given_up and not self._in_state(current, "committed", *FLIPPING):
+            self._withdraw(current, "failed", self._served_by_fleet)

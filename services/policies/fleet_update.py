@@ -40,11 +40,12 @@ class Update:
     """One version that engines are being brought to. Changed by the machine alone; anybody may read it.
 
     `withdraws`: the version that was cancelled or rolled back for this earlier one, to which engines go back.
-    `hold`: nobody flips before an operator says so.
+    `hold`: nobody flips before an operator says so. `final`: once it has failed nobody is asked for it any more.
     """
 
     version: int
     hold: bool = False
+    final: bool = False
     withdraws: int | None = None
     state: UpdateState = "staging"
     why: str | None = None
@@ -61,6 +62,11 @@ class Update:
     @property
     def settled(self) -> bool:
         return self.state in SETTLED
+
+    @property
+    def given_up(self) -> bool:
+        """Whoever announced it was told that it failed: it moves again only where somebody asks for it again."""
+        return self.final and self.state == "failed"
 
 
 @dataclass
@@ -88,8 +94,9 @@ def finishing(update: Update, live: Collection[str]) -> bool:
 
 
 def judge(update: Update, live: Collection[str], policy: FleetPolicy) -> None:
-    """Set the update's state and why. Committed stays committed; failed until an engine has caught up with it."""
-    if update.state == "committed":
+    """Set the update's state and why. Committed stays committed; failed until an engine has caught up with it, and for good
+    where it is `final`."""
+    if update.state == "committed" or update.given_up:
         return
     if _waited_for(update, live, policy):
         if not update.settled:

@@ -23,7 +23,7 @@ from services.policies.fleet_policy import BARRIER, FleetPolicy
 from services.policies.fleet_update import Ask, Update
 from services.wire import weights_api
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
-from weight_bus.coordinator.engine_client import EngineClient
+from weight_bus.coordinator.engine_client import EngineClient, why_not_prepared
 from weight_bus.coordinator.events import BusMetrics, BusState, EventLog
 from weight_bus.coordinator.records import Record
 from weight_bus.manifest.manifest import Manifest, check_signature
@@ -153,19 +153,20 @@ class Coordinator:
             ]
         )
 
-    def announce(self, manifest: Manifest, payload: bytes, *, hold: bool = False) -> bool:
+    def announce(self, manifest: Manifest, payload: bytes, *, hold: bool = False, final: bool = False) -> bool:
         """Start an update; False for one that is known by the same bytes, whose sources are refreshed.
 
-        `payload`: the encoded manifest, passed on to the engines. Raises SignatureError, and ConflictError for another
-        run, an unknown version that is not newer than all before, or a known one with other bytes.
+        `payload`: the encoded manifest, passed on to the engines. `final`: see `CommitMachine.announce`. Raises
+        SignatureError, and ConflictError for another run, an unknown version that is not newer than all before, or a known
+        one with other bytes.
         """
         self._check_run(manifest.run_id, f"manifest of version {manifest.version}")
         check_signature(manifest, self._weights_key)
         highest = self._machine.highest
         if highest is not None and manifest.version <= highest:
-            self._repeat(manifest, payload, highest)
+            self._repeat(manifest, payload, highest, hold=hold)
             return False
-        update = self._machine.announce(manifest.version, hold=hold)
+        update = self._machine.announce(manifest.version, hold=hold, final=final)
         record = Record(update, time.monotonic(), manifest, payload, trace=self._tracing.current())
         self._records[manifest.version] = record
         self.events.add("announced", version=manifest.version)
@@ -248,7 +249,7 @@ class Coordinator:
         if run_id != self._run_id:
             raise ConflictError(f"{what} belongs to run {run_id!r}, this bus serves {self._run_id!r}")
 
-    def _repeat(self, manifest: Manifest, payload: bytes, highest: int) -> None:
+    def _repeat(self, manifest: Manifest, payload: bytes, highest: int, *, hold: bool) -> None:
         record = self._records.get(manifest.version)
         if record is None:
             raise ConflictError(f"version {manifest.version} is older than {highest}, which is published")
@@ -261,6 +262,13 @@ class Coordinator:
         latest = self._machine.latest
         if latest is not None and latest.version == manifest.version:
             self._machine.offer_again()
+            self._pump()
+        elif record.update.given_up and manifest.version == highest:
+            # Who pushes a version again that failed asks for it again.
+            try:
+                self._register_again(self._machine.release(manifest.version, hold=hold))
+            except ValueError as error:
+                raise ConflictError(f"version {manifest.version} cannot be offered again: {error}") from error
             self._pump()
 
     def _register_again(self, update: Update) -> None:
@@ -296,6 +304,9 @@ class Coordinator:
 
     def _tell(self) -> None:
         current = self._machine.current
+        if current is not None and current.restores:
+            # The machine may have begun it by itself: a pushed version failed.
+            self._register_again(current)
         # Events of the version that engines leave come before those of the new one.
         for version, record in sorted(self._records.items(), key=lambda item: item[1].update is current):
             if record.update is current or version in self._machine.withdrawn:
@@ -374,20 +385,3 @@ class Coordinator:
             self._metrics.staged(results.stage_ms / 1e3, staged.bytes_read)
             return why_not_prepared(staged, ask.version, record.root_digest, engine.ranks)
         return None
-
-
-def why_not_prepared(answer: weights_api.StageAnswer, version: int, root_digest: str, ranks: int) -> str | None:
-    """What is wrong with the result of a stage; None if the engine is prepared: all ranks have staged the same bytes. Pure.
-
-    An engine of several ranks may answer for all at once, or list each rank's digest: then none may be missing.
-    """
-    if (answer.version, answer.root_digest) != (version, root_digest):
-        return f"it staged version {answer.version}, digest {answer.root_digest[:16]}…, not {root_digest[:16]}…"
-    if answer.rank_digests is None:
-        return None
-    if len(answer.rank_digests) != ranks:
-        return f"{len(answer.rank_digests)} of {ranks} ranks staged version {version}"
-    for rank, digest in enumerate(answer.rank_digests):
-        if digest != root_digest:
-            return f"rank {rank} staged digest {digest[:16]}…, not {root_digest[:16]}…"
-    return None

@@ -110,3 +110,20 @@ class EngineClient:
             raise EngineCallError(f"{url} could not be reached ({error!r})") from error
         raise_for_error(response)
         return response.content
+
+
+def why_not_prepared(answer: StageAnswer, version: int, root_digest: str, ranks: int) -> str | None:
+    """What is wrong with the result of a stage; None if the engine is prepared: all ranks have staged the same bytes. Pure.
+
+    An engine of several ranks may answer for all at once, or list each rank's digest: then none may be missing.
+    """
+    if (answer.version, answer.root_digest) != (version, root_digest):
+        return f"it staged version {answer.version}, digest {answer.root_digest[:16]}…, not {root_digest[:16]}…"
+    if answer.rank_digests is None:
+        return None
+    if len(answer.rank_digests) != ranks:
+        return f"{len(answer.rank_digests)} of {ranks} ranks staged version {version}"
+    for rank, digest in enumerate(answer.rank_digests):
+        if digest != root_digest:
+            return f"rank {rank} staged digest {digest[:16]}…, not {root_digest[:16]}…"
+    return None

@@ -94,6 +94,8 @@ class Snapshots:
     async def push(self, order: weights_api.PushSnapshot) -> tuple[int, bool]:
         """Announce a folder; its version, and whether that is new. Raises UsageError for a folder that holds no model.
 
+        Where no engine takes it, the operator is told that it failed, and it stays failed.
+
         The bytes are hashed once, on a thread; the engines read them from the folder, which must stay as it is until
         the update has settled.
         """
@@ -103,7 +105,8 @@ class Snapshots:
         async with self._turn:
             version = self._coordinator.next_version if order.version is None else order.version
             manifest = sign(await asyncio.to_thread(_manifest, folder, self._run_id, version), self._weights_key)
-            return version, self._coordinator.announce(manifest, encode_manifest(manifest), hold=order.hold)
+            payload = encode_manifest(manifest)
+            return version, self._coordinator.announce(manifest, payload, hold=order.hold, final=True)
 
 
 def _manifest(folder: Path, run_id: str, version: int) -> Manifest:

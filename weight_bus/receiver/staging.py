@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import structlog
@@ -21,11 +22,12 @@ from blake3 import blake3
 from weight_bus.errors import StageError, TransportError
 from weight_bus.manifest.delta import DecodedDelta, decode
 from weight_bus.manifest.layout import Piece, bucket_pieces, hash_bytes
-from weight_bus.manifest.manifest import Delta, DeltaBucket, Manifest, Source
+from weight_bus.manifest.manifest import Delta, DeltaBucket, FileSource, Manifest, Source
 from weight_bus.memory.arena import Arena, private_arena
 from weight_bus.memory.throttle import CpuThrottle
 from weight_bus.receiver.buckets import BucketPlan, Memory, bucket_hash, throttle_beside
 from weight_bus.transports.base import Reader
+from weight_bus.transports.file import FileReader
 
 _log = structlog.get_logger()
 _DIRECT_BYTES = 64 << 10
@@ -197,10 +199,22 @@ def sources_in_reach(readers: Sequence[Reader], sources: Sequence[Source], what:
         offered = ", ".join(type(source).__name__ for source in sources) or "none"
         known = ", ".join(reader.name for reader in readers)
         raise StageError(
-            f"{what}: no source can be read (offered: {offered}; readers: {known})",
-            "use the same weights.transport on both sides",
+            f"{what}: no source can be read (offered: {offered}; readers: {known})", _remedy(readers, sources)
         )
     return found
+
+
+def _remedy(readers: Sequence[Reader], sources: Sequence[Source]) -> str:
+    """What is missing, where files are offered: a transport does not help an engine that may read none."""
+    files = [source.path for source in sources if isinstance(source, FileSource)]
+    if not files:
+        return "use the same weights.transport on both sides"
+    roots = [reader.root for reader in readers if isinstance(reader, FileReader)]
+    if not roots:
+        return f"set this engine's weights.file_root (vllm serve: ROLLMESH_FILE_ROOT) to a folder that holds {files[0]}"
+    if not Path(files[0]).resolve().is_relative_to(roots[0]):
+        return f"{files[0]} lies outside this engine's weights.file_root, {roots[0]}: put it there, or set another"
+    return f"{files[0]} is no file on this engine's machine: it must be seen under the same name as by the bus"
 
 
 def check_hash(manifest: Manifest, index: int, found: str) -> None:

@@ -123,14 +123,14 @@ class FileReader:
     name = "file"
 
     def __init__(self, root: Path) -> None:
-        self._root = root.resolve()
+        self.root = root.resolve()
         self._files: dict[str, tuple[tuple[int, int], FileIO]] = {}
 
     def can_read(self, source: Source) -> bool:
         if not isinstance(source, FileSource):
             return False
         path = Path(source.path).resolve()
-        return path.is_relative_to(self._root) and path.is_file()
+        return path.is_relative_to(self.root) and path.is_file()
 
     def read(self, source: Source, offset: int, out: memoryview) -> None:
         if not isinstance(source, FileSource):
@@ -148,9 +148,9 @@ class FileReader:
 
     def _open(self, source: FileSource) -> FileIO:
         path = Path(source.path).resolve()
-        if not path.is_relative_to(self._root):
+        if not path.is_relative_to(self.root):
             raise TransportError(
-                f"{source.path} lies outside {self._root}, which weight files are read from",
+                f"{source.path} lies outside {self.root}, which weight files are read from",
                 "set weights.file_root to a folder that holds both",
             )
         try:

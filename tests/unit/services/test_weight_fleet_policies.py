@@ -229,3 +229,65 @@ def test_a_roll_decides_for_no_engine_together_with_others() -> None:
     assert not FleetPolicy("rolling").decides(["prepared", "prepared"])
     assert FleetPolicy("barrier").decides(["prepared", "prepared"])
     assert not FleetPolicy("barrier").decides(["committed", "failed"])
+
+
+@pytest.mark.parametrize("policy", [FleetPolicy(), FleetPolicy("quorum", quorum=1.0), FleetPolicy("rolling")])
+def test_a_final_version_that_failed_is_committed_by_nobody_who_comes_later(policy: FleetPolicy) -> None:
+    machine = fleet(policy, "a", "b")
+    machine.announce(1)
+    finish(machine)
+    failed = machine.announce(2, final=True)
+    finish(machine, a="no file root", b="no file root")
+    assert failed.state == "failed"
+    for _ in range(3):
+        for name in ("a", "b"):
+            machine.join(name, 1)
+            finish(machine)
+    machine.join("late", 0)
+    finish(machine)
+    assert (failed.state, machine.goal) == ("failed", 1)
+    assert machine.members == {"a": 1, "b": 1, "late": 1}, "who comes later is brought to where the fleet is"
+
+
+def test_a_final_version_without_any_engine_stays_failed() -> None:
+    machine = fleet(FleetPolicy())
+    failed = machine.announce(1, final=True)
+    assert (failed.state, machine.goal) == ("failed", None)
+    machine.join("late", 0)
+    finish(machine)
+    assert (failed.state, machine.members) == ("failed", {"late": 0})
+
+
+def test_a_final_version_that_failed_goes_live_when_it_is_asked_for_again() -> None:
+    machine = fleet(FleetPolicy(), "a")
+    machine.announce(1, final=True)
+    finish(machine, a="no file root")
+    again = machine.release(1)
+    finish(machine)
+    assert (again.state, again.final, machine.members) == ("committed", True, {"a": 1})
+
+
+def test_a_final_roll_that_stopped_half_way_asks_nobody_until_the_operator_decides() -> None:
+    machine = fleet(FleetPolicy("rolling"), "a", "b")
+    update = machine.announce(1, final=True)
+    flips = answer(machine, machine.take_asks())
+    assert asked(answer(machine, flips)) == [("b", "commit", 1)]
+    machine.leave("b", "gone")
+    for name, version in (("a", 1), ("b", 0), ("late", 0)):
+        machine.join(name, version)
+        assert machine.take_asks() == []
+    assert (update.state, machine.members) == ("failed", {"a": 1, "b": 0, "late": 0})
+    machine.release(1)
+    finish(machine)
+    assert (update.state, set(machine.members.values())) == ("committed", {1})
+
+
+def test_a_newer_version_follows_one_that_failed_for_good() -> None:
+    machine = fleet(FleetPolicy(), "a")
+    machine.announce(1, final=True)
+    finish(machine, a="no")
+    machine.announce(2)
+    finish(machine)
+    assert machine.members == {"a": 2}
+    with pytest.raises(ValueError, match="past"):
+        machine.release(1)
