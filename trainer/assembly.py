@@ -26,6 +26,7 @@ from services.security.permissions import Keys
 from services.security.tls import PLAIN, Tls
 from services.wire.errors import UsageError
 from services.wire.tokenizer_digest import vocabulary_digest
+from trainer.checkpoint.attempts import Attempts
 from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
 from trainer.data.validation import Validator
@@ -88,6 +89,9 @@ class Assembly:
     def loop(self, identity: Identity, roles: Roles, log: StepLog, interrupt: Interrupt) -> TrainingLoop:
         learner = roles.learner
         settings, config = self.arguments.settings, learner.model.config
+        # One thread: what is logged is written in order.
+        journal = self._stack.enter_context(ThreadPoolExecutor(1, "step-log"))
+        attempts = Attempts(identity.run_id, settings, roles, log, journal, self.background, self.folder.anomalies)
         tokenizer, advantage = self._tokenizer(), settings.trainer.advantage
         validator = Validator(
             self.arguments.run_id,
@@ -114,12 +118,11 @@ class Assembly:
             intake=intake,
             reader=self.reader,
             updates=self._updates(learner),
-            log=log,
+            attempts=attempts,
             records=self._records(tokenizer),
             sign=WaitSign(WaitBoard(self.redis, self.arguments.run_id, "trainer"), self.background),
             interrupt=interrupt,
             tracing=self.arguments.tracing,
-            journal=self._stack.enter_context(ThreadPoolExecutor(1, "step-log")),
             files=self._stack.enter_context(ThreadPoolExecutor(1, "run-files")),
         )
 

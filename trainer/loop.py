@@ -1,12 +1,12 @@
 """Training loop: take a batch, make its optimizer steps, publish the weights, write metrics and checkpoints.
 
-take ──► record the batch (disk) ──► U steps from v ──► publish v + U ──► metrics ──► (checkpoint)
-                │                                           │
-                └── durable ──► announce v + U ◄────────────┘      in the background
-                       └──────► acknowledge the entries
+take ──► record the batch (disk) ──► U steps from v ──► outcome (disk) ──► publish v + U ──► metrics ──► (checkpoint)
+                                                           │                  │
+                                                           ├── written ──► announce v + U      in the background
+                                                           └── written ──► acknowledge the entries
 
 U is `trainer.updates_per_batch` (`trainer.model.train_batch`). Versions between are published to nobody, and a restart
-begins where a batch does.
+begins where a batch does. What becomes of a batch that cannot be trained: `trainer.checkpoint.attempts`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from services.policies.batching import Group
 from services.run_store.stream import TrajectoryReader
 from services.wire.run_metrics import StepTimes
 from services.wire.trajectory import Trajectory
-from trainer.checkpoint.checkpoint import Snapshot, save, snapshot, versions
+from trainer.checkpoint.attempts import LOG_DEADLINE_S, Attempts, Made, drops_of
+from trainer.checkpoint.checkpoint import KEEP, Snapshot, good_versions, save, snapshot
 from trainer.checkpoint.step_log import StepLog, StepRecord
 from trainer.data.stream_reader import Arrivals, Intake
 from trainer.io_loop import Background, Interrupt, WaitSign
@@ -35,7 +36,7 @@ from trainer.metrics.files import RunRecords
 from trainer.metrics.step import outcome, step_metrics
 from trainer.model.learner import Learner
 from trainer.model.roles import Roles
-from trainer.model.train_batch import Trained, train_batch
+from trainer.model.train_batch import Trained
 from trainer.weights import WeightUpdates
 
 ACKNOWLEDGE_DEADLINE_S = 30.0
@@ -61,16 +62,18 @@ class TrainingLoop:
     intake: Intake
     reader: TrajectoryReader
     updates: WeightUpdates
-    log: StepLog
+    attempts: Attempts
     records: RunRecords
     sign: WaitSign
     interrupt: Interrupt
     tracing: Tracing
-    journal: ThreadPoolExecutor
-    """One thread: records of the step log become durable in order."""
     files: ThreadPoolExecutor
     """One thread: metrics, samples and checkpoints."""
     _settling: list[Future[None]] = field(default_factory=list)
+
+    @property
+    def log(self) -> StepLog:
+        return self.attempts.log
 
     @property
     def learner(self) -> Learner:
@@ -97,14 +100,14 @@ class TrainingLoop:
         structlog.contextvars.bind_contextvars(version=self.learner.version)
         return True
 
-    def repeat(self, groups: Sequence[Group[Trajectory]], updates: int) -> None:
+    def repeat(self, record: StepRecord, groups: Sequence[Group[Trajectory]]) -> None:
         """A batch of an earlier incarnation once more, from its step log; nothing is published."""
-        self._write(train_batch(self.roles, self.settings, groups, updates), 0.0, 0.0)
+        self._write(self.attempts.repeat(record, groups), 0.0, 0.0)
 
     def checkpoint(self) -> Future[Path]:
-        """Write a checkpoint of the present version, in the background."""
+        """Write a checkpoint of the present version, in the background, once the log that leads to it is durable."""
         taken = snapshot(self.roles, self.identity.run_id, self.identity.fingerprint)
-        saved = self.files.submit(self._save, taken)
+        saved = self.files.submit(save_after, self.attempts.written(), self.checkpoints, taken)
         self.background.watch(saved, "checkpoint")
         self.background.spawn(self._trim_after(saved), "trim")
         return saved
@@ -140,16 +143,15 @@ class TrainingLoop:
         taken = time.perf_counter()
         entries = [member.entry for group in groups for member in group.members]
         record = StepRecord(self.learner.version, entries, self._updates())
-        self.log.records.append(record)
-        durable = self.journal.submit(self.log.append, record)
         began_ns = time.time_ns()
-        trained = train_batch(self.roles, self.settings, groups, record.updates)
-        record_steps(self.tracing, trained, began_ns, wait_s=taken - started)
+        made = self.attempts.train(record, groups)
+        record_steps(self.tracing, made.steps, began_ns, wait_s=taken - started)
         ended = time.perf_counter()
-        self.updates.publish(self.learner.version, self.learner.weights(), durable)
-        self._settling.append(self.background.spawn(self._settle(entries, durable), "acknowledge"))
+        if made.steps:
+            self.updates.publish(self.learner.version, self.learner.weights(), made.logged)
+        self._settling.append(self.background.spawn(self._settle(entries, made), "acknowledge"))
         self._settling = [future for future in self._settling if not future.done()]
-        self._write(trained, taken - started, time.perf_counter() - ended)
+        self._write(made.steps, taken - started, time.perf_counter() - ended)
 
     def _write(self, trained: Sequence[Trained], wait_s: float, publish_s: float) -> None:
         """A line for each step. The first has waited for the batch, the last is published."""
@@ -193,24 +195,40 @@ class TrainingLoop:
             flip_ms=max((engine.flip_ms for engine in engines), default=0.0),
         )
 
-    def _save(self, taken: Snapshot) -> Path:
-        with writing(self.checkpoints):
-            return save(self.checkpoints, taken)
-
-    async def _settle(self, entries: list[str], durable: Future[None]) -> None:
-        await asyncio.wrap_future(durable)
-        await self.intake.settle_trained(entries)
+    async def _settle(self, entries: list[str], made: Made) -> None:
+        await asyncio.wrap_future(made.logged)
+        drops = drops_of(made.outcome)
+        if drops:
+            await self.intake.settle_dropped([group.group for group in made.dropped], drops)
+        await self.intake.settle_trained([entry for entry in entries if entry not in drops])
 
     async def _trim_after(self, saved: Future[Path]) -> None:
-        """Delete entries that no checkpoint needs any more: a restart begins at the older of the two, at worst."""
         await asyncio.wrap_future(saved)
-        oldest = versions(self.checkpoints)[0]
-        self.log.forget_before(oldest)
-        needed = [entry for record in self.log.records for entry in record.entries]
-        pending = await self.reader.oldest_pending()
-        if needed:
-            keep = min([*needed, *([pending] if pending else [])], key=_stream_order)
-            await self.reader.trim_before(keep)
+        await trim(self.reader, self.log, self.checkpoints)
+
+
+def save_after(logged: Future[None], folder: Path, taken: Snapshot) -> Path:
+    """Write a checkpoint once the step log that leads to it is durable. Raises what kept the log from that."""
+    logged.result(LOG_DEADLINE_S)
+    with writing(folder):
+        return save(folder, taken)
+
+
+async def trim(reader: TrajectoryReader, log: StepLog, checkpoints: Path) -> None:
+    """Delete entries that no good checkpoint needs any more: a restart begins at the older of two, at worst.
+
+    While there are fewer it may have to begin where the run did.
+    """
+    good = await asyncio.to_thread(good_versions, checkpoints)
+    if len(good) < KEEP:
+        return
+    # Before what is needed is computed: an entry of a batch that begins meanwhile is still pending here.
+    pending = await reader.oldest_pending()
+    log.forget_before(good[-KEEP])
+    needed = [entry for record in log.records for entry in record.entries]
+    if needed:
+        keep = min([*needed, *([pending] if pending else [])], key=_stream_order)
+        await reader.trim_before(keep)
 
 
 def _stream_order(stream_id: str) -> tuple[int, int]:

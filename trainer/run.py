@@ -7,28 +7,21 @@ model folder ─► learner ─► restore + replay ─► publish the first ver
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 
-import msgspec
 import structlog
 import torch
 
-from services.config.settings import RunSettings
 from services.host.files import writing
 from services.host.run_folder import wait_for_model_blocking
-from services.policies.batching import Group, Member
 from services.run_store.client import check_reachable
-from services.run_store.stream import StreamEntry
-from services.wire.errors import RollmeshError
-from services.wire.trajectory import Trajectory, decode_trajectory
 from services.wire.weights_api import VerifyView
 from trainer.algorithms.describe import describe
 from trainer.assembly import CALL_DEADLINE_S, Assembly, TrainerArguments
 from trainer.checkpoint import checkpoint
-from trainer.checkpoint.step_log import StepLog, StepRecord
+from trainer.checkpoint.attempts import drops_of
+from trainer.checkpoint.recovery import Replay, fingerprint, groups_of, terms_of
+from trainer.checkpoint.step_log import StepLog
 from trainer.io_loop import Background, Interrupt
 from trainer.loop import Identity, TrainingLoop
 from trainer.metrics.files import make_report, plot_curves, read_metrics, write_report
@@ -61,7 +54,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     with writing(assembly.folder.root):
         assembly.folder.checkpoints.mkdir(parents=True, exist_ok=True)
     log = stack.enter_context(
-        closing(StepLog(assembly.folder.checkpoints / "steps.jsonl", identity.run_id, identity.fingerprint))
+        closing(StepLog(assembly.folder.checkpoints / "steps.jsonl", identity.run_id, terms_of(arguments.settings)))
     )
     wait_for_model_blocking(arguments.model, MODEL_DEADLINE_S)
     roles = assembly.roles()
@@ -70,12 +63,12 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     _log.info("rows are packed", kept_apart=learner.separation)
     background.call(assembly.ledger.begin(learner.version), "opening the ledger", CALL_DEADLINE_S)
     loop = assembly.loop(identity, roles, log, interrupt)
-    consumed = [entry for record in log.records for entry in record.entries]
     _come_back(loop)
+    trained, dropped = log.trained_entries(), {k: v for outcome in log.drops for k, v in drops_of(outcome).items()}
     loop.sign.post(f"engines to serve version {learner.version}")
     loop.updates.publish_first(learner.version, learner.weights(), ENGINES_DEADLINE_S)
     loop.sign.clear()
-    reading = background.spawn(loop.intake.run(consumed), "intake")
+    reading = background.spawn(loop.intake.run(trained, dropped), "intake")
     with interrupt.graceful():
         finished = loop.run()
     if not finished:
@@ -95,7 +88,7 @@ def _come_back(loop: TrainingLoop) -> None:
         _log.info("coming back", checkpoint=restored, steps_to_repeat=len(replay.records))
     for record in replay.records:
         fetched = loop.background.call(loop.reader.fetch(record.entries), "fetching a batch again", CALL_DEADLINE_S)
-        loop.repeat(groups_of(record, fetched), record.updates)
+        loop.repeat(record, groups_of(record, fetched))
 
 
 def _conclude(loop: TrainingLoop, assembly: Assembly) -> None:
@@ -134,54 +127,3 @@ def _report(loop: TrainingLoop, assembly: Assembly, verified: VerifyView) -> Non
         checkpoint.save_final(loop.checkpoints, loop.learner.model, assembly.arguments.model)
     write_report(assembly.folder.trainer_report, report)
     plot_curves(lines, generated, assembly.folder.curves)
-
-
-# Recovery after a crash: the newest checkpoint, then the batches of the step log once more, read from the stream.
-#
-# checkpoint v ──► step log from v ──► the same batches, the same bytes ──► the version that engines may have seen
-
-
-class ReplayError(RollmeshError):
-    """The stream no longer holds what a step consumed, so its version cannot be made again."""
-
-    code = "replay"
-
-
-def fingerprint(settings: RunSettings) -> str:
-    """Names the settings that the bytes of a step depend on: another value, another version."""
-    trainer = settings.trainer.model_dump(mode="json", exclude={"checkpoint_every", "batch_timeout_s"})
-    canonical = msgspec.json.encode({"k": settings.k, "seed": settings.seed, "trainer": trainer}, order="sorted")
-    return hashlib.blake2b(canonical, digest_size=16).hexdigest()
-
-
-@dataclass(frozen=True)
-class Replay:
-    """The steps to repeat, oldest first."""
-
-    records: list[StepRecord]
-
-    @staticmethod
-    def since(version: int, log: Sequence[StepRecord]) -> Replay:
-        """Those after `version`. Raises ReplayError when the log does not reach back to it."""
-        records = [record for record in log if record.version >= version]
-        if records and records[0].version != version:
-            raise ReplayError(
-                f"the step log begins at version {records[0].version}, the newest checkpoint is version {version}",
-                "start a new run with another --run-dir",
-            )
-        return Replay(records)
-
-
-def groups_of(record: StepRecord, entries: Sequence[StreamEntry]) -> list[Group[Trajectory]]:
-    """The batch of `record` as it was. Raises ReplayError when entries are missing."""
-    if [entry.stream_id for entry in entries] != record.entries:
-        raise ReplayError(
-            f"{len(record.entries) - len(entries)} entries of the batch from {record.version} on are gone from the stream",
-            "start a new run with another --run-dir",
-        )
-    groups: dict[str, Group[Trajectory]] = {}
-    for entry in entries:
-        one = decode_trajectory(entry.payload)
-        group = groups.setdefault(one.group_id, Group(one.group_id, one.group_ordinal, []))
-        group.members.append(Member(entry.stream_id, one.group_id, one.group_ordinal, one.group_size, one.member, one))
-    return list(groups.values())

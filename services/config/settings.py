@@ -117,6 +117,11 @@ class TrainerSettings(Section):
         default=1, ge=1, description="Optimizer steps that a batch is split into; only the last is published"
     )
     batch_timeout_s: float = Field(default=120.0, gt=0.0, description="Longest wait for a batch before the run fails")
+    on_anomaly: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="A step whose loss or gradient is not finite is not made; stop: the run ends; skip: it goes on without "
+        "the batch",
+    )
 
 
 class WeightSettings(Section):

@@ -35,9 +35,9 @@ def appearing(target: Path) -> Iterator[Path]:
     try:
         yield making
         for path in [*making.rglob("*"), making]:
-            _sync(path)
+            sync(path)
         making.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(making, ignore_errors=True)
 
@@ -82,7 +82,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Make a file's bytes, or a folder's names, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -3,6 +3,7 @@
 runs/running-sums-…/
   config.toml      resolved configuration            metrics.jsonl        one line per optimizer step
   samples.jsonl    decoded rollouts with versions    checkpoints/         and the trainer's step log
+  anomalies/       batches that could not be trained
   curves.png       success, length, staleness        logs/                one file per service
   summary.json     the run in one object             evaluation.json, trainer_report.json   what it was made from
   model/           the policy the run started from   demonstrations/, redis/
@@ -32,6 +33,7 @@ class RunFolder:
         self.samples = root / "samples.jsonl"
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
+        self.anomalies = root / "anomalies"
         self.curves = root / "curves.png"
         self.summary = root / "summary.json"
         self.evaluation = root / "evaluation.json"

@@ -58,6 +58,10 @@ class DropCause(StrEnum):
     """Its group lost the sibling that the others are compared with."""
     NO_COST = "no_cost"
     """It lacks the reward component that is the run's cost."""
+    ANOMALY = "anomaly"
+    """The loss or the gradient of its batch was not finite (`trainer.on_anomaly=skip`)."""
+    UNTRAINABLE = "untrainable"
+    """Its batch ended the trainer each time that it was tried."""
     RUN_CONCLUDED = "run_concluded"
 
     @property

@@ -35,6 +35,13 @@ def split_rows(lengths: Sequence[int], budget: int, *, ranks: int = 1, width: in
     return [_spread(bins, most) for bins in filled]
 
 
+def smaller_budget(lengths: Sequence[int], budget: int) -> int | None:
+    """What to try where a pass of `budget` tokens over such rows does not fit: half of it; None where it held one row."""
+    if len(lengths) < 2 or budget < sum(sorted(lengths)[:2]):
+        return None
+    return max(1, min(budget, sum(lengths)) // 2)
+
+
 def work(length: int, width: int) -> int:
     """What a row of `length` tokens costs, in the units above."""
     return length * (12 * width + length)

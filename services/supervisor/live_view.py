@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 import httpx
-import msgspec
 from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -22,7 +21,7 @@ from rich.text import Text
 from services.host.files import LineTail
 from services.run_store.status import Wait, read_waits
 from services.wire.rollout_api import EngineReport
-from services.wire.run_metrics import StepMetrics
+from services.wire.run_metrics import StepMetrics, decode_step_metrics
 
 PLAIN_EVERY_S = 5.0
 BAR = 24
@@ -154,13 +153,12 @@ class MetricsTail:
 
     def __init__(self, path: Path) -> None:
         self._tail = LineTail(path)
-        self._decoder = msgspec.json.Decoder(StepMetrics)
         self.latest: StepMetrics | None = None
 
     def read(self) -> StepMetrics | None:
         """The newest whole line, or None before the first."""
         if lines := self._tail.new_lines():
-            self.latest = self._decoder.decode(lines[-1])
+            self.latest = decode_step_metrics(lines[-1]) or self.latest
         return self.latest
 
 

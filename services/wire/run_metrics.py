@@ -142,6 +142,20 @@ class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutco
     update_state: str | None
 
 
+_lines = msgspec.json.Decoder(StepMetrics)
+
+
+def decode_step_metrics(line: bytes) -> StepMetrics | None:
+    """A line of metrics.jsonl; None for one that cannot be read.
+
+    What was not finite is `null`, which older runs wrote also where a figure must be: no reader ends at such a line.
+    """
+    try:
+        return _lines.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
 class LengthReport(msgspec.Struct, frozen=True):
     """A distribution of sampled tokens an episode; `buckets` are named by their least length."""
 

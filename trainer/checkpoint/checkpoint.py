@@ -4,10 +4,11 @@ checkpoints/
   step-00000020/   model.safetensors      weights by their Hugging Face names, training dtype
                    optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq, step
                    critic.safetensors, critic_optimizer.safetensors      the same of a critic, where there is one
-                   meta.json              {"schema", "run_id", "version", "fingerprint", "log_price"}
+                   meta.json              {"schema", "run_id", "version", "fingerprint", "log_price", "sizes"}
   final/           a Hugging Face folder with tokenizer, as `transformers` loads it
 
-The two newest are kept: should the newest turn out broken, the one before it still leads back, through the step log.
+The two newest good ones are kept: should the newest turn out broken, the one before it still leads back, through the step
+log. A broken one is written anew when its version is reached once more.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from pathlib import Path
 import msgspec
 import structlog
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.host.files import appearing, remove_unfinished
+from services.host.files import appearing, remove_unfinished, sync
 from services.wire.errors import RollmeshError
 from trainer.model.learner import named_weights
 from trainer.model.roles import Roles
@@ -44,6 +45,10 @@ class CheckpointError(RollmeshError):
     code = "checkpoint"
 
 
+class MismatchError(CheckpointError):
+    """A checkpoint that may be sound is not of this run, or not of this model."""
+
+
 class Meta(msgspec.Struct, frozen=True):
     schema: int
     run_id: str
@@ -51,6 +56,8 @@ class Meta(msgspec.Struct, frozen=True):
     fingerprint: str
     log_price: float | None = None
     """Of a cost (`trainer.algorithms.advantages.rewards`); None where there is none."""
+    sizes: dict[str, int] = {}
+    """Bytes of each file of tensors; empty in checkpoints of before they were written down."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +82,24 @@ def snapshot(roles: Roles, run_id: str, fingerprint: str) -> Snapshot:
 
 
 def save(folder: Path, taken: Snapshot) -> Path:
-    """Write a snapshot under `folder` and forget all but the newest two; returns its path. Raises OSError."""
-    target = folder / f"{_PREFIX}{taken.meta.version:08d}"
-    if not target.exists():
+    """Write a snapshot under `folder` and forget all but the newest two good ones; returns its path. Raises OSError.
+
+    One that is there already and good is left alone: the same version has the same bytes.
+    """
+    target = _path(folder, taken.meta.version)
+    if not is_good(target):
+        _set_aside(target)
         with appearing(target) as making:
             for name, tensors in taken.tensors.items():
                 save_file(tensors, making / name, metadata={"format": "pt"})
-            (making / "meta.json").write_bytes(msgspec.json.encode(taken.meta))
-    for old in versions(folder)[:-KEEP]:
-        shutil.rmtree(folder / f"{_PREFIX}{old:08d}", ignore_errors=True)
+            sizes = {name: (making / name).stat().st_size for name in taken.tensors}
+            meta = msgspec.structs.replace(taken.meta, sizes=sizes)
+            (making / "meta.json").write_bytes(msgspec.json.encode(meta))
+        shutil.rmtree(_aside(target), ignore_errors=True)
+    kept = good_versions(folder)[-KEEP:]
+    for version in versions(folder):
+        if version not in kept and version < taken.meta.version:
+            shutil.rmtree(_path(folder, version), ignore_errors=True)
     return target
 
 
@@ -93,21 +109,41 @@ def versions(folder: Path) -> list[int]:
     return sorted(int(version) for version in found if version.isdigit())
 
 
+def good_versions(folder: Path) -> list[int]:
+    """Those of `versions` that are whole, as far as their headers tell."""
+    return [version for version in versions(folder) if is_good(_path(folder, version))]
+
+
+def is_good(path: Path) -> bool:
+    """Whether a checkpoint is there with all its files, each as long as it was written; tensors are not read."""
+    try:
+        meta = _meta(path)
+        for name in meta.sizes or [file.name for file in path.glob("*.safetensors")]:
+            with safe_open(path / name, framework="pt") as file:
+                file.keys()
+        return all((path / name).stat().st_size == size for name, size in meta.sizes.items())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, SafetensorError):
+        return False
+
+
 def restore_newest(folder: Path, roles: Roles, run_id: str) -> int | None:
     """Load the newest readable checkpoint into `roles`; returns its version, or None where there is none.
 
-    Raises CheckpointError when none that is there can be used.
+    Without one the run's beginning is where to start from: the step log knows whether it leads on from there. Raises
+    MismatchError for checkpoints of another run or model, if none can be used.
     """
     remove_unfinished(folder)
-    known = versions(folder)
-    for version in reversed(known):
+    mismatch: MismatchError | None = None
+    for version in reversed(versions(folder)):
         try:
-            _restore(folder / f"{_PREFIX}{version:08d}", roles, run_id)
+            _restore(_path(folder, version), roles, run_id)
             return version
-        except (OSError, msgspec.DecodeError, SafetensorError, ValueError, KeyError, CheckpointError) as error:
+        except MismatchError as error:
+            mismatch = mismatch or error
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, SafetensorError, ValueError, KeyError) as error:
             _log.warning("checkpoint not usable", version=version, why=str(error))
-    if known:
-        raise CheckpointError(f"no checkpoint under {folder} can be used", "start a new run with another --run-dir")
+    if mismatch is not None:
+        raise mismatch
     return None
 
 
@@ -123,20 +159,45 @@ def save_final(folder: Path, model: PreTrainedModel, base: Path) -> Path:
     return target
 
 
+def _path(folder: Path, version: int) -> Path:
+    return folder / f"{_PREFIX}{version:08d}"
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".broken-{target.name}")
+
+
+def _set_aside(target: Path) -> None:
+    """Make room for a checkpoint where a broken one lies; it is removed once the good one is there."""
+    if target.exists():
+        shutil.rmtree(_aside(target), ignore_errors=True)
+        target.rename(_aside(target))
+        sync(target.parent)
+
+
+def _meta(path: Path) -> Meta:
+    return msgspec.json.decode((path / "meta.json").read_bytes(), type=Meta)
+
+
 def _restore(path: Path, roles: Roles, run_id: str) -> None:
-    meta = msgspec.json.decode((path / "meta.json").read_bytes(), type=Meta)
+    """Nothing is changed unless all of it can be read and fits."""
+    meta = _meta(path)
     if (meta.schema, meta.run_id) != (SCHEMA, run_id):
-        raise CheckpointError(f"{path} belongs to run {meta.run_id}", "choose another --run-dir")
+        raise MismatchError(f"{path} belongs to run {meta.run_id}", "choose another --run-dir")
     if (meta.log_price is None) != (roles.advantage_computer.price is None):
-        raise CheckpointError(f"{path} is of a run with another advantage.cost", "continue it with its own config.toml")
+        raise MismatchError(f"{path} is of a run with another advantage.cost", "continue it with its own config.toml")
     loaded = {
         name: (load_file(path / f"{name}.safetensors"), load_file(path / _optimizer_file(name)))
         for name in roles.models()
     }
     for name, (model, _) in roles.models().items():
-        live, weights = named_weights(model), loaded[name][0]
+        live, (weights, state) = named_weights(model), loaded[name]
         if weights.keys() != live.keys() or any(live[key].shape != tensor.shape for key, tensor in weights.items()):
-            raise CheckpointError(f"{path} holds other weights than the {name}", "give --model the run's own model")
+            raise MismatchError(f"{path} holds other weights than the {name}", "give --model the run's own model")
+        parameters = dict(model.named_parameters())
+        for key in state:
+            if key.rpartition("/")[0] not in parameters:
+                raise ValueError(f"{path} holds the optimizer's state of {key}, which is no parameter")
     for name, (model, optimizer) in roles.models().items():
         weights, state = loaded[name]
         with torch.no_grad():

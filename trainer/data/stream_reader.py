@@ -14,8 +14,9 @@ import asyncio
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import structlog
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -74,13 +75,18 @@ class Intake:
         self._waiting_since: float | None = None
         self._trouble: str | None = None
         self._rejections = 0
+        self._dropped_before: Mapping[str, Drop] = {}
         self._owed = Verdict()
         """Drops that are not settled yet."""
         self._arrivals = Arrivals()
 
-    async def run(self, trained_before: Collection[str] = ()) -> None:
-        """Read until cancelled. `trained_before`: entries that the step log holds; they are settled as trained on sight."""
+    async def run(
+        self, trained_before: Collection[str] = (), dropped_before: Mapping[str, Drop] = MappingProxyType({})
+    ) -> None:
+        """Read until cancelled. `trained_before`, `dropped_before`: entries of batches that the step log holds; they are
+        settled as trained, or as it says, on sight."""
         trained = frozenset(trained_before)
+        self._dropped_before = dropped_before
         await self._reader.open()
         swept = time.monotonic()
         while True:
@@ -153,6 +159,12 @@ class Intake:
         self.forget(entries)
         self._count_work(started)
 
+    async def settle_dropped(self, groups: Sequence[str], drops: Mapping[str, Drop]) -> None:
+        """Settle the entries of a batch's `groups` that will never be trained, once the step log says so."""
+        with self._changed:
+            self._arrivals.dropped.update(str(drop.cause) for drop in drops.values())
+        await self._settle(Verdict([*drops.values()], [*groups]))
+
     async def drain(self) -> int:
         """After the run has concluded (and `run` has been cancelled): drop all that is left; returns how many."""
         reader = self._open_reader()
@@ -172,11 +184,16 @@ class Intake:
         for entry in entries:
             if entry.stream_id in trained:
                 settled_before.append(entry)
+            elif (drop := self._dropped_before.get(entry.stream_id)) is not None:
+                settled_before.append(entry)
+                verdict.drops.append(drop)
             elif entry.stream_id not in self._known:
                 judged.append(self._validator.judge(entry, newest))
         with self._changed:
             # A sibling that a batch of an earlier incarnation went without is not the first of a new group.
             self._assembler.settle(group for group in map(group_of, settled_before) if group is not None)
+            dropped = (group_of(entry) for entry in settled_before if entry.stream_id in self._dropped_before)
+            verdict.spoiled += sorted({group for group in dropped if group is not None})
             for item in judged:
                 self._known.add(item.entry)
                 _extend(verdict, self._take_up(item, now) if isinstance(item, Member) else self._reject(item))
@@ -193,8 +210,8 @@ class Intake:
         if now - self._asked_at >= _ASK_EVERY_S or not overdue:
             self._asked_at = now
             self._lost = set(overdue) - await self._ledger.still_open(overdue)
-        if settled_before:
-            await self._reader.acknowledge_trained([entry.stream_id for entry in settled_before])
+        if finished := [entry.stream_id for entry in settled_before if entry.stream_id in trained]:
+            await self._reader.acknowledge_trained(finished)
         await self._settle_drops()
         self._count_work(started)
 
@@ -222,17 +239,20 @@ class Intake:
 
     async def _settle_drops(self) -> None:
         """Where Redis fails in the middle, all of it is done once more: neither call counts anything twice."""
+        await self._settle(self._owed)
+        self._owed = Verdict()
+
+    async def _settle(self, verdict: Verdict) -> None:
         # The group first: once its entries are settled, the successor of a trainer that dies here would not hear of it.
-        for group in self._owed.spoiled:
+        for group in verdict.spoiled:
             await self._ledger.drop_group(group)
         by_cause: dict[DropCause, dict[str, str]] = defaultdict(dict)
-        for drop in self._owed.drops:
+        for drop in verdict.drops:
             by_cause[drop.cause][drop.entry] = drop.why
         for cause, reasons in by_cause.items():
             # What is dropped in a run's ordinary course would drive out the dead letters that are worth looking at.
             await self._reader.acknowledge_dropped(cause, reasons if cause.fault else [*reasons])
             self.forget(reasons)
-        self._owed = Verdict()
 
     async def _claim_idle(self, trained: Collection[str]) -> None:
         """Read again what was delivered and never settled: the reply to a read may have been lost with its connection."""

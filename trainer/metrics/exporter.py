@@ -17,7 +17,6 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
-import msgspec
 import structlog
 from fastapi import FastAPI
 from redis.asyncio import Redis
@@ -34,7 +33,7 @@ from services.run_store.status import TrainerStatus, Wait, post_trainer_status, 
 from services.security.permissions import NO_KEYS, Keys, lacking
 from services.security.tls import PLAIN, Identity, Tls
 from services.wire.errors import UsageError
-from services.wire.run_metrics import StepMetrics
+from services.wire.run_metrics import StepMetrics, decode_step_metrics
 from trainer.io_loop import Background
 
 READ_EVERY_S = 1.0
@@ -161,7 +160,6 @@ async def _nothing(_: FastAPI) -> AsyncIterator[None]:
 
 RECENT_STEPS = 20
 """How many steps the busy share is of."""
-_line = msgspec.json.Decoder(StepMetrics)
 
 
 class StepTotals:
@@ -182,9 +180,9 @@ class StepTotals:
         return self._last is not None
 
     def add(self, lines: Sequence[bytes]) -> None:
-        """Lines as they stand in the file, in order."""
-        for packed in lines:
-            line = self._last = _line.decode(packed)
+        """Lines as they stand in the file, in order; those that cannot be read count for nothing."""
+        for line in filter(None, map(decode_step_metrics, lines)):
+            self._last = line
             self._recent.append(line)
             self._count += 1
             self._masked += line.masked_tokens

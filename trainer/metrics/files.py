@@ -12,13 +12,14 @@ from io import BufferedRandom
 from pathlib import Path
 
 import msgspec
+import structlog
 from tokenizers import Tokenizer
 
 from services.host.files import writing
 from services.policies.batching import Group
 from services.policies.length_stats import Lengths, distance
 from services.wire.packed import unpack_tokens
-from services.wire.run_metrics import LengthReport, StepMetrics, TrainerReport
+from services.wire.run_metrics import LengthReport, StepMetrics, TrainerReport, decode_step_metrics
 from services.wire.trajectory import Segment, Trajectory
 
 SAMPLES_A_STEP = 2
@@ -53,21 +54,43 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     segments: list[SampledSegment]
 
 
-_metrics = msgspec.json.Decoder(StepMetrics)
+class _Numbered(msgspec.Struct):
+    """What even a line that lacks a figure says."""
+
+    step: int
+
+
+_log = structlog.get_logger()
+_numbered = msgspec.json.Decoder(_Numbered)
 _encoder = msgspec.json.Encoder()
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The lines of metrics.jsonl in order; a torn last one is left out."""
+    """The lines of metrics.jsonl in order; a torn last one is left out, and so are those that cannot be read."""
+    lines = [decode_step_metrics(line) for line in _whole_lines(path)]
+    readable = [line for line in lines if line is not None]
+    if len(readable) < len(lines):
+        _log.warning("lines that cannot be read are left out", file=str(path), lines=len(lines) - len(readable))
+    return readable
+
+
+def _whole_lines(path: Path) -> list[bytes]:
     content = path.read_bytes() if path.exists() else b""
-    return [_metrics.decode(line) for line in content[: content.rfind(b"\n") + 1].splitlines() if line]
+    return [line for line in content[: content.rfind(b"\n") + 1].splitlines() if line]
+
+
+def _step_of(line: bytes) -> int | None:
+    try:
+        return _numbered.decode(line).step
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 class RunRecords:
     """Appends to both files. `steps`: those that metrics.jsonl holds; they are not written again by a restarted trainer."""
 
     def __init__(self, metrics: Path, samples: Path, tokenizer: Tokenizer) -> None:
-        self.steps = {line.step for line in read_metrics(metrics)}
+        self.steps = {step for step in map(_step_of, _whole_lines(metrics)) if step is not None}
         self._path = metrics
         self._tokenizer = tokenizer
         self._metrics = _open_at_last_line(metrics)

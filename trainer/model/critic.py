@@ -19,6 +19,7 @@ from services.wire.run_metrics import ValueStatistics
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.data.packing import MicroBatch, PackedBatch
+from trainer.model.anomaly import check_finite
 from trainer.model.forward import PackedForward
 from trainer.model.logprobs import measure
 
@@ -59,7 +60,8 @@ class Critic:
 
     def __init__(self, model: ValueModel, settings: TrainerSettings) -> None:
         self.model = model
-        self._settings = settings
+        self.settings = settings
+        """As the learner's."""
         self._parameters = [*model.policy.base_model.parameters(), *model.head.parameters()]
         self.optimizer = torch.optim.AdamW(
             self._parameters,
@@ -71,24 +73,40 @@ class Critic:
 
     def values(self, trajectories: Sequence[Trajectory]) -> Float64Array:
         """`[N]`: the value before each sampled token of each segment of each trajectory, in their order."""
-        return measure(trajectories, self.model, self._settings.micro_batch_tokens, self.model.head.weight.device)
+        return measure(trajectories, self.model, self.settings.micro_batch_tokens, self.model.head.weight.device)
 
-    def step(self, batch: PackedBatch) -> ValueStatistics:
+    def step(self, batch: PackedBatch, version: int = 0) -> ValueStatistics:
         """One optimizer step towards the batch's returns. A batch without a fresh token moves nothing."""
+        statistics = self.gradient(batch, version)
+        self.apply()
+        return statistics
+
+    def gradient(self, batch: PackedBatch, version: int) -> ValueStatistics:
+        """Compute the gradient of one part; `apply` makes the step. `version`: of the policy, for messages.
+
+        Raises AnomalyError where the loss or the gradient is not finite.
+        """
         if not batch.micro_batches:
             return ValueStatistics()
         tokens = sum(len(micro.chosen) for micro in batch.micro_batches)
         total = torch.zeros((), device=self.model.head.weight.device)
         for micro in batch.micro_batches:
             before, returns = _targets(micro)
-            losses = value_loss(self.model(micro), before, returns, self._settings.advantage.critic.clip)
+            losses = value_loss(self.model(micro), before, returns, self.settings.advantage.critic.clip)
             loss = losses.sum() / tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.clip_grad_norm)
+        check_finite(version, "critic", float(total), float(grad_norm))
         return ValueStatistics(value_loss=float(total), value_explained=_explained(batch.micro_batches))
+
+    def apply(self) -> None:
+        """Make the step of the gradient that was computed; nothing where there was no fresh token."""
+        self.optimizer.step()
+        self.forget_gradient()
+
+    def forget_gradient(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
 
 def _targets(micro: MicroBatch) -> tuple[Tensor, Tensor]:

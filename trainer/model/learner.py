@@ -2,7 +2,7 @@
 
     micro-batch ─► logprobs ─► per-token loss ─► its share / N ─► backward         N: fresh tokens of the whole part, so
     micro-batch ─► …                                              ─► backward         the split changes nothing
-                                                    clip ─► AdamW ─► policy version + 1 ─► next part
+                                         clip ─► finite? ─► AdamW ─► policy version + 1 ─► next part
 
 Deterministic: the same weights, optimizer state and batch give the same bytes (a restarted trainer relies on it).
 """
@@ -21,6 +21,7 @@ from services.wire.run_metrics import TokenStatistics
 from trainer.algorithms.losses.objective import Objective, TokenTerms
 from trainer.algorithms.losses.tokens import BatchSize
 from trainer.data.packing import MicroBatch, PackedBatch
+from trainer.model.anomaly import check_finite
 from trainer.model.forward import PackedForward, Separation
 from trainer.model.logprobs import sampled_terms
 from trainer.model.token_stats import StepSums
@@ -41,7 +42,8 @@ class Learner:
         self.model = model.eval()
         self.version = version
         self.objective = Objective(settings.loss)
-        self._settings = settings
+        self.settings = settings
+        """Read at each step: learning rate and bound of the gradient may change between two of them."""
         if self.objective.needs_reference and reference is None:
             raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
         self._reference = reference if self.objective.needs_reference else None
@@ -74,32 +76,49 @@ class Learner:
 
         All parts are held against the policy before the batch, where the loss asks for it: before the first step that is
         the current one. A part that gives no gradient (all advantages 0, or every token over K) is a step all the same: the
-        gradient is zero, and only momentum moves the weights.
+        gradient is zero, and only momentum moves the weights. Raises AnomalyError before the step of a part whose loss or
+        gradient is not finite.
         """
-        nothing: list[Tensor | None] = [None] * len(batch[0].micro_batches)
-        before = [nothing, *([self._proximal(micro) for micro in part.micro_batches] for part in batch[1:])]
-        for part, proximal in zip(batch, before, strict=True):
-            yield self._step(part, proximal)
+        for part, proximal in zip(batch, self.proximals(batch), strict=True):
+            statistics = self.gradient(part, proximal)
+            self.apply()
+            yield statistics
 
-    def _step(self, batch: PackedBatch, proximal: Sequence[Tensor | None]) -> TokenStatistics:
+    def proximals(self, batch: Sequence[PackedBatch]) -> list[list[Tensor | None]]:
+        """What each part is held against, where the loss asks for it: logprobs before the batch's first step."""
+        nothing: list[Tensor | None] = [None] * len(batch[0].micro_batches)
+        return [nothing, *([self._proximal(micro) for micro in part.micro_batches] for part in batch[1:])]
+
+    def gradient(self, batch: PackedBatch, proximal: Sequence[Tensor | None]) -> TokenStatistics:
+        """Compute the gradient of one part; `apply` makes the step. Raises AnomalyError where it is not finite."""
         sums = StepSums(self.model.device)
         for micro, before in zip(batch.micro_batches, proximal, strict=True):
             self._accumulate(micro, before, batch.size, sums)
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.clip_grad_norm)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.clip_grad_norm)
+        statistics = sums.read(grad_norm)
+        check_finite(self.version, "policy", statistics.loss, statistics.grad_norm)
+        return statistics
+
+    def apply(self) -> None:
+        """Make the step of the gradient that was computed."""
         rate = self.learning_rate(self.version)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        # First, so that whatever fails from here on is known for more than a failed pass.
         self.version += 1
-        return sums.read(grad_norm)
+        self.optimizer.step()
+        self.forget_gradient()
+
+    def forget_gradient(self) -> None:
+        """As before the last `gradient`."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def learning_rate(self, version: int) -> float:
         """That of the step from `version`: a linear ramp over the first `warmup_steps` steps."""
-        return self._settings.learning_rate * min(1.0, (version + 1) / max(1, self._settings.warmup_steps))
+        return self.settings.learning_rate * min(1.0, (version + 1) / max(1, self.settings.warmup_steps))
 
     @torch.no_grad()
     def _proximal(self, micro: MicroBatch) -> Tensor | None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from services.config.settings import RunSettings
+from services.config.settings import RunSettings, TrainerSettings
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.algorithms.advantages.compute import AdvantageComputer
@@ -40,6 +40,18 @@ class Roles:
         critic = {} if self.critic is None else {"critic": (self.critic.model, self.critic.optimizer)}
         return {"model": (self.learner.model, self.learner.optimizer), **critic}
 
+    def use(self, settings: TrainerSettings) -> None:
+        """Take the next steps under `settings`, of which only what may change within a run is another than before."""
+        self.learner.settings = settings
+        if self.critic is not None:
+            self.critic.settings = settings
+
+    def forget_gradients(self) -> None:
+        """After a step that could not be made."""
+        self.learner.forget_gradient()
+        if self.critic is not None:
+            self.critic.forget_gradient()
+
     @property
     def skips_idle(self) -> bool:
         """Whether nobody learns from a token whose advantage is 0."""
@@ -55,6 +67,7 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
     reference = load().eval().requires_grad_(False) if trainer.loss.kl or advantage.kl else None
     packed = None if reference is None else PackedForward(reference)
     critic = Critic(ValueModel(load()), trainer) if find_estimator(advantage.estimator).critic else None
+    learner = Learner(load(), trainer, version, packed)
 
     def of_reference(trajectories: Sequence[Trajectory]) -> Float64Array:
         assert reference is not None and packed is not None
@@ -62,7 +75,7 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
         def logprobs(micro: MicroBatch) -> torch.Tensor:
             return sampled_terms(packed, micro)[0][micro.chosen]
 
-        return measure(trajectories, logprobs, trainer.micro_batch_tokens, reference.device)
+        return measure(trajectories, logprobs, learner.settings.micro_batch_tokens, reference.device)
 
     advantage_computer = AdvantageComputer(
         advantage,
@@ -70,4 +83,4 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
         reference=None if reference is None else of_reference,
         critic=None if critic is None else critic.values,
     )
-    return Roles(Learner(load(), trainer, version, packed), advantage_computer, critic)
+    return Roles(learner, advantage_computer, critic)

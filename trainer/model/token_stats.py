@@ -58,7 +58,7 @@ class StepSums:
         self._peaks = torch.maximum(self._peaks, torch.stack([gap_current.max(), gap.max(), ratio.max()]))
 
     def read(self, grad_norm: Tensor) -> TokenStatistics:
-        """The one synchronisation of a step."""
+        """The one synchronisation of a step; before the weights change, so that what is not finite never reaches them."""
         values = torch.cat([self._sums, self._peaks, grad_norm.detach().reshape(1).to(self._sums)]).tolist()
         total = dict(zip(self._SUMS, values, strict=False))
         peak = dict(zip(self._PEAKS, values[len(self._SUMS) :], strict=False))
@@ -76,7 +76,8 @@ class StepSums:
             clip_fraction=_mean(total["clipped"], fresh),
             masked_by_correction=_mean(total["left_out"], fresh),
             correction_weight=_mean(total["weight"], int(total["weighed"])),
-            effective_samples=_mean(total["ratio"] ** 2 / total["ratio_squared"], fresh) if fresh else None,
+            # Squares of ratios that are nearly 0 are 0.
+            effective_samples=_mean(total["ratio"] ** 2 / (total["ratio_squared"] or math.nan), fresh),
             kl=_mean(total["kl"], fresh),
         )
 

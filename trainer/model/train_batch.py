@@ -4,23 +4,30 @@
 
 Part i is judged for the step that it is consumed by, from v + i: staleness is counted in optimizer steps here too. All else
 that a part depends on (advantages, values, the proximal policy) is of the batch, before its first step. A critic takes a
-step beside each of the policy's. Deterministic: the same state and groups give the same bytes.
+step beside each of the policy's. Deterministic: the same state, settings and groups give the same bytes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+
+import structlog
 
 from services.config.settings import RunSettings
 from services.policies.batching import Group
+from services.policies.token_budget import smaller_budget
 from services.wire.run_metrics import CreditStatistics, TokenStatistics, ValueStatistics
 from services.wire.trajectory import Trajectory
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
 from trainer.data.staleness import StalenessTally
+from trainer.model.anomaly import AnomalyError, is_out_of_memory, release_memory
 from trainer.model.roles import Roles
+
+_log = structlog.get_logger()
 
 Part = Sequence[Group[Trajectory]]
 
@@ -54,8 +61,58 @@ def parts_of(groups: Part, updates: int) -> list[Part]:
     return [groups[start : start + size] for start in range(0, len(groups), size)]
 
 
-def train_batch(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> list[Trained]:
-    """Train on `groups` in `updates` optimizer steps; one result for each."""
+def train_batch(
+    roles: Roles, settings: RunSettings, groups: Part, updates: int, made: int | None = None
+) -> list[Trained]:
+    """Train on `groups` in `updates` optimizer steps; one result for each.
+
+    `made`: only so many of them, where an earlier time came no further. Raises AnomalyError for a step whose loss or
+    gradient is not finite; those before it are made.
+    """
+    steps = list(islice(_steps(roles, settings, groups, updates), updates if made is None else made))
+    if len(steps) == updates:
+        roles.advantage_computer.learn(groups)
+    return steps
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of a batch: `steps` that were made, in passes of `micro_batch_tokens`; what kept it from the rest."""
+
+    steps: list[Trained]
+    micro_batch_tokens: int
+    anomaly: AnomalyError | None = None
+
+
+def try_batch(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> Tried:
+    """`train_batch`, in smaller passes where memory runs out before the first step: half the tokens each time, down to one
+    row. Where it runs out even so, or after a step, its error is raised: the weights are no longer those of before."""
+    lengths = [len(segment.loss_mask) for group in groups for one in group.members for segment in one.payload.segments]
+    version = roles.learner.version
+    while True:
+        tokens, steps = settings.trainer.micro_batch_tokens, list[Trained]()
+        try:
+            for step in _steps(roles, settings, groups, updates):
+                steps.append(step)
+            roles.advantage_computer.learn(groups)
+            return Tried(steps, tokens)
+        except AnomalyError as anomaly:
+            roles.forget_gradients()
+            return Tried(steps, tokens, anomaly)
+        except Exception as error:
+            smaller = smaller_budget(lengths, tokens) if is_out_of_memory(error) else None
+            if smaller is None or roles.learner.version != version:
+                raise
+            _log.warning("memory ran out: smaller passes", micro_batch_tokens=smaller, before=tokens, why=str(error))
+        # Here, where the error no longer holds on to what the pass had computed.
+        roles.forget_gradients()
+        release_memory()
+        trainer = settings.trainer.model_copy(update={"micro_batch_tokens": smaller})
+        settings = settings.model_copy(update={"trainer": trainer})
+
+
+def _steps(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> Iterator[Trained]:
+    roles.use(settings.trainer)
     learner, critic, advantage_computer = roles.learner, roles.critic, roles.advantage_computer
     parts, version, began = parts_of(groups, updates), learner.version, time.perf_counter()
     credits, credited = advantage_computer.of(groups)
@@ -65,27 +122,26 @@ def train_batch(roles: Roles, settings: RunSettings, groups: Part, updates: int)
     ]
     packed = [pack(rows, tally, settings.trainer.micro_batch_tokens, learner.model.device) for rows, tally in judged]
     ready = time.perf_counter()
-    pack_s, trained = ready - began, []
-    steps = learner.steps(packed)
-    for part, (rows, tally), batch in zip(parts, judged, packed, strict=True):
+    pack_s, proximals = ready - began, learner.proximals(packed)
+    for part, (rows, tally), batch, proximal in zip(parts, judged, packed, proximals, strict=True):
         rate = learner.learning_rate(learner.version)
-        statistics = next(steps)
-        valued = ValueStatistics() if critic is None else critic.step(batch)
+        statistics = learner.gradient(batch, proximal)
+        # Both gradients before either step: one that is not finite keeps the other from being made, too.
+        valued = ValueStatistics() if critic is None else critic.gradient(batch, learner.version)
+        learner.apply()
+        if critic is not None:
+            critic.apply()
         ended = time.perf_counter()
-        trained.append(
-            Trained(
-                version=learner.version,
-                groups=part,
-                tally=tally,
-                rows=len(rows),
-                learning_rate=rate,
-                statistics=statistics,
-                credited=credited,
-                valued=valued,
-                pack_s=pack_s,
-                train_s=ended - ready,
-            )
+        yield Trained(
+            version=learner.version,
+            groups=part,
+            tally=tally,
+            rows=len(rows),
+            learning_rate=rate,
+            statistics=statistics,
+            credited=credited,
+            valued=valued,
+            pack_s=pack_s,
+            train_s=ended - ready,
         )
-        pack_s, ready = 0.0, ended
-    advantage_computer.learn(groups)
-    return trained
+        pack_s, ready = 0.0, time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,16 @@ from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.checkpoint import checkpoint
+from trainer.checkpoint.recovery import Replay, ReplayError, fingerprint, terms_of
 from trainer.checkpoint.step_log import StepLog, StepLogError, StepRecord
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
+from trainer.loop import save_after, trim
 from trainer.model.learner import Learner
 from trainer.model.roles import Roles
-from trainer.run import Replay, ReplayError, fingerprint
 from trainer.sft.tiny_model import build_model, save_policy
+
+TERMS = terms_of(RunSettings())
 
 
 def alone(learner: Learner) -> Roles:
@@ -65,52 +69,52 @@ def test_what_a_killed_process_left_half_made_is_swept_away(tmp_path: Path) -> N
 
 def test_the_step_log_survives_a_torn_tail(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    log = StepLog(path, "r", "f")
+    log = StepLog(path, "r", TERMS)
     for version in range(3):
         log.append(StepRecord(version, [f"{version}-0", f"{version}-1"]))
     log.close()
     torn = path.read_bytes()[:-4]
     for cut in (torn, torn + b"\xff\xfe"):
         path.write_bytes(cut)
-        again = StepLog(path, "r", "f")
+        again = StepLog(path, "r", TERMS)
         assert [record.version for record in again.records] == [0, 1]
         again.append(StepRecord(2, ["2-9"]))
         again.close()
-    whole = StepLog(path, "r", "f")
+    whole = StepLog(path, "r", TERMS)
     assert whole.records[-1] == StepRecord(2, ["2-9"])
     whole.close()
 
 
 def test_a_log_of_other_steps_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    log = StepLog(path, "r", "f")
+    log = StepLog(path, "r", TERMS)
     log.append(StepRecord(0, ["0-0"]))
     log.close()
     with pytest.raises(UsageError, match="holds run r"):
-        StepLog(path, "another", "f")
+        StepLog(path, "another", TERMS)
     with pytest.raises(UsageError, match="other trainer settings"):
-        StepLog(path, "r", "changed")
+        StepLog(path, "r", terms_of(RunSettings(k=9)))
     with path.open("ab") as file:
         file.write(b"rubbish\n" + json.dumps({"version": 1, "entries": []}).encode() + b"\n")
     with pytest.raises(StepLogError, match="broken"):
-        StepLog(path, "r", "f")
+        StepLog(path, "r", TERMS)
 
 
 def test_a_log_counts_the_steps_of_each_batch(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    log = StepLog(path, "r", "f")
+    log = StepLog(path, "r", TERMS)
     for version, updates in ((0, 4), (4, 2)):
         log.append(StepRecord(version, [f"{version}-0"], updates))
     log.close()
     with path.open("ab") as file:
         # As it was written before batches had several steps.
         file.write(json.dumps({"version": 6, "entries": ["6-0"]}).encode() + b"\n")
-    again = StepLog(path, "r", "f")
+    again = StepLog(path, "r", TERMS)
     assert [(record.version, record.updates) for record in again.records] == [(0, 4), (4, 2), (6, 1)]
     again.append(StepRecord(8, []))
     again.close()
     with pytest.raises(StepLogError, match="version 8 follows 6"):
-        StepLog(path, "r", "f")
+        StepLog(path, "r", TERMS)
 
 
 def test_only_settings_that_change_the_bytes_are_in_the_fingerprint() -> None:
@@ -153,6 +157,96 @@ def test_two_checkpoints_are_kept_and_a_broken_newest_gives_way(tmp_path: Path) 
     assert checkpoint.restore_newest(tmp_path, alone(learner), "r") == 2
     with pytest.raises(checkpoint.CheckpointError):
         checkpoint.restore_newest(tmp_path, alone(learner), "another run")
+
+
+def test_a_broken_checkpoint_is_written_anew_and_counts_for_none(tmp_path: Path) -> None:
+    learner = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
+    for seed in range(3):
+        one_step(learner, seed)
+        newest = checkpoint.save(tmp_path, checkpoint.snapshot(alone(learner), "r", "f"))
+    whole = (newest / "optimizer.safetensors").read_bytes()
+    (newest / "optimizer.safetensors").write_bytes(whole[:-40])
+    assert (checkpoint.versions(tmp_path), checkpoint.good_versions(tmp_path)) == ([2, 3], [2])
+    assert checkpoint.restore_newest(tmp_path, alone(learner), "r") == 2
+    one_step(learner, 2)
+    assert checkpoint.save(tmp_path, checkpoint.snapshot(alone(learner), "r", "f")) == newest
+    assert (newest / "optimizer.safetensors").read_bytes() == whole
+    assert checkpoint.good_versions(tmp_path) == [2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+    (newest / "meta.json").write_bytes(b"{")
+    one_step(learner, 4)
+    checkpoint.save(tmp_path, checkpoint.snapshot(alone(learner), "r", "f"))
+    assert checkpoint.versions(tmp_path) == [2, 4], "a broken one takes no good one's place"
+
+
+def test_without_a_checkpoint_that_can_be_read_a_run_begins_where_it_did(tmp_path: Path) -> None:
+    learner = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
+    one_step(learner, 1)
+    only = checkpoint.save(tmp_path, checkpoint.snapshot(alone(learner), "r", "f"))
+    (only / "model.safetensors").write_bytes(b"\0" * 40)
+    fresh = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
+    before = {name: weight.clone() for name, weight in fresh.weights().items()}
+    assert checkpoint.restore_newest(tmp_path, alone(fresh), "r") is None
+    assert fresh.version == 0 and all(torch.equal(weight, before[name]) for name, weight in fresh.weights().items())
+
+
+def test_a_checkpoint_is_written_once_its_log_is_durable(tmp_path: Path) -> None:
+    learner = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
+    taken = checkpoint.snapshot(alone(learner), "r", "f")
+    lost: Future[None] = Future()
+    lost.set_exception(UsageError("no space left", ""))
+    with pytest.raises(UsageError, match="no space left"):
+        save_after(lost, tmp_path, taken)
+    assert checkpoint.versions(tmp_path) == []
+    logged: Future[None] = Future()
+    with ThreadPoolExecutor(1) as files:
+        saved = files.submit(save_after, logged, tmp_path, taken)
+        with pytest.raises(TimeoutError):
+            saved.result(timeout=0.2)
+        assert checkpoint.versions(tmp_path) == []
+        logged.set_result(None)
+        assert saved.result(timeout=30).exists()
+
+
+class Taking:
+    """A stream of which an old entry is taken into a batch, and settled, while it is asked for the pending ones."""
+
+    def __init__(self, log: StepLog, pending: str | None) -> None:
+        self.log, self.pending, self.kept = log, pending, ""
+
+    async def oldest_pending(self) -> str | None:
+        before = self.pending
+        self.log.records.append(StepRecord(3, ["5-0"]))
+        return before
+
+    async def trim_before(self, stream_id: str) -> int:
+        self.kept = stream_id
+        return 0
+
+
+async def test_the_stream_is_trimmed_below_two_good_checkpoints_and_no_entry_that_a_batch_takes_meanwhile(
+    tmp_path: Path,
+) -> None:
+    log = StepLog(tmp_path / "steps.jsonl", "r", TERMS)
+    learner = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
+    for version in range(3):
+        log.records.append(StepRecord(version, [f"{10 + version}-0"]))
+        one_step(learner, version)
+        newest = checkpoint.save(tmp_path, checkpoint.snapshot(alone(learner), "r", "f"))
+        if version == 0:
+            stream = Taking(log, None)
+            await trim(stream, log, tmp_path)  # type: ignore[arg-type]
+            assert stream.kept == "", "the first checkpoint may turn out broken"
+    (newest / "meta.json").unlink()
+    stream = Taking(log, None)
+    await trim(stream, log, tmp_path)  # type: ignore[arg-type]
+    assert stream.kept == "", "nor is a broken one counted"
+    checkpoint.save(tmp_path, checkpoint.snapshot(alone(learner), "r", "f"))
+    stream = Taking(log, None)
+    await trim(stream, log, tmp_path)  # type: ignore[arg-type]
+    log.close()
+    assert stream.kept == "5-0"
 
 
 def test_the_final_checkpoint_is_a_hugging_face_folder(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""Recovery after a crash: the newest checkpoint, then the batches of the step log once more, read from the stream.
+
+checkpoint v ──► step log from v ──► the same batches, the same settings, the same bytes ──► the version that engines may
+                                                                                             have seen
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from services.config.settings import RunSettings
+from services.policies.batching import Group, Member
+from services.run_store.stream import StreamEntry
+from services.wire.errors import RollmeshError
+from services.wire.trajectory import Trajectory, decode_trajectory
+from trainer.checkpoint.step_log import StepRecord, Terms, Tunables
+
+LIVES = 3
+"""In so many lives of the trainer a batch is tried before its groups are dropped."""
+_NO_BYTES = {"checkpoint_every", "batch_timeout_s", "on_anomaly"}
+"""Settings of the trainer that no step's bytes depend on."""
+
+
+class ReplayError(RollmeshError):
+    """The stream no longer holds what a step consumed, so its version cannot be made again."""
+
+    code = "replay"
+
+
+def fingerprint(settings: RunSettings) -> str:
+    """Names the settings that the bytes of a step depend on: another value, another version."""
+    return _fingerprint(settings, _NO_BYTES)
+
+
+def terms_of(settings: RunSettings) -> Terms:
+    """What the step log holds of a run's settings."""
+    trainer = settings.trainer
+    tunables = Tunables(
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        learning_rate=trainer.learning_rate,
+        warmup_steps=trainer.warmup_steps,
+        clip_grad_norm=trainer.clip_grad_norm,
+    )
+    fixed = _fingerprint(settings, _NO_BYTES | {*Tunables.__struct_fields__})
+    return Terms(fixed, fingerprint(settings), tunables)
+
+
+def under(settings: RunSettings, tunables: Tunables, micro_batch_tokens: int | None = None) -> RunSettings:
+    """`settings` with the tunables of another time, and passes of so many tokens where that is given."""
+    changes = msgspec.structs.asdict(tunables)
+    if micro_batch_tokens is not None:
+        changes["micro_batch_tokens"] = micro_batch_tokens
+    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update=changes)})
+
+
+def _fingerprint(settings: RunSettings, without: set[str]) -> str:
+    trainer = settings.trainer.model_dump(mode="json", exclude=without)
+    canonical = msgspec.json.encode({"k": settings.k, "seed": settings.seed, "trainer": trainer}, order="sorted")
+    return hashlib.blake2b(canonical, digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The steps to repeat, oldest first."""
+
+    records: list[StepRecord]
+
+    @staticmethod
+    def since(version: int, log: Sequence[StepRecord]) -> Replay:
+        """Those after `version`. Raises ReplayError when the log does not reach back to it."""
+        records = [record for record in log if record.version >= version]
+        if records and records[0].version != version:
+            raise ReplayError(
+                f"the step log begins at version {records[0].version}, the newest checkpoint is version {version}",
+                "start a new run with another --run-dir",
+            )
+        return Replay(records)
+
+
+def groups_of(record: StepRecord, entries: Sequence[StreamEntry]) -> list[Group[Trajectory]]:
+    """The batch of `record` as it was. Raises ReplayError when entries are missing."""
+    if [entry.stream_id for entry in entries] != record.entries:
+        raise ReplayError(
+            f"{len(record.entries) - len(entries)} entries of the batch from {record.version} on are gone from the stream",
+            "start a new run with another --run-dir",
+        )
+    return regrouped(entries)
+
+
+def regrouped(entries: Sequence[StreamEntry]) -> list[Group[Trajectory]]:
+    """The groups of sound entries, in the order of their first siblings."""
+    groups: dict[str, Group[Trajectory]] = {}
+    for entry in entries:
+        one = decode_trajectory(entry.payload)
+        group = groups.setdefault(one.group_id, Group(one.group_id, one.group_ordinal, []))
+        group.members.append(Member(entry.stream_id, one.group_id, one.group_ordinal, one.group_size, one.member, one))
+    return list(groups.values())
