@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 
 import msgspec
 from redis.asyncio import Redis
 
-from services.policies.batching import Group, GroupFilter
+from services.policies.batching import Drop, Group, GroupFilter
 from services.run_store.client import connect
 from services.run_store.ledger import Accounts, Ledger
 from services.run_store.stream import TrajectoryReader, TrajectoryWriter
@@ -93,9 +93,10 @@ async def intake_benches(redis_url: str, run_id: str) -> AsyncIterator[Callable[
         smallest: int = 2,
         ledger: type[Ledger] = Ledger,
         group_filter: GroupFilter | None = None,
+        dropped_before: Mapping[str, Drop] | None = None,
     ) -> Bench:
         bench = Bench(redis, run_id, expire_after_s, smallest, ledger(redis, run_id), group_filter)
-        bench.reading = asyncio.create_task(bench.intake.run(trained_before))
+        bench.reading = asyncio.create_task(bench.intake.run(trained_before, dropped_before or {}))
         benches.append(bench)
         return bench
 

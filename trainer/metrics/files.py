@@ -177,7 +177,7 @@ def make_report(
     tokens = sum(line.tokens for line in lines)
     masked = sum(line.masked_tokens for line in lines)
     gaps = [(line.logprob_gap_mean, line.gap_tokens) for line in lines]
-    measured = [(gap, count) for gap, count in gaps if gap is not None]
+    measured = [(gap, count) for gap, count in gaps if gap is not None and count]
     largest = [line.logprob_gap_max for line in lines if line.logprob_gap_max is not None]
     trained = trained_lengths(lines)
     first, last = (lines[0] if lines else None), (lines[-1] if lines else None)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from services.policies.batching import GroupFilter
+from services.policies.batching import Drop, DropCause, GroupFilter
 from services.policies.length_stats import Lengths
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
@@ -211,6 +211,41 @@ async def test_a_successor_takes_up_what_was_pending_and_settles_what_the_log_ho
     assert batch is not None
     assert [group.ordinal for group in batch] == [1, 2]
     await until(lambda accounts: accounts.trained == 2, successor.ledger)
+
+
+async def test_the_groups_of_a_batch_that_cannot_be_trained_are_dropped_and_made_up_for(
+    make_bench: Callable[..., Bench],
+) -> None:
+    bench = make_bench()
+    await bench.writer.publish(answers(bench, "bad", 0) + answers(bench, "sound", 1))
+    batch = await bench.take(2)
+    assert batch is not None
+    bad, sound = batch
+    drops = {one.entry: Drop(one.entry, DropCause.ANOMALY, "the loss is nan") for one in bad.members}
+    await bench.intake.settle_dropped(["bad"], drops)
+    await bench.intake.settle_trained([one.entry for one in sound.members])
+    accounts = await bench.ledger.accounts()
+    assert (accounts.trained, accounts.dropped, accounts.dropped_groups) == (2, {"anomaly": 2}, 1)
+    assert accounts.published == accounts.trained + accounts.dropped_total()
+    letters = await DeadLetters(bench.redis, bench.run_id).newest(9)
+    assert {(letter.cause, letter.why) for letter in letters} == {("anomaly", "the loss is nan")}
+    assert bench.intake.take_arrivals().dropped == {"anomaly": 2}
+
+
+async def test_a_successor_settles_what_the_log_says_was_dropped(make_bench: Callable[..., Bench]) -> None:
+    """The trainer ended between its log's word and the settling."""
+    first = make_bench()
+    ids = await first.writer.publish(answers(first, "given up", 0, size=3)[:2] + answers(first, "sound", 1))
+    await first.stop()
+    drops = {entry: Drop(entry, DropCause.UNTRAINABLE, "it ended the trainer") for entry in ids[:2]}
+    for _ in range(2):
+        successor = make_bench(dropped_before=drops)
+        await successor.dropped({"untrainable": 2})
+        await successor.stop()
+    successor = make_bench(dropped_before=drops)
+    batch = await successor.take(1)
+    assert batch is not None and batch[0].group == "sound"
+    assert (await successor.ledger.accounts()).dropped_groups == 1
 
 
 async def test_what_a_lost_reply_took_along_is_found_again(

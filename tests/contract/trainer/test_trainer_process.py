@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 
 torch = pytest.importorskip("torch")
 
-from services.config.algorithm import AdvantageSettings, CostSettings  # noqa: E402
+from services.config.algorithm import AdvantageSettings, CostSettings, LossSettings  # noqa: E402
 from services.config.load import dump_settings  # noqa: E402
 from services.config.settings import RolloutSettings, RunSettings, TrainerSettings, WeightSettings  # noqa: E402
 from services.host.files import remove_shm_files  # noqa: E402
@@ -28,9 +28,11 @@ from services.run_store.status import read_waits  # noqa: E402
 from services.run_store.stream import TrajectoryWriter  # noqa: E402
 from services.wire.run_metrics import TrainerReport  # noqa: E402
 from services.wire.trajectory import Trajectory  # noqa: E402
+from tests.support.fragile_loss import NAME, NOT_FINITE, marked  # noqa: E402
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, served  # noqa: E402
 from trainer.assembly import load_policy  # noqa: E402
+from trainer.checkpoint.checkpoint import versions  # noqa: E402
 from trainer.data.packing import pack  # noqa: E402
 from trainer.data.rows import rows_of  # noqa: E402
 from trainer.metrics.files import read_metrics  # noqa: E402
@@ -265,6 +267,43 @@ async def test_a_critic_and_a_price_are_brought_back_too(mesh: Mesh) -> None:
         valued, credited = step.valued, step.credited
         assert told == (valued.value_loss, credited.cost_price, credited.kl_in_reward, credited.left_out)
     assert len({line.cost_price for line in lines}) == steps and lines[-1].left_out == GROUPS
+
+
+@pytest.mark.slow
+async def test_a_batch_that_is_not_finite_reaches_no_engine_and_no_checkpoint_and_can_be_left_out(mesh: Mesh) -> None:
+    threads, steps = torch.get_num_threads(), 4
+    torch.set_num_threads(1)
+    trainer = SETTINGS.trainer.model_copy(update={"loss": LossSettings(policy=NAME), "checkpoint_every": 1})
+    settings = SETTINGS.model_copy(update={"steps": steps, "trainer": trainer})
+    (mesh.run_dir / "config.toml").write_text(dump_settings(settings))
+    batches = mesh.steps_of_groups(steps + 1)
+    batches[2] = marked(batches[2], NOT_FINITE)
+    for batch in batches:
+        await mesh.writer.publish(batch)
+    code, errors = await ended(mesh.trainer())
+    assert code == 2 and "step 3 is not made: the loss of the policy is nan" in errors.splitlines()[-1], errors
+    assert (mesh.run_dir / "anomalies" / "version-00000002-anomaly" / "batch.msgpack").exists()
+    assert mesh.engine.receiver.version <= 2
+    assert max(versions(mesh.run_dir / "checkpoints")) == 2
+    assert [line.step for line in read_metrics(mesh.run_dir / "metrics.jsonl")] == [1, 2]
+
+    trainer = trainer.model_copy(update={"on_anomaly": "skip", "learning_rate": 1e-4})
+    changed = settings.model_copy(update={"trainer": trainer})
+    (mesh.run_dir / "config.toml").write_text(dump_settings(changed))
+    code, errors = await ended(mesh.trainer())
+    assert code == 0, errors
+    assert mesh.engine.receiver.version == steps
+    roles = make_roles(lambda: load_policy(mesh.model), settings, 0)
+    for index, batch in enumerate(batches):
+        if index != 2:
+            train_batch(roles, settings if index < 2 else changed, grouped(batch), 1)
+    trained = named_weights(load_policy(mesh.run_dir / "checkpoints" / "final"))
+    assert all(torch.equal(trained[name], weight) for name, weight in roles.learner.weights().items())
+    torch.set_num_threads(threads)
+    accounts = await mesh.ledger.accounts()
+    assert (accounts.trained, accounts.dropped) == (steps * GROUPS * SIZE, {"anomaly": GROUPS * SIZE})
+    assert (accounts.published, accounts.dropped_groups) == (accounts.trained + accounts.dropped_total(), GROUPS)
+    assert sum(line.dropped.get("anomaly", 0) for line in read_metrics(mesh.run_dir / "metrics.jsonl")) == GROUPS * SIZE
 
 
 async def test_a_trainer_that_still_waits_for_its_model_stops_at_once(mesh: Mesh) -> None:

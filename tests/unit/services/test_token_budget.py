@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policies.token_budget import split_rows, work
+from services.policies.token_budget import smaller_budget, split_rows, work
 
 LENGTHS = st.lists(st.integers(1, 9), max_size=40) | st.lists(st.integers(1, 300), max_size=60)
 BUDGET = st.integers(1, 20) | st.integers(1, 700)
@@ -57,6 +57,17 @@ def test_attention_weighs_a_long_row_more_than_its_tokens() -> None:
     for width, rows_of_each in ((1, [1, 6]), (1024, [2, 5])):
         split = split_rows(lengths, 10_000, ranks=2, width=width)
         assert [sum(map(len, micro_batches)) for micro_batches in split] == rows_of_each
+
+
+@given(LENGTHS, BUDGET)
+def test_smaller_passes_end_at_one_row(lengths: list[int], budget: int) -> None:
+    for _ in range(40):
+        smaller = smaller_budget(lengths, budget)
+        if smaller is None:
+            break
+        assert 1 <= smaller < budget and smaller <= sum(lengths) / 2
+        budget = smaller
+    assert all(len(micro_batch) <= 1 for micro_batch in split_rows(lengths, budget)[0])
 
 
 @pytest.mark.parametrize(("budget", "ranks"), [(0, 1), (1, 0)])

@@ -58,17 +58,20 @@ class World:
         self.updates: list[Update] = []
         self.overtaken: set[Ask] = set()
         self.flipping: set[int] = set()
+        self.told_failed: set[int] = set()
+        """Pushed versions that failed, since an operator last asked for anything."""
         self.born = 0
 
-    def announce(self, hold: bool = False) -> None:
+    def announce(self, hold: bool = False, final: bool = False) -> None:
         self.newest += 1
-        self.updates.append(self.machine.announce(self.newest, hold=hold))
+        self.updates.append(self.machine.announce(self.newest, hold=hold, final=final))
 
     def be_reborn(self, announced: bool) -> None:
         """The bus is killed, and another one begins that knows nothing; engines tell it at their heartbeats."""
         self.machine = CommitMachine(attempts=2, policy=self.policy)
         self.ghosts += self.asks
         self.asks, self.updates, self.flipping = [], [], set()
+        self.told_failed.clear()
         if announced and self.newest:
             self.updates.append(self.machine.announce(self.newest))
 
@@ -87,7 +90,9 @@ class World:
                     self.overtaken.add(open_ask)
             if ask.phase == "commit":
                 self._judge(ask)
+            assert ask.phase == "rollback" or ask.version not in self.told_failed, f"{ask}, which has failed"
             self.asks.append((ask, engine))
+        self.told_failed |= {update.version for update in self.updates if update.final and update.state == "failed"}
 
     def _judge(self, ask: Ask) -> None:
         update = self.machine.current
@@ -131,6 +136,7 @@ class World:
 
     def operate(self, move: str, pick: int) -> None:
         """What operators do; the machine may refuse."""
+        self.told_failed.clear()
         try:
             if move == "release":
                 self.updates.append(self.machine.release(max(0, (self.machine.highest or 0) - pick % 2)))
@@ -147,6 +153,7 @@ MOVES = st.lists(
         st.sampled_from(
             [
                 *["announce", "announce", "hold", "join", "join", "restart", "crash", "leave", "fail", "again"],
+                *["push", "push", "fail"],
                 *["beat"] * 4,
                 *["answer"] * 6,
                 *["release", "cancel", "rollback", "reborn", "ghost"],
@@ -162,8 +169,8 @@ MOVES = st.lists(
 def play(world: World, move: str, pick: int) -> None:
     machine, names = world.machine, sorted(world.engines)
     name = names[pick % len(names)] if names else None
-    if move in ("announce", "hold"):
-        world.announce(hold=move == "hold")
+    if move in ("announce", "hold", "push"):
+        world.announce(hold=move == "hold", final=move == "push")
     elif move == "join" and len(names) < 4:
         world.join()
     elif move == "beat" and name:
@@ -184,6 +191,7 @@ def play(world: World, move: str, pick: int) -> None:
     elif move == "ghost" and world.ghosts:
         world.haunt()
     elif move == "again":
+        world.told_failed.clear()
         machine.offer_again()
     elif move in ("release", "cancel", "rollback"):
         world.operate(move, pick)

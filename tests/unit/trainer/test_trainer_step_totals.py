@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
 
 from services.host.files import LineTail
 from services.observability.catalog import TRAINER_DROPPED, TRAINER_SECONDS, TRAINER_STEPS, TRAINER_TOKENS
+from services.policies.length_stats import Lengths
+from services.supervisor.live_view import MetricsTail
 from tests.support.step_lines import step_line
 from trainer.metrics.exporter import RECENT_STEPS, StepTotals
+from trainer.metrics.files import RunRecords, make_report, plot_curves, read_metrics
+from trainer.sft.tiny_model import build_tokenizer
 
 
 def test_counters_add_up_over_all_steps_and_the_busy_share_is_of_the_last() -> None:
@@ -44,3 +50,36 @@ def test_a_torn_line_is_read_once_it_is_whole_or_never_where_it_is_cut_off(tmp_p
         torn.seek(4)
         torn.write(b"2\nthree\n")
     assert tail.new_lines() == [b"2", b"three"]
+
+
+def test_no_reader_ends_at_a_line_that_lacks_a_figure(tmp_path: Path) -> None:
+    """As runs of before wrote where a loss or weights were not finite: what is no number is null."""
+    path = tmp_path / "metrics.jsonl"
+    null = msgspec.json.decode(step_line(2)) | dict.fromkeys(("loss", "grad_norm", "reward", "learning_rate"))
+    path.write_bytes(b"\n".join([step_line(1), msgspec.json.encode(null), b"\xff", step_line(3), b""]))
+    lines = read_metrics(path)
+    assert [line.step for line in lines] == [1, 3]
+    totals = StepTotals(steps=9, k=2)
+    totals.add(LineTail(path).new_lines())
+    status = totals.status()
+    assert status is not None and status.step == 3
+    assert MetricsTail(path).read() == lines[-1]
+    path.write_bytes(step_line(1) + b"\n" + msgspec.json.encode(null) + b"\n")
+    tail = MetricsTail(path)
+    assert tail.read() is None
+    records = RunRecords(path, tmp_path / "samples.jsonl", build_tokenizer().backend_tokenizer)
+    assert records.steps == {1, 2}, "the step is not written once more"
+    records.close()
+    report = make_report(
+        lines,
+        run_id="r",
+        formula="",
+        final_version=3,
+        digest_match=True,
+        root_digest=None,
+        commits=1,
+        generated=Lengths.of(Counter()),
+        dropped={},
+    )
+    assert report.steps == 2
+    plot_curves(lines, Lengths.of(Counter()), tmp_path / "curves.png")
