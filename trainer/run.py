@@ -20,7 +20,7 @@ from trainer.algorithms.describe import describe
 from trainer.assembly import CALL_DEADLINE_S, Assembly, TrainerArguments
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.attempts import drops_of
-from trainer.checkpoint.recovery import Replay, fingerprint, groups_of, terms_of
+from trainer.checkpoint.recovery import Replay, fingerprint, groups_of, restore, terms_of
 from trainer.checkpoint.step_log import StepLog
 from trainer.io_loop import Background, Interrupt
 from trainer.loop import Identity, TrainingLoop
@@ -82,7 +82,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
 
 def _come_back(loop: TrainingLoop) -> None:
     """Bring the learner to the newest version that may ever have been announced."""
-    restored = checkpoint.restore_newest(loop.checkpoints, loop.roles, loop.identity.run_id)
+    restored = restore(loop.checkpoints, loop.roles, loop.identity.run_id)
     replay = Replay.since(loop.learner.version, loop.log.records)
     if restored is not None or replay.records:
         _log.info("coming back", checkpoint=restored, steps_to_repeat=len(replay.records))

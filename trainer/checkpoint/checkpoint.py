@@ -49,6 +49,10 @@ class MismatchError(CheckpointError):
     """A checkpoint that may be sound is not of this run, or not of this model."""
 
 
+class UnreadableError(CheckpointError):
+    """Of the checkpoints that are there none can be read."""
+
+
 class Meta(msgspec.Struct, frozen=True):
     schema: int
     run_id: str
@@ -129,12 +133,13 @@ def is_good(path: Path) -> bool:
 def restore_newest(folder: Path, roles: Roles, run_id: str) -> int | None:
     """Load the newest readable checkpoint into `roles`; returns its version, or None where there is none.
 
-    Without one the run's beginning is where to start from: the step log knows whether it leads on from there. Raises
-    MismatchError for checkpoints of another run or model, if none can be used.
+    Raises UnreadableError when none that is there can be read, MismatchError where one is of another run or model;
+    then nothing has changed.
     """
     remove_unfinished(folder)
     mismatch: MismatchError | None = None
-    for version in reversed(versions(folder)):
+    known = versions(folder)
+    for version in reversed(known):
         try:
             _restore(_path(folder, version), roles, run_id)
             return version
@@ -144,6 +149,8 @@ def restore_newest(folder: Path, roles: Roles, run_id: str) -> int | None:
             _log.warning("checkpoint not usable", version=version, why=str(error))
     if mismatch is not None:
         raise mismatch
+    if known:
+        raise UnreadableError(f"no checkpoint under {folder} can be used", "start a new run with another --run-dir")
     return None
 
 

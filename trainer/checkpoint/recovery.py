@@ -9,15 +9,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
+import structlog
 
 from services.config.settings import RunSettings
 from services.policies.batching import Group, Member
 from services.run_store.stream import StreamEntry
 from services.wire.errors import RollmeshError
 from services.wire.trajectory import Trajectory, decode_trajectory
+from trainer.checkpoint.checkpoint import UnreadableError, restore_newest
 from trainer.checkpoint.step_log import StepRecord, Terms, Tunables
+from trainer.model.roles import Roles
+
+_log = structlog.get_logger()
 
 LIVES = 3
 """In so many lives of the trainer a batch is tried before its groups are dropped."""
@@ -29,6 +35,19 @@ class ReplayError(RollmeshError):
     """The stream no longer holds what a step consumed, so its version cannot be made again."""
 
     code = "replay"
+
+
+def restore(folder: Path, roles: Roles, run_id: str) -> int | None:
+    """Load the newest checkpoint; returns its version, or None where the run is to be repeated from its beginning.
+
+    That is so without a checkpoint, and where none can be read: the step log and the stream say whether they reach back.
+    Raises MismatchError.
+    """
+    try:
+        return restore_newest(folder, roles, run_id)
+    except UnreadableError as error:
+        _log.error("the run is repeated from its beginning", why=error.what)
+        return None
 
 
 def fingerprint(settings: RunSettings) -> str:

@@ -19,7 +19,7 @@ from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.checkpoint import checkpoint
-from trainer.checkpoint.recovery import Replay, ReplayError, fingerprint, terms_of
+from trainer.checkpoint.recovery import Replay, ReplayError, fingerprint, restore, terms_of
 from trainer.checkpoint.step_log import StepLog, StepLogError, StepRecord
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
@@ -187,7 +187,9 @@ def test_without_a_checkpoint_that_can_be_read_a_run_begins_where_it_did(tmp_pat
     (only / "model.safetensors").write_bytes(b"\0" * 40)
     fresh = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
     before = {name: weight.clone() for name, weight in fresh.weights().items()}
-    assert checkpoint.restore_newest(tmp_path, alone(fresh), "r") is None
+    with pytest.raises(checkpoint.UnreadableError):
+        checkpoint.restore_newest(tmp_path, alone(fresh), "r")
+    assert restore(tmp_path, alone(fresh), "r") is None
     assert fresh.version == 0 and all(torch.equal(weight, before[name]) for name, weight in fresh.weights().items())
 
 
