@@ -66,10 +66,14 @@ def push(
     tls_dir: options.TlsDir = None,
     json: options.Json = False,
 ) -> None:
-    """Publish a folder of safetensors: every engine stages it in the background, then flips."""
+    """Publish a folder of safetensors: every engine stages it in the background, then flips.
+
+    A version that failed stays failed until it is asked for again.
+    """
     path = str(folder.absolute())
     bus = _client(bus_url, admin_key_file, keys_dir, tls_dir)
-    _update(bus, wait_s, json, lambda weights: weights.push(path, version=version, hold=hold))
+    again = "mend what is wrong, then `rollmesh weights commit {version}` asks for it again; until then it stays failed"
+    _update(bus, wait_s, json, lambda weights: weights.push(path, version=version, hold=hold), after_failure=again)
 
 
 @app.command(epilog="Example: rollmesh weights commit 7")
@@ -154,13 +158,19 @@ def _update(
     wait_s: float,
     json: bool,
     begin: Callable[[WeightsClient], UpdateView],
+    after_failure: str = "",
 ) -> None:
-    """Begin an update, wait for it, show it; exit code 1 when it failed, or an engine did."""
+    """Begin an update, wait for it, show it; exit code 1 when it failed, or an engine did.
+
+    `after_failure`: what to do then, with `{version}` in it.
+    """
     with client as weights:
         view = begin(weights)
         if wait_s:
             view = weights.wait(view.version, wait_s)
     (show_json if json else show_update)(view)
+    if view.state == "failed" and after_failure and not json:
+        _say(after_failure.format(version=view.version))
     if view.state in _BAD or any(engine.state == "failed" for engine in view.engines):
         raise typer.Exit(1)
 

@@ -261,7 +261,8 @@ class FleetAnswer(Body):
 class PushSnapshot(Body):
     """`POST /v1/snapshots`: publish a folder of safetensors that the bus and the engines can read.
 
-    Engines read it by path: each must trust the folder (`weights.file_root`) and see it under the same name.
+    Engines read it by path: each must trust the folder (`weights.file_root`) and see it under the same name. Where it fails
+    it stays failed: the same version pushed again, or committed, asks for it again.
     """
 
     folder: str

@@ -210,8 +210,10 @@ class StepLog:
     def forget_before(self, version: int) -> None:
         """Drop records of batches before `version` from memory; the file keeps them."""
         del self.records[: sum(record.version < version for record in self.records)]
-        for old in [each for each in self.outcomes if each < version]:
-            del self.outcomes[old]
+        # A copy: the training thread may add one meanwhile.
+        for old in list(self.outcomes):
+            if old < version:
+                del self.outcomes[old]
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -19,6 +19,7 @@ from services.wire.errors import DeadlineError, NotFoundError
 from services.wire.weights_api import EnginesView, VersionsView, WeightEvent
 from tests.conftest import free_port
 from tests.support.bus_fleet import BusFleet, manifest_of
+from tests.support.until import until
 from weight_bus.coordinator import operations as snapshots
 from weight_bus.manifest.manifest import Manifest, encode_manifest
 
@@ -98,6 +99,14 @@ async def test_push_publishes_a_folder_under_the_next_version(
     code, out, _ = await weights(fleet, "push", str(tmp_path))
     assert code == 1
     assert "not in a trusted folder" in " ".join(out.split())
+    assert "`rollmesh weights commit 6` asks for it again; until then it stays failed" in out
+    engine.broken = None
+    for _ in range(3):
+        await fleet.beat("a")
+    await fleet.add("b")
+    await until(lambda: fleet.served == {"a": 5, "b": 5})
+    code, out, _ = await weights(fleet, "commit", "6")
+    assert (code, fleet.served) == (0, {"a": 6, "b": 6})
 
 
 async def test_watch_prints_events_until_ctrl_c(fleet: BusFleet) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
@@ -16,7 +17,7 @@ from services.wire.trajectory import Trajectory
 from tests.support.fragile_loss import NAME, NOT_FINITE, marked
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.advantages.compute import AdvantageComputer
-from trainer.model.anomaly import AnomalyError
+from trainer.model.anomaly import AnomalyError, is_out_of_memory
 from trainer.model.learner import Learner
 from trainer.model.roles import Roles, make_roles
 from trainer.model.train_batch import train_batch, try_batch
@@ -115,6 +116,16 @@ def test_a_critic_that_is_not_finite_keeps_the_policy_from_its_step_too() -> Non
     tried = try_batch(roles, settings, a_batch(1), 1)
     assert tried.anomaly is not None and "the loss of the critic is inf" in str(tried.anomaly)
     assert (roles.learner.version, same(before, state(roles))) == (0, True)
+
+
+def test_an_allocator_that_gives_up_is_known_from_a_mistake() -> None:
+    for mistake in (lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: np.empty(1 << 60, dtype=np.uint8)):
+        with pytest.raises((RuntimeError, MemoryError)) as raised:
+            mistake()
+        assert is_out_of_memory(raised.value)
+    with pytest.raises(RuntimeError) as raised_too:
+        torch.zeros(2) + torch.zeros(3)
+    assert not is_out_of_memory(raised_too.value)
 
 
 def test_where_memory_runs_out_smaller_passes_make_the_step() -> None:
