@@ -32,6 +32,8 @@ from trainer.model.train_batch import Trained, Tried, parts_of, train_batch, try
 LOG_DEADLINE_S = 60.0
 MOST_SKIPPED = 10
 """Batches in a row that may be skipped: where more are, the weights or the settings are to blame."""
+MOST_CHARACTERS = 500
+"""Of an error, in the log and in dead letters."""
 Batch = Sequence[Group[Trajectory]]
 
 _log = structlog.get_logger()
@@ -138,7 +140,7 @@ class Attempts:
         try:
             return try_batch(self._roles, settings, groups, record.updates)
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
             _log.error("batch cannot be trained", version=record.version, why=why)
             self._write(Ended(record.version, why, counts=True))
             raise
