@@ -25,14 +25,15 @@ from services.host.files import remove_shm_files  # noqa: E402
 from services.run_store.client import connect  # noqa: E402
 from services.run_store.ledger import Ledger  # noqa: E402
 from services.run_store.status import read_waits  # noqa: E402
-from services.run_store.stream import TrajectoryWriter  # noqa: E402
+from services.run_store.stream import DeadLetters, TrajectoryWriter  # noqa: E402
 from services.wire.run_metrics import TrainerReport  # noqa: E402
 from services.wire.trajectory import Trajectory  # noqa: E402
-from tests.support.fragile_loss import NAME, NOT_FINITE, marked  # noqa: E402
+from tests.support.fragile_loss import BROKEN, NAME, NOT_FINITE, marked  # noqa: E402
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, served  # noqa: E402
 from trainer.assembly import load_policy  # noqa: E402
 from trainer.checkpoint.checkpoint import versions  # noqa: E402
+from trainer.checkpoint.recovery import LIVES  # noqa: E402
 from trainer.data.packing import pack  # noqa: E402
 from trainer.data.rows import rows_of  # noqa: E402
 from trainer.metrics.files import read_metrics  # noqa: E402
@@ -304,6 +305,30 @@ async def test_a_batch_that_is_not_finite_reaches_no_engine_and_no_checkpoint_an
     assert (accounts.trained, accounts.dropped) == (steps * GROUPS * SIZE, {"anomaly": GROUPS * SIZE})
     assert (accounts.published, accounts.dropped_groups) == (accounts.trained + accounts.dropped_total(), GROUPS)
     assert sum(line.dropped.get("anomaly", 0) for line in read_metrics(mesh.run_dir / "metrics.jsonl")) == GROUPS * SIZE
+
+
+@pytest.mark.slow
+async def test_a_batch_that_ends_the_trainer_each_time_is_left_out_after_three_lives(mesh: Mesh) -> None:
+    steps = 2
+    trainer = SETTINGS.trainer.model_copy(update={"loss": LossSettings(policy=NAME)})
+    settings = SETTINGS.model_copy(update={"steps": steps, "trainer": trainer})
+    (mesh.run_dir / "config.toml").write_text(dump_settings(settings))
+    batches = mesh.steps_of_groups(steps + 1)
+    batches[1] = marked(batches[1], BROKEN)
+    for batch in batches:
+        await mesh.writer.publish(batch)
+    for _ in range(LIVES):
+        code, errors = await ended(mesh.trainer())
+        assert code == 1 and "no kernel for this batch" in errors, errors
+    code, errors = await ended(mesh.trainer())
+    assert code == 0, errors
+    accounts = await mesh.ledger.accounts()
+    assert (accounts.trained, accounts.dropped) == (steps * GROUPS * SIZE, {"untrainable": GROUPS * SIZE})
+    assert (accounts.published, accounts.dropped_groups) == (accounts.trained + accounts.dropped_total(), GROUPS)
+    letters = await DeadLetters(mesh.redis, mesh.run_id).newest(1)
+    assert "ended the trainer 3 times (RuntimeError: no kernel for this batch)" in letters[0].why
+    report = json.loads((mesh.run_dir / "trainer_report.json").read_text())
+    assert (report["final_version"], report["weights_digest_match"]) == (steps, True)
 
 
 async def test_a_trainer_that_still_waits_for_its_model_stops_at_once(mesh: Mesh) -> None:
