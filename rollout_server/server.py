@@ -280,7 +280,7 @@ class RolloutServer:
                 ),
                 self.fail,
             ),
-            completions=CompletionServices(self._engine, renderer, plan.model, plan.settings.rollout.renderer),
+            completions=CompletionServices(self._engine, renderer, plan.model, plan.settings.rollout),
             publisher=publisher,
             finisher=Finisher(registry, publisher, ledger, journal, log, origin),
             log=log,

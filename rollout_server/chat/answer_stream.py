@@ -7,7 +7,8 @@
 Only markers change what the text after them is. After a marker the grammar reads the tokens so far, with the first new text
 and without it, to see where that text went (content, reasoning, or nowhere: inside a call); until the next marker text is
 decoded and passed on. Spaces at an end are held back, because a grammar may strip them. Tool calls come at the end, each in
-one piece: what follows a call can still turn it into reasoning. Where a family's grammar is of another kind
+one piece: what follows a call can still turn it into reasoning. Where calls are spelled as text (`chat.text_tools`) content
+ends at their opening, of which no beginning is shown. Where a family's grammar is of another kind
 (`AnswerGrammar.incremental` is False), all of the answer comes at the end.
 
 What a stream does depends on the tokens alone, not on how they were cut into pieces, so whole answers are made with it too.
@@ -25,6 +26,7 @@ from itertools import takewhile
 from rollout_server.chat.answers import NOTHING, AnswerGrammar, ParsedAnswer, ParsedCall
 from rollout_server.chat.detokenizer import StopStrings, TextDecoder
 from rollout_server.chat.messages import Tools
+from rollout_server.chat.text_tools import OPENING
 
 _FREE_READING = 4096
 _READING_A_TOKEN = 4
@@ -122,6 +124,9 @@ class AnswerStream:
         self._ids: list[int] = []
         self._decoder = TextDecoder(grammar.table)
         self._stops = StopStrings(stop)
+        opening = grammar.opening(tools)
+        self._calls = StopStrings([] if opening is None else [opening])
+        """Finds where content ends because tool calls begin that are spelled as text."""
         self._content, self._reasoning = _Shown(), _Shown()
         self._channel = _Channel.UNKNOWN if grammar.incremental else _Channel.HIDDEN
         self._since_marker: list[str] = []
@@ -179,10 +184,11 @@ class AnswerStream:
         reasoning.release()
         read = self._grammar.read(self._prompt_ids, self._ids, self._tools)
         if self.stopped is None:
-            content.waiting.append(self._stops.finish())
+            content.waiting.append(self._calls.feed(self._stops.finish()) + self._calls.finish())
             content.settle("\n".join([read.content, *read.broken] if read.content else read.broken))
             reasoning.settle(read.reasoning)
         elif self._grammar.incremental:
+            content.waiting.append(self._calls.finish())
             content.settle(content.text + "".join(content.waiting))
             reasoning.settle(reasoning.text)
         else:
@@ -214,8 +220,9 @@ class AnswerStream:
             self._ended = self._ended or self.stopped is not None
 
     def _add_content(self, text: str) -> None:
-        self._content.waiting.append(self._stops.feed(text))
-        self._ended = self._ended or self.stopped is not None
+        if self._calls.stopped is None:
+            self._content.waiting.append(self._calls.feed(self._stops.feed(text)))
+            self._ended = self._ended or self.stopped is not None
 
     def _may_be_marker(self) -> bool:
         """Whether the text may become a marker that this vocabulary spells in ordinary tokens."""
@@ -228,7 +235,7 @@ class AnswerStream:
         """A marker came: no stop string reaches beyond it, and where text goes from here on is to be found out."""
         if self._grammar.incremental:
             if self._channel is _Channel.CONTENT:
-                self._content.waiting.append(self._stops.finish())
+                self._content.waiting.append(self._calls.feed(self._stops.finish()) + self._calls.finish())
             self._channel = _Channel.UNKNOWN
             self._since_marker, self._has_text, self._marker_end = [], False, len(self._ids)
 
@@ -253,6 +260,8 @@ class AnswerStream:
             self._channel = _Channel.CONTENT
             self._content.waiting = []
             self._add_content(_growth(self._content.text, now.content) + spaces)
+            if self._calls and OPENING in since:
+                self._channel = _Channel.HIDDEN
 
 
 def _growth(before: str, now: str) -> str:

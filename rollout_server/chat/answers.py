@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_server.chat.detokenizer import TokenTable
 from rollout_server.chat.messages import Tools
+from rollout_server.chat.text_tools import OPENING, SpelledCall, TextFormat, read_calls
 from services.wire.errors import RollmeshError
 
 if TYPE_CHECKING:
@@ -58,8 +59,17 @@ NOTHING = Reading("", "", [], [])
 class AnswerGrammar:
     """Reads answers with one of the kept library's renderers. Holds no state: safe to use from several threads."""
 
-    def __init__(self, family: FamilyRenderer, name: str, table: TokenTable, stop_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        family: FamilyRenderer,
+        name: str,
+        table: TokenTable,
+        stop_token_ids: frozenset[int],
+        text_tools: TextFormat | None = None,
+    ) -> None:
+        """`text_tools`: the format of tool calls that are found in the text, for a family that does not read them."""
         self._family = family
+        self._text_tools = text_tools
         self.table = table
         self.stop_token_ids = stop_token_ids
         self.incremental = name in INCREMENTAL
@@ -71,6 +81,10 @@ class AnswerGrammar:
         atomic = {table.markers[token_id] for token_id in grammar}
         self.spelled = tuple(marker for marker in GRAMMAR[:2] if marker not in atomic)
         """Markers of reasoning that this vocabulary writes in ordinary tokens."""
+
+    def opening(self, tools: Tools) -> str | None:
+        """The text at which content ends and tool calls begin, where a call with such tools has one."""
+        return OPENING if tools and self._text_tools is not None else None
 
     def read(self, prompt_ids: Sequence[int], token_ids: Sequence[int], tools: Tools) -> Reading:
         """Read an answer without its stop token. Never raises; what no grammar fits is content.
@@ -87,6 +101,9 @@ class AnswerGrammar:
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
             # The library guards its JSON against wrong syntax, not against numbers too long or nesting too deep.
             return Reading(self.table.decode(ids, skip_special=True), "", [], [])
+        if self._text_tools is not None and tools:
+            content, spelled = read_calls(content, self._text_tools)
+            attempts = [_attempt(call) for call in spelled]
         calls, broken = [], []
         for attempt in attempts:
             call = _usable(attempt) if tools else None
@@ -101,6 +118,13 @@ class AnswerGrammar:
     def _text_of(self, attempt: ParsedToolCall, ids: list[int]) -> str:
         start, end = attempt.token_span or (0, 0)
         return self.table.decode(ids[start:end], skip_special=True) if 0 <= start < end <= len(ids) else attempt.raw
+
+
+def _attempt(call: SpelledCall) -> ParsedToolCall:
+    from renderers import ParsedToolCall, ToolCallParseStatus
+
+    status = ToolCallParseStatus.MALFORMED_STRUCTURE if call.name is None else ToolCallParseStatus.OK
+    return ParsedToolCall(raw=call.raw, name=call.name, arguments=call.arguments, status=status)
 
 
 def _usable(attempt: ParsedToolCall) -> tuple[str | None, str, str] | None:

@@ -14,17 +14,22 @@ import difflib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import structlog
 
 from rollout_server.chat.answer_stream import AnswerStream, new_tool_call_id
 from rollout_server.chat.answers import AnswerGrammar, NoChatTemplateError, ParsedAnswer, TemplateError
 from rollout_server.chat.detokenizer import TextStream, TokenTable
 from rollout_server.chat.messages import Message, Tools, no_unicode, role_of
 from rollout_server.chat.template import ChatTemplate, Tail
+from rollout_server.chat.text_tools import OPENING, TextFormat
 from rollout_server.chat.tokenizer import QuickTokenizer
 from services.wire.errors import UsageError
+from services.wire.openai_fields import of_the_template
 
 if TYPE_CHECKING:
     from renderers import Renderer as FamilyRenderer
@@ -32,6 +37,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 AUTO = "auto"
+_TOKEN_PARSERS: dict[str, str] = {"hermes": "qwen3", "xml": "qwen3.5"}
+"""The kept library's parsers of the same formats, where the tags are tokens of their own."""
+_ASKED: Message = {"role": "user", "content": "?"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "rollmeshTOOLrollmesh",
+        "description": "?",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class ToolRules:
+    """What is done with tools. `parser`: how calls are read where the folder's own template is used; None: as its
+    vocabulary says.
+
+    `refuse`: whether tools that the template does not render are refused; otherwise they are dropped, and that is logged
+    once.
+    """
+
+    parser: TextFormat | None = None
+    refuse: bool = True
 
 
 def choose_config(name: str, folder: Path, template: str, table: TokenTable) -> RendererConfig:
@@ -86,7 +117,15 @@ def _tool_parser(markers: set[str], template: str) -> str | None:
 class ChatRenderer:
     """Safe to use from several threads: the tokenizer is only read, and nothing else is shared."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, folder: Path, name: str, *, keep_reasoning: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        folder: Path,
+        name: str,
+        *,
+        keep_reasoning: bool,
+        tools: ToolRules = ToolRules(),
+    ) -> None:
         backend = tokenizer.backend_tokenizer
         # Both are settings of the tokenizer itself, and changing them is what makes it unsafe in threads.
         backend.no_truncation()
@@ -99,18 +138,28 @@ class ChatRenderer:
         config = choose_config(name, folder, str(tokenizer.chat_template or ""), self.table)
         self.name: str = config.name
         """The renderer's name in the kept library; `default` is the folder's own template."""
+        self._tool_rules = tools
+        self._text_tools: TextFormat | None = None
+        if tools.parser is not None:
+            config = self._with_parser(config, tools.parser)
+        self._reads_calls = self._text_tools is not None or getattr(config, "tool_parser", "its own") is not None
+        self._unrendered: dict[bool, bool] = {}
+        self._warned: set[str] = set()
         self._family = _create(tokenizer, config, keep_reasoning)
 
     @classmethod
-    def from_folder(cls, path: Path, renderer_name: str = AUTO, *, keep_reasoning: bool = True) -> ChatRenderer:
+    def from_folder(
+        cls, path: Path, renderer_name: str = AUTO, *, keep_reasoning: bool = True, tools: ToolRules = ToolRules()
+    ) -> ChatRenderer:
         """Load the folder's tokenizer. A folder without a chat template loads too; using it for chat raises.
 
         With `keep_reasoning` an agent's next question continues the tokens that were sampled even where the family's
         template would drop the reasoning in them. Without it such turns cannot be extended, and start anew as the
         template says.
 
-        Raises UsageError for a renderer name that is unknown or does not fit the vocabulary, and for a folder without a
-        tokenizer. Costs a second for imports, then milliseconds to half a second for a large vocabulary.
+        Raises UsageError for a renderer name that is unknown or does not fit the vocabulary, for a tool parser beside a
+        family that reads calls itself, and for a folder without a tokenizer. Costs a second for imports, then milliseconds
+        to half a second for a large vocabulary.
         """
         from renderers.base import load_tokenizer
 
@@ -120,7 +169,7 @@ class ChatRenderer:
             raise UsageError(
                 f"{path} holds no tokenizer ({error})", "save the tokenizer again (save_pretrained)"
             ) from error
-        return cls(tokenizer, path, renderer_name, keep_reasoning=keep_reasoning)
+        return cls(tokenizer, path, renderer_name, keep_reasoning=keep_reasoning, tools=tools)
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -136,7 +185,54 @@ class ChatRenderer:
 
     @cached_property
     def _grammar(self) -> AnswerGrammar:
-        return AnswerGrammar(self._family, self.name, self.table, frozenset(self.stop_token_ids))
+        return AnswerGrammar(
+            self._family, self.name, self.table, frozenset(self.stop_token_ids), text_tools=self._text_tools
+        )
+
+    def check_tools(self, messages: Sequence[Message]) -> None:
+        """Raise TemplateError where tools would be left out of the prompt of such messages: nobody else would notice.
+
+        Some templates render tools in the system's message alone, so the two kinds of conversations are told apart.
+        """
+        with_system = bool(messages) and role_of(messages[0]) in ("system", "developer")
+        unrendered = self._unrendered.get(with_system)
+        if unrendered is None:
+            unrendered = self._unrendered[with_system] = self._leaves_out_tools(with_system)
+        if unrendered:
+            what = f"the chat template of {self._folder} does not render `tools`: the model would not hear of them"
+            if self._tool_rules.refuse:
+                remedy = "leave them out, use a template or a renderer that knows tools"
+                raise TemplateError(what, f"{remedy}, or set rollout.unrendered_tools=warn")
+            self._warn_once(what, "describe them in a message")
+        if not self._reads_calls:
+            self._warn_once("tool calls in answers stay text: no parser reads them", "set rollout.tool_parser")
+
+    def heeds_effort(self, reasoning_effort: str) -> bool:
+        """Whether the folder's template renders a prompt otherwise for this `reasoning_effort`."""
+        return self._template.exists and self._template.heeds(of_the_template(reasoning_effort))
+
+    def _leaves_out_tools(self, with_system: bool) -> bool:
+        messages = [{"role": "system", "content": "?"}, _ASKED] if with_system else [_ASKED]
+        try:
+            return self.render(messages, [_TOOL]) == self.render(messages)
+        except (TemplateError, NoChatTemplateError):
+            return False  # rendering the call itself says what is wrong
+
+    def _warn_once(self, what: str, remedy: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            _log.warning(what, remedy=remedy)
+
+    def _with_parser(self, config: RendererConfig, parser: TextFormat) -> RendererConfig:
+        """`config` for this parser of tool calls. Raises UsageError for a family that reads calls itself."""
+        if config.name != "default":
+            raise UsageError(
+                f"rollout.tool_parser = {parser!r} beside the renderer {config.name!r}",
+                "that one reads tool calls itself: leave the setting out, or set rollout.renderer=default",
+            )
+        in_vocabulary = OPENING in self.table.markers.values()
+        self._text_tools = None if in_vocabulary else parser
+        return config.model_copy(update={"tool_parser": _TOKEN_PARSERS[parser] if in_vocabulary else None})
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """The prompt of a conversation, ready for an answer.

@@ -65,11 +65,24 @@ class ChatTemplate:
         """
         if not self.exists:
             raise NoChatTemplateError(self._folder)
+        return self._apply(messages, tools, open_answer, {})
+
+    def heeds(self, options: Mapping[str, Any]) -> bool:
+        """Whether a conversation is rendered otherwise with these variables than without them.
+
+        Found out by rendering a stand-in; one that is refused with them counts as rendered otherwise.
+        """
+        try:
+            return self._apply([_QUESTION], None, True, options) != self._apply([_QUESTION], None, True, {})
+        except TemplateError:
+            return True
+
+    def _apply(self, messages: Sequence[Message], tools: Tools, open_answer: bool, options: Mapping[str, Any]) -> str:
         plain = self.plain(messages, decode_arguments=True)
         with_tools = list(tools) if tools else None
         try:
             text = self._tokenizer.apply_chat_template(
-                plain, tools=with_tools, tokenize=False, add_generation_prompt=open_answer
+                plain, tools=with_tools, tokenize=False, add_generation_prompt=open_answer, **options
             )
         except Exception as error:
             raise TemplateError(

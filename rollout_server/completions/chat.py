@@ -49,8 +49,11 @@ class ChatCalls:
 
         Raises UnsupportedParameterError, TemplateError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
-        if refused := call.unsupported():
-            raise UnsupportedParameterError(f"{', '.join(refused)} not supported here", "leave it out")
+        refused = call.unsupported()
+        if call.reasoning_effort is not None and self._chat.heeds_effort(call.reasoning_effort):
+            refused.append("reasoning_effort")
+        if refused:
+            raise UnsupportedParameterError(f"{', '.join(refused)}: not supported here", "leave it out")
         session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
         messages = [message.model_dump(exclude_none=True) for message in call.messages]
         offered = call.tools if call.tool_choice != "none" else None
@@ -68,7 +71,7 @@ class ChatCalls:
             top_logprobs=(call.top_logprobs or 0) if call.logprobs else 0,
         )
         head = chunks.AnswerHead(call_id, answer_context.created, self._model)
-        stream = ChatChunks(call, head, self._texts, answer) if call.stream else None
+        stream = ChatChunks(call, head, self._texts, answer, context.token_ids) if call.stream else None
         ids = answer_context.tool_call_ids()
         with session.reserving(n * request.sampling.max_tokens):
             samples = await collect_samples(
@@ -82,7 +85,7 @@ class ChatCalls:
         finished = [sample.reader.finish() for sample in samples]  # type: ignore[attr-defined]
         parsed = [whole for _, whole in finished]
         if stream is not None:
-            stream.close(samples, finished, context.token_ids)
+            stream.close(samples, finished)
         else:
             answer.stage(whole_chat(self._texts, head, call, samples, parsed, context.token_ids))
         said = self._said(session, messages, context, parsed)
@@ -98,6 +101,8 @@ class ChatCalls:
     ) -> tuple[Context, list[bytes]]:
         """The prompt of a call, and its messages' digests. CPU work: about 0.2 ms for a short conversation."""
         digests = [message_digest(message) for message in messages]
+        if tools:
+            self._chat.check_tools(messages)
         match = session.memory.conversations.match(messages, tools, digests)
         reason = match.reason
         if match.node is not None:
@@ -133,7 +138,6 @@ async def _in_thread_if_long(messages: Sequence[Message], work: Callable[[], Ren
     return work()
 
 
-_UNSET = msgspec.UNSET
 _TOKEN_FIELDS: Any = {"prompt_token_ids": True, "choices": {"__all__": {"token_ids", "policy_versions"}}}
 
 
@@ -179,13 +183,20 @@ def whole_chat(
 
 
 class ChatChunks:
-    """The events of one streamed chat completion."""
+    """The events of one streamed chat completion.
 
-    def __init__(self, call: ChatCall, head: chunks.AnswerHead, texts: chunks.TokenTexts, answer: Answer) -> None:
+    As in vLLM, `prompt_token_ids` (where they were asked for) come in the first chunk of each sample and in no other: a
+    client that stops reading early has them, and one that joins turns needs them before the tokens.
+    """
+
+    def __init__(
+        self, call: ChatCall, head: chunks.AnswerHead, texts: chunks.TokenTexts, answer: Answer, prompt: list[int]
+    ) -> None:
         self._call = call
         self._head = head
         self._texts = texts
         self._answer = answer
+        self._prompt = prompt
         self._begun: set[int] = set()
 
     def piece(self, sample: Sample[AnswerDelta], said: AnswerDelta, grown: int) -> None:
@@ -195,19 +206,16 @@ class ChatChunks:
         self._answer.put(self._chunk(sample, said, grown))
 
     def close(
-        self,
-        samples: Sequence[Sample[AnswerDelta]],
-        finished: Sequence[tuple[AnswerDelta, ParsedAnswer]],
-        prompt: list[int],
+        self, samples: Sequence[Sample[AnswerDelta]], finished: Sequence[tuple[AnswerDelta, ParsedAnswer]]
     ) -> None:
         """Stage the last chunks: what was held back, why each sample ended, and the usage if it was asked for."""
         for sample, (rest, parsed) in zip(samples, finished, strict=True):
-            self._answer.stage(self._chunk(sample, rest, 0, finish_reason(sample, parsed), prompt))
+            self._answer.stage(self._chunk(sample, rest, 0, finish_reason(sample, parsed)))
         options = self._call.stream_options
         if options is not None and options.include_usage:
             sampled = sum(len(sample.token_ids) for sample in samples)
-            usage = self._new([])
-            usage.usage = chunks.UsagePart(len(prompt), sampled, len(prompt) + sampled)
+            usage, before = self._new([]), len(self._prompt)
+            usage.usage = chunks.UsagePart(before, sampled, before + sampled)
             self._answer.stage(chunks.event(usage))
         self._answer.stage(DONE)
 
@@ -215,12 +223,7 @@ class ChatChunks:
         return chunks.ChatChunk(self._head.call_id, self._head.created, self._head.model, choices)
 
     def _chunk(
-        self,
-        sample: Sample[AnswerDelta],
-        said: AnswerDelta,
-        grown: int,
-        finish_reason: str | None = None,
-        prompt: list[int] | None = None,
+        self, sample: Sample[AnswerDelta], said: AnswerDelta, grown: int, finish_reason: str | None = None
     ) -> bytes:
         call, first = self._call, sample.index not in self._begun
         self._begun.add(sample.index)
@@ -249,9 +252,10 @@ class ChatChunks:
         chunk = self._new([choice])
         if call.return_token_ids:
             choice.token_ids = sample.token_ids[new]
+            if first:
+                chunk.prompt_token_ids = self._prompt
             if finish_reason is not None:
                 choice.policy_versions = sample.policy_versions
-                chunk.prompt_token_ids = prompt if prompt is not None else _UNSET
         return chunks.event(chunk)
 
 

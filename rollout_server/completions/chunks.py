@@ -87,7 +87,7 @@ class ChatChunk(msgspec.Struct):
 class TextLogprobsPart(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 

@@ -5,25 +5,26 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rollout_server.chat.renderer import ChatRenderer
+from rollout_server.chat.renderer import ChatRenderer, ToolRules
 from rollout_server.chat.tokenizer import Renderer
 from rollout_server.completions.chat import ChatCalls
 from rollout_server.completions.chunks import TokenTexts
 from rollout_server.completions.text import CompletionCalls
 from rollout_server.completions.tokens import GenerateCalls
 from rollout_server.engines.base import Engine
+from services.config.settings import RolloutSettings
 from services.host.process import heavy_imports
 
 
 class CompletionServices:
-    """What answers chat, text and token calls of one engine. `renderer_name`: of the chat renderer, or `auto`."""
+    """What answers chat, text and token calls of one engine."""
 
-    def __init__(self, engine: Engine, renderer: Renderer, model: Path, renderer_name: str) -> None:
+    def __init__(self, engine: Engine, renderer: Renderer, model: Path, settings: RolloutSettings) -> None:
         self.tokens = GenerateCalls(engine, model.name)
         self._engine = engine
         self._renderer = renderer
         self._model = model
-        self._renderer_name = renderer_name
+        self._settings = settings
         self._loading: asyncio.Task[ChatRenderer] | None = None
 
     async def chat(self) -> ChatCalls:
@@ -45,4 +46,7 @@ class CompletionServices:
     def _read(self) -> ChatRenderer:
         # What it imports would be walked by every later full collection: a tenth of a second, on the event loop.
         with heavy_imports():
-            return ChatRenderer.from_folder(self._model, self._renderer_name)
+            settings = self._settings
+            parser = None if settings.tool_parser == "auto" else settings.tool_parser
+            tools = ToolRules(parser, refuse=settings.unrendered_tools == "refuse")
+            return ChatRenderer.from_folder(self._model, settings.renderer, tools=tools)

@@ -55,7 +55,7 @@ class CompletionCalls:
         Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
         if refused := call.unsupported():
-            raise UnsupportedParameterError(f"{', '.join(refused)} not supported here", "leave it out")
+            raise UnsupportedParameterError(f"{', '.join(refused)}: not supported here", "leave it out")
         session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
         prompts = _prompts(call)
         if len(prompts) * (call.n or 1) > _MOST_ANSWERS:
@@ -68,7 +68,7 @@ class CompletionCalls:
         sampling = choose_sampling(session.terms.sampling, call, limit, (), longest)
         fitted = fit(session, sampling, contexts, n, longest)
         head = chunks.AnswerHead(call_id, answer_context.created, self._model)
-        stream = TextChunks(call, head, self._texts, answer) if call.stream else None
+        stream = TextChunks(call, head, self._texts, answer, contexts) if call.stream else None
 
         async def sample_one(number: int) -> list[Sample[str]]:
             request = GenerationRequest(
@@ -106,7 +106,7 @@ class CompletionCalls:
                 nodes.append(msgspec.structs.replace(node, text=(digest_of(seen), len(seen))))
         prompt_tokens = sum(len(context.token_ids) for context in contexts)
         if stream is not None:
-            stream.close(sampled, finished, contexts, prompt_tokens)
+            stream.close(sampled, finished, prompt_tokens)
         else:
             said = [[text for _, text in each] for each in finished]
             answer.stage(whole_text(self._texts, head, call, sampled, said, contexts, prompt_tokens))
@@ -184,13 +184,24 @@ def whole_text(
 
 
 class TextChunks:
-    """The events of one streamed text completion."""
+    """The events of one streamed text completion. `contexts`: of each prompt, whose `n` choices follow each other.
 
-    def __init__(self, call: CompletionCall, head: chunks.AnswerHead, texts: chunks.TokenTexts, answer: Answer) -> None:
+    As in vLLM, `prompt_token_ids` (where they were asked for) come in the first chunk of each choice and in no other.
+    """
+
+    def __init__(
+        self,
+        call: CompletionCall,
+        head: chunks.AnswerHead,
+        texts: chunks.TokenTexts,
+        answer: Answer,
+        contexts: Sequence[Context],
+    ) -> None:
         self._call = call
         self._head = head
         self._texts = texts
         self._answer = answer
+        self._contexts = contexts
         self._said: dict[int, int] = {}
 
     def pieces_of(self, first: int) -> Callable[[Sample[str], str, int], None]:
@@ -206,14 +217,13 @@ class TextChunks:
         self,
         sampled: Sequence[Sequence[Sample[str]]],
         finished: Sequence[Sequence[tuple[str, str]]],
-        contexts: Sequence[Context],
         prompt_tokens: int,
     ) -> None:
         """Stage the last chunks: what was held back, why each sample ended, and the usage if it was asked for."""
         number = 0
-        for samples, texts, context in zip(sampled, finished, contexts, strict=True):
+        for samples, texts in zip(sampled, finished, strict=True):
             for sample, (rest, _) in zip(samples, texts, strict=True):
-                self._answer.stage(self._chunk(number, sample, rest, 0, context))
+                self._answer.stage(self._chunk(number, sample, rest, 0, ended=True))
                 number += 1
         if self._call.stream_options is not None and self._call.stream_options.include_usage:
             count = _count(sampled)
@@ -225,9 +235,11 @@ class TextChunks:
     def _new(self, choices: list[chunks.TextChunkChoice]) -> chunks.TextChunk:
         return chunks.TextChunk(self._head.call_id, self._head.created, self._head.model, choices)
 
-    def _chunk(self, number: int, sample: Sample[str], text: str, grown: int, ended: Context | None = None) -> bytes:
+    def _chunk(self, number: int, sample: Sample[str], text: str, grown: int, *, ended: bool = False) -> bytes:
         call = self._call
         choice = chunks.TextChunkChoice(number, text)
+        if call.return_token_ids and number not in self._said:
+            choice.prompt_token_ids = self._contexts[number // (call.n or 1)].token_ids
         offset = self._said.get(number, 0)
         self._said[number] = offset + len(text)
         start = len(sample.token_ids) - grown
@@ -235,27 +247,35 @@ class TextChunks:
             choice.logprobs = _text_logprobs(self._texts, call, sample, start, offset)
         if call.return_token_ids:
             choice.token_ids = sample.token_ids[start:]
-        if ended is not None:
+        if ended:
             choice.finish_reason = sample.finish_reason or "stop"
             choice.stop_reason = sample.stop_reason(call.stop_token_ids)
             if call.return_token_ids:
-                choice.policy_versions, choice.prompt_token_ids = sample.policy_versions, ended.token_ids
+                choice.policy_versions = sample.policy_versions
         return chunks.event(self._new([choice]))
 
 
 def _text_logprobs(
     texts: chunks.TokenTexts, call: CompletionCall, sample: Sample[str], start: int, offset: int
 ) -> chunks.TextLogprobsPart:
-    """Of the tokens from `start` on; `offset`: characters of text before them."""
+    """Of the tokens from `start` on; `offset`: characters of text before them.
+
+    As OpenAI's API and vLLM have it, `top_logprobs` hold the sampled token too, whether it is among the likeliest or not:
+    N + 1 entries at most, one with `logprobs=0`. Of two tokens of the same text (parts of characters) the sampled one, or
+    else the likelier one, has the entry.
+    """
     as_ids = bool(call.return_tokens_as_token_ids)
-    tokens = [texts.text(token, as_ids=as_ids) for token in sample.token_ids[start:]]
-    lengths = [len(texts.text(token)) for token in sample.token_ids[start:]]
-    top = [
-        {texts.text(other, as_ids=as_ids): value for other, value in each} for each in sample.top_logprobs[start:]
-    ] or None
+    sampled, logprobs = sample.token_ids[start:], sample.logprobs[start:]
+    tokens = [texts.text(token, as_ids=as_ids) for token in sampled]
+    lengths = [len(texts.text(token)) for token in sampled]
+    top = [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
+    # Empty where the call asked for no others.
+    for entries, likeliest in zip(top, sample.top_logprobs[start:], strict=False):
+        for other, logprob in likeliest:
+            entries.setdefault(texts.text(other, as_ids=as_ids), logprob)
     return chunks.TextLogprobsPart(
         tokens=tokens,
-        token_logprobs=sample.logprobs[start:],
+        token_logprobs=logprobs,
         top_logprobs=top,
         text_offset=[offset + before for before in accumulate([0, *lengths[:-1]])] if lengths else [],
     )

@@ -72,6 +72,12 @@ class RolloutSettings(Section):
         default="salt", description="What a weight update does to an engine's keys and values (docs/the-loop.md)"
     )
     renderer: str = Field(default="auto", description="Chat renderer, by its name in the `renderers` library")
+    tool_parser: Literal["auto", "hermes", "xml"] = Field(
+        default="auto", description="How tool calls are read where the vocabulary has no tokens for their tags"
+    )
+    unrendered_tools: Literal["refuse", "warn"] = Field(
+        default="refuse", description="What becomes of a call whose tools the chat template does not render"
+    )
     retry_patience_s: float = Field(
         default=5.0, ge=0.0, description="How long an answer goes on after its client hung up, for a retry to join it"
     )

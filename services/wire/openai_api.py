@@ -1,8 +1,8 @@
 """HTTP bodies of the OpenAI API: what existing agents send, and what their clients read.
 
 Names and meanings are OpenAI's; the extra sampling fields, `return_token_ids` and `return_tokens_as_token_ids` are vLLM's.
-Unknown fields are ignored, as OpenAI's clients expect. Fields that would change what is sampled and that are not supported
-are named in `unsupported`, so that they can be refused instead of ignored.
+Unknown fields are ignored, as OpenAI's clients expect. Fields that would change the prompt or what is sampled, and that are
+not supported, are named in `unsupported`, so that they can be refused instead of ignored (`services.wire.openai_fields`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.wire import openai_fields
 from services.wire.rollout_api import SamplingFields, TokenId
 
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -68,7 +69,9 @@ class StreamOptions(Lenient):
 
 
 class Sampled(SamplingFields, Lenient):
-    """What chat and text completions have in common."""
+    """What chat and text completions have in common. Fields that are not declared are kept, to be refused by name."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     """Any name: the session's policy answers."""
@@ -79,21 +82,14 @@ class Sampled(SamplingFields, Lenient):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    logit_bias: dict[str, float] | None = None
 
     @property
     def stops(self) -> list[str]:
         return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
 
     def unsupported(self) -> list[str]:
-        """Fields that ask for a generation that no engine here makes."""
-        return ["logit_bias"] if self.logit_bias else []
-
-
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    type: str
+        """Fields that ask for a prompt, a generation or an answer that nobody makes here."""
+        return openai_fields.refused(self.model_extra or {})
 
 
 class ChatCall(Sampled):
@@ -106,20 +102,12 @@ class ChatCall(Sampled):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
-    functions: list[Any] | None = None
-    modalities: list[str] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=20)
+    """Refused where the model's chat template heeds it."""
 
     def unsupported(self) -> list[str]:
         found = super().unsupported()
-        if self.tool_choice not in (None, "auto", "none"):
-            found.append("tool_choice")
-        if self.response_format is not None and self.response_format.type != "text":
-            found.append("response_format")
-        if self.modalities not in (None, [], ["text"]):
-            found.append("modalities")
-        return found + [name for name in ("functions", "chat_template_kwargs") if getattr(self, name)]
+        return found if self.tool_choice in (None, "auto", "none") else [*found, "tool_choice"]
 
 
 class CompletionCall(Sampled):
@@ -127,12 +115,11 @@ class CompletionCall(Sampled):
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: bool | None = None
-    suffix: str | None = None
     best_of: int | None = None
+    """As many as are answered: nothing is sampled and thrown away."""
 
     def unsupported(self) -> list[str]:
-        found = super().unsupported() + [name for name in ("echo", "suffix") if getattr(self, name)]
+        found = super().unsupported()
         return found if self.best_of in (None, self.n or 1) else [*found, "best_of"]
 
 
@@ -193,7 +180,8 @@ class ChatCompletion(BaseModel):
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
     token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None = None
+    top_logprobs: list[dict[str, float]]
+    """Of each token the likeliest, and the sampled one in any case: N + 1 entries at most, one with `logprobs=0`."""
     text_offset: list[int]
 
 
