@@ -29,9 +29,10 @@ from rollout_server.journal.journal import Journal
 from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.drain import Drainer, EngineWatch
 from rollout_server.lifecycle.expire import expire_idle
-from rollout_server.lifecycle.finish import Finisher, Origin, Publisher
+from rollout_server.lifecycle.finish import Finisher, Publisher
 from rollout_server.lifecycle.open import SessionOpener
 from rollout_server.lifecycle.takeover import Takeover, incarnation_of
+from rollout_server.lifecycle.trajectory import Origin
 from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
 from services.config.settings import RunSettings

@@ -10,7 +10,7 @@ from rollout_server.api.request_names import call_name, name_version
 from rollout_server.api.streaming import ClientGoneError, while_connected
 from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute, answer
 from rollout_server.completions.resumable import Progress
-from rollout_server.completions.turns import TurnTaker
+from rollout_server.completions.turns import TurnTaker, delivered
 from rollout_server.engines.base import Engine
 from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.finish import Finisher
@@ -71,6 +71,7 @@ def group_routes(
         except ClientGoneError:
             group.client_gone = True
             raise
+        delivered(group, call)
         return Response(taken, media_type="application/json")
 
     @router.post("/groups/{group_id}/finish", response_model=rollout_api.GroupFinished)

@@ -76,6 +76,7 @@ def completion_routes(
         if not stream:
             with answers.listening(found, patience_s):
                 body = await while_connected(request, found.whole())
+                found.deliver()
             return Response(body, media_type="application/json")
         with answers.listening(found, patience_s):
             # What is refused is refused with its status, not inside a stream.
@@ -155,6 +156,8 @@ async def _events(answers: Answers, found: Answer, patience_s: float, *, named: 
         try:
             async for chunk in found.stream():
                 yield chunk
+                if not found.delivered:
+                    found.deliver()
         except RollmeshError as error:
             if named and isinstance(error, NotReadyError):
                 raise BrokenOffError from error

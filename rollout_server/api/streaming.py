@@ -93,7 +93,10 @@ async def while_connected(
                 raise ClientGoneError("the client disconnected")
             if check is not None:
                 check()
-        return task.result()
+        result = task.result()
+        if watch.done():  # while its answer was being written down: nobody gets it
+            raise ClientGoneError("the client disconnected")
+        return result
     finally:
         watch.cancel()
         if not task.done():

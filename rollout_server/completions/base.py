@@ -130,12 +130,22 @@ class AnswerContext:
         captured = await self.deps.journal.append(
             session.group_id,
             record,
-            lambda: apply_answer(session, record),
+            lambda: self._capture(record),
             partial=None if self.partial is None else self.partial.key,
             answer=kept,
+            call=request_key.call,
         )
         self.answer.release()
         return captured
+
+    def _capture(self, record: Answered) -> list[Node]:
+        """Also where nobody waits for it any more: what the journal holds is captured."""
+        nodes, memory = apply_answer(self.session, record), self.session.memory
+        if record.request_key.call is not None and self.answer.call is not None:
+            memory.rename(record.request_key.call, self.answer.call)
+        memory.unseen.update(nodes)
+        self.answer.when_delivered(lambda: memory.unseen.difference_update(nodes))
+        return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +182,9 @@ class AnswerService:
         session.check_open()
         repeated = session.memory.answers.repeated(request_key)
         if repeated is not None:
+            await self._give_again(session, repeated, request_key)
             return repeated
+        session.memory.sampled_anew(request_key.call)
         head, partial = PartialHead(call_id, int(time.time())), None
         if request_key.call is not None:
             journal = self._deps.journal
@@ -191,6 +203,16 @@ class AnswerService:
                 await self._make(session, lambda: produce(made))
 
         return session.memory.answers.start(request_key, make)
+
+    async def _give_again(self, session: Session, answer: Answer, request_key: RequestKey) -> None:
+        """What a gateway noted of earlier tries counts no more; what it will note, it notes by this call's name."""
+        earlier = answer.call
+        if earlier is not None and answer.ended:
+            await self._deps.journal.give_again(session.group_id, earlier)
+        if request_key.call is not None:
+            answer.call = request_key.call
+            if earlier is not None:
+                session.memory.rename(earlier, request_key.call)
 
     async def _read_partial(self, session: Session, request_key: RequestKey) -> list[PartialHead | PartialPart]:
         """What another server has sampled of this call; nothing for a session that was always here."""

@@ -112,7 +112,7 @@ class TurnTaker:
                 ],
             )
             kept = None if name is None else (name, answer)
-            await self._journal.append(group.group_id, record, lambda: apply_turns(group, record), answer=kept)
+            await self._journal.append(group.group_id, record, lambda: _capture(group, record), answer=kept, call=name)
             if name is not None:
                 _remember(group, name, answer)
         return answer
@@ -122,7 +122,13 @@ class TurnTaker:
             (kept,) = await self._journal.kept_answers(group.group_id, [name])
             if kept is not None:
                 _remember(group, name, kept)
-        return group.turns_answered.get(name)
+        answered = group.turns_answered.get(name)
+        if answered is None:
+            for session in group.sessions.values():
+                session.memory.sampled_anew(name)
+        else:
+            await self._journal.give_again(group.group_id, name)
+        return answered
 
     async def _encode(self, turns: Sequence[Turn]) -> list[list[int]]:
         """Token ids that each turn adds. Siblings mostly say the same, so each text is encoded once."""
@@ -197,6 +203,20 @@ class TurnTaker:
             finish_reason=delta.finish_reason or "stop",
             policy_version=max((span.version for span in delta.versions), default=self._engine.policy_version),
         )
+
+
+def _capture(group: Group, record: TurnsAnswered) -> None:
+    """Also where nobody waits for it any more: what the journal holds is captured."""
+    for session, node in apply_turns(group, record):
+        session.memory.unseen.add(node)
+
+
+def delivered(group: Group, call: TakeTurns) -> None:
+    """The client of `call`, which has been answered, got the turns."""
+    for turn in call.turns:
+        session = group.sessions.get(turn.session_id)
+        if session is not None and session.capture.tip is not None:
+            session.memory.unseen.discard(session.capture.tip)
 
 
 def _remember(group: Group, name: str, answer: bytes) -> None:

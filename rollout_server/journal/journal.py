@@ -24,6 +24,7 @@ from redis.exceptions import RedisError
 from rollout_server.journal import records
 from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
+from services.run_store.undelivered import UndeliveredCalls
 from services.wire.errors import DrainingError, NotReadyError, RollmeshError
 
 KEEP_ENDED_S = 600
@@ -36,14 +37,16 @@ _AT_ONCE = 256
 _log = structlog.get_logger()
 T = TypeVar("T")
 
-# KEYS: owners; then for each item journal, partial answer, answer. ARGV: owner; then for each item group, position,
-# payload, '1' for a partial answer's part ('' for a record), answer. Answers 1 for each that is in the journal now.
+# KEYS: owners; then for each item journal, partial answer, answer, undelivered calls. ARGV: owner; then for each item
+# group, position, payload, '1' for a partial answer's part ('' for a record), answer, the call that is answered.
+# Answers 1 for each that is in the journal now.
 _WRITE = """
 local done = {}
 local at = 2
-for i = 2, #KEYS, 3 do
+for i = 2, #KEYS, 4 do
   local group, position, payload, part, answer = ARGV[at], tonumber(ARGV[at+1]), ARGV[at+2], ARGV[at+3], ARGV[at+4]
-  at = at + 5
+  local call = ARGV[at+5]
+  at = at + 6
   local ok = redis.call('HGET', KEYS[1], group) == ARGV[1]
   if ok and part ~= '' then
     redis.call('RPUSH', KEYS[i+1], payload)
@@ -54,6 +57,7 @@ for i = 2, #KEYS, 3 do
       redis.call('RPUSH', KEYS[i], payload)
       redis.call('UNLINK', KEYS[i+1])
       if answer ~= '' then redis.call('SET', KEYS[i+2], answer, 'EX', ARGV[#ARGV]) end
+      if call ~= '' then redis.call('SREM', KEYS[i+3], call) end
     else
       ok = redis.call('LINDEX', KEYS[i], position) == payload
     end
@@ -88,7 +92,7 @@ end
 return redis.call('LRANGE', KEYS[2], 0, -1)
 """
 
-# KEYS: owners, journal, then group-of of each session. ARGV: owner, group, payload, seconds.
+# KEYS: owners, journal, undelivered calls, then group-of of each session. ARGV: owner, group, payload, seconds.
 _CONCLUDE = """
 local owner = redis.call('HGET', KEYS[1], ARGV[2])
 if owner and owner ~= ARGV[1] then return 0 end
@@ -120,6 +124,7 @@ class _Item:
     answer: bytes
     then: Callable[[], Any]
     done: asyncio.Future[Any]
+    call: str = ""
     position: int = 0
 
 
@@ -134,6 +139,7 @@ class Journal:
         self._keys = RunKeys(run_id)
         self._server_id = server_id
         self._on_lost = on_lost
+        self._undelivered = UndeliveredCalls(redis, run_id)
         self._write = redis.register_script(_WRITE)
         self._open = redis.register_script(_OPEN)
         self._claim = redis.register_script(_CLAIM)
@@ -173,17 +179,27 @@ class Journal:
         *,
         partial: str | None = None,
         answer: tuple[str, bytes] | None = None,
+        call: str | None = None,
     ) -> T:
         """Write `record`, then run `then` and return its result: in the journal's order, also if the caller was cancelled.
 
         `partial`: key of one that the record replaces. `answer`: its name, and bytes to keep for those who ask again.
+        `call`: the one that is answered, by a gateway's name; what was noted of an earlier try of it counts no more.
         Raises DrainingError when the group is another's, NotReadyError when Redis fails; then nothing was applied.
         """
         name, kept = answer or ("", b"")
         answer_key = self._keys.answer(group_id, name)
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         item = _Item(
-            group_id, records.encode_record(record), partial or answer_key, False, answer_key, kept, then, done
+            group_id,
+            records.encode_record(record),
+            partial or answer_key,
+            False,
+            answer_key,
+            kept,
+            then,
+            done,
+            call or "",
         )
         return await self._enqueue(item)  # type: ignore[no-any-return]
 
@@ -221,7 +237,8 @@ class Journal:
                 item.position = self._lengths[item.group_id] + ahead.get(item.group_id, 0)
                 ahead[item.group_id] = ahead.get(item.group_id, 0) + 1
             keys += [self._keys.journal(item.group_id), item.partial, item.answer_key]
-            args += [item.group_id, item.position, item.payload, "1" if item.part else "", item.answer]
+            keys.append(self._keys.undelivered(item.group_id))
+            args += [item.group_id, item.position, item.payload, "1" if item.part else "", item.answer, item.call]
         try:
             answers = await self._write(keys=keys, args=[*args, KEEP_PARTIAL_S, KEEP_ANSWER_S])
         except RedisError as error:
@@ -245,7 +262,8 @@ class Journal:
 
     async def conclude(self, group_id: str, ended: records.GroupEnded, session_ids: Sequence[str]) -> None:
         """Write the end of the group and remove its owner. Raises as `append` does, and RedisError."""
-        keys = [self._keys.owners, self._keys.journal(group_id), *map(self._keys.group_of, session_ids)]
+        keys = [self._keys.owners, self._keys.journal(group_id), self._keys.undelivered(group_id)]
+        keys += map(self._keys.group_of, session_ids)
         if not await self._conclude(keys=keys, args=[self.owner, group_id, records.encode_record(ended), KEEP_ENDED_S]):
             lost = _lost(group_id)
             self._lose(group_id, lost)
@@ -309,6 +327,13 @@ class Journal:
             return []
         found = await self._redis.mget([self._keys.answer(group_id, name) for name in names])
         return cast("list[bytes | None]", found)
+
+    async def give_again(self, group_id: str, call: str) -> None:
+        """The answer to `call`, which is in the journal, is given once more. Raises NotReadyError when Redis fails."""
+        try:
+            await self._undelivered.withdraw(group_id, call)
+        except RedisError as error:
+            raise _failed(error) from error
 
     def _lose(self, group_id: str, why: RollmeshError) -> None:
         self._lengths.pop(group_id, None)

@@ -117,13 +117,14 @@ class Rewarded(msgspec.Struct, frozen=True, kw_only=True, tag="reward", omit_def
 
 
 class SessionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
-    """`ended_at`: Unix seconds."""
+    """`ended_at`: Unix seconds. `left_out`: numbers of the nodes that are no part of the trajectory."""
 
     session_id: str
     state: SessionState
     stream_id: str | None
     segments: int
     ended_at: float
+    left_out: list[int] = []
 
 
 class GroupEnded(msgspec.Struct, frozen=True, kw_only=True, tag="closed"):

@@ -86,6 +86,8 @@ def apply_answer(session: Session, record: records.Answered) -> list[Node]:
     nodes = [_add_node(session, node, record.sampling) for node in record.nodes]
     memory = session.memory
     memory.calls.setdefault(record.call_id, []).extend(nodes)
+    if record.request_key.call is not None:
+        memory.named.setdefault(record.request_key.call, []).extend(nodes)
     session.finish_reason = record.finish_reason
     digests = [record.digests[at : at + DIGEST_BYTES] for at in range(0, len(record.digests), DIGEST_BYTES)]
     for node, written in zip(nodes, record.nodes, strict=True):
@@ -98,12 +100,18 @@ def apply_answer(session: Session, record: records.Answered) -> list[Node]:
     return nodes
 
 
-def apply_turns(group: Group, record: records.TurnsAnswered) -> None:
+def apply_turns(group: Group, record: records.TurnsAnswered) -> list[tuple[Session, Node]]:
+    """Capture the turns of a call, each in its session. One that has ended meanwhile takes nothing."""
+    taken = []
     for turn in record.turns:
         session = _find(group, turn.session_id)
         if session.end is None:
-            _add_node(session, turn.node, turn.sampling or record.sampling)
+            node = _add_node(session, turn.node, turn.sampling or record.sampling)
             session.finish_reason = turn.finish_reason
+            if record.call is not None:
+                session.memory.named.setdefault(record.call, []).append(node)
+            taken.append((session, node))
+    return taken
 
 
 def apply_reward(session: Session, record: records.Rewarded) -> None:
@@ -117,6 +125,7 @@ def apply_reward(session: Session, record: records.Rewarded) -> None:
 
 def apply_end(session: Session, record: records.SessionEnded) -> None:
     if session.end is None:
+        session.capture.leave_out([session.capture.nodes[number] for number in record.left_out])
         session.conclude(record.state, record.stream_id, record.segments)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -20,10 +20,12 @@ from redis.exceptions import RedisError
 from rollout_server.journal.journal import Journal
 from rollout_server.journal.records import GroupEnded, Rewarded, SessionEnded
 from rollout_server.journal.replay import apply_end, apply_reward
+from rollout_server.lifecycle.trajectory import Origin, end_of, trajectory_of
 from rollout_server.sessions.group import Group, GroupRegistry
 from rollout_server.sessions.session import DropCause, Reward, Session, SessionEnd
 from services.run_store.ledger import Ledger
 from services.run_store.stream import TrajectoryLog, TrajectoryWriter
+from services.run_store.undelivered import UndeliveredError
 from services.wire.errors import (
     ConcludedError,
     ConflictError,
@@ -35,18 +37,11 @@ from services.wire.errors import (
 )
 from services.wire.rollout_api import SessionReward
 from services.wire.session_api import GiveReward, SessionState
-from services.wire.trajectory import RewardSpan, Trajectory, decode_trajectory
+from services.wire.trajectory import Trajectory, decode_trajectory
+
+_TRIES = 5
 
 _log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where trajectories come from. `tokenizer`: digest of the vocabulary that their ids are of."""
-
-    run_id: str
-    server_id: str
-    tokenizer: str
 
 
 class Finisher:
@@ -107,10 +102,36 @@ class Finisher:
         else:
             self._registry.drop(group, cause or "idle")
 
-    async def _publish(self, group: Group) -> dict[str, str]:
-        trajectories = [self._trajectory(group, session) for session in group.sessions.values()]
+    async def _append(
+        self, group: Group, sessions: Sequence[Session], *, closes: bool
+    ) -> tuple[list[Trajectory], list[str]]:
+        """The trajectories of these sessions, without what no agent got, and their stream ids.
+
+        Raises as `Publisher.publish` does, and ConflictError where nothing is left of one.
+        """
+        undelivered: frozenset[str] = frozenset()
         try:
-            stream_ids = await self._publisher.publish(group.group_id, trajectories, closes=True)
+            for _ in range(_TRIES):
+                for session in sessions:
+                    session.leave_out(undelivered)
+                trajectories = [trajectory_of(self._origin, group, session) for session in sessions]
+                try:
+                    ids = await self._publisher.publish(
+                        group.group_id, trajectories, closes=closes, without=undelivered
+                    )
+                    return trajectories, ids
+                except UndeliveredError as noted:
+                    undelivered = noted.calls
+            raise NotReadyError(f"calls of group {group.group_id} are just being given up", "finish it again")
+        except BaseException:
+            # It stays open, and a retry may yet bring what was left out.
+            for session in sessions:
+                session.capture.leave_out(())
+            raise
+
+    async def _publish(self, group: Group) -> dict[str, str]:
+        try:
+            trajectories, stream_ids = await self._append(group, list(group.sessions.values()), closes=True)
         except ConcludedError:
             await self._conclude(group, None, "run_concluded")
             raise
@@ -141,16 +162,15 @@ class Finisher:
                 raise ConflictError(f"session {session.session_id} has no reward", "give one, or abort the session")
             stream_id, segments = None, 0
             if session.terms.purpose == "train":
-                trajectory = self._trajectory(group, session)
-                segments = len(trajectory.segments)
                 try:
-                    (stream_id,) = await self._publisher.publish(group.group_id, [trajectory], closes=False)
+                    (trajectory,), (stream_id,) = await self._append(group, [session], closes=False)
                 except ConcludedError:
                     await self._end(group, session, "dropped")
                     raise
                 except DrainingError as lost:
                     self._registry.forget_open(group.group_id, lost)
                     raise
+                segments = len(trajectory.segments)
             return await self._end(group, session, "finished", stream_id, segments)
 
     async def finished_before(self, session_id: str) -> SessionEnd:
@@ -164,21 +184,7 @@ class Finisher:
         entry = await self._log.one(stream_id)
         if entry is None:
             raise NotFoundError(f"the trajectory of session {session_id!r} was trimmed", "it was finished long ago")
-        trajectory = decode_trajectory(entry.payload)
-        return SessionEnd(
-            session_id=session_id,
-            group_id=trajectory.group_id,
-            ordinal=trajectory.group_ordinal,
-            member=trajectory.member,
-            state="finished",
-            reward=trajectory.reward,
-            stream_id=stream_id,
-            answers=0,
-            sampled=trajectory.sampled_tokens(),
-            segments=len(trajectory.segments),
-            metadata=trajectory.metadata,
-            ended_at=0.0,
-        )
+        return end_of(session_id, stream_id, decode_trajectory(entry.payload))
 
     async def abort(self, session: Session) -> SessionEnd:
         """Abort at the environment's request, as `abandon`. Raises ConflictError while another call ends the session."""
@@ -211,7 +217,12 @@ class Finisher:
         self, group: Group, session: Session, state: SessionState, stream_id: str | None = None, segments: int = 0
     ) -> SessionEnd:
         record = SessionEnded(
-            session_id=session.session_id, state=state, stream_id=stream_id, segments=segments, ended_at=time.time()
+            session_id=session.session_id,
+            state=state,
+            stream_id=stream_id,
+            segments=segments,
+            ended_at=time.time(),
+            left_out=[node.number for node in session.capture.left_out],
         )
         await self._journal.append(group.group_id, record, lambda: apply_end(session, record))
         end = session.end
@@ -265,40 +276,6 @@ class Finisher:
         if groups:
             _log.info("groups dropped", groups=len(groups), cause=cause)
 
-    def _trajectory(self, group: Group, session: Session) -> Trajectory:
-        capture, terms = session.capture, session.terms
-        if capture.answers == 0:
-            raise ConflictError(f"session {session.session_id} took no turn", "let it take one, or give it up")
-        layout = capture.layout()
-        spans = [
-            RewardSpan(*layout.positions[node], len(node.sampled), reward.value, reward.components)
-            for call_id, reward in session.rewards.calls.items()
-            for node in session.memory.calls.get(call_id, ())
-            if node.sampled
-        ]
-        return Trajectory(
-            run_id=self._origin.run_id,
-            trajectory_id=session.session_id,
-            group_id=group.group_id,
-            group_ordinal=group.ordinal,
-            group_size=group.size,
-            member=session.member,
-            task=terms.task,
-            task_id=terms.task_id,
-            segments=layout.segments,
-            reward=session.rewards.total,
-            reward_components=session.rewards.components,
-            reward_spans=spans,
-            samplings=capture.samplings,
-            tokenizer=self._origin.tokenizer,
-            server_id=self._origin.server_id,
-            opened_at=group.opened_at,
-            finished_at=time.time(),
-            finish_reason=session.finish_reason,
-            metadata=dict(terms.metadata),
-            trace=terms.trace,
-        )
-
 
 def _match(group: Group, rewards: Sequence[SessionReward]) -> None:
     by_session = {reward.session_id: reward for reward in rewards}
@@ -324,6 +301,7 @@ class _Finished:
     trajectories: Sequence[Trajectory]
     tokens: int
     closes: bool
+    without: Collection[str]
     stream_ids: asyncio.Future[list[str]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -342,14 +320,22 @@ class Publisher:
         self._queue: list[_Finished] = []
         self._wake = asyncio.Event()
 
-    async def publish(self, group_id: str, trajectories: Sequence[Trajectory], *, closes: bool = True) -> list[str]:
+    async def publish(
+        self,
+        group_id: str,
+        trajectories: Sequence[Trajectory],
+        *,
+        closes: bool = True,
+        without: Collection[str] = (),
+    ) -> list[str]:
         """Stream ids of the trajectories, in their order; the same when repeated. `closes`: the group ends with them.
 
-        Raises ConcludedError (and a group that was to be closed is, as dropped), DrainingError when another server has
+        `without`: undelivered calls, whose answers they do not hold. Raises UndeliveredError when other calls are noted,
+        ConcludedError (and a group that was to be closed is, as dropped), DrainingError when another server has
         the group, or NotReadyError when Redis fails: then try again.
         """
         tokens = sum(len(segment.loss_mask) for trajectory in trajectories for segment in trajectory.segments)
-        finished = _Finished(group_id, trajectories, tokens, closes)
+        finished = _Finished(group_id, trajectories, tokens, closes, without)
         self._queue.append(finished)
         self._wake.set()
         return await finished.stream_ids
@@ -380,8 +366,11 @@ class Publisher:
 
     async def _write(self, batch: list[_Finished]) -> None:
         try:
-            ids = await self._writer.publish([each for finished in batch for each in finished.trajectories])
-        except (ConcludedError, DrainingError) as error:
+            ids = await self._writer.publish(
+                [each for finished in batch for each in finished.trajectories],
+                {each.trajectory_id: finished.without for finished in batch for each in finished.trajectories},
+            )
+        except (ConcludedError, DrainingError, UndeliveredError) as error:
             if len(batch) > 1:  # some of them may be in the stream already
                 for finished in batch:
                     await self._write([finished])

@@ -9,7 +9,8 @@
 A node's path, from its root to its last sampled token, is a context that some later prompt may extend. Every path from a
 root to a leaf is one segment. Every sampled token is captured once, with the id that the engine sampled (no text is
 ever encoded again), and its mask is 1 in exactly one segment. Which one follows from the tree alone and not from the
-order in which branches came: the longest path is laid out first. Pure.
+order in which branches came: the longest path is laid out first. What no agent ever saw is left out, unless something that
+an agent did see follows it. Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Generic, TypeVar
@@ -75,10 +76,28 @@ class Capture:
         """The newest answer: what a turn that names no context extends."""
         self.sampled = 0
         """Tokens sampled so far."""
+        self.left_out: frozenset[Node] = frozenset()
+        """Answers that are in no segment."""
 
     @property
     def answers(self) -> int:
-        return len(self.nodes)
+        return len(self.nodes) - len(self.left_out)
+
+    @property
+    def trained(self) -> int:
+        """Tokens sampled so far that are in a segment."""
+        return self.sampled - sum(len(node.sampled) for node in self.left_out)
+
+    def leave_out(self, unseen: Collection[Node]) -> None:
+        """Lay out no answer of `unseen`, but those that another one extends: somebody must have seen them.
+
+        In place of what was said before.
+        """
+        left_out: set[Node] = set()
+        for node in reversed(self.nodes) if unseen else ():  # what extends a node is newer than it
+            if node in unseen and left_out.issuperset(node.children):
+                left_out.add(node)
+        self.left_out = frozenset(left_out)
 
     @property
     def context(self) -> list[int]:
@@ -136,7 +155,11 @@ class Capture:
 
     def layout(self) -> Layout:
         """Segments, and where in them each node's sampled tokens are trained."""
-        sizes, digests = _measure(self.roots)
+
+        def kept(nodes: Sequence[Node]) -> Sequence[Node]:
+            return [node for node in nodes if node not in self.left_out] if self.left_out else nodes
+
+        sizes, digests = _measure(kept(self.roots), kept)
 
         def order(node: Node) -> tuple[bool, int, bytes]:
             # What began on its own comes before what broke off; then the longest path; then anything that is not chance.
@@ -144,11 +167,11 @@ class Capture:
 
         segments: list[Segment] = []
         positions: dict[Node, tuple[int, int]] = {}
-        waiting = sorted(self.roots, key=order, reverse=True)
+        waiting = sorted(kept(self.roots), key=order, reverse=True)
         while waiting:
             node = waiting.pop()
-            if node.children:
-                waiting += sorted(node.children, key=order, reverse=True)
+            if children := kept(node.children):
+                waiting += sorted(children, key=order, reverse=True)
                 continue
             segment = _segment_along(_ancestry(node), len(segments), positions)
             if segment is not None:
@@ -209,19 +232,25 @@ def _ancestry(node: Node) -> list[Node]:
     return nodes
 
 
-def _measure(roots: Sequence[Node]) -> tuple[dict[Node, int], dict[Node, bytes]]:
-    """Of every node: the sampled tokens of the longest path down from it, and a digest of all that lies below it."""
+def _measure(
+    roots: Sequence[Node], kept: Callable[[Sequence[Node]], Sequence[Node]]
+) -> tuple[dict[Node, int], dict[Node, bytes]]:
+    """Of every node: the sampled tokens of the longest path down from it, and a digest of all that lies below it.
+
+    `kept`: those of some nodes that count.
+    """
     downwards = list(roots)
     for node in downwards:  # grows while it is walked, so long conversations need no recursion
-        downwards += node.children
+        downwards += kept(node.children)
     sizes: dict[Node, int] = {}
     digests: dict[Node, bytes] = {}
     for node in reversed(downwards):
-        sizes[node] = len(node.sampled) + max((sizes[child] for child in node.children), default=0)
+        children = kept(node.children)
+        sizes[node] = len(node.sampled) + max((sizes[child] for child in children), default=0)
         hasher = blake2b(repr((node.break_reason, node.spans, len(node.prompt))).encode(), digest_size=16)
         for part in (node.prompt, node.sampled, node.logprobs):
             hasher.update(part)
-        for below in sorted(digests[child] for child in node.children):
+        for below in sorted(digests[child] for child in children):
             hasher.update(below)
         digests[node] = hasher.digest()
     return sizes, digests

@@ -4,6 +4,7 @@
       └──repeated──► listens to the same Answer from its first chunk on
 
     no listener ──► patience_s ──► cancelled, and nothing of it is captured: no agent ever saw it
+    captured, and the listener gone before it got any of it ──► no part of the trajectory, unless a retry gets it
 
 A whole answer is one chunk, a streamed one many; both are replayed byte for byte.
 """
@@ -35,11 +36,16 @@ class AnswerLostError(RollmeshError):
 class Answer:
     """One answer while it is generated, and after. Used on the event loop only."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: str | None = None) -> None:
+        """`call`: the gateway's name of the call that it answers."""
         self.chunks: list[bytes] = []
+        self.call = call
         self.ended = False
         self.error: RollmeshError | None = None
         self.listeners = 0
+        self.delivered = False
+        """Whether a client that listened got it, or the beginning of it."""
+        self._on_delivery: list[Callable[[], object]] = []
         self._staged: list[bytes] = []
         self._waiting: list[asyncio.Future[None]] = []
 
@@ -68,6 +74,20 @@ class Answer:
     def end(self, error: RollmeshError | None = None) -> None:
         self.ended, self.error = True, error
         self._wake()
+
+    def deliver(self) -> None:
+        """A client that listens has got it, or the beginning of it."""
+        self.delivered = True
+        waiting, self._on_delivery = self._on_delivery, []
+        for each in waiting:
+            each()
+
+    def when_delivered(self, then: Callable[[], object]) -> None:
+        """Call `then` once a client gets it; at once where one has."""
+        if self.delivered:
+            then()
+        else:
+            self._on_delivery.append(then)
 
     async def heard(self) -> None:
         """Return once a client listens: only then is the answer captured."""
@@ -142,14 +162,14 @@ class Answers:
 
     def start(self, request_key: RequestKey, produce: Produce) -> Answer:
         """Make a new answer in a task of its own."""
-        answer = Answer()
+        answer = Answer(request_key.call)
         self._index.add(request_key, answer)
         self._tasks[answer] = asyncio.create_task(self._make(answer, produce))
         return answer
 
     def restore(self, request_key: RequestKey, whole: bytes) -> None:
         """Take over an answer that another server gave."""
-        answer = Answer()
+        answer = Answer(request_key.call)
         answer.put(whole)
         answer.end()
         self._index.add(request_key, answer)

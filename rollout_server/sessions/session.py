@@ -5,14 +5,14 @@
       ├──no call for idle_timeout_s | the deadline──► expired
       └──the run concluded | shutdown──► dropped
 
-An answer is captured whole or not at all. What changes a session is written in its group's journal first, and applied by
-`journal.replay`, so that any server can take the session over.
+An answer is captured whole or not at all; it is part of the trajectory if an agent got it, or a part of it. What changes
+a session is written in its group's journal first, and applied by `journal.replay`, so that any server can take it over.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -44,13 +44,27 @@ class CompletionMemory:
     """What a session keeps of its calls beside the captured tokens, to continue conversations and answer retries.
 
     `texts`: captured nodes by the whole text that a completions client saw. `calls`: an answer's id → its nodes.
+    `named`: a gateway's name of a call → the nodes of its answer. `unseen`: nodes that this server gave to nobody; what was
+    given by a server that had the session before, it does not know.
     """
 
     conversations: Conversations[Node] = field(default_factory=Conversations)
     texts: PrefixIndex[Node] = field(default_factory=PrefixIndex)
     said: dict[Node, Said] = field(default_factory=dict)
     calls: dict[str, list[Node]] = field(default_factory=dict)
+    named: dict[str, list[Node]] = field(default_factory=dict)
+    unseen: set[Node] = field(default_factory=set)
     answers: Answers = field(default_factory=Answers)
+
+    def rename(self, call: str, name: str) -> None:
+        """The answer to `call` is given to the call `name` from now on."""
+        if call != name and call in self.named:
+            self.named.setdefault(name, []).extend(self.named.pop(call))
+
+    def sampled_anew(self, call: str | None) -> None:
+        """This call is answered once more because the answer that it had cannot be given again: nobody has seen that."""
+        if call is not None:
+            self.unseen.update(self.named.pop(call, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +197,14 @@ class Session:
         if self.seconds_left() <= 0.0:
             raise SessionExpiredError(f"the deadline of session {self.session_id} has passed", "open another one")
 
+    def leave_out(self, undelivered: Iterable[str]) -> None:
+        """Answers that no agent got are no part of the trajectory: those to the calls `undelivered`, by a gateway's names,
+        and those that this server gave to nobody. Who rewards an answer by its id has seen it."""
+        memory = self.memory
+        unseen = memory.unseen.union(*(memory.named.get(call, ()) for call in undelivered))
+        rewarded = (memory.calls.get(call_id, ()) for call_id in self.rewards.calls)
+        self.capture.leave_out(unseen.difference(*rewarded))
+
     def seconds_left(self) -> float:
         """Until its deadline; infinite without one."""
         limit = self.terms.deadline_s
@@ -247,7 +269,7 @@ class Session:
             reward=self.rewards.total if self.rewards.given else None,
             stream_id=stream_id,
             answers=capture.answers,
-            sampled=capture.sampled,
+            sampled=capture.trained,
             segments=segments,
             metadata=self.terms.metadata,
             ended_at=time.monotonic(),

@@ -18,6 +18,7 @@ from services.gateway.request import SessionIndex
 from services.gateway.retry import Failover
 from services.gateway.router import Router
 from services.gateway.servers import Server, Servers
+from services.gateway.undelivered import Undelivered
 from services.gateway.upstream import Upstream
 from services.http.app import BodyLimit, Stop, make_app
 from services.http.auth import AuthMiddleware, Authorizer
@@ -79,7 +80,7 @@ class GatewayPlan:
 
 
 class Gateway:
-    """Owns a gateway's parts and the task that polls the registry for servers."""
+    """Owns a gateway's parts and the tasks that poll the registry for servers and note calls that were given up."""
 
     def __init__(self, plan: GatewayPlan, stop: Stop) -> None:
         self._plan = plan
@@ -90,7 +91,8 @@ class Gateway:
         self.upstream = Upstream(plan.trust)
         router = Router(self.servers, plan.settings)
         self.failover = Failover(self.servers, router, self.upstream, plan.settings.failover_timeout_s)
-        self.proxy = Proxy(self.failover, router, SessionIndex(redis, plan.run_id))
+        self._undelivered = Undelivered(redis, plan.run_id)
+        self.proxy = Proxy(self.failover, router, SessionIndex(redis, plan.run_id), self._undelivered)
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -104,17 +106,19 @@ class Gateway:
             if plan.url is not None:
                 record = ServiceRecord(name=plan.name, kind="gateway", url=plan.url)
                 await stack.enter_async_context(announced(self._redis, plan.run_id, record))
-            polling = asyncio.create_task(self._poll_servers(), name="polling servers")
+            running = asyncio.create_task(self._run(), name="polling servers, noting calls")
             try:
                 yield
             finally:
-                polling.cancel()
+                running.cancel()
                 with suppress(asyncio.CancelledError):
-                    await polling
+                    await running
 
-    async def _poll_servers(self) -> None:
+    async def _run(self) -> None:
         try:
-            await self.servers.run()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.servers.run())
+                tasks.create_task(self._undelivered.run())
         except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and the process must end
             _log.exception("gateway failed")
             self._stop.fail(RollmeshError(f"the gateway failed ({error!r})", "see its log"))

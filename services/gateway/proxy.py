@@ -18,6 +18,7 @@ from services.gateway.retry import Failover
 from services.gateway.router import Router
 from services.gateway.servers import Server
 from services.gateway.stateless_generate import StatelessCalls
+from services.gateway.undelivered import Undelivered
 from services.gateway.upstream import rest_refused
 from services.wire.errors import RollmeshError
 
@@ -28,20 +29,28 @@ _WHOLE_BYTES = 1 << 20
 class Proxy:
     """Passes one agent's call on and its answer back."""
 
-    def __init__(self, failover: Failover, router: Router, sessions: SessionIndex) -> None:
+    def __init__(self, failover: Failover, router: Router, sessions: SessionIndex, undelivered: Undelivered) -> None:
         self._failover = failover
         self._router = router
         self._sessions = sessions
+        self._undelivered = undelivered
         self._stateless = StatelessCalls(failover)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         agent = DownstreamResponse(send)
         try:
             call = read_call(scope, await _read_body(receive))
-            async with until_hung_up(receive):
-                if call.may_name_nothing and not await self._sessions.holds(call.session_id or ""):
-                    call.session_id = None
-                await (self._stateless.answer(call, agent) if call.is_stateless else self._pass(call, agent))
+            await self._undelivered.check_written(call)
+            try:
+                async with until_hung_up(receive):
+                    if call.may_name_nothing and not await self._sessions.holds(call.session_id or ""):
+                        call.session_id = None
+                    await (self._stateless.answer(call, agent) if call.is_stateless else self._pass(call, agent))
+            except (AgentGoneError, RollmeshError):
+                # What an agent saw a part of stays. Of the rest, nothing is trained: said before the agent can go on.
+                if not agent.passed_on:
+                    await self._undelivered.note(call)
+                raise
         except AgentGoneError:
             return
         except RollmeshError as error:

@@ -59,3 +59,7 @@ class RunKeys:
     def answer(self, group_id: str, call: str) -> str:
         """An answer's bytes, for as long as it may be asked for again."""
         return self._key(f"answer:{group_id}:{call}")
+
+    def undelivered(self, group_id: str) -> str:
+        """Set: names of a group's calls that a gateway gave up before the agent got anything of their answers."""
+        return self._key(f"undelivered:{group_id}")

@@ -10,8 +10,9 @@ Acknowledging does not delete: entries stay until `trim`, so that a trainer can 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import cast
 
 import msgspec
@@ -21,23 +22,29 @@ from redis.exceptions import ResponseError
 from services.policies.length_stats import bucket_of
 from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
+from services.run_store.undelivered import UndeliveredError
 from services.wire.errors import ConcludedError, DrainingError
 from services.wire.trajectory import Trajectory, encode_trajectory
 
 GROUP = "trainer"
 
-# ARGV: owner ('' for anybody); then trajectory id, group id, bucket of its length, length and payload, again and again.
+# KEYS 7 …: of each trajectory the undelivered calls of its group. ARGV: owner ('' for anybody); then trajectory id, group
+# id, bucket of its length, length, payload and the undelivered calls that it is without, again and again.
 # Append, index and account in one step; answer the first id on a repeat.
 _PUBLISH = """
 local concluded = redis.call('HGET', KEYS[3], 'concluded') == '1'
 local ids = {}
-for i = 2, #ARGV, 5 do
+for i = 2, #ARGV, 6 do
   local id = redis.call('HGET', KEYS[2], ARGV[i])
   if not id then
     if ARGV[1] ~= '' and redis.call('HGET', KEYS[5], ARGV[i + 1]) ~= ARGV[1] then
       return redis.error_reply('MOVED ' .. ARGV[i + 1])
     end
     if concluded then return redis.error_reply('CONCLUDED') end
+    local undelivered = redis.call('SMEMBERS', KEYS[7 + (i - 2) / 6])
+    table.sort(undelivered)
+    undelivered = table.concat(undelivered, ',')
+    if undelivered ~= ARGV[i + 5] then return redis.error_reply('UNDELIVERED ' .. ARGV[i + 1] .. ' ' .. undelivered) end
     id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 4])
     redis.call('HSET', KEYS[2], ARGV[i], id)
     redis.call('HINCRBY', KEYS[3], 'published', 1)
@@ -84,30 +91,37 @@ class TrajectoryWriter:
     """A rollout server's end of the stream. `owner`: its incarnation; it may only write of groups that it holds."""
 
     def __init__(self, redis: Redis, run_id: str, owner: str = "") -> None:
-        keys = RunKeys(run_id)
+        self._names = keys = RunKeys(run_id)
         self._keys = [keys.stream, keys.stream_ids, keys.accounts, keys.published_groups, keys.owners, keys.lengths]
         self._owner = owner
         self._publish = redis.register_script(_PUBLISH)
 
-    async def publish(self, trajectories: Sequence[Trajectory]) -> list[str]:
+    async def publish(
+        self, trajectories: Sequence[Trajectory], without: Mapping[str, Collection[str]] = MappingProxyType({})
+    ) -> list[str]:
         """Append all or none; returns their stream ids. A trajectory published before keeps its first id.
 
-        Raises ConcludedError when the run has concluded, DrainingError when a group is another server's now; of several
-        groups, some may then be in the stream.
+        `without`: trajectory id → the undelivered calls of its group, whose answers it does not hold. Raises ConcludedError
+        when the run has concluded, DrainingError when a group is another server's now, UndeliveredError when other calls of
+        a group are noted as undelivered; of several groups, some may then be in the stream.
         """
         arguments: list[str | bytes | int] = [self._owner]
         for trajectory in trajectories:
-            sampled = trajectory.sampled_tokens()
-            arguments += [trajectory.trajectory_id, trajectory.group_id, bucket_of(sampled), sampled]
-            arguments.append(encode_trajectory(trajectory))
+            sampled, group_id = trajectory.sampled_tokens(), trajectory.group_id
+            arguments += [trajectory.trajectory_id, group_id, bucket_of(sampled), sampled]
+            arguments += [encode_trajectory(trajectory), ",".join(sorted(without.get(trajectory.trajectory_id, ())))]
+        notes = [self._names.undelivered(trajectory.group_id) for trajectory in trajectories]
         try:
-            ids = await self._publish(keys=self._keys, args=arguments)
+            ids = await self._publish(keys=[*self._keys, *notes], args=arguments)
         except ResponseError as error:
             if "CONCLUDED" in str(error):
                 raise ConcludedError("the run has concluded", "no more trajectories are taken") from error
             if "MOVED" in str(error):
                 what = f"group {str(error).rpartition(' ')[2]} was taken over by another server"
                 raise DrainingError(what, "send the call again") from error
+            if "UNDELIVERED" in str(error):
+                group_id, calls = str(error).partition("UNDELIVERED ")[2].rsplit(" ", 1)
+                raise UndeliveredError(group_id, frozenset(filter(None, calls.split(",")))) from error
             raise
         return [as_text(stream_id) for stream_id in ids]
 

@@ -1,8 +1,8 @@
 """What becomes of each field of an OpenAI or vLLM (0.32) request that is not served. Pure; one table, in one place.
 
     served          a field of `services.wire.openai_api.ChatCall` or `CompletionCall`
-    ignored         it changes neither the prompt, nor what is sampled, nor the text and numbers of the answer
-    refused         it changes one of them, which nobody can do here; silence would be wrong training data: HTTP 400 by name
+    ignored         it changes neither the prompt nor what is sampled, and of the answer at most which fields it has
+    refused         it changes more, which nobody can do here; silence would be wrong training data: HTTP 400 by name
     of the template refused where the model's chat template heeds it, else without effect (`reasoning_effort`)
 
 A value that means the same as leaving the field out is never refused. Fields that stand in neither table are unknown, also

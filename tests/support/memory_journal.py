@@ -33,6 +33,7 @@ class MemoryJournal:
         *,
         partial: str | None = None,
         answer: tuple[str, bytes] | None = None,
+        call: str | None = None,
     ) -> T:
         self.written.append(encode_record(record))
         if partial is not None:
@@ -43,6 +44,9 @@ class MemoryJournal:
 
     async def add_partial(self, group_id: str, partial: str, part: PartialHead | PartialPart) -> None:
         self.partials.setdefault(partial, []).append(encode_record(part))
+
+    async def give_again(self, group_id: str, call: str) -> None:
+        """Nothing was noted."""
 
     def partial_key(self, session_id: str, call: str) -> str:
         return f"{session_id}/{call}"

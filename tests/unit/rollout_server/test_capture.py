@@ -261,3 +261,44 @@ def test_an_answer_that_contradicts_itself_is_refused_whole(
         capture.record(capture.tip, [3], token_ids, logprobs, spans, PLAIN)
     assert capture.context == [3, 4]
     check_trajectory(as_trajectory(capture.segments(), capture.samplings))
+
+
+@given(trees, st.sets(st.integers(0, 7)))
+def test_what_nobody_saw_is_left_out_unless_something_that_was_seen_follows_it(
+    branches: list[tuple[int, Sampled]], unseen: set[int]
+) -> None:
+    capture, nodes = grow(branches, list(range(len(branches))))
+    whole = capture.layout().segments
+    capture.leave_out([nodes[number] for number in unseen if number in nodes])
+    layout = capture.layout()
+    segments = layout.segments
+    check_trajectory(as_trajectory(segments, capture.samplings))
+    kept = {number for number, node in nodes.items() if node not in capture.left_out}
+    for number, (extends, _) in enumerate(branches):
+        if number not in unseen:
+            assert number in kept
+        elif number in kept:  # somebody saw what came of it
+            assert any(child in kept for child, (parent, _) in enumerate(branches) if parent == number < child)
+        if number in kept and extends < number:
+            assert extends in kept
+    assert capture.trained == sum(len(branches[number][1].token_ids) for number in kept)
+    assert sum(sum(unpack_mask(segment.loss_mask).tolist()) for segment in segments) == capture.trained
+    assert capture.answers == len(kept)
+    assert set(layout.positions) >= {nodes[number] for number in kept if branches[number][1].token_ids}
+    # It is as if they had never been; and nothing is forgotten.
+    alone, _ = grow_some(branches, sorted(kept))
+    assert [rows(each, capture.samplings) for each in segments] == [
+        rows(each, alone.samplings) for each in alone.segments()
+    ]
+    capture.leave_out(())
+    assert capture.segments() == whole
+
+
+def grow_some(branches: list[tuple[int, Sampled]], numbers: list[int]) -> tuple[Capture, dict[int, Node]]:
+    """Record these answers alone."""
+    place = {number: index for index, number in enumerate(numbers)}
+    chosen = [
+        (place[branches[number][0]] if branches[number][0] < number else index, branches[number][1])
+        for index, number in enumerate(numbers)
+    ]
+    return grow(chosen, list(range(len(chosen))))
