@@ -28,6 +28,10 @@ class FlakyProxy:
     def fail(self, *failures: Failure) -> None:
         self._failures += failures
 
+    def heal(self) -> None:
+        """The next connections do not fail any more."""
+        self._failures.clear()
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         failure = self._failures.pop(0) if self._failures else None

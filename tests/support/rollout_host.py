@@ -92,17 +92,18 @@ async def hosting(
     tls: Tls = PLAIN,
     tracing: Tracing = NO_TRACING,
     stop: Stop | None = None,
+    announced_url: str | None = None,
 ) -> AsyncIterator[Host]:
     """Serve `engine` until the block ends; the block starts when the server says that it is ready.
 
-    `stop`: given, it says why a server ended that never was ready.
+    `stop`: given, it says why a server ended that never was ready. `announced_url`: where gateways find it, if not there.
     """
     listener = open_port("127.0.0.1", port)
     url = f"{tls.scheme}://127.0.0.1:{listener.getsockname()[1]}"
     plan = ServerPlan(
         run_id=run_id,
         server_id=server_id,
-        url=url,
+        url=announced_url or url,
         redis_url=redis_url,
         model=model,
         settings=settings or RunSettings(),

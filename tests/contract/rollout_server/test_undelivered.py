@@ -23,6 +23,9 @@ from services.run_store.undelivered import UndeliveredCalls
 from services.wire.packed import unpack_mask, unpack_tokens
 from services.wire.rollout_api import SamplingLimits
 from services.wire.vllm_api import GenerateCall
+from tests.conftest import free_port
+from tests.support.flaky_proxy import flaky_proxy
+from tests.support.gateway_host import gateway
 from tests.support.memory_journal import MemoryJournal
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
@@ -186,6 +189,43 @@ async def test_a_turn_of_a_group_that_was_given_up_is_left_out(talk: Talk) -> No
         (segment,) = trajectory.segments
         found.append(unpack_tokens(segment.token_ids)[unpack_mask(segment.loss_mask) == 1].tolist())
     assert found == first
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_tokens_behind_a_504_are_trained_only_if_a_retry_gets_them(
+    redis_url: str, run_id: str, chat_policy: Path, comes_back: bool
+) -> None:
+    """The server has sent its answer and knows no better; on the way to the gateway it is lost, try for try."""
+    engine, port = ScriptedEngine(answer_length=6, max_model_len=2048), free_port()
+    async with AsyncExitStack() as stack:
+        proxy = await stack.enter_async_context(flaky_proxy(f"http://127.0.0.1:{port}"))
+        server = hosting(
+            engine, redis_url=redis_url, run_id=run_id, model=chat_policy, port=port, announced_url=proxy.url
+        )
+        host = await stack.enter_async_context(server)
+        front = await stack.enter_async_context(gateway(redis_url, run_id, failover_timeout_s=0.3))
+        await front.until_known(s0="serving")
+        session = f"/sessions/{(await host.http.post('/sessions', json={})).json()['session_id']}"
+        path, hello = f"{session}/v1/chat/completions", {"role": "user", "content": "hello"}
+        body: dict[str, Any] = {"messages": [hello], "return_token_ids": True}
+        first = (await host.http.post(path, json=body)).json()["choices"][0]
+        body["messages"] = [hello, first["message"], {"role": "user", "content": "and?"}]
+        proxy.fail(*["lose"] * 1000)  # type: ignore[list-item]
+        lost = await front.http.post(path, json=body)
+        assert (lost.status_code, lost.json()["error"]["code"]) == (504, "deadline")
+        assert len(engine.requests) == 2, "the answer was sampled once, however often it was lost"
+        proxy.heal()
+        seen = first["token_ids"]
+        if comes_back:
+            again = await front.http.post(path, json=body, headers={"x-stainless-retry-count": "1"})
+            assert again.status_code == 200
+            seen = seen + again.json()["choices"][0]["token_ids"]
+        finished = await front.http.post(f"{session}/finish", json={"reward": 1.0})
+        assert (finished.status_code, finished.json()["sampled_tokens"]) == (200, len(seen))
+        (trajectory,) = await host.published()
+        (segment,) = trajectory.segments
+        assert unpack_tokens(segment.token_ids)[unpack_mask(segment.loss_mask) == 1].tolist() == seen
+        assert len(engine.requests) == 2
 
 
 class HeldJournal(MemoryJournal):
