@@ -237,7 +237,8 @@ class Journal:
                 item.position = self._lengths[item.group_id] + ahead.get(item.group_id, 0)
                 ahead[item.group_id] = ahead.get(item.group_id, 0) + 1
             keys += [self._keys.journal(item.group_id), item.partial, item.answer_key]
-            keys.append(self._keys.undelivered(item.group_id))
+            # Only an answer to a named call has one: a part of it, written for every chunk, names no key of its own.
+            keys.append(self._keys.undelivered(item.group_id) if item.call else item.answer_key)
             args += [item.group_id, item.position, item.payload, "1" if item.part else "", item.answer, item.call]
         try:
             answers = await self._write(keys=keys, args=[*args, KEEP_PARTIAL_S, KEEP_ANSWER_S])

@@ -168,6 +168,8 @@ async def test_a_stream_that_broke_off_goes_on_from_its_exact_tokens(pair: Pair,
     assert b"[DONE]" not in seen and b'"error"' not in seen
     rest = await pair.second.http.post(path, json=body, headers=name(1))
     assert rest.content.startswith(seen)
+    # The prompt's tokens came in each choice's first chunk, and the server that went on says so byte for byte.
+    assert seen.count(b"prompt_token_ids") == rest.content.count(b"prompt_token_ids") == n
     reference = await say(pair.second, unbroken, 9, "tell me", n=n)
     assert _streamed(rest.content, n) == [choice["token_ids"] for choice in reference.json()["choices"]]
     request = pair.engines[1].requests[0]
