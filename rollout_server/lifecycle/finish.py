@@ -119,6 +119,8 @@ class Finisher:
                     ids = await self._publisher.publish(
                         group.group_id, trajectories, closes=closes, without=undelivered
                     )
+                    if left_out := sum(len(session.capture.left_out) for session in sessions):
+                        _log.info("answers that no agent got are not trained", group=group.group_id, answers=left_out)
                     return trajectories, ids
                 except UndeliveredError as noted:
                     undelivered = noted.calls

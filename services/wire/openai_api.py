@@ -62,6 +62,8 @@ class ChatMessage(Lenient):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, as newer versions of vLLM call it."""
 
 
 class StreamOptions(Lenient):

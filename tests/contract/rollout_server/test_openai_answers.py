@@ -134,6 +134,16 @@ async def test_chat_logprobs_are_the_likeliest_ones_and_the_sampled_token_has_it
         assert all([other["logprob"] for other in entry["top_logprobs"]] == expected for entry in entries)
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_reasoning_that_a_client_sends_is_rendered_by_either_name(
+    host: Host, engine: TellingEngine, name: str
+) -> None:
+    said = {"role": "assistant", "content": "4", name: "two and two"}
+    body = {"messages": [*HELLO["messages"], said, {"role": "user", "content": "sure?"}]}
+    assert (await host.http.post(f"{await path_of(host)}/chat/completions", json=body)).status_code == 200
+    assert "two and two" in chat_tokenizer().decode(engine.sampled[0].prompt)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_fields_that_are_not_served_are_refused_by_name_and_nothing_is_sampled(
     host: Host, engine: TellingEngine, stream: bool
