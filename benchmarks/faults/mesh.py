@@ -112,8 +112,7 @@ async def mesh_under_faults(
     scratch: Path, *, seed: int, steps: int, servers: int, redis_url: str | None = None
 ) -> AsyncIterator[MeshUnderFaults]:
     """A run under default settings, in a folder of its own, for the time of the block."""
-    scratch.mkdir()
-    folder = scratch / "run"
+    folder = _new_folder(scratch) / "run"
     command = [*PYTHON, "services", "up", "--plain", "--engine", "torch", "--servers", str(servers)]
     command += ["--seed", str(seed), "--steps", str(steps), "--run-dir", str(folder)]
     command += [f"warm_start.cache_dir={scratch.parent / 'warm-starts'}"]
@@ -122,6 +121,11 @@ async def mesh_under_faults(
     # Lines as JSON objects: the start of a service is read off their times.
     async with running("up", command, scratch, environment={"ROLLMESH_LOG_JSON": "1"}) as child:
         yield MeshUnderFaults(child, folder)
+
+
+def _new_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
 
 
 class _LogLine(msgspec.Struct, frozen=True):
@@ -187,8 +191,7 @@ class RedisLink:
 @asynccontextmanager
 async def redis_behind_link(folder: Path) -> AsyncIterator[tuple[str, RedisLink]]:
     """A Valkey as `rollmesh up` starts it, and the link through which alone it is reached: the link's URL, and the link."""
-    folder.mkdir()
-    plan = ValkeyPlan(data_dir=folder, port=free_port())
+    plan = ValkeyPlan(data_dir=_new_folder(folder), port=free_port())
     link = RedisLink(plan.port)
     async with running("valkey", plan.command(), folder):
         server = await asyncio.start_server(link.serve, LOOPBACK, 0)

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.faults.gaps import excesses, median_gap
 from benchmarks.faults.mesh import MeshUnderFaults, RedisLink, logged_at, mesh_under_faults, redis_behind_link
-from benchmarks.harness.command import Say, progress, run_measurement, show
+from benchmarks.harness.command import Say, run_measurement, show
 from benchmarks.harness.processes import versions
 from benchmarks.harness.timing import percentile
 from services.supervisor.summary import Summary
@@ -234,4 +234,3 @@ def _table(bench: FaultsBench) -> Table:
         f"{name} {number}" for name, number in bench.versions.items()
     )
     return table
-
