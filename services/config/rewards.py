@@ -13,7 +13,7 @@ from services.config.base import Section
 ComponentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-_OF_FUNCTIONS = ("workers", "time_limit_s", "memory_mib", "network", "processes")
+_OF_FUNCTIONS = ("workers", "time_limit_s", "memory_mib", "network", "processes", "readable")
 
 
 class ModelScoring(Section):
@@ -59,6 +59,7 @@ class RewardComponent(Section):
     memory_mib: int = Field(default=1024, ge=64, description="function: address space of a call")
     network: bool = Field(default=False, description="function: it may open connections")
     processes: bool = Field(default=False, description="function: it may start processes, which end with its call")
+    readable: list[Path] = Field(default=[], description="function: files and folders that a call may read, too")
 
     @model_validator(mode="after")
     def _one_kind(self) -> RewardComponent:
@@ -77,6 +78,9 @@ class RewardSettings(Section):
     enabled: bool = Field(default=False, description="Whether `rollmesh up` starts the service")
     combine: Literal["sum", "product"] = Field(default="sum", description="Σ weight·component, or Π component^weight")
     components: list[RewardComponent] = Field(default=[], description="`[[rewards.components]]`, one each")
+    not_confined: Literal["refuse", "warn"] = Field(
+        default="refuse", description="What happens where this machine cannot enforce all limits of a function"
+    )
     max_waiting: int = Field(default=1024, ge=1, description="Samples that may wait for a component")
     max_body_mib: int = Field(default=8, ge=1, description="Largest request body")
 

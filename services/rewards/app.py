@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
+from pathlib import Path
 
 import structlog
 from fastapi import APIRouter, FastAPI
@@ -35,10 +36,14 @@ def make_rewards_app(
     keys: Keys = NO_KEYS,
     trust: Trust = PUBLIC,
     tracing: Tracing = NO_TRACING,
+    hidden: Sequence[Path] = (),
 ) -> FastAPI:
-    """The application. A component that cannot be started ends it, through `stop`. `trust`: for reward models."""
+    """The application. A component that cannot be started ends it, through `stop`.
+
+    `trust`: for reward models. `hidden`: where this service's keys lie, for no function to read.
+    """
     metrics, authorizer = Metrics(), Authorizer(keys)
-    judge = Judge(settings, RewardMetrics(metrics), trust)
+    judge = Judge(settings, RewardMetrics(metrics), trust, hidden)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -57,6 +57,9 @@ def rewards(
     if run_id is not None:
         structlog.contextvars.bind_contextvars(run=run_id)
     stop = Stop()
-    judging = make_rewards_app(settings, stop, keys=context.keys, trust=outside, tracing=context.tracing)
+    secrets = [each for each in (keys_dir, key_file, tls_dir) if each is not None]
+    judging = make_rewards_app(
+        settings, stop, keys=context.keys, trust=outside, tracing=context.tracing, hidden=secrets
+    )
     with context.tracing:
         serve(judging, host, port, listener=listener, stop=stop, identity=context.tls.identity)

@@ -7,8 +7,9 @@ judge ──► a component is full ──► CapacityError: nothing was begun
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import structlog
 
@@ -29,8 +30,13 @@ RETRY_AFTER_S = 1.0
 class Judge:
     """All components of one service. `run` keeps them going; `judge` may be called once `not_ready` is empty."""
 
-    def __init__(self, settings: RewardSettings, metrics: RewardMetrics, trust: Trust = PUBLIC) -> None:
+    def __init__(
+        self, settings: RewardSettings, metrics: RewardMetrics, trust: Trust = PUBLIC, hidden: Sequence[Path] = ()
+    ) -> None:
+        """`hidden`: where this service's keys lie, for no function to read."""
         self._settings, self._trust = settings, trust
+        models = (each.model for each in settings.components)
+        self._hidden = [*hidden, *(model.key_file for model in models if model is not None and model.key_file)]
         self._metrics = metrics
         self._terms = [rewards.Term(each.name, each.weight, each.substitute) for each in settings.components]
         self._scorers: Mapping[str, Scorer] = {each.name: self._make(each) for each in settings.components}
@@ -40,7 +46,8 @@ class Judge:
         waiting = self._settings.max_waiting
         if component.model is not None:
             return ModelScorer(component, waiting, partial(self._metrics.batch_sent, component.name), self._trust)
-        return FunctionScorer(component, waiting)
+        must_hold = self._settings.not_confined == "refuse"
+        return FunctionScorer(component, waiting, hidden=self._hidden, must_hold=must_hold)
 
     @property
     def formula(self) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -16,7 +18,7 @@ from services.config.rewards import RewardComponent
 from services.policies.backoff import growing_delay
 from services.policies.rewards import Failure
 from services.rewards.component import Score, settle
-from services.rewards.sandbox.protocol import Failed, Limits, Outcome, Sample
+from services.rewards.sandbox.protocol import Failed, Files, Limits, Outcome, Sample
 from services.rewards.sandbox.worker_handle import WorkerLostError, WorkerProcess, lost
 from services.wire.errors import RollmeshError
 
@@ -26,9 +28,14 @@ _LONGEST_PAUSE_S = 10.0
 
 
 class FunctionScorer:
-    """Scores by one function, in `component.workers` processes."""
+    """Scores by one function, in `component.workers` processes.
 
-    def __init__(self, component: RewardComponent, max_waiting: int) -> None:
+    `hidden`: keys, which no call may read. `must_hold`: it does not start where a limit cannot be enforced.
+    """
+
+    def __init__(
+        self, component: RewardComponent, max_waiting: int, *, hidden: Sequence[Path] = (), must_hold: bool = True
+    ) -> None:
         assert component.function is not None
         self._name, self._function = component.name, component.function
         self._workers = component.workers
@@ -38,6 +45,12 @@ class FunctionScorer:
             network=component.network,
             processes=component.processes,
         )
+        self._files = Files(
+            folder=str(Path.cwd()),
+            readable=[str(each.absolute()) for each in component.readable],
+            hidden=[str(each.absolute()) for each in hidden],
+        )
+        self._must_hold = must_hold
         self._max_waiting = max_waiting
         self._waiting: deque[tuple[Sample, asyncio.Future[Score]]] = deque()
         self._some_wait = asyncio.Event()
@@ -72,7 +85,7 @@ class FunctionScorer:
         failures = 0
         while True:
             try:
-                worker = await WorkerProcess.start(self._function, self._limits)
+                worker = await WorkerProcess.start(self._function, self._limits, self._files, must_hold=self._must_hold)
             except RollmeshError as error:
                 if not self._ever_alive:
                     raise
@@ -81,10 +94,11 @@ class FunctionScorer:
                 _log.error("reward worker does not start", component=self._name, why=str(error))
                 await asyncio.sleep(growing_delay(failures, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
                 continue
-            if worker.not_confined and not self._ever_alive:
-                _log.warning(
-                    "reward function not held to all limits", component=self._name, missing=worker.not_confined
-                )
+            if not self._ever_alive:
+                _log.info("reward function confined", component=self._name, held_by=worker.held_by)
+                if worker.not_confined:
+                    missing = worker.not_confined
+                    _log.warning("reward function not held to all limits", component=self._name, missing=missing)
             failures, self._ever_alive, self._trouble = 0, True, None
             self.not_confined = worker.not_confined
             try:

@@ -1,79 +1,233 @@
-"""Sandbox limits of a reward worker and of each of its calls (rlimits, namespaces, seccomp).
+"""How a worker and each of its calls are held: what this kernel offers, what is then not sure, and the order of it all.
 
-    worker, before the user's module is imported   memory, size of files, no core, no network
-    call, in its forked child                      processor time, a process namespace that ends with it and in which it
-                                                   cannot name others, no further process, death with its worker
+    service ──► worker: tries the means ──► own namespaces: ──fork──► process 1 of them: imports the function
+                     │                                                     └──► own file system, no capabilities, filter
+                     └─► no namespaces (a container): imports the function ──► no capabilities, filter, Landlock's rules
 
-Memory is address space (RLIMIT_AS): the only bound that holds without a cgroup. Files are not hidden: run the service as
-a user who can read what functions need, and write nothing of worth.
+    a call   namespaces: one fork, process 1 of a PID namespace of its own: all that it starts ends with it
+             both:       limits, no capabilities, not to be looked into, filter; Landlock where there is no namespace
+
+Memory is address space (RLIMIT_AS), which counts all memory that a filtered process can have but for kernel buffers and
+scratch files; of several processes together it is looked at (`usage`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import math
 import os
-import platform
 import resource
 import signal
-import struct
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from services.rewards.sandbox.protocol import Limits
+from services.rewards.sandbox import kernel
+from services.rewards.sandbox.files import View, view_of, wanted_by_python
+from services.rewards.sandbox.landlock import FileRules
+from services.rewards.sandbox.mounts import SCRATCH, OwnFiles, enter_view, separate_mounts
+from services.rewards.sandbox.protocol import Files, Limits
+from services.rewards.sandbox.syscall_filter import CallRules, call_program, worker_program
+from services.rewards.sandbox.usage import MOST_THREADS, Usage
 
-MOST_PROCESSES = 301
-"""In a call that may start processes; the kernel takes no smaller bound for a process namespace."""
 _FILE_BYTES = 64 << 20
-_OPEN_FILES = 1024
-_SIGNALLED = 128
+_OPEN_FILES_OF_WORKER, _OPEN_FILES_OF_CALL = 1024, 256
+_QUEUED_SIGNALS = 256
+_OWN_PID_MAX = (6, 14)
+"""The kernel from which on a PID namespace has a bound of its own; before, a write there is the machine's."""
 
 
-def confine_worker(limits: Limits) -> list[str]:
-    """Hold this process, for good, to what all its calls share. Returns in words what cannot be enforced here."""
-    die_with_parent()
-    missing = []
-    filtered, apart = can_filter(), leave_namespaces(network=not limits.network)
-    if not limits.network and not filtered and not apart:
-        missing.append("no network: user namespaces are refused, and system calls cannot be filtered on this machine")
-    if not limits.processes and not filtered:
-        missing.append("no processes: system calls cannot be filtered on this machine")
-    if not apart:
-        missing.append("a call can signal this user's other processes: user namespaces are refused")
+@dataclass(frozen=True)
+class Means:
+    """What this kernel lets this user have. `landlock`: the version of its interface, 0 for none."""
+
+    filters: bool
+    namespaces: bool
+    landlock: int
+
+    def __str__(self) -> str:
+        files = f"Landlock {self.landlock}" if self.landlock else "nothing else"
+        return f"{'filters' if self.filters else 'no filters'}, {'namespaces' if self.namespaces else files}"
+
+
+def not_sure(limits: Limits, means: Means) -> list[str]:
+    """In words, what calls with `limits` cannot be held to by `means`. Pure."""
+    lacking = []
+    if not means.filters:
+        lacking.append("kernel interfaces, processes, memory: system calls cannot be filtered on this machine")
+    if not means.namespaces:
+        if not means.landlock:
+            lacking.append("files: user namespaces are refused here, and this kernel has no Landlock")
         if limits.processes:
-            missing.append("processes are not counted, and can outlive a call: user namespaces are refused")
-    _bound(resource.RLIMIT_AS, limits.memory_mib << 20)
-    _bound(resource.RLIMIT_CORE, 0)
-    _bound(resource.RLIMIT_FSIZE, _FILE_BYTES)
-    _bound(resource.RLIMIT_NOFILE, _OPEN_FILES)
-    return missing
+            lacking.append("processes can outlive their call, and signal others: user namespaces are refused here")
+    return lacking
 
 
-def confine_call(limits: Limits) -> None:
-    """Hold this child to its call's limits.
+def try_means(limits: Limits, files: Files) -> Means:
+    """Each is tried in a child, as the worker will have it."""
+    if not kernel.is_known_machine():
+        return Means(filters=False, namespaces=False, landlock=0)
 
-    Where a process namespace can be had it returns in a descendant of this process, which then ends as that one does.
-    """
-    die_with_parent()
-    seconds = math.ceil(limits.time_s) + 1
-    _bound(resource.RLIMIT_CPU, seconds)
-    if begin_process_namespace():
+    def namespaces() -> None:
+        _enter_namespaces(limits)
         _go_on_in_child()
-        if limits.processes:
-            _few_processes()
-        # The first process of a namespace is deaf to signals from inside: the function must not be it.
-        _go_on_in_child()
-    filter_calls(deny_processes=not limits.processes, deny_network=not limits.network)
+        separate_mounts()
+        enter_view(_view(files))
+        inner = kernel.fork_into_new_pid_namespace(_own_pid_namespace())
+        if inner == 0:
+            os._exit(0)
+        os.waitpid(inner, 0)
+
+    return Means(
+        filters=_succeeds(lambda: kernel.install_filter(worker_program())),
+        namespaces=_succeeds(namespaces),
+        landlock=kernel.landlock_version(),
+    )
 
 
-def _few_processes() -> None:
-    # Not everywhere: the one since Linux 6.14 where /proc is writable, the other for anybody but root.
+def _succeeds(trial: Callable[[], None]) -> bool:
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with contextlib.suppress(BaseException):
+        trial()
+        os._exit(0)
+    os._exit(1)
+
+
+class Confinement:
+    """Of a worker: `begin`, import, `close_off`; and of each call: `fork`, `confine_call`, `filter_call`, `after_call`."""
+
+    def __init__(self, limits: Limits, files: Files, means: Means) -> None:
+        self._limits, self._files, self._means = limits, files, means
+        self._own_files: OwnFiles | None = None
+        self._own_namespace = -1
+        self._rules: FileRules | None = None
+        self._worker = 0
+
+    def begin(self) -> None:
+        """Before the function's module is imported. With namespaces it returns in a child, as which this process ends."""
+        kernel.die_with_parent()
+        if self._means.namespaces:
+            _enter_namespaces(self._limits)
+            _go_on_in_child()
+            separate_mounts()
+            # What is imported finds itself in /proc by the number that it has here.
+            with contextlib.suppress(OSError):
+                kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+        self._worker = os.getpid()
+        _bound(resource.RLIMIT_AS, self._limits.memory_mib << 20)
+        _bound(resource.RLIMIT_CORE, 0)
+        _bound(resource.RLIMIT_FSIZE, _FILE_BYTES)
+        _bound(resource.RLIMIT_NOFILE, _OPEN_FILES_OF_WORKER)
+
+    def close_off(self) -> None:
+        """After the import. Raises OSError, UsageError where a means fails that could be had a moment ago."""
+        if not kernel.is_known_machine():
+            return
+        view = _view(self._files)
+        if self._means.namespaces:
+            self._own_namespace = _own_pid_namespace()
+            self._own_files = enter_view(view)
+            _enter_folder(self._files.folder)
+        elif self._means.landlock:
+            self._rules = FileRules(view, self._means.landlock, execute=self._limits.processes)
+        kernel.set_dumpable(False)
+        kept = (kernel.CAP_SYS_ADMIN, kernel.CAP_SYS_RESOURCE) if self._means.namespaces else ()
+        kernel.keep_capabilities(*kept)
+        if self._means.filters:
+            kernel.install_filter(worker_program())
+
+    def fork(self) -> int:
+        """Like `os.fork`, for a call."""
+        if self._own_files is None:
+            return os.fork()
+        return kernel.fork_into_new_pid_namespace(self._own_namespace)
+
+    def usage_of(self, call: int) -> Usage:
+        return Usage(call, self._limits.memory_mib, whole_namespace=self._own_files is not None)
+
+    def confine_call(self) -> None:
+        """Hold this process, a call's, to all but the filter."""
+        if not kernel.is_known_machine():
+            return
+        seconds = math.ceil(self._limits.time_s) + 1
+        _bound(resource.RLIMIT_CPU, seconds)
+        _bound(resource.RLIMIT_NOFILE, _OPEN_FILES_OF_CALL)
+        _bound(resource.RLIMIT_SIGPENDING, _QUEUED_SIGNALS)
+        _bound(resource.RLIMIT_MSGQUEUE, 0)
+        if self._own_files is not None:
+            _few_processes(self._own_files.proc)
+            _scratch_is_temporary()
+        else:
+            self._die_with_worker()
+        if self._rules is not None:
+            self._rules.restrict()
+        kernel.keep_capabilities()
+        # Several processes of one call share pages, which only who may look into them can tell.
+        kernel.set_dumpable(self._own_files is not None and self._limits.processes)
+
+    def filter_call(self) -> None:
+        """The last thing before the function is called."""
+        if self._means.filters:
+            rules = CallRules(self._limits.processes, self._limits.network, alone=self._own_files is not None)
+            kernel.install_filter(call_program(rules, os.getpid()))
+
+    def after_call(self) -> None:
+        """When no process of a call is left."""
+        if self._own_files is not None:
+            self._own_files.scratch.renew()
+
+    def _die_with_worker(self) -> None:
+        kernel.die_with_parent()
+        if os.getppid() != self._worker:
+            os._exit(1)
+
+
+def _enter_namespaces(limits: Limits) -> None:
+    network = 0 if limits.network else kernel.NEWNET
+    kernel.unshare(kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWIPC | kernel.NEWUTS | network)
+
+
+def _view(files: Files) -> View:
+    wanted = [*wanted_by_python(files.folder), *(Path(each) for each in files.readable)]
+    return view_of(wanted, [Path(each) for each in files.hidden])
+
+
+def _own_pid_namespace() -> int:
+    return os.open("/proc/self/ns/pid", os.O_RDONLY)
+
+
+def _enter_folder(folder: str) -> None:
+    # Not there where it is `/` or holds nothing that may be read.
     with contextlib.suppress(OSError):
-        Path("/proc/sys/kernel/pid_max").write_text(str(MOST_PROCESSES), encoding="ascii")
-    _bound(resource.RLIMIT_NPROC, MOST_PROCESSES)
+        os.chdir(folder)
+
+
+def _few_processes(proc: int) -> None:
+    # The one since Linux 6.14, the other for anybody but root.
+    if _kernel_version() >= _OWN_PID_MAX:
+        with contextlib.suppress(OSError):
+            descriptor = os.open("sys/kernel/pid_max", os.O_WRONLY, dir_fd=proc)
+            try:
+                os.write(descriptor, str(MOST_THREADS).encode())
+            finally:
+                os.close(descriptor)
+    _bound(resource.RLIMIT_NPROC, MOST_THREADS)
+
+
+def _kernel_version() -> tuple[int, ...]:
+    major, minor, *_ = os.uname().release.split(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+
+
+def _scratch_is_temporary() -> None:
+    os.environ["TMPDIR"] = str(SCRATCH)
+    # Where the module has asked for it already.
+    if (tempfile := sys.modules.get("tempfile")) is not None:
+        vars(tempfile)["tempdir"] = None
 
 
 def _go_on_in_child() -> None:
@@ -82,9 +236,9 @@ def _go_on_in_child() -> None:
     child = os.fork()
     if child:
         os.close(watching)
-        _mirror(child)
+        _mirror(child, held)
     os.close(held)
-    die_with_parent()
+    kernel.die_with_parent()
     os.set_blocking(watching, False)
     try:
         os.read(watching, 1)
@@ -93,26 +247,24 @@ def _go_on_in_child() -> None:
         os.close(watching)
 
 
-def _mirror(child: int) -> NoReturn:
-    # The pipe end that tells the child of this process's life stays open until here.
+def _mirror(child: int, held: int) -> NoReturn:
+    # The pipe end that tells the child of this process's life stays open until here; the service's lines do not.
+    os.closerange(0, held)
+    os.closerange(held + 1, _OPEN_FILES_OF_WORKER)
+    kernel.set_dumpable(False)
+    kernel.keep_capabilities()
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    os._exit(code if code >= 0 else _SIGNALLED - code)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def describe_end(exit_code: int) -> str:
     """How a call's process ended that has said nothing; `exit_code` as `os.waitstatus_to_exitcode` gives it."""
     if exit_code == 0:
         return "it ended without an outcome that can be read"
-    number = -exit_code if exit_code < 0 else exit_code - _SIGNALLED
     with contextlib.suppress(ValueError):
-        return f"it was ended by {signal.Signals(number).name}"
+        return f"it was ended by {signal.Signals(-exit_code).name}"
     return f"it ended by itself with exit code {exit_code}"
-
-
-def ran_out_of_time(exit_code: int) -> bool:
-    """Whether the kernel ended a process for its processor time."""
-    return exit_code in (-signal.SIGXCPU, _SIGNALLED + signal.SIGXCPU)
 
 
 def _bound(what: int, most: int) -> None:
@@ -120,124 +272,3 @@ def _bound(what: int, most: int) -> None:
     _, hard = resource.getrlimit(what)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(what, (most, most))
-
-
-# Linux calls that Python's standard library lacks: namespaces, a parent-death signal, a seccomp filter.
-#
-# The filter is a classic BPF program (linux/filter.h, linux/seccomp.h) of a few instructions, for x86-64 and ARM64:
-#
-#     another architecture's call     ──► killed
-#     fork, vfork, clone of a process ──► EPERM          clone of a thread ──► allowed
-#     clone3                          ──► ENOSYS: the C library then calls clone, whose flags can be seen
-#     socket of another family        ──► EPERM          io_uring_setup    ──► EPERM: it could do both unseen
-
-_NEWUSER, _NEWPID, _NEWNET, _NEWIPC = 0x10000000, 0x20000000, 0x40000000, 0x08000000
-_SET_PDEATHSIG, _SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER_MODE = 1, 38, 22, 2
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
-_CLONE_THREAD, _AF_UNIX = 0x00010000, 1
-_X32 = 0x40000000
-# Audit architecture, then the numbers of clone, socket, and of fork and vfork where they exist.
-_MACHINES = {"x86_64": (0xC000003E, 56, 41, (57, 58)), "aarch64": (0xC00000B7, 220, 198, ())}
-_CLONE3, _IO_URING_SETUP = 435, 425
-
-
-def leave_namespaces(*, network: bool) -> bool:
-    """Leave the user's and the IPC namespace for empty ones, the network's too with `network`. For one thread only.
-
-    Who this process is stays the same. False where the kernel refuses; then nothing has changed.
-    """
-    if sys.platform != "linux":
-        return False
-    user, group = os.geteuid(), os.getegid()
-    if _libc().unshare(_NEWUSER | _NEWIPC | (_NEWNET if network else 0)) != 0:
-        return False
-    for file, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        descriptor = os.open(f"/proc/self/{file}", os.O_WRONLY)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
-    return True
-
-
-def begin_process_namespace() -> bool:
-    """Have the next child be the first process of a namespace, with whose end all others in it are killed."""
-    return sys.platform == "linux" and bool(_libc().unshare(_NEWPID) == 0)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends. A parent that has ended already is not noticed."""
-    if sys.platform == "linux":
-        _libc().prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def can_filter() -> bool:
-    """Whether the filter below can be had on this machine, tried in a child."""
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if filter_calls(deny_processes=True, deny_network=True) else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def filter_calls(*, deny_processes: bool, deny_network: bool) -> bool:
-    """Refuse this process, for good, to start others, or to open sockets other than local ones. False: cannot be."""
-    if sys.platform != "linux" or platform.machine() not in _MACHINES:
-        return False
-    architecture, clone, socket, forks = _MACHINES[platform.machine()]
-    program = [
-        _instruction(_LOAD, _ARCHITECTURE),
-        _instruction(_EQUAL, architecture, 1, 0),
-        _instruction(_RETURN, _KILL),
-        _instruction(_LOAD, _NUMBER),
-    ]
-    if forks:
-        program += [_instruction(_AT_LEAST, _X32, 0, 1), _instruction(_RETURN, _KILL)]
-    program += _refuse(_IO_URING_SETUP, errno.EPERM)
-    if deny_processes:
-        for number in forks:
-            program += _refuse(number, errno.EPERM)
-        program += [*_refuse(_CLONE3, errno.ENOSYS), *_refuse_unless(clone, _ANY_BIT, _CLONE_THREAD)]
-    if deny_network:
-        program += _refuse_unless(socket, _EQUAL, _AF_UNIX)
-    program.append(_instruction(_RETURN, _ALLOW))
-    return _install(b"".join(program))
-
-
-def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """`struct sock_filter`; the jumps count instructions to pass over."""
-    return struct.pack("=HBBI", code, if_true, if_false, value)
-
-
-def _refuse(number: int, error: int) -> list[bytes]:
-    return [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, _ERRNO | error)]
-
-
-def _refuse_unless(number: int, test: int, value: int) -> list[bytes]:
-    """Refuse call `number` unless `test` of the low half of its first argument with `value` holds."""
-    return [
-        _instruction(_EQUAL, number, 0, 4),
-        _instruction(_LOAD, _FIRST_ARGUMENT),
-        _instruction(test, value, 0, 1),
-        _instruction(_RETURN, _ALLOW),
-        _instruction(_RETURN, _ERRNO | errno.EPERM),
-    ]
-
-
-class _Program(ctypes.Structure):
-    """`struct sock_fprog`."""
-
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
-
-
-def _install(program: bytes) -> bool:
-    libc = _libc()
-    whole = _Program(len(program) // 8, program)
-    if libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        return False
-    return bool(libc.prctl(_SET_SECCOMP, _FILTER_MODE, ctypes.byref(whole), 0, 0) == 0)
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)

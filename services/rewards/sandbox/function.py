@@ -85,7 +85,9 @@ def describe(error: BaseException) -> str:
     """`ValueError: no digits (my_rewards.py:12)`: the innermost line is its author's."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"[:2000]
+    told = f"{type(error).__name__}: {error}{where}"[:2000]
+    # Half a character (a lone surrogate) cannot be told on.
+    return told.encode(errors="replace").decode()
 
 
 def _value(returned: object) -> Outcome:

@@ -2,18 +2,22 @@
 
 service ──Order──► worker   imports the function under its limits
         ◄──Ready | Refused──
-        ──Call───►          forks a child for it
+        ──Call───►          forks a child for it, which is the first to look into it
         ◄──Value | Failed── once the child is gone
         ──(end of input)──► kills a child in flight, and ends
+
+What a call's child writes is anybody's: `read` takes whatever bytes there are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, TypeVar
 
 import msgspec
 
 from services.policies.rewards import RewardFailure
+from services.wire.errors import RollmeshError
 
 MAX_REPLY_BYTES = 64 << 10
 """A longer line is no reply."""
@@ -39,17 +43,31 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     processes: bool
 
 
+class Files(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call may read besides the system and Python. All absolute paths.
+
+    `folder`: where modules are looked for after Python's own path. `readable`: what settings add. `hidden`: keys, wherever
+    they lie.
+    """
+
+    folder: str
+    readable: list[str]
+    hidden: list[str]
+
+
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """`function`: `module:function`. `folder`: where modules are looked for after Python's own path."""
+    """`function`: `module:function`. `must_hold`: nothing is imported where a limit cannot be enforced."""
 
     function: str
-    folder: str
+    files: Files
     limits: Limits
+    must_hold: bool
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The function is imported. `not_confined`: limits that this machine cannot enforce, in words."""
+    """The function is imported. `held_by`: the kernel's means; `not_confined`: what they cannot enforce; in words."""
 
+    held_by: str
     not_confined: list[str]
 
 
@@ -69,6 +87,10 @@ class Value(msgspec.Struct, frozen=True, tag=True):
 
     value: float
 
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ValueError(f"{self.value} is no reward")
+
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """`said`: the end of what the function wrote to standard output and error."""
@@ -80,3 +102,22 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 Started = Ready | Refused
 Outcome = Value | Failed
+
+order_decoder: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+call_decoder: msgspec.json.Decoder[Call] = msgspec.json.Decoder(Call)
+started_decoder: msgspec.json.Decoder[Started] = msgspec.json.Decoder(Started)
+outcome_decoder: msgspec.json.Decoder[Outcome] = msgspec.json.Decoder(Outcome)
+
+MessageT = TypeVar("MessageT")
+
+
+class ProtocolError(RollmeshError):
+    """Bytes that are no message of this protocol."""
+
+
+def read(line: bytes, decoder: msgspec.json.Decoder[MessageT]) -> MessageT:
+    """Raises ProtocolError, whatever the bytes."""
+    try:
+        return decoder.decode(line)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"no message ({type(error).__name__}: {error})") from error

@@ -14,12 +14,13 @@ from collections.abc import Iterator
 import msgspec
 
 from services.rewards.sandbox.child import ServiceGoneError, run_call
-from services.rewards.sandbox.confinement import confine_worker
+from services.rewards.sandbox.confinement import Confinement, not_sure, try_means
 from services.rewards.sandbox.function import load_function
-from services.rewards.sandbox.protocol import Call, Order, Ready, Refused
+from services.rewards.sandbox.protocol import Ready, Refused, order_decoder, read
 from services.wire.errors import UsageError
 
 _READ = 1 << 20
+_REMEDY = "run it on a Linux that has user namespaces or Landlock, or set rewards.not_confined=warn"
 
 
 def main() -> int:
@@ -27,18 +28,27 @@ def main() -> int:
     replies = os.dup(1)
     os.dup2(2, 1)
     lines = _lines()
-    order = msgspec.json.decode(next(lines), type=Order)
-    not_confined = confine_worker(order.limits)
+    order = read(next(lines), order_decoder)
+    means = try_means(order.limits, order.files)
+    missing = not_sure(order.limits, means)
+    if missing and order.must_hold:
+        _reply(replies, Refused(f"{order.function} cannot be confined here ({'; '.join(missing)})", _REMEDY))
+        return UsageError.exit_code
+    confinement = Confinement(order.limits, order.files, means)
     try:
-        function = load_function(order.function, order.folder)
+        confinement.begin()
+        function = load_function(order.function, order.files.folder)
+        confinement.close_off()
     except UsageError as error:
         _reply(replies, Refused(error.what, error.remedy))
         return error.exit_code
-    _reply(replies, Ready(not_confined))
+    except OSError as error:
+        _reply(replies, Refused(f"{order.function} cannot be confined ({error})", _REMEDY))
+        return UsageError.exit_code
+    _reply(replies, Ready(str(means), missing))
     for line in lines:
-        call = msgspec.json.decode(line, type=Call)
         try:
-            outcome = run_call(function, call.sample, order.limits)
+            outcome = run_call(function, line, order.limits, confinement)
         except ServiceGoneError:
             return 0
         _reply(replies, outcome)

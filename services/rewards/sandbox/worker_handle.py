@@ -29,8 +29,6 @@ _PASSED_ON = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV",
 _PASSED_ON_PREFIXES = ("LC_", "PYTHON")
 
 AnswerT = TypeVar("AnswerT")
-_started: msgspec.json.Decoder[protocol.Started] = msgspec.json.Decoder(protocol.Started)
-_outcome: msgspec.json.Decoder[protocol.Outcome] = msgspec.json.Decoder(protocol.Outcome)
 
 
 class WorkerLostError(RollmeshError):
@@ -45,11 +43,18 @@ class WorkerProcess:
         self._limits = limits
         self._said = b""
         self._listening = asyncio.create_task(self._listen(), name="worker-output")
+        self.held_by = ""
         self.not_confined: list[str] = []
 
     @classmethod
-    async def start(cls, function: str, limits: protocol.Limits) -> WorkerProcess:
-        """Raises UsageError for a function that cannot be called, RollmeshError for a worker that does not start."""
+    async def start(
+        cls, function: str, limits: protocol.Limits, files: protocol.Files | None = None, *, must_hold: bool = True
+    ) -> WorkerProcess:
+        """Raises UsageError for a function that cannot be called, RollmeshError for a worker that does not start.
+
+        `files`: this process's working directory where left out. `must_hold`: UsageError, too, where a limit cannot be
+        enforced on this machine.
+        """
         process = await asyncio.create_subprocess_exec(
             *_COMMAND,
             stdin=asyncio.subprocess.PIPE,
@@ -61,11 +66,12 @@ class WorkerProcess:
         )
         worker = cls(process, limits)
         try:
-            order = protocol.Order(function=function, folder=str(Path.cwd()), limits=limits)
-            started = await worker._ask(msgspec.json.encode(order), _started, START_DEADLINE_S)
+            files = files or protocol.Files(folder=str(Path.cwd()), readable=[], hidden=[])
+            order = protocol.Order(function=function, files=files, limits=limits, must_hold=must_hold)
+            started = await worker._ask(msgspec.json.encode(order), protocol.started_decoder, START_DEADLINE_S)
             if isinstance(started, protocol.Refused):
                 raise UsageError(started.why, started.remedy)
-            worker.not_confined = started.not_confined
+            worker.held_by, worker.not_confined = started.held_by, started.not_confined
         except BaseException:
             await worker.close()
             raise
@@ -73,7 +79,8 @@ class WorkerProcess:
 
     async def call(self, sample: protocol.Sample) -> protocol.Outcome:
         """The outcome of one call. Raises WorkerLostError; that, or cancelling it, leaves a worker to be closed."""
-        return await self._ask(msgspec.json.encode(protocol.Call(sample)), _outcome, self._limits.time_s + _GRACE_S)
+        question = msgspec.json.encode(protocol.Call(sample))
+        return await self._ask(question, protocol.outcome_decoder, self._limits.time_s + _GRACE_S)
 
     async def close(self) -> None:
         """End the worker, with what it runs."""
@@ -95,10 +102,10 @@ class WorkerProcess:
                 line = await stdout.readline()
             if not line:
                 raise WorkerLostError(f"the worker has ended{await self._last_words()}")
-            return answer.decode(line)
+            return protocol.read(line, answer)
         except TimeoutError as error:
             raise WorkerLostError(f"the worker was silent for {deadline_s:g} s{self._told()}") from error
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, protocol.ProtocolError) as error:
             raise WorkerLostError(f"the worker cannot be understood ({error!r}){self._told()}") from error
 
     async def _last_words(self) -> str:
