@@ -144,7 +144,7 @@ class _Attending:
             if alive in ready:
                 return
             if self._killed_for is None and time.monotonic() >= looks:
-                self._killed_for = self.usage.too_much()
+                self._killed_for = self.usage.too_much(ends)
                 looks = time.monotonic() + LOOK_EVERY_S
             if self._killed_for is None and time.monotonic() >= ends:
                 self._killed_for = Failed(RewardFailure.TIMEOUT, f"it ran for longer than {time_s:g} s")

@@ -30,11 +30,13 @@ from services.rewards.sandbox.landlock import FileRules
 from services.rewards.sandbox.mounts import SCRATCH, OwnFiles, enter_view, separate_mounts
 from services.rewards.sandbox.protocol import Files, Limits
 from services.rewards.sandbox.syscall_filter import CallRules, call_program, worker_program
-from services.rewards.sandbox.usage import MOST_THREADS, Usage
+from services.rewards.sandbox.usage import Usage
 
 _FILE_BYTES = 64 << 20
 _OPEN_FILES_OF_WORKER, _OPEN_FILES_OF_CALL = 1024, 256
 _QUEUED_SIGNALS = 256
+_MOST_PIDS = 301
+"""Above what `usage` allows; the kernel takes no smaller bound for a PID namespace."""
 _OWN_PID_MAX = (6, 14)
 """The kernel from which on a PID namespace has a bound of its own; before, a write there is the machine's."""
 
@@ -166,8 +168,6 @@ class Confinement:
         if self._rules is not None:
             self._rules.restrict()
         kernel.keep_capabilities()
-        # Several processes of one call share pages, which only who may look into them can tell.
-        kernel.set_dumpable(self._own_files is not None and self._limits.processes)
 
     def filter_call(self) -> None:
         """The last thing before the function is called."""
@@ -212,10 +212,10 @@ def _few_processes(proc: int) -> None:
         with contextlib.suppress(OSError):
             descriptor = os.open("sys/kernel/pid_max", os.O_WRONLY, dir_fd=proc)
             try:
-                os.write(descriptor, str(MOST_THREADS).encode())
+                os.write(descriptor, str(_MOST_PIDS).encode())
             finally:
                 os.close(descriptor)
-    _bound(resource.RLIMIT_NPROC, MOST_THREADS)
+    _bound(resource.RLIMIT_NPROC, _MOST_PIDS)
 
 
 def _kernel_version() -> tuple[int, ...]:
