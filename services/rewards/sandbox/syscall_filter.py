@@ -127,6 +127,7 @@ _OLDER: Mapping[str, tuple[int | None, int | None]] = {
     "utimes": (235, None),
     "vfork": (58, None),
     "vhangup": (153, 58),
+    "vmsplice": (278, 75),
 }
 _NEWER: Mapping[str, int] = {
     "pidfd_send_signal": 424,
@@ -162,7 +163,7 @@ _NEVER = (
     *("migrate_pages", "move_pages"),
     # Memory that no address space counts, and that stays when a call has ended.
     *("memfd_create", "memfd_secret", "shmget", "shmat", "shmctl", "semget", "semctl", "msgget", "msgctl"),
-    *("mq_open", "mq_unlink"),
+    *("mq_open", "mq_unlink", "vmsplice"),
     # Keyrings, and interfaces to the kernel.
     *("keyctl", "add_key", "request_key", "bpf", "perf_event_open", "userfaultfd", "fanotify_init"),
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),

@@ -18,7 +18,7 @@ MOST_THREADS = 256
 
 @dataclass(frozen=True)
 class Taken:
-    """Of one process. `memory`: bytes of its own (RssAnon), what it shares with the process it was forked from included."""
+    """Of one process. `memory`: bytes in memory that are no file's, what it shares with others of the call included."""
 
     threads: int
     memory: int
@@ -63,7 +63,8 @@ class Usage:
 def read_status(text: bytes) -> Taken:
     """`/proc/<pid>/status`; a process that has ended has no memory there. Raises ValueError."""
     fields = dict(line.split(b":", 1) for line in text.splitlines() if b":" in line)
-    return Taken(int(fields.get(b"Threads", b"0")), int(fields.get(b"RssAnon", b"0 kB").split()[0]) << 10)
+    kibibytes = sum(int(fields.get(name, b"0 kB").split()[0]) for name in (b"RssAnon", b"RssShmem"))
+    return Taken(int(fields.get(b"Threads", b"0")), kibibytes << 10)
 
 
 def _too_many() -> Failed:
