@@ -25,6 +25,7 @@ WORKERS: dict[str, dict[str, Any]] = {
     "processes": {"processes": True},
     "network": {"network": True},
     "short": {"time_s": 0.5},
+    "unsure": {"processes": True},
 }
 MEMORY_MIB = 256
 
@@ -42,7 +43,8 @@ def refuse_namespaces() -> None:
 
 
 async def main() -> None:
-    files = Files(folder=str(Path.cwd()), readable=[], hidden=[str(Path.cwd() / "keys")])
+    folder = Path.cwd()
+    files = Files(folder=str(folder), readable=[str(folder.parent / "shared")], hidden=[str(folder / "keys")])
     started: dict[str, WorkerProcess] = {}
     try:
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -52,7 +54,9 @@ async def main() -> None:
                 if kind not in started:
                     given = {"time_s": 10.0, "memory_mib": MEMORY_MIB, "network": False, "processes": False}
                     limits = Limits(**{**given, **WORKERS[kind]})
-                    started[kind] = await WorkerProcess.start("reward_escapes:judge", limits, files)
+                    started[kind] = await WorkerProcess.start(
+                        "reward_escapes:judge", limits, files, must_hold=kind != "unsure"
+                    )
                 answer = await call(started[kind], asked)
             except UsageError as error:
                 answer = {"refused": str(error)}
@@ -65,9 +69,10 @@ async def main() -> None:
 async def call(worker: WorkerProcess, asked: dict[str, Any]) -> dict[str, Any]:
     given = {"task": "", "prompt": "p", "messages": None, "complete": True}
     outcome = await worker.call(Sample(answer=asked["answer"], metadata=asked["metadata"], **given))
+    held = {"held_by": worker.held_by, "not_confined": worker.not_confined}
     if isinstance(outcome, Failed):
-        return {"cause": str(outcome.cause), "what": outcome.what, "held_by": worker.held_by}
-    return {"value": outcome.value, "held_by": worker.held_by}
+        return {"cause": str(outcome.cause), "what": outcome.what, **held}
+    return {"value": outcome.value, **held}
 
 
 if __name__ == "__main__":

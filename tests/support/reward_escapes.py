@@ -38,6 +38,30 @@ def judge(answer: str, metadata: World) -> float:
     return 666.0 if globals()[answer](metadata) else 0.0
 
 
+def does_what_it_may(world: World) -> bool:
+    """No escape: what calls are for. Raises where something is refused; true where something is not as it should be."""
+    import colorsys
+    import tempfile
+
+    here = Path(__file__)
+    Path("/dev/null").write_text("x")
+    read = [Path(world["shared"]).read_text(), here.read_text()[:3], Path(here.name).read_text()[:3]]
+    left, right = socket.socketpair()
+    left.send(b"x")
+    ran: list[int] = []
+    thread = threading.Thread(target=ran.append, args=(1,))
+    thread.start()
+    thread.join()
+    if world["scratch"]:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(bytes(MIB))
+        Path(tempfile.gettempdir(), "kept").touch(exist_ok=False)
+        Path("/dev/shm/kept too").touch(exist_ok=False)
+    known = (read[0], right.recv(1), ran, colorsys.rgb_to_hsv(0, 0, 0), Path.cwd() == here.parent)
+    signal.raise_signal(signal.SIGCONT)
+    return known != ("shared", b"x", [1], (0.0, 0.0, 0), True) or Path("/proc/self/stat").read_text() == ""
+
+
 def system_call(x86: int, arm: int, *arguments: Any) -> int:
     """Raises OSError."""
     given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]

@@ -102,8 +102,10 @@ class World:
 
     def __post_init__(self) -> None:
         self.folder, self.outside = self.base / "functions", self.base / "outside"
-        for each in (self.folder, self.folder / "keys", self.outside):
+        self.shared = self.base / "shared" / "words.txt"
+        for each in (self.folder, self.folder / "keys", self.outside, self.shared.parent):
             each.mkdir()
+        self.shared.write_text("shared")
         shutil.copy(reward_escapes.__file__, self.folder / "reward_escapes.py")
         self.key, self.secret = self.folder / "keys" / "agent.key", self.outside / "secret.txt"
         for each in (self.key, self.secret):
@@ -158,6 +160,8 @@ class World:
             "marker": self.marker,
             "secret": str(self.secret),
             "key": str(self.key),
+            "shared": str(self.shared),
+            "scratch": not self.contained,
             "writable": [str(self.outside), str(self.folder)],
             "port": self.tcp.getsockname()[1],
             "socket": str(self.outside / "socket"),
@@ -239,6 +243,19 @@ def test_an_outcome_that_cannot_be_read_is_a_crash_of_its_call_alone(world: Worl
     ended = world.call("writes_broken_outcomes", bytes=BROKEN[what].hex())
     assert (ended.get("cause"), ended.get("what")) == ("crash", "it ended without an outcome that can be read")
     assert world.seen() == before, "the same worker goes on"
+
+
+def test_a_call_does_what_it_may(world: World) -> None:
+    for _ in range(2):
+        ended = world.call("does_what_it_may")
+        assert ended.get("value") == 0.0, ended
+        assert ended["not_confined"] == []
+
+
+def test_where_a_limit_is_not_sure_only_a_setting_starts_a_worker(world: World) -> None:
+    unsure = world.call("fine", "unsure")
+    assert unsure["value"] == 1.0
+    assert [line.partition(" ")[0] for line in unsure["not_confined"]] == (["processes"] if world.contained else [])
 
 
 def test_there_are_thirty_escapes_of_every_class() -> None:

@@ -1,4 +1,4 @@
-"""The sandbox's pure parts: what is not sure on which machine, which files are shown, what a process takes, broken bytes."""
+"""The sandbox's pure parts: what is not sure on which machine, files that are shown, what a process takes, broken bytes."""
 
 from __future__ import annotations
 
