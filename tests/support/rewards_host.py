@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,11 +19,12 @@ from tests.support.until import until
 
 @asynccontextmanager
 async def judging(
-    *components: dict[str, Any], key: str | None = None, **settings: Any
+    *components: dict[str, Any], key: str | None = None, hidden: Sequence[Path] = (), **settings: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a service that is ready. `components`: as `[[rewards.components]]` has them."""
+    """A client of a service that is ready. `components`: as `[[rewards.components]]` has them. `hidden`: its keys."""
     stop = Stop()
-    app = make_rewards_app(RewardSettings(components=list(components), **settings), stop, keys=Keys(agent=key))  # type: ignore[arg-type]
+    checked = RewardSettings(components=list(components), **settings)  # type: ignore[arg-type]
+    app = make_rewards_app(checked, stop, keys=Keys(agent=key), hidden=hidden)
     async with served(app, stop) as url, httpx.AsyncClient(base_url=url, timeout=20.0) as http:
 
         async def ready() -> bool:

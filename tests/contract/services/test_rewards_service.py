@@ -26,6 +26,7 @@ def raises(answer):
 def waits(answer, metadata):
     time.sleep(metadata.get("s", 0.0))
     return 1.0
+def reads(answer): return float(open(answer).read() == "words")
 """
 EXACT: dict[str, Any] = {"name": "exact", "function": "judges:exact"}
 WORDS: dict[str, Any] = {"name": "words", "function": "judges:words", "weight": 0.5}
@@ -85,6 +86,25 @@ async def test_a_substitute_stands_in_and_is_told_and_counted(folder: Path) -> N
         told = await metrics(http)
         assert figure(told, "rollmesh_rewards_substituted_components_total", component="raises", cause="raised") == 1.0
         assert figure(told, "rollmesh_rewards_failed_samples_total", component="raises", cause="raised") == 0.0
+
+
+async def test_a_function_reads_its_folder_and_what_settings_add_but_no_keys(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for name in ("added", "other"):
+        (elsewhere / name).write_text("words")
+    (folder / "keys").mkdir()
+    for name in ("beside", "keys/agent.key"):
+        (folder / name).write_text("words")
+    reads = {"name": "reads", "function": "judges:reads", "readable": [str(elsewhere / "added")]}
+    async with judging(reads, hidden=[folder / "keys"]) as http:
+        for path in (elsewhere / "added", folder / "beside"):
+            assert (await judge(http, str(path))).status_code == 200
+        for path in (elsewhere / "other", folder / "keys/agent.key"):
+            refused = await judge(http, str(path))
+            assert refused.status_code == 424
+            assert "reads has no value (raised)" in refused.json()["error"]["message"]
 
 
 async def test_what_comes_too_late_is_counted_as_late_and_holds_nobody_up_for_longer(folder: Path) -> None:
