@@ -25,6 +25,8 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 ARM = platform.machine() == "aarch64"
 MIB = 1 << 20
 changed = False
+KEPT = [os.open(os.devnull, os.O_WRONLY) for _ in range(300)]
+"""What a module keeps open is not its calls'."""
 World = dict[str, Any]
 
 
@@ -446,10 +448,14 @@ def spreads_memory_over_processes(world: World) -> bool:
 
 
 def answers_for_the_worker(world: World) -> bool:
-    for descriptor in range(4, 1024):
-        any_works([lambda descriptor=descriptor: os.write(descriptor, b'{"type":"Value","value":99}\n')])
+    written = any_works(
+        lambda descriptor=descriptor: os.write(descriptor, b'{"type":"Value","value":99}\n')
+        for descriptor in range(4, 1024)
+    )
     opened = {number: Path(f"/proc/self/fd/{number}") for number in map(int, listed("/proc/self/fd")) if number > 3}
-    return any(each.is_symlink() and not str(each.readlink()).startswith("/proc/") for each in opened.values())
+    return written or any(
+        each.is_symlink() and not str(each.readlink()).startswith("/proc/") for each in opened.values()
+    )
 
 
 def takes_descriptors(world: World) -> bool:

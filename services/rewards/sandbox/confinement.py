@@ -152,12 +152,11 @@ class Confinement:
         return Usage(call, self._limits.memory_mib, whole_namespace=self._own_files is not None)
 
     def confine_call(self) -> None:
-        """Hold this process, a call's, to all but the filter."""
+        """Hold this process, a call's, to all but the filter and fewer open files; what the worker has open is needed."""
         if not kernel.is_known_machine():
             return
         seconds = math.ceil(self._limits.time_s) + 1
         _bound(resource.RLIMIT_CPU, seconds)
-        _bound(resource.RLIMIT_NOFILE, _OPEN_FILES_OF_CALL)
         _bound(resource.RLIMIT_SIGPENDING, _QUEUED_SIGNALS)
         _bound(resource.RLIMIT_MSGQUEUE, 0)
         if self._own_files is not None:
@@ -170,7 +169,8 @@ class Confinement:
         kernel.keep_capabilities()
 
     def filter_call(self) -> None:
-        """The last thing before the function is called."""
+        """The last thing before the function is called, with the worker's files closed."""
+        _bound(resource.RLIMIT_NOFILE, _OPEN_FILES_OF_CALL)
         if self._means.filters:
             rules = CallRules(self._limits.processes, self._limits.network, alone=self._own_files is not None)
             kernel.install_filter(call_program(rules, os.getpid()))

@@ -28,7 +28,7 @@ _X32 = 0x40000000
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # Numbers on x86-64 and ARM64; None where it does not exist. From 424 on they are the same.
-_OLDER: Mapping[str, tuple[int | None, int | None]] = {
+OLDER: Mapping[str, tuple[int | None, int | None]] = {
     "acct": (163, 89),
     "add_key": (248, 217),
     "adjtimex": (159, 171),
@@ -129,7 +129,7 @@ _OLDER: Mapping[str, tuple[int | None, int | None]] = {
     "vhangup": (153, 58),
     "vmsplice": (278, 75),
 }
-_NEWER: Mapping[str, int] = {
+NEWER: Mapping[str, int] = {
     "pidfd_send_signal": 424,
     "io_uring_setup": 425,
     "io_uring_enter": 426,
@@ -283,9 +283,9 @@ def _sockets(*, network: bool) -> list[bytes]:
 
 def _call(name: str, body: list[bytes]) -> list[bytes]:
     """`body` for one system call; it must end in a return whatever it tests."""
-    number: int | None = _NEWER.get(name)
+    number: int | None = NEWER.get(name)
     if number is None:
-        number = _OLDER[name][0 if platform.machine() == "x86_64" else 1]
+        number = OLDER[name][0 if platform.machine() == "x86_64" else 1]
     return [] if number is None else [_test(_EQUAL, number, 0, len(body)), *body]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from services.rewards.sandbox.protocol import (
     read,
     started_decoder,
 )
+from services.rewards.sandbox.syscall_filter import NEWER, OLDER
 from services.rewards.sandbox.usage import Taken, read_status
 from tests.support.examples import examples
 
@@ -101,6 +103,24 @@ def test_a_status_is_read_whatever_the_process_is_called() -> None:
     assert read_status(text) == Taken(3, 24 << 10)
     assert read_status(b"Name:\tgone\nThreads:\t1\n") == Taken(1, 0)
     assert read_status(b"") == Taken(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("header", "column"),
+    [("x86_64-linux-gnu/asm/unistd_64.h", 0), ("asm-generic/unistd.h", 1)],
+    ids=["x86-64", "ARM64"],
+)
+def test_the_filter_knows_system_calls_by_the_kernels_numbers(header: str, column: int) -> None:
+    file = Path("/usr/include", header)
+    if not file.exists():
+        pytest.skip(f"no {file}")
+    text = file.read_text()
+    kernels = {name: int(at) for name, at in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
+    for name, numbers in OLDER.items():
+        assert kernels.get(name) == numbers[column], name
+    newest = max(kernels.values())
+    for name, number in NEWER.items():
+        assert kernels.get(name) == (number if number <= newest else None), name
 
 
 MESSAGES = [
