@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support import reward_escapes
 from tests.support.compose_stack import ROOT
 
 NOBODY = 65534
@@ -106,7 +105,7 @@ class World:
         for each in (self.folder, self.folder / "keys", self.outside, self.shared.parent):
             each.mkdir()
         self.shared.write_text("shared")
-        shutil.copy(reward_escapes.__file__, self.folder / "reward_escapes.py")
+        shutil.copy(ROOT / "tests/support/reward_escapes.py", self.folder)
         self.key, self.secret = self.folder / "keys" / "agent.key", self.outside / "secret.txt"
         for each in (self.key, self.secret):
             each.write_text("the secret")
