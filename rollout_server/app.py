@@ -11,6 +11,7 @@ from rollout_server.api.bus_weight_updates import ServedWeights
 from rollout_server.api.engine_admin import admin_routes, engine_routes
 from rollout_server.api.groups import group_routes, report_routes
 from rollout_server.api.openai import completion_routes, model_routes
+from rollout_server.api.runners import runner_routes
 from rollout_server.api.sessions import session_routes
 from rollout_server.api.trajectories import trajectory_routes
 from rollout_server.api.typed_route import ERRORS, Ready
@@ -41,6 +42,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     groups = server.ready(lambda parts: parts.registry)
     gate = server.ready(lambda parts: parts.gate)
     finisher = server.ready(lambda parts: parts.finisher)
+    runners = server.ready(lambda parts: parts.runners)
     ledger = server.ready(lambda parts: parts.ledger)
     completions = server.ready(lambda parts: parts.completions)
     answers = server.ready(lambda parts: parts.answer_service)
@@ -80,6 +82,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         group_routes(access, opener, takeover, groups, turns, finisher, engine, check, rollout.group_timeout_s),
         report_routes(access, groups, gate, ledger, engine, plan.run_id, plan.server_id, server.http_cpu_s),
         session_routes(access, opener, takeover, groups, finisher, engine, check, plan.url),
+        runner_routes(access, runners),
         trajectory_routes(access, takeover, groups, renderer, ledger, log),
         model_routes(access, engine, plan.model),
         engine_routes(served, services_only),

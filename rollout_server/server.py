@@ -29,8 +29,10 @@ from rollout_server.journal.journal import Journal
 from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.drain import Drainer, EngineWatch
 from rollout_server.lifecycle.expire import expire_idle
-from rollout_server.lifecycle.finish import Finisher, Publisher
+from rollout_server.lifecycle.finish import Finisher
 from rollout_server.lifecycle.open import SessionOpener
+from rollout_server.lifecycle.publish import Publisher
+from rollout_server.lifecycle.runners import RunnerWatch
 from rollout_server.lifecycle.takeover import Takeover, incarnation_of
 from rollout_server.lifecycle.trajectory import Origin
 from rollout_server.sessions.access import Access
@@ -44,6 +46,7 @@ from services.observability.tracing import NO_TRACING, Tracing
 from services.run_store.client import connect
 from services.run_store.discovery import Heartbeat, ServerRecord, ServiceRegistry
 from services.run_store.ledger import Ledger
+from services.run_store.runners import RunnerRegistry
 from services.run_store.status import WaitBoard
 from services.run_store.stream import TrajectoryLog, TrajectoryWriter
 from services.security.keys import SessionKeys, secret_of_run
@@ -102,6 +105,7 @@ class Parts:
     completions: CompletionServices
     publisher: Publisher
     finisher: Finisher
+    runners: RunnerWatch
     log: TrajectoryLog
 
 
@@ -204,6 +208,7 @@ class RolloutServer:
                     tasks.create_task(parts.gate.run(), name="admission")
                     tasks.create_task(parts.publisher.run(), name="publisher")
                     tasks.create_task(expire_idle(parts.registry, parts.finisher, timeout_s), name="expiry")
+                    tasks.create_task(parts.runners.run(), name="runners")
                     tasks.create_task(parts.answer_service.watch(parts.registry, timeout_s), name="call watcher")
                     if self._membership is not None:
                         tasks.create_task(self._membership.run(), name="membership")
@@ -239,6 +244,7 @@ class RolloutServer:
             Origin(plan.run_id, plan.server_id, renderer.vocabulary_digest()),
         )
         publisher = Publisher(TrajectoryWriter(redis, plan.run_id, journal.owner), ledger)
+        finisher = Finisher(registry, publisher, ledger, journal, log, origin)
         gate = AdmissionGate(
             ledger,
             WaitBoard(redis, plan.run_id, plan.server_id),
@@ -283,7 +289,10 @@ class RolloutServer:
             ),
             completions=CompletionServices(self._engine, renderer, plan.model, plan.settings.rollout),
             publisher=publisher,
-            finisher=Finisher(registry, publisher, ledger, journal, log, origin),
+            finisher=finisher,
+            runners=RunnerWatch(
+                registry, finisher, RunnerRegistry(redis, plan.run_id), servers, plan.settings.rollout.runner_lease_s
+            ),
             log=log,
         )
 

@@ -17,13 +17,15 @@ from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
 
-from services.wire import rollout_api, session_api
+from services.wire import rollout_api, runner_api, session_api
 from services.wire.errors import WireError
 from services.wire.gateway_api import CALL_HEADER
 
 TURN_TIMEOUT_S = 120.0
 """Longest wait for one answer; above it the server is taken for lost."""
 CALL_TIMEOUT_S = 15.0
+LEASE_TIMEOUT_S = 2.0
+"""For a runner's heartbeat: a later one must still come in time."""
 
 AnswerT = TypeVar("AnswerT")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -55,12 +57,12 @@ class Call(Generic[AnswerT]):
 
 def open_group(body: rollout_api.OpenGroup) -> Call[rollout_api.GroupOpened]:
     timeout_s = body.wait_s + CALL_TIMEOUT_S
-    return Call("POST", "/groups", _json(body), rollout_api.GroupOpened.model_validate_json, timeout_s, _new_name())
+    return Call("POST", "/groups", _json(body), rollout_api.GroupOpened.model_validate_json, timeout_s, new_call_name())
 
 
 def take_turns(group_id: str, body: rollout_api.TakeTurns) -> Call[rollout_api.TurnsTaken]:
     path = f"{_group(group_id)}/turns"
-    return Call("POST", path, _json(body), rollout_api.TurnsTaken.model_validate_json, TURN_TIMEOUT_S, _new_name())
+    return Call("POST", path, _json(body), rollout_api.TurnsTaken.model_validate_json, TURN_TIMEOUT_S, new_call_name())
 
 
 def finish_group(group_id: str, body: rollout_api.FinishGroup) -> Call[rollout_api.GroupFinished]:
@@ -74,6 +76,19 @@ def group_state(group_id: str) -> Call[session_api.GroupState]:
 
 def run_state() -> Call[rollout_api.RunState]:
     return _get("/run", rollout_api.RunState)
+
+
+def join_runner(runner: runner_api.Runner) -> Call[runner_api.RunnerLease]:
+    return Call("POST", "/runners", _json(runner), runner_api.RunnerLease.model_validate_json)
+
+
+def renew_runner(runner: runner_api.Runner) -> Call[runner_api.RunnerLease]:
+    answer = runner_api.RunnerLease.model_validate_json
+    return Call("POST", "/runners/heartbeat", _json(runner), answer, LEASE_TIMEOUT_S)
+
+
+def leave_runner(runner: runner_api.Runner) -> Call[None]:
+    return Call("POST", "/runners/leave", _json(runner), lambda _: None, LEASE_TIMEOUT_S)
 
 
 def open_session(body: session_api.OpenSession) -> Call[session_api.SessionOpened]:
@@ -126,7 +141,8 @@ def _get(path: str, answer: type[ModelT], timeout_s: float = CALL_TIMEOUT_S) -> 
     return Call("GET", path, None, answer.model_validate_json, timeout_s)
 
 
-def _new_name() -> str:
+def new_call_name() -> str:
+    """By which servers recognise a call that is sent again."""
     return secrets.token_hex(16)
 
 

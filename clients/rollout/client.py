@@ -23,7 +23,7 @@ from clients.rollout import calls
 from clients.rollout.transport import Transport
 from services.observability.tracing import NO_TRACING, Tracing
 from services.security.tls import PUBLIC, Trust
-from services.wire import rollout_api, session_api
+from services.wire import rollout_api, runner_api, session_api
 
 
 class RolloutClient:
@@ -35,15 +35,24 @@ class RolloutClient:
         *,
         api_key: str | None = None,
         patience_s: float = 30.0,
+        waits_for_admission: bool = True,
         trust: Trust = PUBLIC,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         """`url` such as `http://127.0.0.1:8100`; `api_key`: the agent key of a server that asks for one.
 
-        `patience_s` bounds the time spent on repeating one call. `trust`: whose certificates servers may show, such as
+        `patience_s` bounds the time spent on repeating one call; `waits_for_admission`: also one that is answered 429.
+        `trust`: whose certificates servers may show, such as
         `services.security.tls.read_trust(folder)`. `tracing`: calls belong to its current span.
         """
-        self._transport = Transport(url, api_key=api_key, patience_s=patience_s, trust=trust, tracing=tracing)
+        self._transport = Transport(
+            url,
+            api_key=api_key,
+            patience_s=patience_s,
+            waits_for_admission=waits_for_admission,
+            trust=trust,
+            tracing=tracing,
+        )
         self.url, self.trust, self.tracing = self._transport.url, trust, tracing
 
     async def __aenter__(self) -> RolloutClient:
@@ -61,7 +70,7 @@ class RolloutClient:
         return await self._transport.call(calls.open_group(body))
 
     async def take_turns(self, group_id: str, body: rollout_api.TakeTurns) -> rollout_api.TurnsTaken:
-        """Append texts to sessions and generate an answer in each. Never retried once sent: a turn is taken once."""
+        """Append texts to sessions and generate an answer in each: once, however often the call has to be sent."""
         return await self._transport.call(calls.take_turns(group_id, body))
 
     async def finish_group(self, group_id: str, body: rollout_api.FinishGroup) -> rollout_api.GroupFinished:
@@ -75,6 +84,18 @@ class RolloutClient:
     async def run_state(self, patience_s: float | None = None) -> rollout_api.RunState:
         """How far the run is. `patience_s` overrides the client's, for waiting until a server has started."""
         return await self._transport.call(calls.run_state(), patience_s)
+
+    async def join_runner(self, runner: runner_api.Runner) -> runner_api.RunnerLease:
+        """Take a runner's name; the groups of an earlier process of that name are given up."""
+        return await self._transport.call(calls.join_runner(runner))
+
+    async def renew_runner(self, runner: runner_api.Runner) -> runner_api.RunnerLease:
+        """Keep the runner's groups for another lease. Raises ConflictError where another process has its name."""
+        return await self._transport.call(calls.renew_runner(runner))
+
+    async def leave_runner(self, runner: runner_api.Runner) -> None:
+        """The runner ends: its groups are given up at once."""
+        await self._transport.call(calls.leave_runner(runner))
 
     async def open_session(self, body: session_api.OpenSession) -> session_api.SessionOpened:
         """Open a session, held by the server up to `body.wait_s` for admission; repeated calls open it once.

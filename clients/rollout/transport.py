@@ -17,14 +17,18 @@ import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_delay, wait_random_exponential
 from yarl import URL
 
-from clients.rollout.calls import AnswerT, Call
+from clients.rollout.calls import AnswerT, Call, new_call_name
 from services.observability.tracing import NO_TRACING, Tracing
 from services.security.tls import PUBLIC, Trust, Verify
 from services.wire.error_answer import typed_error
 from services.wire.errors import CapacityError, NotReadyError, RollmeshError
+from services.wire.gateway_api import CALL_HEADER
 
 # Servers close connections that were idle for 5 s. The client must close first, or a call may hit a closing one.
 _KEEP_ALIVE_S = 3.0
+OUTAGE_S = 60.0
+"""How long the one address of a mesh may be away before what was asked of it is lost. A gateway is back in seconds, a
+rollout server when it has loaded its model; both answer the same call as if nothing had happened."""
 HttpSession = aiohttp.ClientSession
 
 
@@ -37,16 +41,19 @@ class Transport:
         *,
         api_key: str | None,
         patience_s: float,
+        waits_for_admission: bool = True,
         trust: Trust = PUBLIC,
         more_errors: tuple[type[RollmeshError], ...] = (),
         tracing: Tracing = NO_TRACING,
     ) -> None:
         """`patience_s` bounds the time spent on repeating one call; `more_errors`: those that only this service raises.
 
+        `waits_for_admission`: whether one that is answered 429 is repeated too.
         `trust`: whose certificate the service may show. Raises UsageError for plain HTTP where the mesh speaks TLS.
         """
         self.url, self.trust = trust.address(url), trust
         self._patience_s = patience_s
+        self._worth_repeating = worth_repeating if waits_for_admission else _unreachable
         self._headers = headers(api_key)
         self._tracing = tracing
         self._more_errors = more_errors
@@ -72,7 +79,7 @@ class Transport:
         except RollmeshError as error:
             patience_s = self._patience_s if patience_s is None else patience_s
             pause_s = first_pause_s(error)
-            if not worth_repeating(error) or pause_s > patience_s:
+            if not self._worth_repeating(error) or pause_s > patience_s:
                 raise
             await asyncio.sleep(pause_s)
             content = await self._repeat(call, patience_s - pause_s)
@@ -80,7 +87,7 @@ class Transport:
 
     async def _repeat(self, call: Call[AnswerT], patience_s: float) -> bytes:
         retrying = AsyncRetrying(
-            retry=retry_if_exception(worth_repeating),
+            retry=retry_if_exception(self._worth_repeating),
             wait=pause,
             stop=stop_after_delay(patience_s),
             reraise=True,
@@ -128,14 +135,33 @@ async def post_json(
     api_key: str,
     timeout_s: float,
     more_errors: tuple[type[RollmeshError], ...] = (),
+    patience_s: float = OUTAGE_S,
 ) -> bytes:
-    """The body of the answer to one POST, sent once. Raises the service's typed errors and aiohttp's own."""
+    """The body of the answer to one POST; while the service is away it is sent again, as the same call.
+
+    Raises the service's typed errors, ServerUnreachableError, TimeoutError, aiohttp's own for a certificate.
+    """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    async with http.post(url, json=body, headers=headers(api_key), timeout=timeout) as response:
-        content = await response.read()
-        retry_after = response.headers.get("Retry-After")
-    if response.status >= 400:
-        raise typed_error(f"POST {url}", response.status, retry_after, content, more_errors)
+    named = headers(api_key) | {CALL_HEADER: new_call_name()}
+
+    async def send() -> bytes:
+        try:
+            async with http.post(url, json=body, headers=named, timeout=timeout) as response:
+                content = await response.read()
+        except (aiohttp.ClientSSLError, TimeoutError):
+            raise
+        except aiohttp.ClientError as error:
+            sent = not isinstance(error, aiohttp.ClientConnectorError)
+            raise ServerUnreachableError(url, str(error) or type(error).__name__, sent=sent) from error
+        if response.status >= 400:
+            retry_after = response.headers.get("Retry-After")
+            raise typed_error(f"POST {url}", response.status, retry_after, content, more_errors)
+        return content
+
+    retrying = AsyncRetrying(
+        retry=retry_if_exception(_unreachable), wait=pause, stop=stop_after_delay(patience_s), reraise=True
+    )
+    content: bytes = await retrying(send)
     return content
 
 
@@ -163,7 +189,11 @@ class ServerUnreachableError(RollmeshError):
 
 def worth_repeating(error: BaseException) -> bool:
     """Whether a call that failed with `error` is sent again."""
-    return isinstance(error, ServerUnreachableError | CapacityError | NotReadyError)
+    return isinstance(error, CapacityError) or _unreachable(error)
+
+
+def _unreachable(error: BaseException) -> bool:
+    return isinstance(error, ServerUnreachableError | NotReadyError)
 
 
 def first_pause_s(error: RollmeshError) -> float:

@@ -43,6 +43,13 @@ def run_environment(
     evaluation_problems: Annotated[int, typer.Option(min=1, help="Held-out problems, before and after")] = 256,
     episode_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that an episode may take")] = 600.0,
     retries: Annotated[int, typer.Option(min=0, help="How often a problem is played again whose group was lost")] = 2,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ROLLMESH_RUNNER_NAME",
+            help="Name of this runner, unique in the run: a process that starts again under it takes its place at once",
+        ),
+    ] = None,
     rewards_url: Annotated[
         str | None, typer.Option(envvar="ROLLMESH_REWARDS_URL", help="Reward service, for tasks that it judges")
     ] = None,
@@ -88,6 +95,7 @@ def run_environment(
         run_dir=run_dir,
         episode_timeout_s=episode_timeout,
         retries=retries,
+        name=name,
         api_key=os.environ.get("ROLLMESH_AGENT_KEY") or key,
         trust=trust,
         tracing=tracing,

@@ -16,7 +16,7 @@ from clients.runner.agent_episodes import EpisodeLimits, Lost, open_group
 from clients.runner.failures import GroupLostError
 from clients.runner.groups import evaluate_group
 from clients.runner.text_episodes import Played
-from services.wire.errors import CapacityError, NotReadyError
+from services.wire.errors import CapacityError, ConflictError, NotReadyError
 from services.wire.rollout_api import OpenGroup, SamplingBody
 from services.wire.run_metrics import EvaluationReport
 
@@ -40,6 +40,7 @@ async def evaluate(
     problems: int,
     max_tokens: int,
     limits: EpisodeLimits,
+    runner_id: str | None = None,
     groups_at_once: int = 64,
 ) -> Measured:
     """Answer held-out problems 0 … `problems` − 1 greedily. An agent's episode that is lost counts as not solved."""
@@ -50,7 +51,7 @@ async def evaluate(
 
     async def play(group: list[Problem]) -> list[Played]:
         async with room:
-            return await _play(pool, environment, group, sampling, limits)
+            return await _play(pool, environment, group, sampling, limits, runner_id)
 
     async with asyncio.TaskGroup() as playing:
         tasks = [playing.create_task(play(group)) for group in groups]
@@ -67,17 +68,23 @@ async def _play(
     problems: list[Problem],
     sampling: SamplingBody,
     limits: EpisodeLimits,
+    runner_id: str | None,
 ) -> list[Played]:
     """An evaluation group is never published, so it can be played again from its beginning when its server is lost."""
     opening = OpenGroup(
-        task=environment.name, group_size=len(problems), sampling=sampling, purpose="evaluate", wait_s=20.0
+        task=environment.name,
+        group_size=len(problems),
+        sampling=sampling,
+        purpose="evaluate",
+        wait_s=20.0,
+        runner=runner_id,
     )
     for attempt in range(ATTEMPTS):
         client = await pool.choose()
         try:
             group = await open_group(client, opening)
             played = await evaluate_group(client, environment, group, problems, sampling, limits)
-        except (ServerUnreachableError, NotReadyError, CapacityError, GroupLostError) as error:
+        except (ServerUnreachableError, NotReadyError, CapacityError, ConflictError, GroupLostError) as error:
             if attempt + 1 == ATTEMPTS or (isinstance(error, GroupLostError) and error.cause == "environment"):
                 raise
             pool.set_aside(client, str(error))

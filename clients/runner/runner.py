@@ -4,9 +4,9 @@
                   ▲──────────┬──────────────┘
                   └── lost ──┘  counted by cause; its problem is played again, a bounded number of times
 
-It only uses the rollout API. A group whose server dies is dropped (admission opens another in its place), the server is
-skipped for a while, and the problem is played on another one. `clients.runner.groups` hides whether the environment is an
-agent environment.
+It only uses the rollout API. With one address (a gateway) calls wait until that is back, and no group is lost. With several
+a group whose server dies is dropped (admission opens another in its place), the server is skipped for a while, and the
+problem is played on another one. `clients.runner.groups` hides whether the environment is an agent environment.
 """
 
 from __future__ import annotations
@@ -23,15 +23,24 @@ import structlog
 from clients.environments.base import AgentEnvironment, AnyEnvironment, Dialect
 from clients.rollout.client import RolloutClient
 from clients.rollout.server_pool import ServerPool
-from clients.rollout.transport import ServerUnreachableError
+from clients.rollout.transport import OUTAGE_S, ServerUnreachableError
 from clients.runner.agent_episodes import EpisodeLimits, open_group
 from clients.runner.evaluation import GROUP_SIZE, EvaluationRecord, Measured, evaluate
 from clients.runner.failures import GroupFailures, GroupLostError
 from clients.runner.groups import in_dialect, play_to_end
+from clients.runner.lease import Lease, new_runner
+from clients.runner.left_behind import LeftBehind
 from clients.runner.text_episodes import Played
 from services.observability.tracing import NO_TRACING, Span, Tracing
 from services.security.tls import PUBLIC, Trust
-from services.wire.errors import CapacityError, ConcludedError, DeadlineError, NotReadyError, RollmeshError
+from services.wire.errors import (
+    CapacityError,
+    ConcludedError,
+    ConflictError,
+    DeadlineError,
+    NotReadyError,
+    RollmeshError,
+)
 from services.wire.rollout_api import GroupOpened, OpenGroup, SamplingBody
 
 _log = structlog.get_logger()
@@ -40,7 +49,7 @@ FINAL_WEIGHTS_S = 60.0
 _POLL_S = 0.05
 _CONCLUDED_POLL_S = 1.0
 _PAUSE_AFTER_LOSS_S = 0.1
-# Short, because the pool switches to another server; it also waits through long outages.
+# Where there are several addresses: short, because the pool switches to another; it also waits through long outages.
 _PATIENCE_S = 0.2
 
 
@@ -49,9 +58,10 @@ class RunnerPlan:
     """What to play. `concurrency`: groups in play at once, over all servers. `start_deadline_s`: for the servers' start.
 
     `episode_timeout_s`: longest time from an episode's first call to its reward. `retries`: how often a problem whose
-    group was lost is played again. `api_key`: the agent key of servers that ask for one; `trust`: whose certificates
-    they may show. `greedy_baseline`: the first sibling of each training group is sampled greedily, for the others to be
-    compared with.
+    group was lost is played again. `name`: of this runner, unique in the run; a later process of that name takes its place
+    at once. `patience_s`: how long the one address may be away before groups in play there are lost. `api_key`: the agent
+    key of servers that ask for one; `trust`: whose certificates they may show. `greedy_baseline`: the first sibling of each
+    training group is sampled greedily, for the others to be compared with.
     """
 
     environment: AnyEnvironment
@@ -67,6 +77,8 @@ class RunnerPlan:
     episode_timeout_s: float = 600.0
     heartbeat_s: float = 10.0
     retries: int = 2
+    name: str | None = None
+    patience_s: float = OUTAGE_S
     api_key: str | None = None
     trust: Trust = PUBLIC
     tracing: Tracing = NO_TRACING
@@ -81,35 +93,50 @@ async def run_environment(urls: Sequence[str], plan: RunnerPlan) -> None:
     """Evaluate, play until the run has concluded, evaluate again, write `evaluation.json`.
 
     Raises DeadlineError when no server starts, or when all stay out of reach, TooManyLostError for an environment that
-    only ever fails. Cancelling it leaves no task and no session behind.
+    only ever fails, ConflictError when another process takes its name. Cancelling it leaves no task and no session behind.
     """
+    runner = new_runner(plan.name)
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(
-                RolloutClient(url, api_key=plan.api_key, patience_s=_PATIENCE_S, trust=plan.trust, tracing=plan.tracing)
+                RolloutClient(
+                    url,
+                    api_key=plan.api_key,
+                    patience_s=plan.patience_s if len(urls) == 1 else _PATIENCE_S,
+                    # The server has held the call for as long as it was told: then the next one asks.
+                    waits_for_admission=False,
+                    trust=plan.trust,
+                    tracing=plan.tracing,
+                )
             )
             for url in urls
         ]
-        pool = ServerPool(clients)
         _log.info("waiting", waiting_for="rollout servers to start", urls=list(urls))
         await asyncio.gather(*(client.run_state(patience_s=plan.start_deadline_s) for client in clients))
+        lease = await stack.enter_async_context(Lease(runner, clients, plan.api_key, plan.trust))
+        await lease.while_held(_play_run(clients, plan, runner.runner_id))
+
+
+async def _play_run(clients: Sequence[RolloutClient], plan: RunnerPlan, runner_id: str) -> None:
+    async with AsyncExitStack() as stack:
         if isinstance(plan.environment, AbstractAsyncContextManager):
             await stack.enter_async_context(plan.environment)
+        pool = ServerPool(clients)
         environment = await in_dialect(clients[0], plan.environment, plan.dialect)
         record = EvaluationRecord(plan.run_dir)
         before = record.read_before()
         if before is None:
-            before = await _evaluate(pool, environment, plan)
+            before = await _evaluate(pool, environment, plan, runner_id)
             record.write_before(before)
         _log.info("evaluated", when="before", success=before.success, mean_length=before.mean_length)
-        await _Players(pool, environment, plan).play_until_concluded()
+        await _Players(pool, environment, plan, runner_id).play_until_concluded()
         await _wait_for_final_weights(clients)
-        after = await _evaluate(pool, environment, plan)
+        after = await _evaluate(pool, environment, plan, runner_id)
         record.write_report(before, after, plan.evaluation_problems)
         _log.info("evaluated", when="after", success=after.success, mean_length=after.mean_length)
 
 
-async def _evaluate(pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan) -> Measured:
+async def _evaluate(pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan, runner_id: str) -> Measured:
     try:
         return await evaluate(
             pool,
@@ -118,6 +145,7 @@ async def _evaluate(pool: ServerPool, environment: AnyEnvironment, plan: RunnerP
             problems=plan.evaluation_problems,
             max_tokens=plan.max_tokens,
             limits=plan.limits,
+            runner_id=runner_id,
             groups_at_once=max(1, plan.concurrency * plan.group_size // GROUP_SIZE),
         )
     except BaseExceptionGroup as failed:
@@ -135,7 +163,8 @@ class _Owed:
 class _Players:
     """`concurrency` players, each with one group in play at a time."""
 
-    def __init__(self, pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan) -> None:
+    def __init__(self, pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan, runner_id: str) -> None:
+        self._left_behind = LeftBehind(pool.clients)
         self._pool, self._environment, self._plan = pool, environment, plan
         self._failures = GroupFailures(plan.retries, plan.concurrency)
         self._progress = Progress(self._failures)
@@ -146,6 +175,7 @@ class _Players:
             sampling=sampling,
             wait_s=ADMISSION_WAIT_S,
             greedy_baseline=plan.greedy_baseline,
+            runner=runner_id,
         )
 
     async def play_until_concluded(self) -> None:
@@ -165,6 +195,8 @@ class _Players:
         except BaseExceptionGroup as failed:
             # The first error cancelled the others, and is the cause.
             raise failed.exceptions[0] from failed
+        finally:
+            await self._left_behind.aclose()
 
     async def _until_concluded(self) -> None:
         while True:
@@ -176,7 +208,7 @@ class _Players:
     async def _concluded(self, client: RolloutClient) -> bool:
         """Whether the run has concluded, as far as this server knows and can be asked."""
         try:
-            return (await client.run_state()).concluded
+            return (await client.run_state(patience_s=_PATIENCE_S)).concluded
         except RollmeshError:
             return False
 
@@ -197,8 +229,13 @@ class _Players:
         except CapacityError:
             _log.info("waiting", waiting_for="admission", url=client.url)
             return owed
-        except (ServerUnreachableError, NotReadyError) as error:
+        except (ServerUnreachableError, NotReadyError, DeadlineError) as error:
             self._pool.set_aside(client, str(error))
+            return owed
+        except ConflictError as error:
+            # It was opened, its answer was lost, and it ended before the call came again.
+            _log.warning("group lost", cause="server", why=str(error))
+            await asyncio.sleep(_PAUSE_AFTER_LOSS_S)
             return owed
         playing = owed or _Owed(group.ordinal, 0)
         span.note(group=group.group_id, ordinal=group.ordinal, problem=playing.index, attempt=playing.attempt)
@@ -209,7 +246,7 @@ class _Players:
             span.note(lost=lost.cause)
             if await self._concluded(client):
                 raise ConcludedError("the run has concluded") from lost
-            return await self._lost(client, lost, playing)
+            return await self._lost(client, group, lost, playing)
         self._progress.count(played)
         span.note(success=sum(episode.ended.success for episode in played) / len(played))
         return None
@@ -224,12 +261,15 @@ class _Players:
         finally:
             self._progress.in_play -= 1
 
-    async def _lost(self, client: RolloutClient, lost: GroupLostError, playing: _Owed) -> _Owed | None:
+    async def _lost(
+        self, client: RolloutClient, group: GroupOpened, lost: GroupLostError, playing: _Owed
+    ) -> _Owed | None:
         again = self._failures.lost(lost.cause, lost.what, playing.attempt)
         _log.warning(
             "group lost", cause=lost.cause, why=lost.what, problem=playing.index, attempt=playing.attempt, again=again
         )
         if lost.cause == "server":
+            self._left_behind.add(group)
             self._pool.set_aside(client, lost.what)
         else:
             await asyncio.sleep(_PAUSE_AFTER_LOSS_S)

@@ -69,7 +69,8 @@ def group_routes(
                 check_every_s=patience_s,
             )
         except ClientGoneError:
-            group.client_gone = True
+            # What breaks off under a runner that lives is sent again; whether it lives, its lease says.
+            group.client_gone = group.runner is None
             raise
         delivered(group, call)
         return Response(taken, media_type="application/json")

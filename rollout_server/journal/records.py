@@ -34,6 +34,7 @@ class GroupBegan(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     idle_timeout_s: float
     sampling: SamplingParams | None
     opened_at: float
+    runner: str | None = None
 
 
 class SessionBegan(msgspec.Struct, frozen=True, kw_only=True, tag="session", omit_defaults=True):

@@ -176,6 +176,7 @@ def group_began(group: Group) -> records.GroupBegan:
         idle_timeout_s=group.idle_timeout_s,
         sampling=group.sampling,
         opened_at=group.opened_at,
+        runner=group.runner,
     )
 
 
@@ -191,6 +192,7 @@ def _group(record: records.GroupBegan, now: Now) -> Group:
         opened_at=record.opened_at,
         last_used=now.monotonic,
         taken_over=True,
+        runner=record.runner,
     )
 
 

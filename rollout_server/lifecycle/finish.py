@@ -9,10 +9,8 @@ A server that has lost the group to another cannot write any of it: the stream a
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import structlog
 from redis.exceptions import RedisError
@@ -20,11 +18,12 @@ from redis.exceptions import RedisError
 from rollout_server.journal.journal import Journal
 from rollout_server.journal.records import GroupEnded, Rewarded, SessionEnded
 from rollout_server.journal.replay import apply_end, apply_reward
+from rollout_server.lifecycle.publish import Publisher
 from rollout_server.lifecycle.trajectory import Origin, end_of, trajectory_of
 from rollout_server.sessions.group import Group, GroupRegistry
 from rollout_server.sessions.session import DropCause, Reward, Session, SessionEnd
 from services.run_store.ledger import Ledger
-from services.run_store.stream import TrajectoryLog, TrajectoryWriter
+from services.run_store.stream import TrajectoryLog
 from services.run_store.undelivered import UndeliveredError
 from services.wire.errors import (
     ConcludedError,
@@ -32,7 +31,6 @@ from services.wire.errors import (
     DrainingError,
     NotFoundError,
     NotReadyError,
-    RollmeshError,
     UsageError,
 )
 from services.wire.rollout_api import SessionReward
@@ -249,21 +247,35 @@ class Finisher:
             if not finished:
                 cause = "aborted" if any(end.state == "aborted" for end in ends) else "idle"
                 _log.info("group dropped", group=group.group_id, ordinal=group.ordinal, cause=cause)
-            try:
-                # Asked first, because it knows whether the group is still ours to close.
-                await self._journal.conclude(
-                    group.group_id, GroupEnded(stream_ids=ids, cause=cause), list(group.sessions)
-                )
-                if group.purpose == "train":
-                    await self._ledger.close_group(group.group_id, dropped=not finished)
-            except RedisError as error:
-                _log.warning("cannot close a group yet", group=group.group_id, error=str(error))
-                return False
-            if ids is not None:
-                self._registry.finish(group, ids)
-            else:
-                self._registry.drop(group, cause or "idle")
-            return True
+            return await self._close(group, ids, cause)
+
+    async def drop(self, group: Group, cause: DropCause) -> bool:
+        """Drop an open group, with the calls that run in it. Returns and raises as `settle` does."""
+        async with group.closing:
+            if self._registry.get_open(group.group_id) is not group:
+                return True
+            train = group.purpose == "train"
+            given_up = [(each.session_id, each.capture.sampled) for each in group.live if train]
+            closed = await self._close(group, None, cause)
+        for session_id, sampled in given_up:
+            if closed and sampled:
+                await self._count_given_up(session_id, sampled)
+        return closed
+
+    async def _close(self, group: Group, ids: dict[str, str] | None, cause: DropCause | None) -> bool:
+        try:
+            # Asked first, because it knows whether the group is still ours to close.
+            await self._journal.conclude(group.group_id, GroupEnded(stream_ids=ids, cause=cause), list(group.sessions))
+            if group.purpose == "train":
+                await self._ledger.close_group(group.group_id, dropped=ids is None)
+        except RedisError as error:
+            _log.warning("cannot close a group yet", group=group.group_id, error=str(error))
+            return False
+        if ids is not None:
+            self._registry.finish(group, ids)
+        else:
+            self._registry.drop(group, cause or "idle")
+        return True
 
     async def drop_all(self, cause: DropCause) -> None:
         """Drop every open group, with the calls that run in it: the run's last server is ending. Raises RedisError."""
@@ -291,108 +303,3 @@ def _match(group: Group, rewards: Sequence[SessionReward]) -> None:
     if missing or strange:
         which = f"{min(missing)} has none" if missing else f"{min(strange)!r} is no session of it"
         raise UsageError(f"group {group.group_id}: {which}", "give each session exactly one reward")
-
-
-TOKENS_AT_ONCE = 1 << 20
-"""A call carries no more tokens than this, unless one group alone does."""
-
-
-@dataclass(slots=True, eq=False)
-class _Finished:
-    group_id: str
-    trajectories: Sequence[Trajectory]
-    tokens: int
-    closes: bool
-    without: Collection[str]
-    stream_ids: asyncio.Future[list[str]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
-class Publisher:
-    """Appends finished trajectories to the stream in batches and closes their groups in the ledger.
-
-        publish ──► queue ──► everything queued: one append, one closing of groups in the ledger ──► stream ids
-
-    What finishes while a call to Redis runs shares the next one. What is handed in together is appended all or none; a
-    group is closed after its trajectories are in the stream. `run` is a task owned by the server.
-    """
-
-    def __init__(self, writer: TrajectoryWriter, ledger: Ledger) -> None:
-        self._writer = writer
-        self._ledger = ledger
-        self._queue: list[_Finished] = []
-        self._wake = asyncio.Event()
-
-    async def publish(
-        self,
-        group_id: str,
-        trajectories: Sequence[Trajectory],
-        *,
-        closes: bool = True,
-        without: Collection[str] = (),
-    ) -> list[str]:
-        """Stream ids of the trajectories, in their order; the same when repeated. `closes`: the group ends with them.
-
-        `without`: undelivered calls, whose answers they do not hold. Raises UndeliveredError when other calls are noted,
-        ConcludedError (and a group that was to be closed is, as dropped), DrainingError when another server has
-        the group, or NotReadyError when Redis fails: then try again.
-        """
-        tokens = sum(len(segment.loss_mask) for trajectory in trajectories for segment in trajectory.segments)
-        finished = _Finished(group_id, trajectories, tokens, closes, without)
-        self._queue.append(finished)
-        self._wake.set()
-        return await finished.stream_ids
-
-    async def run(self) -> None:
-        """Serve the queue until cancelled."""
-        while True:
-            await self._wake.wait()
-            batch = self._take()
-            try:
-                await self._write(batch)
-            except (RedisError, RollmeshError) as error:
-                _log.warning("publishing failed", groups=len(batch), error=str(error))
-                failure = NotReadyError(f"publishing needs Redis, which failed ({error})", "finish the group again")
-                _fail(batch, failure)
-
-    def _take(self) -> list[_Finished]:
-        batch, tokens = self._queue[:1], self._queue[0].tokens
-        for finished in self._queue[1:]:
-            tokens += finished.tokens
-            if tokens > TOKENS_AT_ONCE:
-                break
-            batch.append(finished)
-        del self._queue[: len(batch)]
-        if not self._queue:
-            self._wake.clear()
-        return batch
-
-    async def _write(self, batch: list[_Finished]) -> None:
-        try:
-            ids = await self._writer.publish(
-                [each for finished in batch for each in finished.trajectories],
-                {each.trajectory_id: finished.without for finished in batch for each in finished.trajectories},
-            )
-        except (ConcludedError, DrainingError, UndeliveredError) as error:
-            if len(batch) > 1:  # some of them may be in the stream already
-                for finished in batch:
-                    await self._write([finished])
-                return
-            if batch[0].closes and isinstance(error, ConcludedError):
-                await self._ledger.close_groups([batch[0].group_id], dropped=True)
-            _fail(batch, error)
-            return
-        closing = [finished.group_id for finished in batch if finished.closes]
-        if closing:
-            await self._ledger.close_groups(closing)
-        position = 0
-        for finished in batch:
-            end = position + len(finished.trajectories)
-            if not finished.stream_ids.done():
-                finished.stream_ids.set_result(ids[position:end])
-            position = end
-
-
-def _fail(batch: list[_Finished], failure: RollmeshError) -> None:
-    for finished in batch:
-        if not finished.stream_ids.done():
-            finished.stream_ids.set_exception(failure)

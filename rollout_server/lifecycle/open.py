@@ -85,6 +85,7 @@ class SessionOpener:
                 call.purpose,
                 self._idle_timeout_s,
                 sampling_of(call.sampling),
+                runner=call.runner,
             )
             limits = SamplingLimits.model_validate(call.sampling.model_dump(exclude_unset=True))
             terms = Terms(

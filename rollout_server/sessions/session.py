@@ -103,7 +103,7 @@ class Rewards:
         return [*([] if self.session is None else [self.session]), *self.calls.values()]
 
 
-DropCause = Literal["idle", "aborted", "run_concluded", "shutdown"]
+DropCause = Literal["idle", "aborted", "run_concluded", "shutdown", "runner_gone"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,9 @@ class RolloutSettings(Section):
         default=LOOKAHEAD, ge=1, description="How far the run may pass its oldest open group, in (k + 1) · batch groups"
     )
     group_timeout_s: float = Field(default=120.0, gt=0.0, description="A group idle for longer is dropped")
+    runner_lease_s: float = Field(
+        default=10.0, ge=1.0, description="The groups of an environment runner that is silent for longer are given up"
+    )
     episode_timeout_s: float = Field(default=600.0, gt=0.0, description="Longest time an episode may take")
     threads: int = Field(default=1, ge=1, description="Torch threads of an engine on CPU")
     tensor_parallel: int = Field(

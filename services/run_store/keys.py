@@ -38,6 +38,10 @@ class RunKeys:
         """Hash: service → its record, alive or not."""
         self.service_heartbeats = self._key("service-heartbeats")
         """Sorted set: the same services, by when they were last announced (milliseconds, by the clock of Redis)."""
+        self.runners = self._key("runners")
+        """Hash: environment runner → its incarnation, and whether that has left."""
+        self.runner_heartbeats = self._key("runner-heartbeats")
+        """Sorted set: the same runners, by when they were last heard of (milliseconds, by the clock of Redis)."""
         self.owners = self._key("owners")
         """Hash: open group → the incarnation of the server that holds it; empty where one has let go of it."""
 

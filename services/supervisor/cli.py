@@ -131,6 +131,13 @@ def play(
     run_dir: Annotated[
         Path | None, typer.Option(help="evaluation.json is written here; else into the folder of --config")
     ] = None,
+    name: Annotated[
+        str,
+        typer.Option(
+            envvar="ROLLMESH_RUNNER_NAME",
+            help="Name of this runner, unique in the run: a process that starts again under it takes its place at once",
+        ),
+    ] = "environment",
 ) -> None:
     import os
 
@@ -140,7 +147,7 @@ def play(
     from services.supervisor.processes import OURS
 
     settings = load_settings(config, [])
-    command = (*OURS, *environment_command(settings, run_id, run_dir or config.parent, rollout_url))
+    command = (*OURS, *environment_command(settings, run_id, run_dir or config.parent, rollout_url, name))
     # In this process's place: signals and the exit code are the environment's own.
     os.execve(command[0], command, {**os.environ, **as_environ(settings.telemetry)})
 

@@ -32,6 +32,8 @@ from services.supervisor.processes import OURS, ProcessSpec, Role
 from services.wire.errors import UsageError
 
 _ONCE = RestartPolicy(max_restarts=0)
+RUNNER = "environment"
+"""The name of the runner that plays a run's task."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,15 @@ class _Commands:
 
 
 def environment_command(
-    settings: RunSettings, run_id: str, run_dir: Path, rollout_urls: Sequence[str]
+    settings: RunSettings, run_id: str, run_dir: Path, rollout_urls: Sequence[str], name: str = RUNNER
 ) -> tuple[str, ...]:
-    """What plays a run's task: a command of ours, without `rollmesh`."""
+    """What plays a run's task: a command of ours, without `rollmesh`.
+
+    `name`: started again under it, it takes its predecessor's place, and nobody waits for that one's groups.
+    """
     flags: dict[str, object] = {
         "--run-id": run_id,
+        "--name": name,
         "--task": settings.task,
         "--seed": settings.seed,
         "--group-size": settings.rollout.group_size,

@@ -21,6 +21,7 @@ _KINDS: tuple[type[errors.RollmeshError], ...] = (
     errors.ConcludedError,
     errors.ConflictError,
     errors.DeadlineError,
+    errors.DrainingError,
     errors.ForbiddenError,
     errors.NotFoundError,
     errors.NotReadyError,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 
 class Body(BaseModel):
@@ -22,6 +22,8 @@ Purpose = Literal["train", "evaluate"]
 """`evaluate` passes no admission and is never published."""
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+RunnerId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[A-Za-z0-9]{8,64}$")]
+"""An environment runner: `name/incarnation` (`services.wire.runner_api`)."""
 
 
 class SamplingBody(Body):
@@ -74,6 +76,8 @@ class OpenGroup(Body):
     """How long the server may hold the call until admission opens, before it answers 429."""
     greedy_baseline: bool = False
     """The first session is sampled greedily, whatever its calls say: the baseline that the others are compared with."""
+    runner: RunnerId | None = None
+    """Who plays it: the group is given up when this runner's lease ends. Left out: it lasts for its idle time."""
 
 
 class GroupOpened(Body):

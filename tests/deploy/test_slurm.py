@@ -98,7 +98,6 @@ def small(steps: int) -> list[str]:
         f"steps={steps}",
         "evaluation.problems=8",
         "rollout.groups_per_step=4",
-        "rollout.group_timeout_s=20",
         warm_start(),
     ]
 

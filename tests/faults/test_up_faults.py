@@ -154,9 +154,7 @@ def test_an_interrupted_run_leaves_nothing_behind(
 @pytest.mark.e2e
 def test_the_next_run_starts_and_outlives_the_death_of_each_of_its_services(tmp_path: Path, warm_cache: str) -> None:
     """After the interrupted runs above, one in which every kind of service is killed still ends in good order."""
-    # A killed environment's groups keep their places until they have been idle for so long, and it may hold all of them.
-    idle = "rollout.group_timeout_s=20"
-    with running_up(tmp_path / "run", *SMALL, idle, "--steps", "40", warm_cache) as mesh:
+    with running_up(tmp_path / "run", *SMALL, "--steps", "40", warm_cache) as mesh:
         for step, command in enumerate(("train", "run-environment", "weight-bus", "valkey", "rollout-server"), start=1):
             mesh.wait_for_steps(5 * step)
             os.kill(mesh.service(command).pid, signal.SIGKILL)

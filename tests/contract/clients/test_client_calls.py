@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request, Response
 
+from clients.environments.base import AgentEndpoint
+from clients.environments.chat import chat
 from clients.rollout.client import RolloutClient
 from clients.rollout.sync_client import SyncRolloutClient
-from clients.rollout.transport import ServerUnreachableError
+from clients.rollout.transport import ServerUnreachableError, open_session
 from services.http.app import Stop, make_server, open_port
 from services.wire.errors import (
     CapacityError,
@@ -30,8 +32,10 @@ from services.wire.errors import (
     WireError,
 )
 from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody
+from services.wire.runner_api import Runner
 from services.wire.session_api import FinishSession, GiveReward, OpenSession
 from tests.conftest import free_port
+from tests.support.until import until
 
 STATUS = {
     "session_id": "s1",
@@ -139,6 +143,8 @@ async def asking(kind: str, url: str, **settings: Any) -> AsyncIterator[Ask]:
 both = pytest.mark.parametrize("kind", ["async", "sync"])
 
 CALLS = [
+    ("join_runner", (Runner(name="e", incarnation="0000aaaa"),), {}, "POST /runners", {"lease_s": 9.0}),
+    ("renew_runner", (Runner(name="e", incarnation="0000aaaa"),), {}, "POST /runners/heartbeat", {"lease_s": 9.0}),
     ("session_status", ("s1",), {}, "GET /sessions/s1", STATUS),
     ("give_reward", ("s1", GiveReward(reward=0.5, call_id="c")), {}, "POST /sessions/s1/reward", STATUS),
     ("finish_session", ("s1", FinishSession(reward=1.0)), {}, "POST /sessions/s1/finish", FINISHED),
@@ -181,6 +187,10 @@ async def test_every_call_has_its_route_and_its_typed_answer(kind: str) -> None:
             path = said.path if not said.query else f"{said.path}?{said.query}"
             assert f"{said.method} {path}" == route
             assert said.key == "Bearer agent-key"
+        runner = Runner(name="env", incarnation="0000aaaa")
+        server.will_answer((204, None))
+        assert await ask("leave_runner", runner) is None
+        assert (server.said[0].path, server.said[0].body) == ("/runners/leave", runner.model_dump())
         server.will_answer((204, None))
         assert await ask("delete_session", "s1") is None
         assert (server.said[0].method, server.said[0].path) == ("DELETE", "/sessions/s1")
@@ -297,6 +307,47 @@ async def test_a_call_whose_answer_was_lost_is_sent_again_as_the_same_call(kind:
             (name,) = {line for request in counted for line in request.split("\r\n") if "x-rollmesh-call" in line}
             names.append(name)
         assert names[0] != names[1], "two calls, not one"
+
+
+async def test_an_environments_chat_outlasts_a_gateway_that_is_started_again_as_one_call() -> None:
+    names: list[str | None] = []
+    completion = {"choices": [{"message": {"role": "assistant", "content": "4"}, "finish_reason": "stop"}]}
+    port = free_port()
+
+    async def answer(request: Request) -> Response:
+        names.append(request.headers.get("x-rollmesh-call"))
+        return Response(json.dumps(completion), media_type="application/json")
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        names.extend(line.partition(": ")[2] for line in head.split("\r\n") if line.startswith("x-rollmesh-call"))
+        writer.close()
+
+    endpoint = AgentEndpoint(f"http://127.0.0.1:{port}/v1", "key", "s", 8, 1.0)
+    async with open_session(True) as http:
+        async with await asyncio.start_server(hang_up, "127.0.0.1", port):
+            asking_it = asyncio.create_task(chat(http, endpoint, [{"role": "user", "content": "2+2?"}]))
+            await until(lambda: len(names) > 0)
+        app = FastAPI()
+        app.add_route("/{rest:path}", answer, methods=["POST"])
+        server = make_server(app, Stop())
+        serving = asyncio.create_task(server.serve(sockets=[open_port("127.0.0.1", port)]))
+        try:
+            _, said = await asyncio.wait_for(asking_it, 10.0)
+        finally:
+            server.should_exit = True
+            await serving
+    assert said.text == "4"
+    assert len(names) > 1 and len(set(names)) == 1 and names[0], "the same call each time"
+
+
+async def test_a_client_that_does_not_wait_for_admission_still_waits_for_its_server() -> None:
+    async with standing_in() as server, asking("async", server.url, waits_for_admission=False) as ask:
+        server.retry_after = "0.01"
+        server.will_answer((503, an_error("not_ready")), (503, an_error("draining")), (429, an_error("capacity")))
+        with pytest.raises(CapacityError):
+            await ask("open_group", OpenGroup(task="t", group_size=1, sampling=SAMPLING))
+        assert len(server.said) == 3
 
 
 @both

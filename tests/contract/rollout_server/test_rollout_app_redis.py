@@ -12,7 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from rollout_server.lifecycle.admission import AdmissionGate
-from rollout_server.lifecycle.finish import Publisher
+from rollout_server.lifecycle.publish import Publisher
 from services.run_store.client import connect
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger

@@ -1,0 +1,122 @@
+"""Finished trajectories into the stream, in batches, and their groups off the open account."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+from redis.exceptions import RedisError
+
+from services.run_store.ledger import Ledger
+from services.run_store.stream import TrajectoryWriter
+from services.run_store.undelivered import UndeliveredError
+from services.wire.errors import ConcludedError, DrainingError, NotReadyError, RollmeshError
+from services.wire.trajectory import Trajectory
+
+_log = structlog.get_logger()
+
+TOKENS_AT_ONCE = 1 << 20
+"""A call carries no more tokens than this, unless one group alone does."""
+
+
+@dataclass(slots=True, eq=False)
+class _Finished:
+    group_id: str
+    trajectories: Sequence[Trajectory]
+    tokens: int
+    closes: bool
+    without: Collection[str]
+    stream_ids: asyncio.Future[list[str]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Publisher:
+    """Appends finished trajectories to the stream in batches and closes their groups in the ledger.
+
+        publish ──► queue ──► everything queued: one append, one closing of groups in the ledger ──► stream ids
+
+    What finishes while a call to Redis runs shares the next one. What is handed in together is appended all or none; a
+    group is closed after its trajectories are in the stream. `run` is a task owned by the server.
+    """
+
+    def __init__(self, writer: TrajectoryWriter, ledger: Ledger) -> None:
+        self._writer = writer
+        self._ledger = ledger
+        self._queue: list[_Finished] = []
+        self._wake = asyncio.Event()
+
+    async def publish(
+        self,
+        group_id: str,
+        trajectories: Sequence[Trajectory],
+        *,
+        closes: bool = True,
+        without: Collection[str] = (),
+    ) -> list[str]:
+        """Stream ids of the trajectories, in their order; the same when repeated. `closes`: the group ends with them.
+
+        `without`: undelivered calls, whose answers they do not hold. Raises UndeliveredError when other calls are noted,
+        ConcludedError (and a group that was to be closed is, as dropped), DrainingError when another server has
+        the group, or NotReadyError when Redis fails: then try again.
+        """
+        tokens = sum(len(segment.loss_mask) for trajectory in trajectories for segment in trajectory.segments)
+        finished = _Finished(group_id, trajectories, tokens, closes, without)
+        self._queue.append(finished)
+        self._wake.set()
+        return await finished.stream_ids
+
+    async def run(self) -> None:
+        """Serve the queue until cancelled."""
+        while True:
+            await self._wake.wait()
+            batch = self._take()
+            try:
+                await self._write(batch)
+            except (RedisError, RollmeshError) as error:
+                _log.warning("publishing failed", groups=len(batch), error=str(error))
+                failure = NotReadyError(f"publishing needs Redis, which failed ({error})", "finish the group again")
+                _fail(batch, failure)
+
+    def _take(self) -> list[_Finished]:
+        batch, tokens = self._queue[:1], self._queue[0].tokens
+        for finished in self._queue[1:]:
+            tokens += finished.tokens
+            if tokens > TOKENS_AT_ONCE:
+                break
+            batch.append(finished)
+        del self._queue[: len(batch)]
+        if not self._queue:
+            self._wake.clear()
+        return batch
+
+    async def _write(self, batch: list[_Finished]) -> None:
+        try:
+            ids = await self._writer.publish(
+                [each for finished in batch for each in finished.trajectories],
+                {each.trajectory_id: finished.without for finished in batch for each in finished.trajectories},
+            )
+        except (ConcludedError, DrainingError, UndeliveredError) as error:
+            if len(batch) > 1:  # some of them may be in the stream already
+                for finished in batch:
+                    await self._write([finished])
+                return
+            if batch[0].closes and isinstance(error, ConcludedError):
+                await self._ledger.close_groups([batch[0].group_id], dropped=True)
+            _fail(batch, error)
+            return
+        closing = [finished.group_id for finished in batch if finished.closes]
+        if closing:
+            await self._ledger.close_groups(closing)
+        position = 0
+        for finished in batch:
+            end = position + len(finished.trajectories)
+            if not finished.stream_ids.done():
+                finished.stream_ids.set_result(ids[position:end])
+            position = end
+
+
+def _fail(batch: list[_Finished], failure: RollmeshError) -> None:
+    for finished in batch:
+        if not finished.stream_ids.done():
+            finished.stream_ids.set_exception(failure)

@@ -1,0 +1,236 @@
+"""The gateway, or the environment itself, is killed while a runner plays: the run goes on in seconds, nothing is lost.
+
+Every idle time and lease is the default: what is not taken up or given up at once would stand for minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from clients.environments.registry import make_environment
+from clients.rollout.client import RolloutClient
+from clients.runner.lease import Lease, new_runner
+from clients.runner.runner import RunnerPlan, run_environment
+from services.run_store.runners import RunnerRegistry
+from services.security.tls import PUBLIC
+from services.wire.errors import ConflictError, UsageError
+from tests.conftest import free_port
+from tests.support.committing import commit
+from tests.support.mesh_command import COMMAND
+from tests.support.rollout_host import Host, hosting, small_batch
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.until import until
+
+BATCH, OPEN = 4, 12
+IN_SECONDS = 12.0
+"""For a machine that does much else; idle times are 20 s and more."""
+
+
+@asynccontextmanager
+async def process(log: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    with log.open("ab") as out:
+        child = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdout=out, stderr=out)
+    try:
+        yield child
+    finally:
+        with suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+
+
+@asynccontextmanager
+async def training(host: Host) -> AsyncIterator[None]:
+    """A new version for each batch of groups that was played, as a trainer would publish them."""
+
+    async def train() -> None:
+        version = 0
+        while True:
+            accounts = await host.ledger.accounts()
+            if (accounts.closed_groups - accounts.dropped_groups) // BATCH > version:
+                version += 1
+                await commit(host, version)
+            await asyncio.sleep(0.05)
+
+    task = asyncio.create_task(train())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def played(host: Host) -> int:
+    accounts = await host.ledger.accounts()
+    return accounts.closed_groups - accounts.dropped_groups
+
+
+def tail(log: Path) -> str:
+    return log.read_text()[-4000:]
+
+
+async def plays_on(host: Host, log: Path, deadline_s: float = IN_SECONDS) -> None:
+    """All that admission lets in is played once over."""
+    before = await played(host)
+
+    async def more() -> bool:
+        return await played(host) >= before + OPEN
+
+    try:
+        await until(more, deadline_s)
+    except TimeoutError:
+        raise AssertionError(f"{await played(host) - before} groups were played\n{tail(log)}") from None
+
+
+async def test_a_killed_gateway_and_a_killed_environment_cost_seconds(
+    redis_url: str, run_id: str, tiny_policy: Path, tmp_path: Path
+) -> None:
+    log, port = tmp_path / "environment.log", free_port()
+    url = f"http://127.0.0.1:{port}"
+    gateway = ["gateway", "--run-id", run_id, "--redis-url", redis_url, "--port", str(port)]
+    environment = ["run-environment", "--run-id", run_id, "--task", "running-sums", "--rollout-url", url]
+    environment += ["--run-dir", str(tmp_path), "--group-size", "2", "--evaluation-problems", "2", "--name", "env"]
+    environment += ["--concurrency", str(OPEN)]
+    async with AsyncExitStack() as stack:
+        host = await stack.enter_async_context(
+            hosting(
+                ScriptedEngine(answer_length=3, step_s=0.2),
+                redis_url=redis_url,
+                run_id=run_id,
+                model=tiny_policy,
+                settings=small_batch(k=2, batch=BATCH),
+            )
+        )
+        await stack.enter_async_context(training(host))
+        async with process(tmp_path / "gateway.log", *gateway) as killed:
+            playing = await stack.enter_async_context(process(log, *environment))
+            await plays_on(host, log, 60.0)
+            killed.send_signal(signal.SIGKILL)
+            await killed.wait()
+        await stack.enter_async_context(process(tmp_path / "gateway.log", *gateway))
+        await until(lambda: _answers(url), 30.0)
+        await plays_on(host, log)
+        assert playing.returncode is None
+        assert (await host.ledger.accounts()).dropped_groups == 0
+        assert "group lost" not in tail(log)
+
+        runners = RunnerRegistry(host.redis, run_id)
+        before = (await runners.heard())["env"].incarnation
+        (await host.http.post("/pause?mode=keep")).raise_for_status()
+
+        async def full() -> bool:
+            return bool((await host.report())["open_groups"] == OPEN)
+
+        await until(full, 20.0)
+        playing.send_signal(signal.SIGKILL)
+        await playing.wait()
+        (await host.http.post("/resume")).raise_for_status()
+        await stack.enter_async_context(process(log, *environment))
+
+        async def joined() -> bool:
+            return (await runners.heard())["env"].incarnation != before
+
+        await until(joined, 60.0)
+        await plays_on(host, log)
+        accounts = await host.ledger.accounts()
+        assert accounts.dropped_groups == OPEN
+        trajectories = await host.published()
+    ids = [trajectory.trajectory_id for trajectory in trajectories]
+    assert len(set(ids)) == len(ids)
+
+
+async def _answers(url: str) -> bool:
+    try:
+        async with httpx.AsyncClient() as http:
+            return (await http.get(f"{url}/readyz")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def test_a_runner_whose_name_is_taken_ends_and_says_why(
+    redis_url: str, run_id: str, tiny_policy: Path, tmp_path: Path
+) -> None:
+    settings = small_batch(k=50, batch=4)
+    settings.rollout.runner_lease_s = 1.0
+    plan = RunnerPlan(
+        environment=make_environment("running-sums"),
+        seed=5,
+        group_size=2,
+        temperature=1.0,
+        max_tokens=8,
+        concurrency=2,
+        evaluation_problems=2,
+        run_dir=tmp_path,
+        name="mine",
+    )
+    engine = ScriptedEngine(answer_length=3, step_s=0.05)
+    async with hosting(engine, redis_url=redis_url, run_id=run_id, model=tiny_policy, settings=settings) as host:
+        running = asyncio.create_task(run_environment([host.url], plan))
+        await until(lambda: _played_some(host), 20.0)
+        async with RolloutClient(host.url) as client, Lease(new_runner("mine"), [client], None, PUBLIC):
+            with pytest.raises(ConflictError, match="runner mine has left the run, or is another process now"):
+                await asyncio.wait_for(running, 10.0)
+        # The other has left too, and nobody's groups are open.
+        await until(lambda: _none_open(host), 10.0)
+    with pytest.raises(UsageError, match="'a b' is no name of a runner"):
+        new_runner("a b")
+
+
+async def _played_some(host: Host) -> bool:
+    return await played(host) > 2
+
+
+async def _none_open(host: Host) -> bool:
+    return (await host.report())["open_groups"] == 0
+
+
+class LeaseServer(ThreadingHTTPServer):
+    """Grants leases of half a second in threads of its own; keeps the paths that were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), _Granting)
+
+
+class _Granting(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        server = self.server
+        assert isinstance(server, LeaseServer)
+        server.asked.append(self.path)
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = b'{"lease_s": 0.5}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Not into the test's output."""
+
+
+async def test_a_lease_is_renewed_while_the_environments_code_holds_the_event_loop_up() -> None:
+    with LeaseServer() as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            async with RolloutClient(f"http://127.0.0.1:{server.server_port}") as client:
+                async with Lease(new_runner(None), [client], None, PUBLIC):
+                    ends = time.monotonic() + 20.0
+                    while server.asked.count("/runners/heartbeat") < 4 and time.monotonic() < ends:
+                        time.sleep(0.05)  # noqa: ASYNC251 - as an environment does that computes
+        finally:
+            server.shutdown()
+            serving.join()
+    assert server.asked[0] == "/runners"
+    assert server.asked.count("/runners/heartbeat") >= 4
+    assert server.asked[-1] == "/runners/leave" or "/runners/leave" in server.asked[-2:]
