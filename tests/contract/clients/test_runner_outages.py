@@ -49,16 +49,16 @@ async def process(log: Path, *arguments: str) -> AsyncIterator[asyncio.subproces
 
 
 @asynccontextmanager
-async def training(host: Host) -> AsyncIterator[None]:
+async def training(hosts: list[Host]) -> AsyncIterator[None]:
     """A new version for each batch of groups that was played, as a trainer would publish them."""
 
     async def train() -> None:
         version = 0
         while True:
-            accounts = await host.ledger.accounts()
-            if (accounts.closed_groups - accounts.dropped_groups) // BATCH > version:
+            if await played(hosts[0]) // BATCH > version:
                 version += 1
-                await commit(host, version)
+                for host in hosts:
+                    await commit(host, version)
             await asyncio.sleep(0.05)
 
     task = asyncio.create_task(train())
@@ -101,24 +101,49 @@ async def test_a_killed_gateway_and_a_killed_environment_cost_seconds(
     environment = ["run-environment", "--run-id", run_id, "--task", "running-sums", "--rollout-url", url]
     environment += ["--run-dir", str(tmp_path), "--group-size", "2", "--evaluation-problems", "2", "--name", "env"]
     environment += ["--concurrency", str(OPEN)]
+    settings = small_batch(k=2, batch=BATCH)
+    # So that a gateway which is slow to start is in time for the answer that it breaks off.
+    settings.rollout.retry_patience_s = 60.0
     async with AsyncExitStack() as stack:
-        host = await stack.enter_async_context(
-            hosting(
-                ScriptedEngine(answer_length=3, step_s=0.2),
-                redis_url=redis_url,
-                run_id=run_id,
-                model=tiny_policy,
-                settings=small_batch(k=2, batch=BATCH),
+        hosts = [
+            await stack.enter_async_context(
+                hosting(
+                    ScriptedEngine(answer_length=3, step_s=0.2),
+                    redis_url=redis_url,
+                    run_id=run_id,
+                    model=tiny_policy,
+                    settings=settings,
+                    server_id=f"s{number}",
+                )
             )
-        )
-        await stack.enter_async_context(training(host))
+            for number in range(2)
+        ]
+        host = hosts[0]
+        await stack.enter_async_context(training(hosts))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20.0))
         async with process(tmp_path / "gateway.log", *gateway) as killed:
             playing = await stack.enter_async_context(process(log, *environment))
             await plays_on(host, log, 60.0)
+            session = (await http.post("/sessions", json={"purpose": "evaluate"})).json()["session_id"]
+            asked = httpx.Request(
+                "POST",
+                f"{url}/sessions/{session}/v1/completions",
+                json={"prompt": "12=", "max_tokens": 8, "stream": True},
+                headers={"Idempotency-Key": "mine"},
+            )
+            broken = await http.send(asked, stream=True)
+            chunks = broken.aiter_bytes()
+            seen = await anext(chunks)
             killed.send_signal(signal.SIGKILL)
+            with pytest.raises(httpx.TransportError):
+                async for chunk in chunks:
+                    seen += chunk
             await killed.wait()
         await stack.enter_async_context(process(tmp_path / "gateway.log", *gateway))
-        await until(lambda: _answers(url), 30.0)
+        await until(lambda: _answers(http), 60.0)
+        whole = await http.send(asked)
+        assert whole.content.startswith(seen) and len(whole.content) > len(seen)
+        assert (await http.get(f"/sessions/{session}")).json()["calls"] == 1, "it was sampled once"
         await plays_on(host, log)
         assert playing.returncode is None
         assert (await host.ledger.accounts()).dropped_groups == 0
@@ -126,15 +151,17 @@ async def test_a_killed_gateway_and_a_killed_environment_cost_seconds(
 
         runners = RunnerRegistry(host.redis, run_id)
         before = (await runners.heard())["env"].incarnation
-        (await host.http.post("/pause?mode=keep")).raise_for_status()
+        for each in hosts:
+            (await each.http.post("/pause?mode=keep")).raise_for_status()
 
         async def full() -> bool:
-            return bool((await host.report())["open_groups"] == OPEN)
+            return len(await host.ledger.open_groups()) == OPEN
 
         await until(full, 20.0)
         playing.send_signal(signal.SIGKILL)
         await playing.wait()
-        (await host.http.post("/resume")).raise_for_status()
+        for each in hosts:
+            (await each.http.post("/resume")).raise_for_status()
         await stack.enter_async_context(process(log, *environment))
 
         async def joined() -> bool:
@@ -149,10 +176,9 @@ async def test_a_killed_gateway_and_a_killed_environment_cost_seconds(
     assert len(set(ids)) == len(ids)
 
 
-async def _answers(url: str) -> bool:
+async def _answers(http: httpx.AsyncClient) -> bool:
     try:
-        async with httpx.AsyncClient() as http:
-            return (await http.get(f"{url}/readyz")).status_code == 200
+        return (await http.get("/readyz")).status_code == 200
     except httpx.TransportError:
         return False
 
