@@ -55,9 +55,9 @@ class Call(Generic[AnswerT]):
             raise WireError(what, "run client and server of the same version") from error
 
 
-def open_group(body: rollout_api.OpenGroup) -> Call[rollout_api.GroupOpened]:
-    timeout_s = body.wait_s + CALL_TIMEOUT_S
-    return Call("POST", "/groups", _json(body), rollout_api.GroupOpened.model_validate_json, timeout_s, new_call_name())
+def open_group(body: rollout_api.OpenGroup, name: str | None = None) -> Call[rollout_api.GroupOpened]:
+    timeout_s, name = body.wait_s + CALL_TIMEOUT_S, name or new_call_name()
+    return Call("POST", "/groups", _json(body), rollout_api.GroupOpened.model_validate_json, timeout_s, name)
 
 
 def take_turns(group_id: str, body: rollout_api.TakeTurns) -> Call[rollout_api.TurnsTaken]:

@@ -62,12 +62,14 @@ class RolloutClient:
     async def __aexit__(self, *raised: object) -> None:
         await self._transport.__aexit__(*raised)
 
-    async def open_group(self, body: rollout_api.OpenGroup) -> rollout_api.GroupOpened:
+    async def open_group(self, body: rollout_api.OpenGroup, name: str | None = None) -> rollout_api.GroupOpened:
         """Open a group, held by the server up to `body.wait_s` for admission.
 
-        Raises ConcludedError when the run is over, CapacityError when admission stayed closed throughout.
+        `name`: of the call (`calls.new_call_name`), for whoever makes it again after its answer was lost for good: of one
+        name one group is opened. Raises ConcludedError when the run is over, CapacityError when admission stayed closed
+        throughout, ConflictError where the group of that name has ended.
         """
-        return await self._transport.call(calls.open_group(body))
+        return await self._transport.call(calls.open_group(body, name))
 
     async def take_turns(self, group_id: str, body: rollout_api.TakeTurns) -> rollout_api.TurnsTaken:
         """Append texts to sessions and generate an answer in each: once, however often the call has to be sent."""

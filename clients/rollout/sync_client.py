@@ -48,8 +48,8 @@ class SyncRolloutClient:
         if self._http is not None:
             self._http.close()
 
-    def open_group(self, body: rollout_api.OpenGroup) -> rollout_api.GroupOpened:
-        return self._call(calls.open_group(body))
+    def open_group(self, body: rollout_api.OpenGroup, name: str | None = None) -> rollout_api.GroupOpened:
+        return self._call(calls.open_group(body, name))
 
     def take_turns(self, group_id: str, body: rollout_api.TakeTurns) -> rollout_api.TurnsTaken:
         return self._call(calls.take_turns(group_id, body))

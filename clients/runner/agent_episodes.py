@@ -228,14 +228,14 @@ async def abort(client: RolloutClient, session_ids: Sequence[str]) -> bool:
 _ARRIVING_S = 0.5
 
 
-async def open_group(client: RolloutClient, body: OpenGroup) -> GroupOpened:
+async def open_group(client: RolloutClient, body: OpenGroup, name: str | None = None) -> GroupOpened:
     """As `RolloutClient.open_group`; when cancelled, it leaves no open group behind.
 
     open ──answered──► the group
       └──cancelled──► answered within _ARRIVING_S? ──yes──► abort its sessions
                                                    └──no───► close the connection: the server drops the unread group
     """
-    opening = asyncio.create_task(client.open_group(body))
+    opening = asyncio.create_task(client.open_group(body, name))
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:

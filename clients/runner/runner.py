@@ -21,6 +21,7 @@ from pathlib import Path
 import structlog
 
 from clients.environments.base import AgentEnvironment, AnyEnvironment, Dialect
+from clients.rollout.calls import new_call_name
 from clients.rollout.client import RolloutClient
 from clients.rollout.server_pool import ServerPool
 from clients.rollout.transport import OUTAGE_S, ServerUnreachableError
@@ -160,6 +161,14 @@ class _Owed:
     attempt: int
 
 
+@dataclass
+class _Next:
+    """What a player does next. `call`: names its call for a group until that is answered: none is opened unheard of."""
+
+    owed: _Owed | None = None
+    call: str | None = None
+
+
 class _Players:
     """`concurrency` players, each with one group in play at a time."""
 
@@ -213,31 +222,21 @@ class _Players:
             return False
 
     async def _keep_playing(self) -> None:
-        owed: _Owed | None = None
+        next_up = _Next()
         while True:
             client = await self._pool.choose()
             try:
                 with self._plan.tracing.begin("environment.group") as span:
-                    owed = await self._play_one(client, owed, span)
+                    await self._play_one(client, next_up, span)
             except ConcludedError:
                 return
 
-    async def _play_one(self, client: RolloutClient, owed: _Owed | None, span: Span) -> _Owed | None:
-        """Open a group and play it, with the owed problem if any; returns what is owed then. Raises ConcludedError."""
-        try:
-            group = await open_group(client, self._opening)
-        except CapacityError:
-            _log.info("waiting", waiting_for="admission", url=client.url)
-            return owed
-        except (ServerUnreachableError, NotReadyError, DeadlineError) as error:
-            self._pool.set_aside(client, str(error))
-            return owed
-        except ConflictError as error:
-            # It was opened, its answer was lost, and it ended before the call came again.
-            _log.warning("group lost", cause="server", why=str(error))
-            await asyncio.sleep(_PAUSE_AFTER_LOSS_S)
-            return owed
-        playing = owed or _Owed(group.ordinal, 0)
+    async def _play_one(self, client: RolloutClient, next_up: _Next, span: Span) -> None:
+        """Open a group and play it, with the owed problem if any; notes what is owed then. Raises ConcludedError."""
+        group = await self._open(client, next_up)
+        if group is None:
+            return
+        playing = next_up.owed or _Owed(group.ordinal, 0)
         span.note(group=group.group_id, ordinal=group.ordinal, problem=playing.index, attempt=playing.attempt)
         try:
             with structlog.contextvars.bound_contextvars(group=group.group_id):
@@ -246,10 +245,30 @@ class _Players:
             span.note(lost=lost.cause)
             if await self._concluded(client):
                 raise ConcludedError("the run has concluded") from lost
-            return await self._lost(client, group, lost, playing)
+            next_up.owed = await self._lost(client, group, lost, playing)
+            return
+        next_up.owed = None
         self._progress.count(played)
         span.note(success=sum(episode.ended.success for episode in played) / len(played))
-        return None
+
+    async def _open(self, client: RolloutClient, next_up: _Next) -> GroupOpened | None:
+        """None where there is none yet. Raises ConcludedError."""
+        if next_up.call is None or len(self._pool.clients) > 1:  # another address may belong to another server
+            next_up.call = new_call_name()
+        try:
+            group = await open_group(client, self._opening, next_up.call)
+        except (ServerUnreachableError, NotReadyError, DeadlineError) as error:
+            self._pool.set_aside(client, str(error))
+            return None
+        except CapacityError:
+            _log.info("waiting", waiting_for="admission", url=client.url)
+            group = None
+        except ConflictError as error:
+            _log.warning("a group ended before it was heard of", why=str(error))
+            await asyncio.sleep(_PAUSE_AFTER_LOSS_S)
+            group = None
+        next_up.call = None
+        return group
 
     async def _play(self, client: RolloutClient, group: GroupOpened, index: int) -> list[Played]:
         problem = self._environment.problem("train", index, self._plan.seed)

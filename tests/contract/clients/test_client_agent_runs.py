@@ -270,7 +270,7 @@ class Server(RolloutClient):
         self.opened: list[OpenGroup] = []
         self._refuses, self._forgets = refuses, forgets
 
-    async def open_group(self, body: OpenGroup) -> GroupOpened:
+    async def open_group(self, body: OpenGroup, name: str | None = None) -> GroupOpened:
         self.opened.append(body)
         if self._refuses is not None:
             raise self._refuses

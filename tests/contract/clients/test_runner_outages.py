@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from clients.environments.registry import make_environment
 from clients.rollout.client import RolloutClient
@@ -76,7 +78,7 @@ async def played(host: Host) -> int:
 
 
 def tail(log: Path) -> str:
-    return log.read_text()[-4000:]
+    return log.read_text()[-4000:] if log.is_file() else ""
 
 
 async def plays_on(host: Host, log: Path, deadline_s: float = IN_SECONDS) -> None:
@@ -154,10 +156,7 @@ async def test_a_killed_gateway_and_a_killed_environment_cost_seconds(
         for each in hosts:
             (await each.http.post("/pause?mode=keep")).raise_for_status()
 
-        async def full() -> bool:
-            return len(await host.ledger.open_groups()) == OPEN
-
-        await until(full, 20.0)
+        await until(lambda: _open(host, OPEN), 20.0)
         playing.send_signal(signal.SIGKILL)
         await playing.wait()
         for each in hosts:
@@ -183,22 +182,26 @@ async def _answers(http: httpx.AsyncClient) -> bool:
         return False
 
 
-async def test_a_runner_whose_name_is_taken_ends_and_says_why(
-    redis_url: str, run_id: str, tiny_policy: Path, tmp_path: Path
-) -> None:
-    settings = small_batch(k=50, batch=4)
-    settings.rollout.runner_lease_s = 1.0
-    plan = RunnerPlan(
+def plan_for(run_dir: Path) -> RunnerPlan:
+    return RunnerPlan(
         environment=make_environment("running-sums"),
         seed=5,
         group_size=2,
         temperature=1.0,
         max_tokens=8,
-        concurrency=2,
+        concurrency=4,
         evaluation_problems=2,
-        run_dir=tmp_path,
-        name="mine",
+        run_dir=run_dir,
+        start_deadline_s=20.0,
     )
+
+
+async def test_a_runner_whose_name_is_taken_ends_and_says_why(
+    redis_url: str, run_id: str, tiny_policy: Path, tmp_path: Path
+) -> None:
+    settings = small_batch(k=50, batch=4)
+    settings.rollout.runner_lease_s = 1.0
+    plan = replace(plan_for(tmp_path), name="mine")
     engine = ScriptedEngine(answer_length=3, step_s=0.05)
     async with hosting(engine, redis_url=redis_url, run_id=run_id, model=tiny_policy, settings=settings) as host:
         running = asyncio.create_task(run_environment([host.url], plan))
@@ -218,6 +221,84 @@ async def _played_some(host: Host) -> bool:
 
 async def _none_open(host: Host) -> bool:
     return (await host.report())["open_groups"] == 0
+
+
+class Door:
+    """Passes connections on to a server; while it is shut all are closed, new ones too."""
+
+    def __init__(self, url: str) -> None:
+        self._port = int(url.rpartition(":")[2])
+        self._through: set[asyncio.StreamWriter] = set()
+        self._shut = False
+
+    def shut(self) -> None:
+        self._shut = True
+        for writer in self._through:
+            writer.transport.abort()
+
+    def open(self) -> None:
+        self._shut = False
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._shut:
+            writer.transport.abort()
+            return
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        both = {writer, up_writer}
+        self._through |= both
+        try:
+            await asyncio.gather(_pass_on(reader, up_writer), _pass_on(up_reader, writer))
+        finally:
+            self._through -= both
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+async def test_groups_that_an_outage_outlasts_are_aborted_as_soon_as_it_is_over(
+    redis_url: str, run_id: str, tiny_policy: Path, tmp_path: Path
+) -> None:
+    engine = ScriptedEngine(answer_length=3, step_s=0.05)
+    async with hosting(
+        engine, redis_url=redis_url, run_id=run_id, model=tiny_policy, settings=small_batch(k=50, batch=4)
+    ) as host:
+        door = Door(host.url)
+        async with await asyncio.start_server(door.serve, "127.0.0.1", 0) as listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            with capture_logs() as logs:
+                plan = replace(plan_for(tmp_path), patience_s=0.3, retries=1000)
+                running = asyncio.create_task(run_environment([url], plan))
+                try:
+                    await until(lambda: _played_some(host), 20.0)
+                    (await host.http.post("/pause?mode=keep")).raise_for_status()
+                    await until(lambda: engine.status().running == 4, 20.0)
+                    door.shut()
+                    await until(lambda: sum(line["event"] == "group lost" for line in logs) >= 4, 20.0)
+                    lost = set(await host.ledger.open_groups())
+                    assert len(lost) == 4
+                    (await host.http.post("/resume")).raise_for_status()
+                    door.open()
+                    await until(lambda: _none_of(host, lost), IN_SECONDS)
+                    await plays_on(host, tmp_path)
+                finally:
+                    door.open()
+                    running.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await running
+            await until(lambda: _none_open(host), 10.0)
+
+
+async def _open(host: Host, groups: int) -> bool:
+    return len(await host.ledger.open_groups()) == groups
+
+
+async def _none_of(host: Host, group_ids: set[str]) -> bool:
+    return not group_ids & set(await host.ledger.open_groups())
 
 
 class LeaseServer(ThreadingHTTPServer):
