@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from services.policies.backoff import MISUSE, GiveUp, RestartPolicy
+from services.policies.backoff import MISUSE, RUN_FAILED, GiveUp, RestartPolicy
 from services.supervisor import reaper as reaper
 from services.wire.errors import RollmeshError, UsageError
 
@@ -227,6 +227,9 @@ class ManagedProcess:
         if code == MISUSE:
             said = log_tail(self.log, 1).removeprefix("rollmesh: ")
             return UsageError(f"{self.name} cannot start", said or f"see {self.log}")
+        if code == RUN_FAILED:
+            said = log_tail(self.log, 1).removeprefix("rollmesh: ")
+            return ServiceFailedError(f"{self.name} gave the run up: {said}", f"see {self.log}")
         tail = log_tail(self.log, _TAIL_LINES)
         return ServiceFailedError(f"{ended}; {why}", f"see {self.log}, which ends in\n{tail}")
 

@@ -117,6 +117,13 @@ class DeadlineError(RollmeshError):
     code = "deadline"
 
 
+class NoBatchError(DeadlineError):
+    """The trainer got no batch in time: the run has failed, and another start would wait as long (exit code 3)."""
+
+    exit_code = 3
+    code = "no_batch"
+
+
 class NotFoundError(RollmeshError):
     """No such group, session, engine or update."""
 

@@ -115,6 +115,15 @@ async def test_a_service_that_refuses_its_command_line_is_misuse_in_one_line(tmp
     assert str(refused.value) == "child cannot start: no engine here: install one"
 
 
+async def test_a_job_that_gives_the_run_up_ends_it_in_one_line(tmp_path: Path, reaper: Reaper) -> None:
+    code = "import sys; sys.stderr.write('rollmesh: no batch within 120 s: see the logs\\n'); sys.exit(3)"
+    said: list[str] = []
+    job = managed(code, "job", tmp_path, reaper, said)
+    with pytest.raises(ServiceFailedError, match="child gave the run up: no batch within 120 s"):
+        await job.run()
+    assert (job.restarts, said) == (0, [])
+
+
 async def test_even_a_service_that_ends_well_is_started_again(tmp_path: Path, reaper: Reaper) -> None:
     said: list[str] = []
     with pytest.raises(ServiceFailedError):

@@ -20,7 +20,7 @@ from services.supervisor.cli import _overrides
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
 from services.supervisor.preflight import choose_engine, has_gpu, new_run_id
 from services.supervisor.summary import closing_lines, read_report, summarise, write_summary
-from services.wire.errors import UsageError, WireError
+from services.wire.errors import NoBatchError, UsageError, WireError
 from services.wire.rollout_api import EngineReport
 from services.wire.run_metrics import EvaluationReport, LengthReport, TrainerReport
 
@@ -55,6 +55,10 @@ def test_only_short_lives_in_a_row_use_up_the_restarts(lives: list[float], allow
 
 def test_misuse_is_never_restarted() -> None:
     assert isinstance(RestartPolicy().after_exit(2, 1000.0, 0), GiveUp)
+
+
+def test_a_run_that_has_failed_is_never_started_again_however_long_it_lived() -> None:
+    assert RestartPolicy().after_exit(NoBatchError.exit_code, 1000.0, 0) == GiveUp("the run has failed")
 
 
 def plan(*overrides: str, keys: KeyPlaces = NO_PLACES) -> LaunchPlan:
