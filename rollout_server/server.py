@@ -43,6 +43,7 @@ from services.host.run_folder import wait_for_model
 from services.http.app import Stop
 from services.http.auth import Authorizer
 from services.observability.tracing import NO_TRACING, Tracing
+from services.policies.admission import StoreUse, store_use
 from services.run_store.client import connect
 from services.run_store.discovery import Heartbeat, ServerRecord, ServiceRegistry
 from services.run_store.ledger import Ledger
@@ -133,6 +134,7 @@ class RolloutServer:
         self._phase = "starting"
         self._incarnation = secrets.token_hex(8)
         self._draining: asyncio.Task[bool] | None = None
+        self._heartbeat: Heartbeat | None = None
         self._cpu_when_ready = 0.0
         stop.on_stop = self._drain
 
@@ -238,7 +240,7 @@ class RolloutServer:
             redis, plan.run_id, incarnation_of(self._record(registry)), plan.server_id, registry.forget_open
         )
         takeover = Takeover(registry, journal, ledger, servers, plan.server_id, plan.trust)
-        heartbeat = Heartbeat(servers, lambda: [self._record(registry)])
+        self._heartbeat = heartbeat = Heartbeat(servers, lambda: [self._record(registry)])
         log, origin = (
             TrajectoryLog(redis, plan.run_id),
             Origin(plan.run_id, plan.server_id, renderer.vocabulary_digest()),
@@ -254,6 +256,7 @@ class RolloutServer:
             batch=plan.settings.rollout.groups_per_step,
             lookahead=plan.settings.rollout.lookahead,
             engine_version=lambda: self._engine.policy_version,
+            store=self._store_use,
         )
         # Before it holds anything: what an unknown server holds is taken for an orphan.
         await heartbeat.announce()
@@ -296,9 +299,16 @@ class RolloutServer:
             log=log,
         )
 
+    def _store_use(self) -> StoreUse | None:
+        """What Redis held at the last heartbeat; None where that bounds nothing."""
+        store = None if self._heartbeat is None else self._heartbeat.store
+        if store is None:
+            return None
+        return store_use(store.used_bytes, store.most_bytes, self.plan.settings.run_store.max_bytes)
+
     def _record(self, groups: GroupRegistry) -> ServerRecord:
         """What the service registry is told."""
-        status, plan = self._engine.status(), self.plan
+        status, plan, store = self._engine.status(), self.plan, self._store_use()
         return ServerRecord(
             name=plan.server_id,
             incarnation=self._incarnation,
@@ -312,6 +322,8 @@ class RolloutServer:
             max_running=plan.settings.rollout.max_running,
             open_sessions=groups.live_sessions,
             sampled_tokens=status.tokens_generated,
+            store_used=0 if store is None else store.used,
+            store_most=0 if store is None else store.most,
         )
 
     def _drain(self) -> None:

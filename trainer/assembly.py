@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from services.config.settings import RunSettings
 from services.host.run_folder import RunFolder
 from services.observability.tracing import NO_TRACING, Tracing
+from services.policies.admission import StoreUse, store_use
 from services.policies.batching import GroupFilter
 from services.run_store.client import connect
 from services.run_store.ledger import Ledger
@@ -78,7 +79,8 @@ class Assembly:
         self.redis: Redis = connect(arguments.redis_url)
         self._close_later(self.redis.aclose, "closing Redis")
         told = (arguments.run_id, arguments.bus_url, self.folder.metrics, arguments.settings)
-        open_telemetry(self.redis, *told, background, stack, Keys(peer=arguments.bus_key), arguments.tls)
+        keys = Keys(peer=arguments.bus_key)
+        self.telemetry = open_telemetry(self.redis, *told, background, stack, keys, arguments.tls)
         self.ledger = Ledger(self.redis, arguments.run_id)
         self.reader = self._open_reader()
 
@@ -123,6 +125,7 @@ class Assembly:
             sign=WaitSign(WaitBoard(self.redis, self.arguments.run_id, "trainer"), self.background),
             interrupt=interrupt,
             tracing=self.arguments.tracing,
+            store=self._store_use,
             files=self._stack.enter_context(ThreadPoolExecutor(1, "run-files")),
         )
 
@@ -177,6 +180,12 @@ class Assembly:
         records = RunRecords(self.folder.metrics, self.folder.samples, tokenizer)
         self._stack.callback(records.close)
         return records
+
+    def _store_use(self) -> StoreUse | None:
+        store = self.telemetry.store
+        if store is None:
+            return None
+        return store_use(store.used_bytes, store.most_bytes, self.arguments.settings.run_store.max_bytes)
 
     def _open_reader(self) -> TrajectoryReader:
         return TrajectoryReader(self.redis, self.arguments.run_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
@@ -18,8 +18,13 @@ from typing import Any, TypeVar
 
 import structlog
 
+from services.run_store.patience import REPEAT_WITHIN_S, repeated
 from services.run_store.status import WaitBoard
 from services.wire.errors import DeadlineError
+
+_WRITE_AGAIN_S = 1.0
+_LAST_TRY_S = 30.0
+"""The last of the tries may take so long."""
 
 _log = structlog.get_logger()
 _Answer = TypeVar("_Answer")
@@ -34,15 +39,19 @@ class Background:
         self._thread = threading.Thread(target=self._loop.run_forever, name="trainer-io", daemon=True)
         self._thread.start()
 
-    def spawn(self, work: Coroutine[Any, Any, _Answer], name: str) -> Future[_Answer]:
-        """Start `work` on the loop. Its failure comes up in `check`, unless the caller asks the future for it."""
+    def spawn(self, work: Coroutine[Any, Any, _Answer], name: str, *, essential: bool = True) -> Future[_Answer]:
+        """Start `work` on the loop. Its failure comes up in `check`; where it is not `essential`, in the log alone."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        future.add_done_callback(lambda done: self._note(done, name))
+        future.add_done_callback(lambda done: self._note(done, name, essential))
         return future
 
     def call(self, work: Coroutine[Any, Any, _Answer], name: str, deadline_s: float) -> _Answer:
         """Run `work` on the loop and wait for its answer. Raises what it raised, or DeadlineError."""
         return self.result(asyncio.run_coroutine_threadsafe(work, self._loop), name, deadline_s)
+
+    def insist(self, call: Callable[[], Awaitable[_Answer]], name: str) -> _Answer:
+        """The answer of a call to Redis that may be made twice, made again while Redis fails (`repeated`)."""
+        return self.call(repeated(call, name), name, REPEAT_WITHIN_S + _LAST_TRY_S)
 
     def result(self, future: Future[_Answer], name: str, deadline_s: float) -> _Answer:
         """The result of a future of this loop, waited for. Raises what it raised, or DeadlineError."""
@@ -72,12 +81,14 @@ class Background:
         self._thread.join(timeout=10)
         self._loop.close()
 
-    def _note(self, done: Future[Any], name: str) -> None:
+    def _note(self, done: Future[Any], name: str, essential: bool = True) -> None:
         if done.cancelled():
             return
         error = done.exception()
-        if error is not None and self._failure is None:
-            _log.error("background task failed", task=name, why=str(error))
+        if error is None or self._failure is not None:
+            return
+        _log.error("background task failed", task=name, why=str(error), ends_the_run=essential)
+        if essential:
             self._failure = error
 
 
@@ -99,29 +110,35 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 class WaitSign:
     """The trainer's entry on the wait board, set from the training thread without waiting for Redis.
 
-    Posts and clears in the order of the calls, whatever the network does.
+    The last post or clear wins, whatever the network does: those that it overtakes are left out, and it is written again
+    until it stands.
     """
 
     def __init__(self, board: WaitBoard, background: Background) -> None:
         self._board, self._background = board, background
         self._order = asyncio.Lock()
         self._posted = False
+        self._newest = 0
 
     def post(self, waiting_for: str) -> None:
         self._posted = True
-        self._background.spawn(self._apply(waiting_for), "wait board")
+        self._set(waiting_for)
 
     def clear(self) -> None:
         if self._posted:
             self._posted = False
-            self._background.spawn(self._apply(None), "wait board")
+            self._set(None)
 
-    async def _apply(self, waiting_for: str | None) -> None:
+    def _set(self, waiting_for: str | None) -> None:
+        self._newest += 1
+        self._background.spawn(self._apply(waiting_for, self._newest), "wait board", essential=False)
+
+    async def _apply(self, waiting_for: str | None, number: int) -> None:
         async with self._order:
-            if waiting_for is None:
-                await self._board.clear()
-            else:
-                await self._board.post(waiting_for)
+            while number == self._newest:
+                if await (self._board.clear() if waiting_for is None else self._board.post(waiting_for)):
+                    return
+                await asyncio.sleep(_WRITE_AGAIN_S)
 
 
 class Interrupt:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,9 @@ import structlog
 from services.config.settings import RunSettings
 from services.host.files import writing
 from services.observability.tracing import Tracing
+from services.policies.admission import StoreUse
 from services.policies.batching import Group
+from services.run_store.patience import REPEAT_WITHIN_S, repeated
 from services.run_store.stream import TrajectoryReader
 from services.wire.run_metrics import StepTimes
 from services.wire.trajectory import Trajectory
@@ -31,6 +33,7 @@ from trainer.checkpoint.attempts import LOG_DEADLINE_S, Attempts, Made, drops_of
 from trainer.checkpoint.checkpoint import KEEP, Snapshot, good_versions, save, snapshot
 from trainer.checkpoint.step_log import StepLog, StepRecord
 from trainer.data.stream_reader import Arrivals, Intake
+from trainer.data.tally import stream_order
 from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.metrics.files import RunRecords
 from trainer.metrics.step import outcome, step_metrics
@@ -39,7 +42,7 @@ from trainer.model.roles import Roles
 from trainer.model.train_batch import Trained
 from trainer.weights import WeightUpdates
 
-ACKNOWLEDGE_DEADLINE_S = 30.0
+ACKNOWLEDGE_DEADLINE_S = REPEAT_WITHIN_S + 30.0
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,12 @@ class TrainingLoop:
     sign: WaitSign
     interrupt: Interrupt
     tracing: Tracing
+    store: Callable[[], StoreUse | None]
+    """What Redis held a moment ago; None where nothing bounds it."""
     files: ThreadPoolExecutor
     """One thread: metrics, samples and checkpoints."""
     _settling: list[Future[None]] = field(default_factory=list)
+    _saved: Future[Path] | None = None
 
     @property
     def log(self) -> StepLog:
@@ -93,7 +99,8 @@ class TrainingLoop:
                 self._one_batch(groups, started)
                 span.note(version=self.learner.version, groups=len(groups))
             every = self.settings.trainer.checkpoint_every
-            if self.learner.version // every > version // every:
+            due = self.learner.version // every > version // every
+            if due or self._store_fills() or self.intake.wants_checkpoint():
                 self.checkpoint()
             if self.interrupt:
                 return False
@@ -107,7 +114,7 @@ class TrainingLoop:
     def checkpoint(self) -> Future[Path]:
         """Write a checkpoint of the present version, in the background, once the log that leads to it is durable."""
         taken = snapshot(self.roles, self.identity.run_id, self.identity.fingerprint)
-        saved = self.files.submit(save_after, self.attempts.written(), self.checkpoints, taken)
+        self._saved = saved = self.files.submit(save_after, self.attempts.written(), self.checkpoints, taken)
         self.background.watch(saved, "checkpoint")
         self.background.spawn(self._trim_after(saved), "trim")
         return saved
@@ -117,6 +124,11 @@ class TrainingLoop:
         for future in self._settling:
             self.background.result(future, "acknowledging trained trajectories", ACKNOWLEDGE_DEADLINE_S)
         self._settling.clear()
+
+    def _store_fills(self) -> bool:
+        """Whether a checkpoint is due early, to free what the stream holds of steps that are made."""
+        use = self.store()
+        return use is not None and use.filling and (self._saved is None or self._saved.done())
 
     def _updates(self) -> int:
         """Optimizer steps of the next batch: the last one may have fewer."""
@@ -204,7 +216,9 @@ class TrainingLoop:
 
     async def _trim_after(self, saved: Future[Path]) -> None:
         await asyncio.wrap_future(saved)
-        await trim(self.reader, self.log, self.checkpoints)
+        kept = await trim(self.reader, self.log, self.checkpoints)
+        if kept is not None:
+            self.intake.forget_before(kept)
 
 
 def save_after(logged: Future[None], folder: Path, taken: Snapshot) -> Path:
@@ -214,26 +228,24 @@ def save_after(logged: Future[None], folder: Path, taken: Snapshot) -> Path:
         return save(folder, taken)
 
 
-async def trim(reader: TrajectoryReader, log: StepLog, checkpoints: Path) -> None:
+async def trim(reader: TrajectoryReader, log: StepLog, checkpoints: Path) -> str | None:
     """Delete entries that no good checkpoint needs any more: a restart begins at the older of two, at worst.
 
-    While there are fewer it may have to begin where the run did.
+    While there are fewer it may have to begin where the run did. Returns the oldest entry that is kept; None where nothing
+    was to be deleted.
     """
     good = await asyncio.to_thread(good_versions, checkpoints)
     if len(good) < KEEP:
-        return
+        return None
     # Before what is needed is computed: an entry of a batch that begins meanwhile is still pending here.
-    pending = await reader.oldest_pending()
+    pending = await repeated(reader.oldest_pending, "finding the oldest pending entry")
     log.forget_before(good[-KEEP])
     needed = [entry for record in log.records for entry in record.entries]
-    if needed:
-        keep = min([*needed, *([pending] if pending else [])], key=_stream_order)
-        await reader.trim_before(keep)
-
-
-def _stream_order(stream_id: str) -> tuple[int, int]:
-    milliseconds, _, sequence = stream_id.partition("-")
-    return int(milliseconds), int(sequence or 0)
+    if not needed:
+        return None
+    keep = min([*needed, *([pending] if pending else [])], key=stream_order)
+    await repeated(lambda: reader.trim_before(keep), "trimming the stream")
+    return keep
 
 
 NAME = "trainer.step"

@@ -8,16 +8,17 @@ model folder ─► learner ─► restore + replay ─► publish the first ver
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
+from functools import partial
 
 import structlog
 import torch
 
 from services.host.files import writing
 from services.host.run_folder import wait_for_model_blocking
-from services.run_store.client import check_reachable
+from services.run_store.client import START_WITHIN_S, check_store
 from services.wire.weights_api import VerifyView
 from trainer.algorithms.describe import describe
-from trainer.assembly import CALL_DEADLINE_S, Assembly, TrainerArguments
+from trainer.assembly import BASE_VERSION, CALL_DEADLINE_S, Assembly, TrainerArguments
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.attempts import drops_of
 from trainer.checkpoint.recovery import Replay, fingerprint, groups_of, restore, terms_of
@@ -28,7 +29,6 @@ from trainer.metrics.files import make_report, plot_curves, read_metrics, write_
 
 MODEL_DEADLINE_S = 600.0
 ENGINES_DEADLINE_S = 300.0
-DRAIN_DEADLINE_S = 120.0
 VERIFY_DEADLINE_S = 120.0
 
 _log = structlog.get_logger()
@@ -44,7 +44,8 @@ def train(arguments: TrainerArguments) -> int:
     interrupt = Interrupt()
     interrupt.install()
     with closing(Background()) as background, ExitStack() as stack:
-        background.call(check_reachable(arguments.redis_url), "reaching Redis", CALL_DEADLINE_S)
+        reaching = check_store(arguments.redis_url, within_s=START_WITHIN_S)
+        background.call(reaching, "reaching Redis", START_WITHIN_S + CALL_DEADLINE_S)
         return _live(arguments, background, stack, interrupt)
 
 
@@ -61,14 +62,15 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     learner = roles.learner
     _log.info("loss in force", formula=describe(arguments.settings.trainer))
     _log.info("rows are packed", kept_apart=learner.separation)
-    background.call(assembly.ledger.begin(learner.version), "opening the ledger", CALL_DEADLINE_S)
+    background.insist(lambda: assembly.ledger.begin(learner.version), "opening the ledger")
     loop = assembly.loop(identity, roles, log, interrupt)
     _come_back(loop)
     trained, dropped = log.trained_entries(), {k: v for outcome in log.drops for k, v in drops_of(outcome).items()}
     loop.sign.post(f"engines to serve version {learner.version}")
     loop.updates.publish_first(learner.version, learner.weights(), ENGINES_DEADLINE_S)
     loop.sign.clear()
-    reading = background.spawn(loop.intake.run(trained, dropped), "intake")
+    groups = (learner.version - BASE_VERSION) * loop.settings.rollout.groups_per_step
+    reading = background.spawn(loop.intake.run(trained, dropped, groups), "intake")
     with interrupt.graceful():
         finished = loop.run()
     if not finished:
@@ -87,7 +89,7 @@ def _come_back(loop: TrainingLoop) -> None:
     if restored is not None or replay.records:
         _log.info("coming back", checkpoint=restored, steps_to_repeat=len(replay.records))
     for record in replay.records:
-        fetched = loop.background.call(loop.reader.fetch(record.entries), "fetching a batch again", CALL_DEADLINE_S)
+        fetched = loop.background.insist(partial(loop.reader.fetch, record.entries), "fetching a batch again")
         loop.repeat(record, groups_of(record, fetched))
 
 
@@ -96,9 +98,9 @@ def _conclude(loop: TrainingLoop, assembly: Assembly) -> None:
     background, version = loop.background, loop.learner.version
     loop.sign.post(f"engines to serve the last version, {version}")
     loop.updates.finish(version, ENGINES_DEADLINE_S)
-    background.call(assembly.ledger.conclude(version), "concluding the run", CALL_DEADLINE_S)
+    background.insist(lambda: assembly.ledger.conclude(version), "concluding the run")
     loop.finish_acknowledging()
-    dropped = background.call(loop.intake.drain(), "draining the stream", DRAIN_DEADLINE_S)
+    dropped = background.insist(loop.intake.drain, "draining the stream")
     loop.sign.clear()
     verified = background.call(loop.updates.verify(), "verifying the engines' weights", VERIFY_DEADLINE_S)
     _log.info("concluded", version=version, dropped_at_the_end=dropped, weights_match=verified.match)
@@ -109,9 +111,8 @@ def _conclude(loop: TrainingLoop, assembly: Assembly) -> None:
 
 def _report(loop: TrainingLoop, assembly: Assembly, verified: VerifyView) -> None:
     lines = read_metrics(assembly.folder.metrics)
-    call = loop.background.call
-    generated = call(assembly.ledger.lengths(), "reading the lengths of answers", CALL_DEADLINE_S)
-    accounts = call(assembly.ledger.accounts(), "reading the run's accounts", CALL_DEADLINE_S)
+    generated = loop.background.insist(assembly.ledger.lengths, "reading the lengths of answers")
+    accounts = loop.background.insist(assembly.ledger.accounts, "reading the run's accounts")
     report = make_report(
         lines,
         run_id=loop.identity.run_id,

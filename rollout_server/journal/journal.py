@@ -31,6 +31,8 @@ KEEP_ENDED_S = 600
 """How long the journal of a group that has ended is kept, for calls that come late."""
 KEEP_ANSWER_S = 60
 KEEP_PARTIAL_S = 3600
+KEEP_NAME_S = 7 * 86_400
+"""How long it is known which group a session is of, where its server dies before it could write anything else of it."""
 RELEASED = ""
 _AT_ONCE = 256
 
@@ -166,7 +168,7 @@ class Journal:
     async def join(self, group_id: str, session: records.SessionBegan, then: Callable[[], T]) -> T:
         """A further sibling. Raises as `append` does."""
         try:
-            await self._redis.set(self._keys.group_of(session.session_id), group_id)
+            await self._redis.set(self._keys.group_of(session.session_id), group_id, ex=KEEP_NAME_S)
         except RedisError as error:
             raise _failed(error) from error
         return await self.append(group_id, session, then)

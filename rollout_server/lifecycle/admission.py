@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import structlog
 from redis.exceptions import RedisError
 
-from services.policies.admission import LOOKAHEAD, AdmissionRules, Closed, Places, places
+from services.policies.admission import LOOKAHEAD, AdmissionRules, Closed, Places, StoreUse, places
 from services.policies.retry_after import UNKNOWN_S, RetryEstimate
 from services.run_store import admission_queue
 from services.run_store.ledger import Ledger
@@ -51,10 +51,11 @@ class _Waiter:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """What the account looked like when a group was last refused."""
+    """What the account, and Redis, looked like when a group was last refused."""
 
     left: Places
     straggler: admission_queue.OpenGroupRecord | None
+    store: StoreUse | None
 
     @property
     def named(self) -> tuple[Closed, int | None]:
@@ -75,6 +76,7 @@ class AdmissionGate:
         batch: int,
         lookahead: int = LOOKAHEAD,
         engine_version: Callable[[], int],
+        store: Callable[[], StoreUse | None] = lambda: None,
         poll_s: float = POLL_S,
     ) -> None:
         self._ledger = ledger
@@ -82,6 +84,7 @@ class AdmissionGate:
         self._server_id = server_id
         self._rules = AdmissionRules(base_version=base_version, k=k, batch=batch, lookahead=lookahead)
         self._engine_version = engine_version
+        self._store = store
         self._poll_s = poll_s
         self._queue: deque[_Waiter] = deque()
         self._wake = asyncio.Event()
@@ -175,22 +178,24 @@ class AdmissionGate:
         if not waiters or version < self._rules.base_version:
             # No waiters, or a server that joined late: the bus will bring it up to the run's version.
             return True
-        now = time.monotonic()
+        now, store = time.monotonic(), self._store()
         asking = [
             admission_queue.Asking(waiter.group_id, waiter.asked_at, stays=waiter.ends > now) for waiter in waiters
         ]
         try:
             admitted = await self._ledger.admission.admit(
-                asking, self._server_id, rules=self._rules, engine_version=version
+                asking, self._server_id, rules=self._rules, engine_version=version, store=store
             )
         except RedisError:
             self._orphans += [waiter.group_id for waiter in waiters]  # it may have been carried out, its answer lost
             raise
         for waiter, each in zip(waiters, asking, strict=True):
             waiter.queued = each.stays
-        return self._settle(waiters, admitted, version)
+        return self._settle(waiters, admitted, version, store)
 
-    def _settle(self, waiters: list[_Waiter], admitted: admission_queue.Admitted, version: int) -> bool:
+    def _settle(
+        self, waiters: list[_Waiter], admitted: admission_queue.Admitted, version: int, store: StoreUse | None
+    ) -> bool:
         refused = False
         for waiter, answer in zip(waiters, admitted.answers, strict=True):
             waiter.ahead = answer.ahead
@@ -209,8 +214,8 @@ class AdmissionGate:
                 waiter.ordinal.set_exception(ConflictError(what, "open all siblings of a group on one server"))
             else:
                 waiter.ordinal.set_result(answer.ordinal)
-        left = places(admitted.account, self._rules, version)
-        self._refusal = _Refusal(left, admitted.straggler) if refused else None
+        left = places(admitted.account, self._rules, version, store)
+        self._refusal = _Refusal(left, admitted.straggler, store) if refused else None
         return refused
 
     async def _tidy(self) -> None:
@@ -245,6 +250,8 @@ class AdmissionGate:
     def _awaited(self, refusal: _Refusal) -> str:
         if refusal.left.closed_by is Closed.OPEN_GROUPS:
             return f"one of {self._rules.most_open} open groups is closed"
+        if refusal.left.closed_by is Closed.BYTES:
+            return f"Redis holds less (now {refusal.store}): a checkpoint of the trainer frees what is trained"
         if refusal.straggler is None:
             return "an older group is closed"
         oldest = refusal.straggler
@@ -271,16 +278,16 @@ class AdmissionGate:
         posted = self._refusal.named if waits_long and self._refusal is not None else None
         if posted == self._posted:
             return
-        try:
-            if posted is None or self._refusal is None:
-                await self._board.clear()
-            elif self._refusal.left.closed_by is Closed.STALENESS:
-                version = self._engine_version()
-                await self._board.post(
-                    f"admission: {self.waiting} groups wait for weights newer than version {version}"
-                )
-            else:
-                await self._board.post(f"admission: {self.waiting} groups wait until {self._awaited(self._refusal)}")
+        if posted is None or self._refusal is None:
+            written = await self._board.clear()
+        elif self._refusal.left.closed_by is Closed.STALENESS:
+            version = self._engine_version()
+            written = await self._board.post(
+                f"admission: {self.waiting} groups wait for weights newer than version {version}"
+            )
+        else:
+            written = await self._board.post(
+                f"admission: {self.waiting} groups wait until {self._awaited(self._refusal)}"
+            )
+        if written:
             self._posted = posted
-        except RedisError as error:
-            _log.warning("cannot post a wait", error=str(error))

@@ -23,6 +23,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from rollout_server.journal.journal import RELEASED, Journal
+from rollout_server.journal.records import GroupEnded
 from rollout_server.journal.replay import AnswerName, Now, Replayed, replay
 from rollout_server.sessions.group import GroupRegistry
 from rollout_server.sessions.session import Session, SessionEnd
@@ -89,6 +90,7 @@ class Takeover:
         self._locks = NamedLocks()
         self._probes: dict[str, tuple[float, asyncio.Task[str | None]]] = {}
         self._missed: set[str] = set()
+        self._stale: set[str] = set()
 
     async def aclose(self) -> None:
         for _, probe in self._probes.values():
@@ -242,6 +244,40 @@ class Takeover:
                 await self.hold_group(group_id)
         self._missed = missed
         await self._close_unwritten(owners)
+        await self._agree_with(owners)
+
+    async def _agree_with(self, owners: Mapping[str, str]) -> None:
+        """Reconcile what this server remembers with a Redis that came back as it was before: seen twice, as orphans are.
+
+        A group that ended here and is open there is ended there again. One that is open here, and there neither open nor
+        anybody's, is given up: its next record could not be written.
+        """
+        mine = {group_id for group_id, owner in owners.items() if owner == self._journal.owner}
+        ended = {group_id for group_id in mine if self._groups.find_ended(group_id) is not None}
+        unknown = {
+            group.group_id
+            for group in self._groups.all_open()
+            if group.group_id not in owners and not group.complete and not group.closing.locked()
+        }
+        for group_id in ended & self._stale:
+            await self._end_again(group_id)
+        for group_id in unknown & self._stale:
+            why = DrainingError(f"Redis came back without group {group_id}", "open another one")
+            self._groups.forget_open(group_id, why)
+            _log.warning("a group that Redis does not know any more is given up", group=group_id)
+        self._stale = ended | unknown
+
+    async def _end_again(self, group_id: str) -> None:
+        ended = self._groups.find_ended(group_id)
+        if ended is None:
+            return
+        ids = None if ended.stream_ids is None else dict(ended.stream_ids)
+        sessions = [each.session_id for each in ended.siblings]
+        await self._journal.conclude(group_id, GroupEnded(stream_ids=ids, cause=ended.cause), sessions)
+        if ended.purpose == "train":
+            # Whether its trajectories are there too is for the trainer to find (`services.policies.balance`).
+            await self._ledger.close_group(group_id, dropped=ids is None)
+        _log.warning("a group that had ended was open in Redis", group=group_id, finished=ids is not None)
 
     async def _close_unwritten(self, owners: Mapping[str, str]) -> None:
         for group_id, record in (await self._ledger.open_groups()).items():

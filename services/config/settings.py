@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.base import Section
@@ -34,6 +34,15 @@ def _known_task(name: str) -> str:
 
 
 TaskText = Annotated[str, AfterValidator(_known_task)]
+
+
+def _byte_bound(value: object) -> object:
+    if value in ("auto", "off") or (isinstance(value, int) and value >= 1 << 20):
+        return value
+    raise ValueError("write auto, off, or bytes (1048576 at the least)")
+
+
+ByteBound = Annotated[int | Literal["auto", "off"], BeforeValidator(_byte_bound)]
 
 
 class ModelSettings(Section):
@@ -158,6 +167,15 @@ class WeightSettings(Section):
     stage_timeout_s: float = Field(default=30.0, gt=0.0)
 
 
+class RunStoreSettings(Section):
+    """Redis, which holds a run's state between its processes."""
+
+    max_bytes: ByteBound = Field(
+        default="auto",
+        description="Bytes that Redis may hold, of all runs, before no group is admitted; auto: 60 % of its maxmemory",
+    )
+
+
 class TelemetrySettings(TraceSettings):
     """Where traces go, and the address of the trainer's probes and `/metrics`."""
 
@@ -180,6 +198,7 @@ class RunSettings(Section):
     k: int = Field(default=2, ge=0, description="Largest staleness, in optimizer steps, of a token in the loss")
     run_dir: Path | None = Field(default=None, description="Run folder; empty: runs/<task>-<time>")
     redis_url: str | None = Field(default=None, description="Empty: an embedded Valkey")
+    run_store: RunStoreSettings = RunStoreSettings()
     model: ModelSettings = ModelSettings()
     warm_start: WarmStartSettings = WarmStartSettings()
     rollout: RolloutSettings = RolloutSettings()

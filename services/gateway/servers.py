@@ -178,7 +178,9 @@ class Servers:
         """Post or clear the wait; returns whether it stands on the board."""
         try:
             async with asyncio.timeout(_REDIS_WITHIN_S):
-                await (self._board.post("a rollout server that takes calls") if lacking else self._board.clear())
-        except (RedisError, OSError, TimeoutError):
-            return not lacking
-        return lacking
+                written = await (
+                    self._board.post("a rollout server that takes calls") if lacking else self._board.clear()
+                )
+        except TimeoutError:
+            written = False
+        return lacking if written else not lacking

@@ -31,12 +31,15 @@ class ProcessContext:
     tls: Tls
 
     def redis_url(self, url: str, *, check: bool = False) -> str:
-        """`url` with this process's password and authority. `check`: raise UsageError now where Redis does not answer."""
-        from services.run_store.client import check_reachable, reached_by
+        """`url` with this process's password and authority.
+
+        `check`: raise UsageError where that Redis cannot hold a run (`check_store`). One that starts is waited for.
+        """
+        from services.run_store.client import START_WITHIN_S, check_store, reached_by
 
         url = reached_by(url, self.keys.redis, self.tls.trust)
         if check:
-            asyncio.run(check_reachable(url))
+            asyncio.run(check_store(url, within_s=START_WITHIN_S))
         return url
 
     def open_port(self, host: str, port: int) -> socket.socket:

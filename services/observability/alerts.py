@@ -77,6 +77,14 @@ ALERTS = (
         "a smaller K, or another correction (docs/algorithms.md)",
     ),
     Alert(
+        "RollmeshAccountWrong",
+        f"increase({catalog.TRAINER_CORRECTED.name}[10m]) > 0",
+        "0s",
+        "ticket",
+        "Redis has lost a part of the run",
+        "see that its append-only file is whole and its disk sound; the trainer has corrected the account",
+    ),
+    Alert(
         "RollmeshEngineLost",
         f"increase({catalog.BUS_LOST.name}[5m]) > 0",
         "0s",

@@ -113,6 +113,13 @@ TRAINER_STALEST = _gauge("rollmesh_trainer_largest_staleness_steps", "Largest st
 TRAINER_ESS = _gauge("rollmesh_trainer_effective_samples_ratio", "Effective sample size of the last step's tokens")
 TRAINER_REWARD = _gauge("rollmesh_trainer_mean_reward_units", "Mean reward of the last step's trajectories")
 TRAINER_SUCCESS = _gauge("rollmesh_trainer_success_ratio", "Mean success of the last step's trajectories")
+TRAINER_UNACCOUNTED = _gauge(
+    "rollmesh_trainer_unaccounted_trajectories",
+    "By how much Redis' account differs from step log and stream; groups too",
+)
+TRAINER_CORRECTED = _counter(
+    "rollmesh_trainer_corrected_trajectories_total", "By how much Redis' account was corrected; groups too"
+)
 TRAINER_WAITING = _gauge("rollmesh_trainer_posted_wait_seconds", "Age of the wait that it has posted; 0: none")
 
 CATALOG: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

@@ -3,11 +3,12 @@
 Symbols: `batch` groups an optimizer step consumes; `v` the version an engine serves; `v0` the version the run started
 from. Of the run's account: `opened` groups ever opened (their ordinals are 0 … opened − 1), `dropped` those that will
 never be trained, `open` those that were opened and not closed, `oldest` the ordinal of the oldest that is open.
-A group may be opened when all three rules leave a place for it:
+A group may be opened when all four rules leave a place for it:
 
     staleness    opened − dropped  <  (v − v0 + K + 1) · batch                                          (1)
     open groups  open              <  (K + 1) · batch                                                  (2)
     look-ahead   opened            <  oldest + L · (K + 1) · batch            while any group is open   (3)
+    bytes        Redis holds       <  `run_store.max_bytes`                                            (4)
 
 (1) The group with ordinal `n` (not counting dropped ones) is consumed, first in first out, by the step that starts from
 version `v0 + ⌊n / batch⌋`. Started under `v`, its first token will then be `v0 + ⌊n / batch⌋ − v` steps old: ≤ K exactly
@@ -26,14 +27,22 @@ and training take turns; with K ≥ 2 · U − 1 the next batch is sampled whole
 (3) A batch does not wait for a straggler: without a bound the run would pass it for ever, and all that it has to say
 would be too old. At the bound everybody waits for that one group. It ends, at the latest by the idle time or the deadline
 of its sessions, and the wait with it. Ordinals of dropped groups count, so that a run which drops all it opens stops too.
+
+(4) At its `maxmemory` Redis refuses every write: trajectories, journals, the account. Groups that are open still write,
+so admission ends long before. What is trained is freed by a checkpoint alone, and the trainer makes one early from
+half of the bound on (`StoreUse.filling`): a bound that holds three batches never stops a run for good.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 LOOKAHEAD = 8
+AUTO_SHARE = 0.6
+"""Of Redis' `maxmemory`: (4) where the setting is `auto`."""
+_EARLY_SHARE = 0.5
 
 
 class Closed(StrEnum):
@@ -42,6 +51,7 @@ class Closed(StrEnum):
     STALENESS = "staleness"
     OPEN_GROUPS = "open_groups"
     LOOKAHEAD = "lookahead"
+    BYTES = "bytes"
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,33 @@ class Account:
     dropped: int
     open: int
     oldest: int
+
+
+@dataclass(frozen=True)
+class StoreUse:
+    """Bytes that Redis holds, of all runs, and from how many on no group is admitted."""
+
+    used: int
+    most: int
+
+    @property
+    def full(self) -> bool:
+        """Whether (4) lets nobody in."""
+        return self.used >= self.most
+
+    @property
+    def filling(self) -> bool:
+        """Whether the trainer is to free what it has trained before its next checkpoint is due."""
+        return self.used >= self.most * _EARLY_SHARE
+
+    def __str__(self) -> str:
+        return f"{self.used / (1 << 20):,.0f} of {self.most / (1 << 20):,.0f} MiB"
+
+
+def store_use(used: int, maxmemory: int, setting: int | Literal["auto", "off"]) -> StoreUse | None:
+    """(4) for `run_store.max_bytes`; None where nothing bounds it. `maxmemory`: Redis', 0 for none."""
+    most = round(maxmemory * AUTO_SHARE) if setting == "auto" else 0 if setting == "off" else setting
+    return StoreUse(used, most) if most else None
 
 
 @dataclass(frozen=True)
@@ -97,19 +134,23 @@ def most_updates(k: int) -> int:
 
 @dataclass(frozen=True)
 class Places:
-    """How many groups each rule would still let in; negative where the account is over it."""
+    """How many groups each rule would still let in; negative where the account is over it. `full`: (4) lets none in."""
 
     staleness: int
     open_groups: int
     lookahead: int
+    full: bool = False
 
     @property
     def free(self) -> int:
-        return min(self.staleness, self.open_groups, self.lookahead)
+        least = min(self.staleness, self.open_groups, self.lookahead)
+        return min(least, 0) if self.full else least
 
     @property
     def closed_by(self) -> Closed:
-        """The rule that leaves the fewest."""
+        """The rule that leaves the fewest; (4) before all, where it lets nobody in."""
+        if self.full:
+            return Closed.BYTES
         if self.free == self.staleness:
             return Closed.STALENESS
         return Closed.OPEN_GROUPS if self.free == self.open_groups else Closed.LOOKAHEAD
@@ -119,10 +160,11 @@ class Places:
         return ahead < self.free
 
 
-def places(account: Account, rules: AdmissionRules, engine_version: int) -> Places:
-    """What the three rules leave, for a server whose engine serves `engine_version`."""
+def places(account: Account, rules: AdmissionRules, engine_version: int, store: StoreUse | None = None) -> Places:
+    """What the four rules leave, for a server whose engine serves `engine_version`. `store`: None where (4) is off."""
     return Places(
         staleness=rules.limit(engine_version) - (account.opened - account.dropped),
         open_groups=rules.most_open - account.open,
         lookahead=account.oldest + rules.window - account.opened,
+        full=store is not None and store.full,
     )

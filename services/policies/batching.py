@@ -16,7 +16,7 @@ admission's to say (`services.policies.admission`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
@@ -62,6 +62,8 @@ class DropCause(StrEnum):
     """The loss or the gradient of its batch was not finite (`trainer.on_anomaly=skip`)."""
     UNTRAINABLE = "untrainable"
     """Its batch ended the trainer each time that it was tried."""
+    LOST = "lost"
+    """Redis came back without a sibling of it."""
     RUN_CONCLUDED = "run_concluded"
 
     @property
@@ -238,6 +240,23 @@ class GroupAssembler(Generic[Payload]):
         """Entries that are still here, in no batch and not dropped."""
         gathered = [member.entry for gathering in self._partial.values() for member in gathering.members.values()]
         return gathered + [member.entry for group in self._complete.values() for member in group.members]
+
+    def held(self) -> set[str]:
+        """Groups of which entries are still here."""
+        return {*self._partial, *self._complete}
+
+    def lose(self, entries: Collection[str]) -> Verdict:
+        """These entries are gone from the stream: a batch with them could not be made again. Their groups are dropped."""
+        verdict, gone = Verdict(), frozenset(entries)
+        members = {name: list(gathering.members.values()) for name, gathering in self._partial.items()}
+        members |= {name: group.members for name, group in self._complete.items()}
+        for name, siblings in members.items():
+            if lost := [member for member in siblings if member.entry in gone]:
+                why = f"Redis came back without {len(lost)} of its {len(siblings)} siblings"
+                spoiled = self.spoil(name, DropCause.LOST, why)
+                verdict.drops += spoiled.drops
+                verdict.spoiled += spoiled.spoiled
+        return verdict
 
     def oldest_partial(self) -> Partial | None:
         """The incomplete group that was opened first."""

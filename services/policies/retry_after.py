@@ -92,6 +92,8 @@ class RetryEstimate:
                 told = self._closings.until(missing, now)
             case Closed.LOOKAHEAD:
                 told = remaining_s(self._lasted, oldest_age_s or 0.0)
+            case Closed.BYTES:
+                told = None
         told = UNKNOWN_S if told is None else min(told, LONGEST_S)
         self._promised.append(now + max(1.0, math.ceil(told)))
         return told

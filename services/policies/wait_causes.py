@@ -6,6 +6,7 @@
 | `silent`        | it takes connections and answers nothing: stopped, hung, or cut off   | yes  |
 | `unheard`       | it answers, but Redis does not hear of it any more                    | yes  |
 | `not_ready`     | it says itself why it cannot do its work                              | yes  |
+| `store_full`    | Redis holds as much as a run may fill, and admits no group            | yes  |
 | `draws_nothing` | a server has samples, and generated no token between two readings     | no   |
 | `open_group`    | the trainer waits, and this is the oldest group that is not whole     | no   |
 | `nobody_plays`  | the trainer waits, no group is open and nobody waits to open one      | no   |
@@ -20,7 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-CauseKind = Literal["gone", "silent", "unheard", "not_ready", "draws_nothing", "open_group", "nobody_plays"]
+from services.policies.admission import StoreUse
+
+CauseKind = Literal[
+    "gone", "silent", "unheard", "not_ready", "store_full", "draws_nothing", "open_group", "nobody_plays"
+]
 ProbeOutcome = Literal["ready", "not_ready", "silent", "refused"]
 
 
@@ -72,8 +77,10 @@ def find_causes(
     trainer_waits_since: float | None,
     asking_groups: int,
     now: float,
+    store: StoreUse | None = None,
 ) -> list[Cause]:
-    """`trainer_waits_since`: Unix seconds, None while it does not. `asking_groups`: that wait for admission.
+    """`trainer_waits_since`: Unix seconds, None while it does not. `asking_groups`: that wait for admission. `store`: what
+    Redis holds, as the servers heard last; None where nothing bounds it.
 
     The most groups held up first, among equals the longest.
     """
@@ -81,6 +88,11 @@ def find_causes(
     for group in sorted(groups, key=lambda each: each.ordinal):
         by_server.setdefault(group.held_by, []).append(group)
     found = [cause for each in services if (cause := _of_service(each, tuple(by_server.get(each.name, ())), now))]
+    if store is not None and store.full:
+        what = (
+            f"Redis holds {store} (run_store.max_bytes): no group is admitted until a checkpoint frees what is trained"
+        )
+        found.append(Cause("store_full", None, now, what, True))
     sure = [cause for cause in found if cause.sure]
     if sure or trainer_waits_since is None:
         causes = sure

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 from redis.asyncio import Redis
 
-from services.policies.admission import Account, AdmissionRules
+from services.policies.admission import Account, AdmissionRules, StoreUse
 from services.run_store.keys import RunKeys
 
 ADMISSION_CLOSED = -1
@@ -26,7 +26,8 @@ LEASE_S = 2.0
 """A server asks for those who wait there several times a lease."""
 
 # KEYS: accounts, open groups, queue, leases of the queue. ARGV: the policy's three bounds, server, Unix seconds, lease in
-# ms; then group, when it was asked for, and whether it will be asked for again, for each who asks.
+# ms, '1' where Redis holds too much; then group, when it was asked for, and whether it will be asked for again, for each
+# who asks.
 #
 # A call repeated because its answer was lost on the way finds its groups open, and answers their ordinals again. A group
 # that another server holds open is not this one's to join.
@@ -51,6 +52,7 @@ elseif oldest + window - opened < free then
   redis.call('HSET', KEYS[1], 'oldest_open', oldest)
 end
 free = math.min(free, oldest + window - opened)
+if ARGV[7] == '1' then free = math.min(free, 0) end
 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -60,7 +62,7 @@ if limit > newest then redis.call('HSET', KEYS[1], 'newest_limit', limit) end
 
 local concluded = redis.call('HGET', KEYS[1], 'concluded') == '1'
 local answers, before = {}, {}
-for i = 7, #ARGV, 3 do
+for i = 8, #ARGV, 3 do
   local name, answer, ahead = ARGV[i], -1, 0
   local known = redis.call('HGET', KEYS[2], name)
   if known then
@@ -140,11 +142,21 @@ class AdmissionAccount:
         self._admit = redis.register_script(_ADMIT)
 
     async def admit(
-        self, asking: Sequence[Asking], server_id: str, *, rules: AdmissionRules, engine_version: int
+        self,
+        asking: Sequence[Asking],
+        server_id: str,
+        *,
+        rules: AdmissionRules,
+        engine_version: int,
+        store: StoreUse | None = None,
     ) -> Admitted:
-        """Open those of the groups that the rules leave a place for, in their order; an answer for each."""
+        """Open those of the groups that the rules leave a place for, in their order; an answer for each.
+
+        `store`: what Redis held a moment ago; None where that bounds nothing.
+        """
         arguments: list[str | int] = [rules.limit(engine_version), rules.most_open, rules.window]
         arguments += [server_id, repr(time.time()), self._lease_ms]
+        arguments.append("1" if store is not None and store.full else "0")
         for each in asking:
             arguments += [each.group_id, repr(each.asked_at), "1" if each.stays else "0"]
         ordinals, ahead, counts, straggler = await self._admit(keys=self._keys, args=arguments)

@@ -1,19 +1,37 @@
-"""Redis client: made here alone, so that no socket timeout cuts a blocking read short, and every client signs in."""
+"""Redis client: made here alone, so that no call waits for ever, no timeout cuts a blocking read, and each signs in.
+
+A connection on which nothing comes for ANSWER_WITHIN_S is given up, and the command is made again on a new one
+(`services.run_store.patience`): every script here does no harm when it is made twice.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
+import structlog
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
-from redis.exceptions import AuthenticationError
+from redis.backoff import NoBackoff
+from redis.exceptions import AuthenticationError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from services.run_store.patience import ANSWER_WITHIN_S, RETRY_WITHIN_S, Outage, PatientRetry
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import UsageError
+
+LONGEST_BLOCK_MS = 2000
+"""Of a blocking read."""
+CONNECT_WITHIN_S = 2.0
+START_WITHIN_S = 40.0
+"""How long a process that starts waits for a Redis that starts too."""
+
+_log = structlog.get_logger()
 
 _AUTHORITY = "ssl_ca_certs"
 """What redis-py calls the file with the authority, in a URL's query too."""
@@ -54,41 +72,118 @@ def without_password(url: str) -> str:
     return parts._replace(netloc=host).geturl()
 
 
-def connect(url: str) -> Redis:
-    """A client for `url`. No socket timeout (blocking reads carry their own deadline); broken connections are retried."""
+def connect(
+    url: str,
+    *,
+    answer_within_s: float = ANSWER_WITHIN_S,
+    connect_within_s: float = CONNECT_WITHIN_S,
+    retry_within_s: float = RETRY_WITHIN_S,
+) -> Redis:
+    """A client for `url`. Commands raise RedisError when Redis has not answered after `retry_within_s` and one more try.
+
+    `answer_within_s`: the longest time that one attempt may take, with its connection.
+    """
+    options: dict[str, Any] = {}
+    if urlsplit(url).scheme != "unix":
+        options = {"socket_keepalive": True, "socket_keepalive_options": _keepalive(answer_within_s)}
+    retry = PatientRetry(Outage(without_password(url)), answer_within_s, retry_within_s)
     return Redis.from_url(
         url,
         socket_timeout=None,
-        socket_connect_timeout=5.0,
-        retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5),
+        socket_connect_timeout=connect_within_s,
+        retry=retry,
         retry_on_error=[RedisConnectionError, RedisTimeoutError],
         health_check_interval=30,
+        **options,
     )
 
 
-async def check_reachable(url: str) -> None:
-    """Raise UsageError, in one line, when no Redis answers at `url`, UntrustedError where somebody else does."""
-    shown = without_password(url)
+def _impatient(url: str) -> Redis:
+    """A client for a look at who answers at `url`."""
+    return Redis.from_url(url, socket_timeout=3.0, socket_connect_timeout=3.0, retry=Retry(NoBackoff(), 0))
+
+
+def _keepalive(within_s: float) -> dict[int, int]:
+    """Socket options by which the kernel finds that an idle connection is cut, and gives up what is not acknowledged.
+
+    They differ by system: those that this one lacks are left out.
+    """
+    wanted = {
+        "TCP_KEEPIDLE": 5,
+        "TCP_KEEPINTVL": 2,
+        "TCP_KEEPCNT": 3,
+        # Milliseconds. It also bounds how long a connection that was given up lingers with what it has not sent.
+        "TCP_USER_TIMEOUT": round(2 * within_s * 1000),
+    }
+    return {int(getattr(socket, name)): value for name, value in wanted.items() if hasattr(socket, name)}
+
+
+async def check_store(url: str, *, within_s: float = 0.0) -> None:
+    """Raise UsageError, in one line, when the Redis at `url` cannot hold a run: `check_reachable`, or it evicts keys."""
+    await check_reachable(url, within_s=within_s)
+    client = _impatient(url)
     try:
-        client = Redis.from_url(
-            url, socket_timeout=3.0, socket_connect_timeout=3.0, retry=Retry(ExponentialBackoff(), 0)
+        policy = await _eviction_policy(client)
+    except (RedisConnectionError, RedisTimeoutError) as error:
+        raise UsageError(f"Redis at {without_password(url)} does not answer ({error})", "see that it runs") from error
+    finally:
+        await client.aclose()
+    if policy is None:
+        _log.warning("Redis does not say whether it evicts keys; a run needs noeviction", redis=without_password(url))
+    elif policy != "noeviction":
+        raise UsageError(
+            f"Redis at {without_password(url)} evicts keys when its memory is full (maxmemory-policy {policy}): a run "
+            "would lose trajectories and sessions without a word",
+            "set it to noeviction: redis-cli CONFIG SET maxmemory-policy noeviction, or in its configuration",
         )
+
+
+async def _eviction_policy(client: Redis) -> str | None:
+    """None where Redis does not tell this user."""
+    try:
+        return str((await client.config_get("maxmemory-policy"))["maxmemory-policy"])
+    except (ResponseError, KeyError):
+        pass  # forbidden, as in hosted ones
+    try:
+        return str((await client.info("memory"))["maxmemory_policy"])
+    except (ResponseError, KeyError):
+        return None
+
+
+async def check_reachable(url: str, *, within_s: float = 0.0) -> None:
+    """Raise UsageError, in one line, when no Redis answers at `url`, UntrustedError where somebody else does.
+
+    `within_s`: for so long one that is starting is waited for.
+    """
+    shown, ends = without_password(url), time.monotonic() + within_s
+    try:
+        client = _impatient(url)
     except ValueError as error:
         raise UsageError(f"{shown!r} is no Redis address ({error})", "write redis://host:port/0") from error
+    waiting = False
     try:
-        await client.ping()
-    except AuthenticationError as error:
-        raise UsageError(
-            f"Redis at {shown} does not take the password ({error})",
-            "see --redis-password-file, or redis.key of --keys-dir",
-        ) from error
-    except (RedisConnectionError, RedisTimeoutError, OSError) as error:
-        named = parse_qs(urlsplit(url).query).get(_AUTHORITY, [])
-        if (refused := Trust(Path(named[0]) if named else None).refusal(shown, error)) is not None:
-            raise refused from error
-        raise UsageError(
-            f"no Redis answers at {shown} ({error})", "start one there, or leave --redis-url out for the embedded one"
-        ) from error
+        while True:
+            try:
+                await client.ping()
+                return
+            except AuthenticationError as error:
+                raise UsageError(
+                    f"Redis at {shown} does not take the password ({error})",
+                    "see --redis-password-file, or redis.key of --keys-dir",
+                ) from error
+            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+                named = parse_qs(urlsplit(url).query).get(_AUTHORITY, [])
+                if (refused := Trust(Path(named[0]) if named else None).refusal(shown, error)) is not None:
+                    raise refused from error
+                if time.monotonic() >= ends:
+                    raise UsageError(
+                        f"no Redis answers at {shown} ({error})",
+                        "start one there, or leave --redis-url out for the embedded one",
+                    ) from error
+                if not waiting:
+                    _log.warning("waiting for Redis", redis=shown, for_s=within_s, why=str(error))
+                waiting = True
+                await asyncio.sleep(0.1)
     finally:
         await client.aclose()
 

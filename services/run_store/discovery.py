@@ -15,6 +15,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -22,6 +23,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
 
 LEASE_S = 3.0
@@ -34,7 +36,8 @@ ServerState = Literal["serving", "draining"]
 
 _log = structlog.get_logger()
 
-# ARGV: how long services are remembered (ms), then name and record of each. Who has been dead for longer is removed.
+# ARGV: how long services are remembered (ms), then name and record of each. Who has been dead for longer is removed, with
+# what it posted on the wait board. Answers what Redis says of itself, '' for what this user may not ask.
 _ANNOUNCE = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -44,8 +47,14 @@ for i = 2, #ARGV, 2 do
 end
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - ARGV[1])) do
   redis.call('HDEL', KEYS[1], name)
+  redis.call('HDEL', KEYS[3], name)
   redis.call('ZREM', KEYS[2], name)
 end
+local function told(section, pattern)
+  local text = redis.pcall('INFO', section)
+  return type(text) == 'string' and string.match(text, pattern) or ''
+end
+return {told('server', 'run_id:(%w+)'), told('memory', 'used_memory:(%d+)'), told('memory', 'maxmemory:(%d+)')}
 """
 
 # ARGV: name and incarnation of each. A later incarnation's record is not the earlier one's to take away.
@@ -61,6 +70,19 @@ for i = 1, #ARGV, 2 do
 end
 return count
 """
+
+
+@dataclass(frozen=True)
+class StoreState:
+    """What Redis says of itself at a heartbeat; empty or 0 where it does not tell.
+
+    `process`: its run id, another one after each start. `used_bytes`: of all its keys, other runs' too. `most_bytes`: its
+    `maxmemory`, 0 for none.
+    """
+
+    process: str
+    used_bytes: int
+    most_bytes: int
 
 
 class ServiceRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +114,10 @@ class ServerRecord(ServiceRecord, frozen=True, kw_only=True):
     open_sessions: int = 0
     sampled_tokens: int = 0
     """Since it started."""
+    store_used: int = 0
+    """Bytes that Redis held at the heartbeat before; 0 where nothing is closed by it."""
+    store_most: int = 0
+    """From how many on it admits no group."""
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -118,12 +144,15 @@ class ServiceRegistry:
         self._redis = redis
         keys = RunKeys(run_id)
         self._keys = [keys.services, keys.service_heartbeats]
+        self._waits = keys.waits
         self._announce, self._withdraw = redis.register_script(_ANNOUNCE), redis.register_script(_WITHDRAW)
 
-    async def announce(self, records: Sequence[ServiceRecord]) -> None:
+    async def announce(self, records: Sequence[ServiceRecord]) -> StoreState:
         """These are alive, from now on for as long as their leases."""
         named = [part for record in records for part in (record.name, msgspec.json.encode(record))]
-        await self._announce(keys=self._keys, args=[round(FORGOTTEN_AFTER_S * 1000), *named])
+        arguments = [round(FORGOTTEN_AFTER_S * 1000), *named]
+        process, used, most = await self._announce(keys=[*self._keys, self._waits], args=arguments)
+        return StoreState(as_text(process), int(used or 0), int(most or 0))
 
     async def withdraw(self, records: Sequence[ServiceRecord]) -> int:
         """These have ended; returns how many of their records were still there."""
@@ -157,6 +186,8 @@ class Heartbeat:
         self._registry = registry
         self._describe = describe
         self._wake = asyncio.Event()
+        self.store: StoreState | None = None
+        """As of the last heartbeat; None before the first."""
 
     def notify(self) -> None:
         """Something that others should know at once has changed."""
@@ -164,7 +195,7 @@ class Heartbeat:
 
     async def announce(self) -> None:
         """Raises RedisError."""
-        await self._registry.announce(self._describe())
+        self.store = await self._registry.announce(self._describe())
 
     async def run(self) -> None:
         """Announce until cancelled. A Redis that is away is tried again; meanwhile the lease may run out."""
@@ -188,12 +219,12 @@ class Heartbeat:
 
 
 @asynccontextmanager
-async def announced(redis: Redis, run_id: str, *records: ServiceRecord) -> AsyncIterator[None]:
+async def announced(redis: Redis, run_id: str, *records: ServiceRecord) -> AsyncIterator[Heartbeat]:
     """Heartbeats for the records while the block lasts. A Redis that is away is tried again: the service goes on."""
     heartbeat = Heartbeat(ServiceRegistry(redis, run_id), lambda: records)
     running = asyncio.create_task(heartbeat.run(), name="heartbeat")
     try:
-        yield
+        yield heartbeat
     finally:
         running.cancel()
         with suppress(asyncio.CancelledError):

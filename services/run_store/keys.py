@@ -10,6 +10,8 @@ class RunKeys:
         """Stream of encoded trajectories."""
         self.stream_ids = self._key("stream-ids")
         """Hash: trajectory id → stream id, so that a repeated publish answers the first id."""
+        self.earlier_stream_ids = self._key("earlier-stream-ids")
+        """The generation of `stream_ids` before: what is older is forgotten (`services.run_store.stream`)."""
         self.accounts = self._key("accounts")
         """Hash of the ledger's counters."""
         self.dropped = self._key("dropped")
@@ -24,6 +26,8 @@ class RunKeys:
         """Hash: open group → how many of its trajectories are in the stream."""
         self.dropped_groups = self._key("dropped-groups")
         """Set: groups that count as dropped, so that none does twice."""
+        self.earlier_dropped_groups = self._key("earlier-dropped-groups")
+        """The generation of `dropped_groups` before: what is older is forgotten (`services.run_store.ledger`)."""
         self.admission_queue = self._key("admission-queue")
         """Sorted set: groups that wait for admission, by when they were asked for."""
         self.admission_leases = self._key("admission-leases")

@@ -13,6 +13,8 @@
 
 `opened_groups == closed_groups + open groups` at any moment, whoever is killed; a group counts as dropped once, also where
 a server and two incarnations of a trainer all find that it is. At the end of a run `published == trained + Σ dropped`.
+That holds also where Redis has lost a part of it all: so the trainer compares the counters with its step log and the stream
+(`services.run_store.account`), and corrects them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from redis.asyncio import Redis
 
 from services.policies.admission import LOOKAHEAD, AdmissionRules
 from services.policies.length_stats import Lengths, bucket_of
+from services.run_store.account import RunAccount
 from services.run_store.admission_queue import AdmissionAccount, Asking, OpenGroupRecord, decode_open_group
 from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
@@ -43,33 +46,59 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
     concluded: bool = False
     final_version: int | None = None
     dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    unaccounted: int = 0
+    """Trajectories and groups by which the account was wrong when the trainer last compared it with its step log."""
+    corrected: int = 0
+    """By how many it was corrected in all."""
 
     def dropped_total(self) -> int:
         return sum(self.dropped.values())
 
 
+KEPT_DROPPED = 16_384
+"""Groups in a generation of those that count as dropped; two are kept, far more than can be open at a time."""
+
+# Whether a group is counted as dropped now: not where it was before. KEYS of the set, and of the generation before.
+_COUNTS = """
+local function counts(set, earlier, group, most)
+  if redis.call('SISMEMBER', earlier, group) == 1 or redis.call('SADD', set, group) == 0 then return 0 end
+  if redis.call('SCARD', set) >= tonumber(most) then redis.call('RENAME', set, earlier) end
+  return 1
+end
+"""
+
 # A group of which something is in the stream is the trainer's to drop, or both would count it.
-_CLOSE = """
+# ARGV: '1' where they count as dropped, KEPT_DROPPED, groups.
+_CLOSE = (
+    _COUNTS
+    + """
 local opened_at, dropped = {}, 0
-for i = 2, #ARGV do
+for i = 3, #ARGV do
   local record = redis.call('HGET', KEYS[2], ARGV[i])
   if record then
     redis.call('HDEL', KEYS[2], ARGV[i])
     opened_at[#opened_at + 1] = tostring(cjson.decode(record)[3])
     local published = redis.call('HDEL', KEYS[3], ARGV[i]) == 1
-    if ARGV[1] == '1' and not published then dropped = dropped + redis.call('SADD', KEYS[4], ARGV[i]) end
+    if ARGV[1] == '1' and not published then
+      dropped = dropped + counts(KEYS[4], KEYS[5], ARGV[i], ARGV[2])
+    end
   end
 end
 if #opened_at > 0 then redis.call('HINCRBY', KEYS[1], 'closed_groups', #opened_at) end
 if dropped > 0 then redis.call('HINCRBY', KEYS[1], 'dropped_groups', dropped) end
 return opened_at
 """
+)
 
-_DROP = """
-local dropped = redis.call('SADD', KEYS[2], ARGV[1])
+# ARGV: group, KEPT_DROPPED.
+_DROP = (
+    _COUNTS
+    + """
+local dropped = counts(KEYS[2], KEYS[3], ARGV[1], ARGV[2])
 if dropped == 1 then redis.call('HINCRBY', KEYS[1], 'dropped_groups', 1) end
 return dropped
 """
+)
 
 
 class ClosingListener(Protocol):
@@ -78,12 +107,14 @@ class ClosingListener(Protocol):
 
 
 class Ledger:
-    """One run's accounts. Every method is one round trip."""
+    """One run's accounts. Every method is one round trip. `kept_dropped`: KEPT_DROPPED."""
 
-    def __init__(self, redis: Redis, run_id: str) -> None:
+    def __init__(self, redis: Redis, run_id: str, *, kept_dropped: int = KEPT_DROPPED) -> None:
         self._redis = redis
         self._keys = RunKeys(run_id)
+        self._kept_dropped = kept_dropped
         self.admission = AdmissionAccount(redis, run_id)
+        self.account = RunAccount(redis, run_id)
         self._close = redis.register_script(_CLOSE)
         self._drop = redis.register_script(_DROP)
         self._listeners: list[ClosingListener] = []
@@ -120,7 +151,8 @@ class Ledger:
     async def close_groups(self, group_ids: Sequence[str], *, dropped: bool = False) -> int:
         """`close_group` for several in one round trip; returns how many were open."""
         keys = [self._keys.accounts, self._keys.open_groups, self._keys.published_groups, self._keys.dropped_groups]
-        opened_at = await self._close(keys=keys, args=["1" if dropped else "0", *group_ids])
+        keys.append(self._keys.earlier_dropped_groups)
+        opened_at = await self._close(keys=keys, args=["1" if dropped else "0", self._kept_dropped, *group_ids])
         if opened_at:
             now = time.time()
             open_for_s = [max(0.0, now - float(each)) for each in opened_at]
@@ -144,14 +176,20 @@ class Ledger:
         return secret
 
     async def stream_id_of(self, trajectory_id: str) -> str | None:
-        """The entry of a trajectory that was published, by any server and in any earlier incarnation of it."""
-        found = await self._redis.hget(self._keys.stream_ids, trajectory_id)
-        return None if found is None else as_text(found)
+        """The entry of a trajectory that was published, by any server and in any earlier incarnation of it.
+
+        None for one so long ago that its id is forgotten (KEPT_IDS).
+        """
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hget(self._keys.stream_ids, trajectory_id)
+            pipe.hget(self._keys.earlier_stream_ids, trajectory_id)
+            ids = await pipe.execute()
+        return next((as_text(found) for found in ids if found is not None), None)
 
     async def drop_group(self, group_id: str) -> bool:
         """Count a group of the stream that will never be trained, so that admission makes up for it: once only."""
-        keys = [self._keys.accounts, self._keys.dropped_groups]
-        return bool(await self._drop(keys=keys, args=[group_id]))
+        keys = [self._keys.accounts, self._keys.dropped_groups, self._keys.earlier_dropped_groups]
+        return bool(await self._drop(keys=keys, args=[group_id, self._kept_dropped]))
 
     async def count_given_up(self, sampled_tokens: int) -> None:
         """A session sampled so many tokens and will not be published: its length counts among those that were sampled."""
@@ -188,6 +226,8 @@ class Ledger:
             base_version=int(counters.get("base_version", 0)),
             concluded=counters.get("concluded") == "1",
             final_version=None if final is None else int(final),
+            unaccounted=int(counters.get("unaccounted", 0)),
+            corrected=int(counters.get("corrected", 0)),
             dropped={cause: int(count) for cause, count in dropped.items()},
         )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 
 import msgspec
 import structlog
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
@@ -23,20 +24,37 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WaitBoard:
-    """Posts a component's waits in Redis, where the live view and the dashboard read them."""
+    """Posts a component's waits in Redis, where the live view and the dashboard read them.
+
+    Nothing here raises: nobody ends because a wait cannot be shown. One line in the log says that it could not.
+    """
 
     def __init__(self, redis: Redis, run_id: str, component: str) -> None:
         self._redis = redis
         self._key = RunKeys(run_id).waits
         self._component = component
+        self._failing = False
 
-    async def post(self, waiting_for: str) -> None:
+    async def post(self, waiting_for: str) -> bool:
+        """Whether it stands on the board."""
         wait = Wait(waiting_for=waiting_for, since=time.time())
-        await self._redis.hset(self._key, self._component, msgspec.json.encode(wait))
         _log.info("waiting", waiting_for=waiting_for)
+        return await self._write(self._redis.hset(self._key, self._component, msgspec.json.encode(wait)))
 
-    async def clear(self) -> None:
-        await self._redis.hdel(self._key, self._component)
+    async def clear(self) -> bool:
+        """Whether it is gone from the board."""
+        return await self._write(self._redis.hdel(self._key, self._component))
+
+    async def _write(self, writing: Awaitable[object]) -> bool:
+        try:
+            await writing
+        except (RedisError, OSError) as error:
+            if not self._failing:
+                _log.warning("the wait board cannot be written", component=self._component, why=str(error))
+            self._failing = True
+            return False
+        self._failing = False
+        return True
 
     @asynccontextmanager
     async def waiting(self, waiting_for: str) -> AsyncIterator[None]:

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from services.policies.length_stats import bucket_of
-from services.run_store.client import as_text
+from services.run_store.client import LONGEST_BLOCK_MS, as_text
 from services.run_store.keys import RunKeys
 from services.run_store.undelivered import UndeliveredError
 from services.wire.errors import ConcludedError, DrainingError
@@ -28,31 +28,49 @@ from services.wire.trajectory import Trajectory, encode_trajectory
 
 GROUP = "trainer"
 
-# KEYS 7 …: of each trajectory the undelivered calls of its group. ARGV: owner ('' for anybody); then trajectory id, group
-# id, bucket of its length, length, payload and the undelivered calls that it is without, again and again.
-# Append, index and account in one step; answer the first id on a repeat.
+READ_BYTES, FETCHED_AT_ONCE = 32 << 20, 64
+FIRST_ENTRY_BYTES = 256 << 10
+"""What an entry is taken to be before the first was read."""
+
+KEPT_IDS, KEPT_IDS_S = 65_536, 600
+"""A generation of trajectory ids ends when it holds so many and has lasted so long; two are kept."""
+
+# KEYS 9 …: of each trajectory the undelivered calls of its group. ARGV: owner ('' for anybody), ids of a generation, and
+# how long it lasts at least (s); then trajectory id, group id, bucket of its length, length, payload and the undelivered
+# calls that it is without, again and again.
+# Append, index and account in one step; answer the first id on a repeat. Of a group that is not open (any more) no
+# count is kept: nobody would take it away.
 _PUBLISH = """
 local concluded = redis.call('HGET', KEYS[3], 'concluded') == '1'
-local ids = {}
-for i = 2, #ARGV, 6 do
-  local id = redis.call('HGET', KEYS[2], ARGV[i])
+local ids, new = {}, false
+for i = 4, #ARGV, 6 do
+  local id = redis.call('HGET', KEYS[2], ARGV[i]) or redis.call('HGET', KEYS[7], ARGV[i])
   if not id then
     if ARGV[1] ~= '' and redis.call('HGET', KEYS[5], ARGV[i + 1]) ~= ARGV[1] then
       return redis.error_reply('MOVED ' .. ARGV[i + 1])
     end
     if concluded then return redis.error_reply('CONCLUDED') end
-    local undelivered = redis.call('SMEMBERS', KEYS[7 + (i - 2) / 6])
+    local undelivered = redis.call('SMEMBERS', KEYS[9 + (i - 4) / 6])
     table.sort(undelivered)
     undelivered = table.concat(undelivered, ',')
     if undelivered ~= ARGV[i + 5] then return redis.error_reply('UNDELIVERED ' .. ARGV[i + 1] .. ' ' .. undelivered) end
     id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 4])
     redis.call('HSET', KEYS[2], ARGV[i], id)
     redis.call('HINCRBY', KEYS[3], 'published', 1)
-    redis.call('HINCRBY', KEYS[4], ARGV[i + 1], 1)
+    if redis.call('HEXISTS', KEYS[8], ARGV[i + 1]) == 1 then redis.call('HINCRBY', KEYS[4], ARGV[i + 1], 1) end
     redis.call('HINCRBY', KEYS[6], ARGV[i + 2], 1)
     redis.call('HINCRBY', KEYS[6], 'total', ARGV[i + 3])
+    new = true
   end
   ids[#ids + 1] = id
+end
+if new and redis.call('HLEN', KEYS[2]) >= tonumber(ARGV[2]) then
+  local now = tonumber(redis.call('TIME')[1])
+  local since = tonumber(redis.call('HGET', KEYS[3], 'ids_since') or '0')
+  if now - since >= tonumber(ARGV[3]) then
+    redis.call('RENAME', KEYS[2], KEYS[7])
+    redis.call('HSET', KEYS[3], 'ids_since', now)
+  end
 end
 return ids
 """
@@ -88,12 +106,25 @@ class StreamEntry:
 
 
 class TrajectoryWriter:
-    """A rollout server's end of the stream. `owner`: its incarnation; it may only write of groups that it holds."""
+    """A rollout server's end of the stream. `owner`: its incarnation; it may only write of groups that it holds.
 
-    def __init__(self, redis: Redis, run_id: str, owner: str = "") -> None:
+    `kept_ids`, `kept_ids_s`: KEPT_IDS and KEPT_IDS_S.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        run_id: str,
+        owner: str = "",
+        *,
+        kept_ids: int = KEPT_IDS,
+        kept_ids_s: float = KEPT_IDS_S,
+    ) -> None:
         self._names = keys = RunKeys(run_id)
         self._keys = [keys.stream, keys.stream_ids, keys.accounts, keys.published_groups, keys.owners, keys.lengths]
+        self._keys += [keys.earlier_stream_ids, keys.open_groups]
         self._owner = owner
+        self._kept = (kept_ids, kept_ids_s)
         self._publish = redis.register_script(_PUBLISH)
 
     async def publish(
@@ -105,7 +136,7 @@ class TrajectoryWriter:
         when the run has concluded, DrainingError when a group is another server's now, UndeliveredError when other calls of
         a group are noted as undelivered; of several groups, some may then be in the stream.
         """
-        arguments: list[str | bytes | int] = [self._owner]
+        arguments: list[str | bytes | int | float] = [self._owner, *self._kept]
         for trajectory in trajectories:
             sampled, group_id = trajectory.sampled_tokens(), trajectory.group_id
             arguments += [trajectory.trajectory_id, group_id, bucket_of(sampled), sampled]
@@ -150,6 +181,7 @@ class TrajectoryReader:
         self._keys = RunKeys(run_id)
         self._consumer = consumer
         self._backlog_from: str | None = "0"
+        self._entry_bytes = FIRST_ENTRY_BYTES
         self.caught_up = False
         """Whether the last read took all that was in the stream then."""
         self._settle = redis.register_script(_SETTLE)
@@ -165,8 +197,11 @@ class TrajectoryReader:
     async def read(self, count: int, block_ms: int) -> list[StreamEntry]:
         """Up to `count` entries: first those that an earlier incarnation of this consumer left pending, then new ones.
 
-        Waits at most `block_ms` for a new one. The client's socket timeout must be None or above that.
+        Waits at most `block_ms`, and never longer than LONGEST_BLOCK_MS, for a new one: the client takes a connection on
+        which nothing comes for one that is cut. Large entries are read in answers of READ_BYTES, for the same reason.
         """
+        count = max(1, min(count, READ_BYTES // self._entry_bytes))
+        block_ms = min(block_ms, LONGEST_BLOCK_MS)
         if self._backlog_from is not None:
             entries = await self._read_from(self._backlog_from, count, None)
             if entries:
@@ -181,19 +216,24 @@ class TrajectoryReader:
         reply = await self._redis.xreadgroup(
             GROUP, self._consumer, {self._keys.stream: position}, count=count, block=block_ms
         )
-        return [
+        found = [
             StreamEntry(stream_id=as_text(stream_id), payload=fields[b"t"])
             for _, entries in _pairs(reply)
             for stream_id, fields in entries
             if fields
         ]
+        if found:
+            self._entry_bytes = max(1, sum(len(entry.payload) for entry in found) // len(found))
+        return found
 
     async def fetch(self, stream_ids: Sequence[str]) -> list[StreamEntry]:
         """Entries by id, acknowledged or not, in the order asked for; those that were trimmed are missing."""
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for stream_id in stream_ids:
-                pipe.xrange(self._keys.stream, stream_id, stream_id)
-            replies = await pipe.execute()
+        replies: list[Any] = []
+        for at in range(0, len(stream_ids), FETCHED_AT_ONCE):
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for stream_id in stream_ids[at : at + FETCHED_AT_ONCE]:
+                    pipe.xrange(self._keys.stream, stream_id, stream_id)
+                replies += await pipe.execute()
         return [StreamEntry(as_text(found[0][0]), found[0][1][b"t"]) for found in replies if found]
 
     async def acknowledge_trained(self, stream_ids: Sequence[str]) -> int:
@@ -221,18 +261,36 @@ class TrajectoryReader:
 
     async def pending(self) -> int:
         """Entries delivered and not yet settled."""
-        summary = await self._redis.xpending(self._keys.stream, GROUP)
+        summary = await self._summary()
+        if summary is None:
+            return 0
         return int(summary["pending"] if isinstance(summary, Mapping) else summary[0])
 
     async def oldest_pending(self) -> str | None:
         """The oldest entry that is delivered and not yet settled."""
-        summary = await self._redis.xpending(self._keys.stream, GROUP)
+        summary = await self._summary()
+        if summary is None:
+            return None
         oldest = summary["min"] if isinstance(summary, Mapping) else summary[1]
         return None if oldest is None else as_text(oldest)
+
+    async def _summary(self) -> Any:
+        """XPENDING's reply; None where the consumer group is gone."""
+        try:
+            return await self._redis.xpending(self._keys.stream, GROUP)
+        except ResponseError as error:
+            if is_gone(error):
+                return None
+            raise
 
     async def trim_before(self, stream_id: str) -> int:
         """Delete entries older than `stream_id`; call it when a checkpoint holds all of them."""
         return int(await self._redis.xtrim(self._keys.stream, minid=stream_id, approximate=False))
+
+
+def is_gone(error: RedisError) -> bool:
+    """Whether the stream or its consumer group is gone: Redis has lost them. `TrajectoryReader.open` makes them again."""
+    return isinstance(error, ResponseError) and str(error).startswith("NOGROUP")
 
 
 def _entries(reply: object) -> list[StreamEntry]:

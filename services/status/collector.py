@@ -19,6 +19,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.policies.admission import StoreUse
 from services.policies.wait_causes import Cause, ProbeOutcome, SeenGroup, SeenService, find_causes
 from services.run_store.client import as_text
 from services.run_store.discovery import Listed, ServerRecord, ServiceRegistry
@@ -109,6 +110,7 @@ class StatusCollector:
             trainer_waits_since=None if wait is None else wait.since,
             asking_groups=parts.asking,
             now=time.time(),
+            store=_store(listed),
         )
 
     def _seen(self, listed: Listed, probe: Probe) -> SeenService:
@@ -209,6 +211,13 @@ def _report(
     )
 
 
+def _store(listed: Sequence[Listed]) -> StoreUse | None:
+    """What Redis holds, as the server said that has the smallest bound; None where no server has one."""
+    alive = [server for server in map(_alive_server, listed) if server is not None and server.store_most]
+    server = min(alive, key=lambda each: each.store_most, default=None)
+    return None if server is None else StoreUse(server.store_used, server.store_most)
+
+
 def _alive_server(listed: Listed) -> ServerRecord | None:
     """What a rollout server says of itself, as long as its lease lasts."""
     return listed.record if listed.alive and isinstance(listed.record, ServerRecord) else None
@@ -244,6 +253,8 @@ def _queue(accounts: Accounts, open_groups: int, asking: int) -> QueueView:
         in_stream=max(0, accounts.published - accounts.trained - dropped),
         asking_groups=asking,
         concluded=accounts.concluded,
+        unaccounted=accounts.unaccounted,
+        corrected=accounts.corrected,
     )
 
 

@@ -87,6 +87,9 @@ def _figures(report: MeshReport) -> RenderableType:
             table.add_row("dropped", ", ".join(f"{cause} {count}" for cause, count in trainer.dropped.items()))
     if queue is not None:
         table.add_row("queue", f"{queue.in_stream} trajectories in the stream, {queue.trained} trained")
+        if queue.unaccounted or queue.corrected:
+            balance = f"{queue.unaccounted} unaccounted for, {queue.corrected} corrected: Redis has lost something"
+            table.add_row("balance", Text(balance, style=_BAD if queue.unaccounted else _LIKELY))
         table.add_row("groups", f"{queue.open_groups} open, {queue.asking_groups} wait for admission")
     for wait in report.waits:
         if wait is not report.trainer_waits:

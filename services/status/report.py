@@ -72,6 +72,10 @@ class QueueView(msgspec.Struct, frozen=True, kw_only=True):
     asking_groups: int
     """That wait for admission."""
     concluded: bool
+    unaccounted: int = 0
+    """Trajectories and groups by which these accounts were wrong when they were last compared with the step log."""
+    corrected: int = 0
+    """By how many they were corrected in all."""
 
 
 class MeshReport(msgspec.Struct, frozen=True, kw_only=True):

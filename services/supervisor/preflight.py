@@ -21,7 +21,7 @@ from services.config.traces import with_environ
 from services.host.files import write_whole
 from services.host.run_folder import RunFolder, is_complete, make_run_folder
 from services.observability.setup import check_installed
-from services.run_store.client import check_reachable, reached_by
+from services.run_store.client import check_store, reached_by
 from services.security.keys import KeyPlaces
 from services.security.tls import read_tls
 from services.supervisor.launch_plan import LOOPBACK, warm_start_commands
@@ -50,7 +50,7 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings
     if tls.identity is not None:
         tls.identity.check(LOOPBACK, tls.trust)
     if settings.redis_url is not None:
-        await check_reachable(reached_by(settings.redis_url, password, tls.trust))
+        await check_store(reached_by(settings.redis_url, password, tls.trust))
     elif keys.redis_password is not None:
         raise UsageError("a Redis password without a Redis of yours", "give --redis-url, or leave the password out")
     elif keys.folder is not None and password is None:

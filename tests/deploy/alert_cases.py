@@ -87,6 +87,14 @@ CASES = (
         summary="Of the last step's tokens 25% count",
     ),
     AlertCase(
+        "RollmeshAccountWrong",
+        bad={catalog.TRAINER_CORRECTED.name: "0x8 128x20"},
+        good={catalog.TRAINER_CORRECTED.name: "128x40"},
+        not_yet="2m",
+        fires_at="3m",
+        summary="Redis has lost a part of the run",
+    ),
+    AlertCase(
         "RollmeshEngineLost",
         bad={catalog.BUS_LOST.name: "0x8 1x20"},
         good={catalog.BUS_LOST.name: "1x40"},

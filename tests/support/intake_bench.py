@@ -17,7 +17,7 @@ from services.run_store.ledger import Accounts, Ledger
 from services.run_store.stream import TrajectoryReader, TrajectoryWriter
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment
-from trainer.data.stream_reader import Intake
+from trainer.data.stream_reader import AUDIT_EVERY_S, Intake
 from trainer.data.validation import Validator
 
 
@@ -43,7 +43,9 @@ class Bench:
         smallest: int,
         ledger: Ledger,
         group_filter: GroupFilter | None = None,
+        audit_every_s: float = AUDIT_EVERY_S,
     ) -> None:
+        self.audit_every_s = audit_every_s
         self.redis, self.run_id = redis, run_id
         self.group_filter = group_filter
         self.version, self.smallest = 3, smallest
@@ -64,6 +66,7 @@ class Bench:
             self.expire_after_s,
             self.smallest,
             self.group_filter,
+            self.audit_every_s,
         )
 
     async def take(self, groups: int, deadline_s: float = 5.0) -> list[Group[Trajectory]] | None:
@@ -94,8 +97,10 @@ async def intake_benches(redis_url: str, run_id: str) -> AsyncIterator[Callable[
         ledger: type[Ledger] = Ledger,
         group_filter: GroupFilter | None = None,
         dropped_before: Mapping[str, Drop] | None = None,
+        audit_every_s: float = AUDIT_EVERY_S,
     ) -> Bench:
-        bench = Bench(redis, run_id, expire_after_s, smallest, ledger(redis, run_id), group_filter)
+        accounts = ledger(redis, run_id)
+        bench = Bench(redis, run_id, expire_after_s, smallest, accounts, group_filter, audit_every_s)
         bench.reading = asyncio.create_task(bench.intake.run(trained_before, dropped_before or {}))
         benches.append(bench)
         return bench

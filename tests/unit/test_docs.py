@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.config.load import known_keys, load_settings
+from services.run_store.keys import RunKeys
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +28,15 @@ def test_documented_command_lines_are_understood(document: str) -> None:
     for line in lines:
         words = [word for word in shlex.split(line, comments=True) if "=" in word]
         load_settings(None, words)
+
+
+def test_every_key_of_a_run_is_documented_with_its_bound() -> None:
+    text = (ROOT / "docs" / "the-loop.md").read_text(encoding="utf-8").partition("## What a run keeps in Redis")[2]
+    documented = set(re.findall(r"`([a-z-]+)[:`]", text.partition("\n## ")[0]))
+    keys = RunKeys("r")
+    names = {str(key).rpartition("}:")[2] for key in vars(keys).values() if str(key) != "r"}
+    names |= {key.split(":")[2] for key in (keys.group_of("s"), keys.journal("g"), keys.partial("s", "c"))}
+    assert names | {keys.answer("g", "c").split(":")[2]} <= documented
 
 
 def test_relative_links_of_the_docs_lead_somewhere() -> None:

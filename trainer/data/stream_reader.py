@@ -5,7 +5,9 @@
                        └── rejected ───┴── spoiled ──► settled as drops, counted by cause, kept as dead letters;
                                                        admission makes up for the group
 
-What was read is kept here until it is settled, so an entry that comes twice (a lost reply, a claim) is taken once.
+What was read is kept here until it is settled, so an entry that comes twice (a lost reply, a claim) is taken once. What
+was trained is known until it is trimmed, so one that a restarted Redis delivers again is only acknowledged. Between two
+reads the run's account is audited (`services.policies.balance`).
 """
 
 from __future__ import annotations
@@ -15,18 +17,20 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
 import structlog
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import RedisError
 
+from services.policies.balance import BALANCED, corrections
 from services.policies.batching import Drop, DropCause, Group, GroupAssembler, GroupFilter, Member, Objection, Verdict
 from services.run_store.ledger import Ledger
-from services.run_store.stream import StreamEntry, TrajectoryReader
-from services.wire.errors import DeadlineError
+from services.run_store.patience import passes, repeated
+from services.run_store.stream import StreamEntry, TrajectoryReader, is_gone
+from services.wire.errors import NoBatchError
 from services.wire.trajectory import Trajectory
+from trainer.data.tally import Tally
 from trainer.data.validation import Rejected, Validator, group_of
 
 _READ = 512
@@ -39,6 +43,8 @@ _POST_AFTER_S = 0.2
 _REPOST_S = 1.0
 _CLAIM_AFTER_S = 5.0
 _ASK_EVERY_S = 0.25
+AUDIT_EVERY_S, _AUDIT_AGAIN_S = 5.0, 1.0
+_CHECKPOINTS_AFTER_LOSS = 2
 
 _log = structlog.get_logger()
 
@@ -60,6 +66,7 @@ class Intake:
         expire_after_s: float,
         smallest: int = 2,
         group_filter: GroupFilter | None = None,
+        audit_every_s: float = AUDIT_EVERY_S,
     ) -> None:
         self._open_reader = open_reader
         self._reader = open_reader()
@@ -79,25 +86,45 @@ class Intake:
         self._owed = Verdict()
         """Drops that are not settled yet."""
         self._arrivals = Arrivals()
+        self._tally = Tally()
+        self._acknowledging = asyncio.Lock()
+        """What is settled and what is counted change together, seen from an audit."""
+        self._audit_every_s, self._audit_at = audit_every_s, 0.0
+        self._suspected = BALANCED
+        self._process = ""
+        self._checkpoints_due = 0
 
     async def run(
-        self, trained_before: Collection[str] = (), dropped_before: Mapping[str, Drop] = MappingProxyType({})
+        self,
+        trained_before: Collection[str] = (),
+        dropped_before: Mapping[str, Drop] = MappingProxyType({}),
+        consumed_groups: int = 0,
     ) -> None:
         """Read until cancelled. `trained_before`, `dropped_before`: entries of batches that the step log holds; they are
-        settled as trained, or as it says, on sight."""
-        trained = frozenset(trained_before)
+        settled as trained, or as it says, on sight.
+
+        `consumed_groups`: how many groups were trained.
+        """
+        self._tally.begin(trained_before, consumed_groups)
         self._dropped_before = dropped_before
-        await self._reader.open()
+        await repeated(self._reader.open, "opening the stream")
         swept = time.monotonic()
         while True:
             try:
                 entries = await self._reader.read(_READ, _BLOCK_MS)
-                await self._ingest(entries, trained, caught_up=self._reader.caught_up)
+                await self._ingest(entries, caught_up=self._reader.caught_up)
                 waiting_since = self._waiting_since
                 if waiting_since is not None and time.monotonic() - max(waiting_since, swept) > _CLAIM_AFTER_S:
                     swept = time.monotonic()
-                    await self._claim_idle(trained)
-            except (RedisConnectionError, RedisTimeoutError) as error:
+                    await self._claim_idle()
+                if self._reader.caught_up and time.monotonic() >= self._audit_at:
+                    await self._audit()
+            except RedisError as error:
+                if is_gone(error):
+                    await repeated(self._reader.open, "opening the stream again")
+                    continue
+                if not passes(error):
+                    raise
                 self._trouble = f"Redis ({error})"
                 _log.warning("stream out of reach", why=str(error))
                 await asyncio.sleep(_RECONNECT_S)
@@ -116,7 +143,7 @@ class Intake:
     ) -> list[Group[Trajectory]] | None:
         """The next batch, or None once `stopped` says so. `post` is told what is waited for, again when that changes.
 
-        Raises DeadlineError, saying what was missing, after `deadline_s` seconds.
+        Raises NoBatchError, saying what was missing, after `deadline_s` seconds.
         """
         started, posted, posted_at = time.monotonic(), "", -_REPOST_S
         with self._changed:
@@ -127,7 +154,7 @@ class Intake:
                         return None
                     waited = time.monotonic() - started
                     if waited > deadline_s:
-                        raise DeadlineError(
+                        raise NoBatchError(
                             f"no batch within {deadline_s:g} s: still waiting for {self._missing(groups)}",
                             "see the logs of the environment and the rollout servers",
                         )
@@ -137,6 +164,7 @@ class Intake:
                         post(missing)
                     self._changed.wait(_SLICE_S)
                 self._filter.batch_taken()
+                self._tally.take(batch)
                 return batch
             finally:
                 self._waiting_since = None
@@ -148,14 +176,30 @@ class Intake:
         return arrivals
 
     def forget(self, entries: Collection[str]) -> None:
-        """Entries that are settled now and cannot come again."""
+        """Entries that are settled now."""
         with self._changed:
             self._known.difference_update(entries)
+            self._tally.drop(entries)
+
+    def forget_before(self, stream_id: str) -> None:
+        """Entries before this one were trimmed and cannot come again."""
+        with self._changed:
+            self._tally.forget_before(stream_id)
+
+    def wants_checkpoint(self) -> bool:
+        """Whether one is due because Redis was restarted: it may lack entries that a replay would need. For the training
+        thread, which makes one then."""
+        with self._changed:
+            self._checkpoints_due, due = max(0, self._checkpoints_due - 1), self._checkpoints_due
+        return due > 0
 
     async def settle_trained(self, entries: Sequence[str]) -> None:
         """Acknowledge entries whose gradient is durable."""
         started = time.perf_counter()
-        await self._reader.acknowledge_trained(entries)
+        async with self._acknowledging:
+            await repeated(lambda: self._reader.acknowledge_trained(entries), "acknowledging trained trajectories")
+            with self._changed:
+                self._tally.settle(entries)
         self.forget(entries)
         self._count_work(started)
 
@@ -163,7 +207,8 @@ class Intake:
         """Settle the entries of a batch's `groups` that will never be trained, once the step log says so."""
         with self._changed:
             self._arrivals.dropped.update(str(drop.cause) for drop in drops.values())
-        await self._settle(Verdict([*drops.values()], [*groups]))
+        verdict = Verdict([*drops.values()], [*groups])
+        await repeated(lambda: self._settle(verdict), "settling trajectories that cannot be trained")
 
     async def drain(self) -> int:
         """After the run has concluded (and `run` has been cancelled): drop all that is left; returns how many."""
@@ -175,14 +220,14 @@ class Intake:
             dropped += await reader.acknowledge_dropped(DropCause.RUN_CONCLUDED, ids)
         return dropped
 
-    async def _ingest(self, entries: Sequence[StreamEntry], trained: Collection[str], *, caught_up: bool) -> None:
+    async def _ingest(self, entries: Sequence[StreamEntry], *, caught_up: bool) -> None:
         """`caught_up`: nothing that was written before these were read is yet to come."""
         started = time.perf_counter()
         verdict, settled_before = Verdict(), list[StreamEntry]()
         newest, now = self._version(), time.monotonic()
         judged: list[Member[Trajectory] | Rejected] = []
         for entry in entries:
-            if entry.stream_id in trained:
+            if entry.stream_id in self._tally.trained:
                 settled_before.append(entry)
             elif (drop := self._dropped_before.get(entry.stream_id)) is not None:
                 settled_before.append(entry)
@@ -192,8 +237,12 @@ class Intake:
         with self._changed:
             # A sibling that a batch of an earlier incarnation went without is not the first of a new group.
             self._assembler.settle(group for group in map(group_of, settled_before) if group is not None)
-            dropped = (group_of(entry) for entry in settled_before if entry.stream_id in self._dropped_before)
-            verdict.spoiled += sorted({group for group in dropped if group is not None})
+            consumed, dropped = set[str](), set[str]()
+            for entry in settled_before:
+                if (group := group_of(entry)) is not None:
+                    (dropped if entry.stream_id in self._dropped_before else consumed).add(group)
+            self._tally.known(consumed)
+            verdict.spoiled += sorted(dropped)
             for item in judged:
                 self._known.add(item.entry)
                 _extend(verdict, self._take_up(item, now) if isinstance(item, Member) else self._reject(item))
@@ -210,7 +259,7 @@ class Intake:
         if now - self._asked_at >= _ASK_EVERY_S or not overdue:
             self._asked_at = now
             self._lost = set(overdue) - await self._ledger.still_open(overdue)
-        if finished := [entry.stream_id for entry in settled_before if entry.stream_id in trained]:
+        if finished := [entry.stream_id for entry in settled_before if entry.stream_id in self._tally.trained]:
             await self._reader.acknowledge_trained(finished)
         await self._settle_drops()
         self._count_work(started)
@@ -254,13 +303,58 @@ class Intake:
             await self._reader.acknowledge_dropped(cause, reasons if cause.fault else [*reasons])
             self.forget(reasons)
 
-    async def _claim_idle(self, trained: Collection[str]) -> None:
+    async def _audit(self) -> None:
+        """Compare the run's account with the step log and the stream; correct it where it is wrong twice alike."""
+        account = self._ledger.account
+        async with self._acknowledging:
+            snapshot = await account.count()
+            before, self._process = self._process, snapshot.process
+            if before and before != snapshot.process:
+                await self._after_restart()
+                return
+            with self._changed:
+                durable = self._tally.durable(self._assembler.held())
+            self._audit_at = time.monotonic() + self._audit_every_s
+            if not snapshot.read:
+                return
+            found, suspected = corrections(snapshot.counted, durable), self._suspected
+            self._suspected = found
+            if found:
+                self._audit_at = time.monotonic() + min(_AUDIT_AGAIN_S, self._audit_every_s)
+            if found and found == suspected:
+                _log.warning("the run's account is corrected to the step log", **asdict(found))
+                await account.correct(found)
+            elif not found and suspected:
+                await account.note(0)
+
+    async def _after_restart(self) -> None:
+        """Redis was restarted, and may have lost what came last: drop what could not be made again from the stream."""
+        await self._reader.open()
+        await self._read_again()
+        with self._changed:
+            held = self._assembler.rest()
+        missing = await self._ledger.account.missing(held)
+        with self._changed:
+            verdict = self._assembler.lose(missing)
+            self._arrivals.dropped.update(str(drop.cause) for drop in verdict.drops)
+            self._checkpoints_due = _CHECKPOINTS_AFTER_LOSS
+        _log.warning("Redis was restarted", entries_lost=len(missing), groups_dropped=len(verdict.spoiled))
+        _extend(self._owed, verdict)
+        await self._settle_drops()
+
+    async def _read_again(self) -> None:
+        """What was delivered and is not settled, as far as Redis knows."""
+        reader = self._open_reader()
+        while entries := await reader.read(_READ, 1):
+            await self._ingest(entries, caught_up=False)
+
+    async def _claim_idle(self) -> None:
         """Read again what was delivered and never settled: the reply to a read may have been lost with its connection."""
         if await self._reader.pending() <= len(self._known):
             return
         reader = self._open_reader()
         entries = await reader.read(_READ, 1)
-        await self._ingest(entries, trained, caught_up=False)
+        await self._ingest(entries, caught_up=False)
 
     def _missing(self, groups: int) -> str:
         if self._trouble is not None:

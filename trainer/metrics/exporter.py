@@ -17,6 +17,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import structlog
 from fastapi import FastAPI
 from redis.asyncio import Redis
@@ -28,11 +29,12 @@ from services.http.app import Stop, make_app, make_server, open_port
 from services.http.auth import AuthMiddleware, Authorizer
 from services.observability import catalog
 from services.observability.metrics import Metrics, Reading
-from services.run_store.discovery import ServiceRecord, announced
+from services.run_store.discovery import Heartbeat, ServiceRecord, StoreState, announced
+from services.run_store.ledger import Accounts, Ledger
 from services.run_store.status import TrainerStatus, Wait, post_trainer_status, read_waits
 from services.security.permissions import NO_KEYS, Keys, lacking
 from services.security.tls import PLAIN, Identity, Tls
-from services.wire.errors import UsageError
+from services.wire.errors import DeadlineError, UsageError
 from services.wire.run_metrics import StepMetrics, decode_step_metrics
 from trainer.io_loop import Background
 
@@ -53,7 +55,7 @@ def open_telemetry(
     stack: ExitStack,
     keys: Keys = NO_KEYS,
     tls: Tls = PLAIN,
-) -> None:
+) -> Telemetry:
     """Serve the trainer's telemetry until `stack` is closed. `keys`: what opens /metrics; `tls`: what its port shows.
 
     Raises UsageError for a port that is taken, for an address other than loopback without a key, and for a certificate that
@@ -74,8 +76,16 @@ def open_telemetry(
     telemetry = Telemetry(
         redis, run_id, metrics, StepTotals(settings.steps, settings.k), Authorizer(keys), tls.identity
     )
-    background.spawn(telemetry.run(listener, records), "telemetry")
-    stack.callback(lambda: background.call(telemetry.close(), "closing telemetry", CLOSE_WITHIN_S))
+    background.spawn(telemetry.run(listener, records), "telemetry", essential=False)
+
+    def close() -> None:
+        try:
+            background.call(telemetry.close(), "closing telemetry", CLOSE_WITHIN_S)
+        except DeadlineError as error:
+            _log.warning("telemetry is not closed cleanly", why=str(error))
+
+    stack.callback(close)
+    return telemetry
 
 
 class Telemetry:
@@ -96,6 +106,8 @@ class Telemetry:
         self._wait: Wait | None = None
         self._ending, self._ended = asyncio.Event(), asyncio.Event()
         self._failing = False
+        self._ledger, self._accounts = Ledger(redis, run_id), Accounts()
+        self._heartbeat: Heartbeat | None = None
         self._unpublished = False
         """Steps were made that the status in Redis does not hold yet."""
 
@@ -109,7 +121,7 @@ class Telemetry:
         server = make_server(app, Stop(), shutdown_s=1, identity=self._identity)
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="telemetry")
         try:
-            async with announced(self._redis, self._run_id, *records):
+            async with announced(self._redis, self._run_id, *records) as self._heartbeat:
                 while not self._ending.is_set():
                     await self._read()
                     with suppress(TimeoutError):
@@ -120,6 +132,11 @@ class Telemetry:
             server.should_exit = True
             await serving
             self._ended.set()
+
+    @property
+    def store(self) -> StoreState | None:
+        """What Redis said of itself at the last heartbeat. For any thread."""
+        return None if self._heartbeat is None else self._heartbeat.store
 
     async def close(self) -> None:
         """Publish the last steps, then end."""
@@ -132,18 +149,21 @@ class Telemetry:
         self._unpublished = self._unpublished or bool(lines)
         try:
             self._wait = (await read_waits(self._redis, self._run_id)).get(NAME)
+            self._accounts = await self._ledger.accounts()
             status = self._totals.status()
             if self._unpublished and status is not None:
                 await post_trainer_status(self._redis, self._run_id, status)
                 self._unpublished = False
             self._failing = False
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, msgspec.MsgspecError) as error:
             if not self._failing:
                 _log.warning("cannot publish the trainer's status", why=repr(error))
             self._failing = True
 
     def _readings(self) -> Iterator[Reading]:
         yield from self._totals.readings()
+        yield Reading(catalog.TRAINER_UNACCOUNTED, self._accounts.unaccounted)
+        yield Reading(catalog.TRAINER_CORRECTED, self._accounts.corrected)
         yield Reading(catalog.TRAINER_WAITING, 0.0 if self._wait is None else max(0.0, time.time() - self._wait.since))
 
     def _not_ready(self) -> list[str]:

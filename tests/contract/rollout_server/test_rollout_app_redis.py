@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 
 from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.publish import Publisher
+from services.policies.admission import StoreUse
 from services.run_store.client import connect
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
@@ -52,6 +53,7 @@ async def gate_of(
     poll_s: float = FOREVER,
     ledger: Ledger | None = None,
     lookahead: int = 8,
+    store: Callable[[], StoreUse | None] = lambda: None,
 ) -> AsyncIterator[AdmissionGate]:
     gate = AdmissionGate(
         ledger or Ledger(redis, run_id),
@@ -62,6 +64,7 @@ async def gate_of(
         batch=batch,
         lookahead=lookahead,
         engine_version=lambda: serving.version,
+        store=store,
         poll_s=poll_s,
     )
     pump = asyncio.create_task(gate.run())

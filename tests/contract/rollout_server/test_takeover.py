@@ -255,6 +255,40 @@ async def test_a_group_that_was_admitted_and_never_written_down_gives_its_place_
     await until(lambda: _closed(pair.second), 10.0)
 
 
+async def test_a_server_reconciles_what_it_remembers_with_a_redis_that_came_back_as_it_was_before(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group ended since, and is open again in Redis; another was opened since, and Redis does not know it."""
+    monkeypatch.setattr("rollout_server.lifecycle.takeover.TAKE_ORPHANS_EVERY_S", 0.1)
+    async with serve(ScriptedEngine(answer_length=6, max_model_len=2048), "s0") as host:
+        keys = RunKeys(host.run_id)
+        old = await open_session(host)
+        spoken(await say(host, old, 1, "hello"))
+        before = {key: await host.redis.hgetall(key) for key in (keys.owners, keys.open_groups, keys.accounts)}
+        ended = await host.http.post(f"/sessions/{old['session_id']}/finish", json={"reward": 1.0})
+        assert ended.status_code == 200, ended.text
+        new = await open_session(host)
+        for key, entries in before.items():
+            await host.redis.delete(key)
+            await host.redis.hset(key, mapping=entries)
+        await host.redis.delete(keys.journal(new["group_id"]), keys.group_of(new["session_id"]))
+
+        async def reconciled() -> bool:
+            return not await host.redis.exists(keys.owners, keys.open_groups)
+
+        await until(reconciled)
+        accounts = await host.ledger.accounts()
+        assert (accounts.opened_groups, accounts.closed_groups, accounts.dropped_groups) == (1, 1, 0)
+        assert len(await host.published()) == 1
+
+        async def given_up() -> bool:
+            return (await host.http.get(f"/sessions/{new['session_id']}")).status_code == 404
+
+        await until(given_up)
+        again = await open_session(host)
+        spoken(await say(host, again, 2, "hello"))
+
+
 async def test_an_answer_interrupted_for_new_weights_goes_on_under_them_with_a_span_of_each(pair: Pair) -> None:
     session = await open_session(pair.first)
     engine = pair.engines[0]

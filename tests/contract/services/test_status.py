@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import httpx
+import msgspec
 import pytest
 from fastapi import FastAPI
 from redis.asyncio import Redis
@@ -139,6 +140,20 @@ async def test_an_engine_that_samples_nothing_shows_between_two_looks_of_one_com
     assert report.trainer_waits is not None
     assert report.well, "a guess alone is no failure"
     assert {cause.service for cause in at_once.causes} == {"busy", "stuck"}, "neither sampled between its two looks"
+
+
+async def test_a_redis_that_is_full_is_the_cause_before_anything_else(
+    redis: Redis, run_id: str, http: httpx.AsyncClient
+) -> None:
+    async with served(make_app("well", "0", nothing, list)) as url:
+        full = msgspec.structs.replace(server("s0", url), store_used=90 << 20, store_most=80 << 20)
+        await ServiceRegistry(redis, run_id).announce([full])
+        await WaitBoard(redis, run_id, "trainer").post("the batch of step 4: 2 of 4 groups")
+        report = await look(redis, run_id, http)
+    (cause,) = report.causes
+    assert (cause.kind, cause.sure, cause.service) == ("store_full", True, None)
+    assert "90 of 80 MiB" in cause.what
+    assert not report.well
 
 
 async def test_a_redis_that_stands_still_is_told_part_by_part(

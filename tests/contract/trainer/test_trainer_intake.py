@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, RedisError
 
 from services.policies.batching import Drop, DropCause, GroupFilter
 from services.policies.length_stats import Lengths
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
 from services.run_store.stream import DeadLetters, TrajectoryReader
-from services.wire.errors import DeadlineError
+from services.wire.errors import DeadlineError, NoBatchError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import TRAJECTORY_SCHEMA, encode_trajectory
 from tests.support.intake_bench import Bench, answers, intake_benches, until
@@ -157,18 +158,48 @@ class OnceOutOfReach(Ledger):
 
     failed = False
 
+    error: RedisError = RedisConnectionError("gone")
+
     async def drop_group(self, group_id: str) -> bool:
         if not self.failed:
             self.failed = True
-            raise RedisConnectionError("gone")
+            raise self.error
         return await super().drop_group(group_id)
 
 
-async def test_a_drop_that_redis_fails_for_is_settled_when_it_is_back(make_bench: Callable[..., Bench]) -> None:
-    bench = make_bench(ledger=OnceOutOfReach)
+class OnceFull(OnceOutOfReach):
+    error = OutOfMemoryError("command not allowed when used memory > 'maxmemory'")
+
+
+@pytest.mark.parametrize("ledger", [OnceOutOfReach, OnceFull])
+async def test_a_drop_that_redis_fails_for_is_settled_when_it_is_back(
+    make_bench: Callable[..., Bench], ledger: type[Ledger]
+) -> None:
+    bench = make_bench(ledger=ledger)
     await bench.writer.publish(answers(bench, "greedy", 0, samplings=[SamplingParams(max_tokens=4, temperature=0.0)]))
     await bench.dropped({"sampling": 2})
     assert (await bench.ledger.accounts()).dropped_groups == 1
+
+
+async def test_an_acknowledgement_is_repeated_while_redis_is_away(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench()
+    ids = await bench.writer.publish(answers(bench, "g", 0))
+    assert await bench.take(1) is not None
+    acknowledge, failures = (
+        TrajectoryReader.acknowledge_trained,
+        [RedisConnectionError("gone"), OutOfMemoryError("full")],
+    )
+
+    async def failing(reader: TrajectoryReader, entries: Sequence[str]) -> int:
+        if failures:
+            raise failures.pop()
+        return await acknowledge(reader, entries)
+
+    monkeypatch.setattr(TrajectoryReader, "acknowledge_trained", failing)
+    await bench.intake.settle_trained(ids)
+    assert (await bench.ledger.accounts()).trained == 2
 
 
 async def test_lengths_of_what_was_sampled_are_counted_once(make_bench: Callable[..., Bench]) -> None:
@@ -185,7 +216,7 @@ async def test_lengths_of_what_was_sampled_are_counted_once(make_bench: Callable
 async def test_a_wait_says_what_is_missing_and_ends_at_its_deadline(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench()
     await bench.writer.publish(answers(bench, "whole", 4) + answers(bench, "half", 5)[:1])
-    with pytest.raises(DeadlineError, match=r"1 of 2 groups; group 5 of server s0: 1 of 2 siblings \(missing: 1\)"):
+    with pytest.raises(NoBatchError, match=r"1 of 2 groups; group 5 of server s0: 1 of 2 siblings \(missing: 1\)"):
         await bench.take(2, deadline_s=0.5)
     assert bench.posted == ["1 of 2 groups; group 5 of server s0: 1 of 2 siblings (missing: 1)"]
 

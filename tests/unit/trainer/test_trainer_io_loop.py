@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 
 import pytest
 
 from services.wire.errors import ConflictError, DeadlineError
-from trainer.io_loop import Background
+from tests.support.until import until
+from trainer.io_loop import Background, WaitSign
 
 
 @pytest.fixture
@@ -66,6 +68,55 @@ def test_a_watched_future_fails_the_check_but_a_cancelled_one_does_not(backgroun
     failed.set_exception(ConflictError("of somebody else"))
     with pytest.raises(ConflictError, match="of somebody else"):
         background.check()
+
+
+def test_a_task_that_is_not_essential_fails_nobody(background: Background) -> None:
+    async def fail() -> None:
+        raise ConflictError("a figure that cannot be shown")
+
+    with pytest.raises(ConflictError):
+        background.result(background.spawn(fail(), "figures", essential=False), "figures", 5.0)
+    background.check()
+
+
+class Board:
+    """A wait board that takes nothing at first."""
+
+    def __init__(self) -> None:
+        self.failures, self.written = 1, list[str | None]()
+        self.began, self.goes_on = threading.Event(), asyncio.Event()
+
+    async def post(self, waiting_for: str) -> bool:
+        return await self._write(waiting_for)
+
+    async def clear(self) -> bool:
+        return await self._write(None)
+
+    async def _write(self, what: str | None) -> bool:
+        self.began.set()
+        await self.goes_on.wait()
+        if self.failures:
+            self.failures -= 1
+            return False
+        self.written.append(what)
+        return True
+
+
+def test_a_board_that_cannot_be_written_gets_the_newest_wait_and_no_older_one(background: Background) -> None:
+    board = Board()
+    sign = WaitSign(board, background)  # type: ignore[arg-type]
+    sign.post("step 1")
+    assert board.began.wait(5)
+    for step in (2, 3):
+        sign.post(f"step {step}")
+
+    async def go_on() -> None:
+        board.goes_on.set()
+        await until(lambda: bool(board.written), 10.0)
+
+    background.call(go_on(), "writing", 15.0)
+    background.check()
+    assert board.written == ["step 3"]
 
 
 def test_closing_cancels_what_still_runs_and_may_be_repeated() -> None:
