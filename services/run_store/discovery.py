@@ -50,11 +50,10 @@ for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - ARGV[1]
   redis.call('HDEL', KEYS[3], name)
   redis.call('ZREM', KEYS[2], name)
 end
-local function told(section, pattern)
-  local text = redis.pcall('INFO', section)
-  return type(text) == 'string' and string.match(text, pattern) or ''
-end
-return {told('server', 'run_id:(%w+)'), told('memory', 'used_memory:(%d+)'), told('memory', 'maxmemory:(%d+)')}
+local function told(text, pattern) return type(text) == 'string' and string.match(text, pattern) or '' end
+local memory = redis.pcall('INFO', 'memory')
+return {told(redis.pcall('INFO', 'server'), 'run_id:(%w+)'), told(memory, 'used_memory:(%d+)'),
+  told(memory, 'maxmemory:(%d+)')}
 """
 
 # ARGV: name and incarnation of each. A later incarnation's record is not the earlier one's to take away.

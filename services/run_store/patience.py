@@ -32,13 +32,13 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from services.policies.backoff import growing_delay
 from services.wire.errors import DeadlineError
 
-ANSWER_WITHIN_S = 4.0
+ANSWER_WITHIN_S = 3.0
 """A command that is not answered within so long lost its connection; a blocking read must end before."""
 RETRY_WITHIN_S = 6.0
 """After so long a command is not begun again."""
 REPEAT_WITHIN_S = 120.0
 """Longer than a Redis takes to start and to read its files again."""
-_SAY_EVERY_S = 10.0
+_SAY_AFTER_S, _SAY_EVERY_S = 1.0, 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 
 _log = structlog.get_logger()
@@ -51,22 +51,25 @@ class Outage:
     def __init__(self, shown: str) -> None:
         self._shown = shown
         self._since: float | None = None
-        self._said_at = 0.0
+        self._said_at: float | None = None
 
     def failed(self, error: Exception) -> None:
-        """A command got no answer, or no connection."""
+        """A command got no answer, or no connection. One that is refused for a moment is no news: Redis starts."""
         now = time.monotonic()
-        if self._since is None:
-            self._since = now
-        elif now - self._said_at < _SAY_EVERY_S:
-            return
-        self._said_at = now
-        _log.warning("Redis does not answer", redis=self._shown, for_s=round(now - self._since, 1), why=str(error))
+        self._since = now if self._since is None else self._since
+        if self._said_at is None:
+            due = isinstance(error, RedisTimeoutError) or now - self._since >= _SAY_AFTER_S
+        else:
+            due = now - self._said_at >= _SAY_EVERY_S
+        if due:
+            self._said_at = now
+            _log.warning("Redis does not answer", redis=self._shown, for_s=round(now - self._since, 1), why=str(error))
 
     def answered(self) -> None:
-        if self._since is not None:
+        """A command was answered."""
+        if self._since is not None and self._said_at is not None:
             _log.info("Redis answers again", redis=self._shown, after_s=round(time.monotonic() - self._since, 1))
-            self._since = None
+        self._since = self._said_at = None
 
 
 _in_command: ContextVar[bool] = ContextVar("whether a command is being made", default=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import free_port
+from tests.support.black_hole import black_hole_thread
+from tests.support.cut_valkey import CutValkey
 from tests.support.mesh_command import (
     left_behind,
     listening,
@@ -165,6 +168,42 @@ def test_the_next_run_starts_and_outlives_the_death_of_each_of_its_services(tmp_
     assert summary["steps"] == summary["final_version"] == 40
     assert summary["max_staleness"] <= summary["k"]
     assert summary["weights_digest_match"] is True
+    assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
+
+
+SILENT_S = 8.0
+LONGEST_GAP_S = SILENT_S + 40.0
+"""Between two steps of which one came after the cut; generous, machines of tests are busy."""
+
+
+@pytest.mark.e2e
+def test_a_run_outlasts_a_silent_cut_and_a_redis_that_lost_its_end(tmp_path: Path, warm_cache: str) -> None:
+    (tmp_path / "redis").mkdir()
+    redis = CutValkey(tmp_path / "redis")
+    try:
+        with black_hole_thread(redis.plan.port) as (hole, told):
+            url = f"redis://127.0.0.1:{hole.port}/0"
+            with running_up(
+                tmp_path / "run", *SMALL, "--steps", "40", "--servers", "2", "--redis-url", url, warm_cache
+            ) as mesh:
+                mesh.wait_for_steps(5)
+                told(hole.cut)
+                time.sleep(SILENT_S)
+                told(hole.heal)
+                mesh.wait_for_steps(mesh.steps() + 4, LONGEST_GAP_S)
+                assert mesh.logs().count("Redis does not answer") >= 3
+                redis.come_back(int(redis.written * 0.9))
+                done = mesh.finish(180.0)
+                assert done.code == 0, f"{done.out}\n{done.err}\n{mesh.logs()}"
+    finally:
+        redis.close()
+    summary = summary_of(tmp_path / "run")
+    assert summary["steps"] == summary["final_version"] == 40
+    assert summary["restarts"] == 0
+    assert summary["weights_digest_match"] is True
+    steps = (tmp_path / "run" / "checkpoints" / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [entry for line in steps for entry in json.loads(line).get("entries", [])]
+    assert summary["trajectories_trained"] == len(entries) == len(set(entries))
     assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 
 class BlackHole:
@@ -78,3 +79,26 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
+
+
+@contextmanager
+def black_hole_thread(port: int) -> Iterator[tuple[BlackHole, Callable[[Callable[[], None]], None]]]:
+    """The same on a thread of its own, for tests that block; the second thing calls `cut` or `heal` there."""
+    with asyncio.Runner() as runner:
+        loop, ended, ready = runner.get_loop(), asyncio.Event(), threading.Event()
+        holes: list[BlackHole] = []
+
+        async def serve() -> None:
+            async with black_hole(port) as hole:
+                holes.append(hole)
+                ready.set()
+                await ended.wait()
+
+        thread = threading.Thread(target=lambda: runner.run(serve()), name="black hole")
+        thread.start()
+        ready.wait()
+        try:
+            yield holes[0], lambda what: loop.call_soon_threadsafe(what) and None
+        finally:
+            loop.call_soon_threadsafe(ended.set)
+            thread.join()

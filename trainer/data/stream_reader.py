@@ -23,7 +23,7 @@ from types import MappingProxyType
 import structlog
 from redis.exceptions import RedisError
 
-from services.policies.balance import BALANCED, corrections
+from services.policies.balance import BALANCED, Corrections, corrections
 from services.policies.batching import Drop, DropCause, Group, GroupAssembler, GroupFilter, Member, Objection, Verdict
 from services.run_store.ledger import Ledger
 from services.run_store.patience import passes, repeated
@@ -211,13 +211,25 @@ class Intake:
         await repeated(lambda: self._settle(verdict), "settling trajectories that cannot be trained")
 
     async def drain(self) -> int:
-        """After the run has concluded (and `run` has been cancelled): drop all that is left; returns how many."""
+        """After the run has concluded (and `run` has been cancelled): drop all that is left; returns how many.
+
+        What was trained is acknowledged as such, should Redis deliver it again, and the account is made right.
+        """
         reader = self._open_reader()
         await reader.open()
         dropped = 0
         while entries := await reader.read(_READ, 1):
             ids = [entry.stream_id for entry in entries]
-            dropped += await reader.acknowledge_dropped(DropCause.RUN_CONCLUDED, ids)
+            trained = [entry for entry in ids if entry in self._tally.trained]
+            await reader.acknowledge_trained(trained)
+            left = [entry for entry in ids if entry not in self._tally.trained]
+            dropped += await reader.acknowledge_dropped(DropCause.RUN_CONCLUDED, left)
+        account = self._ledger.account
+        found = corrections((await account.count()).counted, self._tally.durable(()))
+        # Groups that were left over are neither consumed nor dropped: nobody is admitted by their number any more.
+        if rest := Corrections(published=found.published, trained=found.trained):
+            _log.warning("the run's account is corrected to the step log", **asdict(rest))
+            await account.correct(rest)
         return dropped
 
     async def _ingest(self, entries: Sequence[StreamEntry], *, caught_up: bool) -> None:

@@ -3,56 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from services.policies.balance import BALANCED, Counted, Durable, corrections
 from services.run_store.account import RunAccount
 from services.run_store.ledger import Accounts
-from services.supervisor.launch_plan import ValkeyPlan
-from tests.conftest import free_port, wait_for_port
+from tests.support.cut_valkey import CutValkey
 from tests.support.intake_bench import Bench, answers, intake_benches, until
 from tests.weight_parts import eventually
 
 RULES = {"engine_version": 0, "base_version": 0, "k": 9, "batch": 9}
-
-
-class CutValkey:
-    """A Valkey whose append-only file can lose its end while it is down."""
-
-    def __init__(self, folder: Path) -> None:
-        self.plan = ValkeyPlan(data_dir=folder, port=free_port())
-        self._process = self._start()
-
-    @property
-    def written(self) -> int:
-        """Bytes of its file."""
-        return self._file.stat().st_size
-
-    @property
-    def _file(self) -> Path:
-        return next((self.plan.data_dir / "appendonlydir").glob("*.incr.aof"))
-
-    def come_back(self, length: int) -> None:
-        """kill -9, all of the file after `length` bytes lost, started again."""
-        self._process.kill()
-        self._process.wait()
-        with self._file.open("r+b") as file:
-            file.truncate(length)
-        self._process = self._start()
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(timeout=10)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(self.plan.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_for_port(self.plan.port, process)
-        return process
 
 
 @pytest.fixture
@@ -121,6 +84,21 @@ async def test_what_was_trained_counts_once_also_where_redis_forgot_it(valkey_to
         await until(lambda accounts: accounts.unaccounted == 0, bench.ledger)
 
 
+async def test_at_the_end_of_a_run_what_was_trained_is_not_dropped(valkey_to_cut: CutValkey, run_id: str) -> None:
+    async with intake_benches(valkey_to_cut.plan.url, run_id) as make:
+        bench = make()
+        for ordinal, name in enumerate(["a", "b", "c"]):
+            await play(bench, name, ordinal)
+        kept = valkey_to_cut.written
+        await play(bench, "d", 3)
+        for name in ("a", "b", "c", "d"):
+            await train(bench, name)
+        await bench.stop()
+        valkey_to_cut.come_back(kept)
+        assert await bench.intake.drain() == 0
+        await balanced(bench, trained=8, dropped=0)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
 async def test_a_run_goes_on_wherever_the_file_was_cut(valkey_to_cut: CutValkey, run_id: str, share: float) -> None:
     async with intake_benches(valkey_to_cut.plan.url, run_id) as make:
@@ -140,25 +118,3 @@ async def test_a_run_goes_on_wherever_the_file_was_cut(valkey_to_cut: CutValkey,
         assert not {f"g{ordinal}" for ordinal in range(5)} & set(left)
         accounts = await balanced(bench, trained=2 * (5 + len(left)), dropped=0)
         assert accounts.opened_groups - accounts.dropped_groups == 5 + len(left)
-
-
-def counted(**changes: int) -> Counted:
-    figures = {"published": 20, "trained": 12, "dropped": 2, "unsettled": 6, "opened_groups": 9, "closed_groups": 7}
-    figures |= {"dropped_groups": 1, "open_groups": 2} | changes
-    return Counted(**figures, standing=frozenset({"open", "half"}))
-
-
-DURABLE = Durable(trained=12, consumed=5, consumed_lately=frozenset({"g4"}), held=frozenset({"half", "whole"}))
-
-
-def test_an_account_that_agrees_with_what_is_durable_is_left_alone() -> None:
-    assert corrections(counted(), DURABLE) == BALANCED
-    assert not BALANCED
-
-
-def test_what_redis_forgot_is_added_and_what_is_lost_counts_as_dropped() -> None:
-    forgot = corrections(counted(trained=8, published=16, opened_groups=6, closed_groups=4), DURABLE)
-    assert (forgot.trained, forgot.published, forgot.opened_groups, forgot.closed_groups) == (4, 4, 3, 3)
-    assert forgot.unaccounted == 7
-    lost = corrections(counted(opened_groups=11, closed_groups=9), DURABLE)
-    assert (lost.dropped_groups, lost.opened_groups, lost.closed_groups) == (2, 0, 0)

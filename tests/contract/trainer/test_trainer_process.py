@@ -20,9 +20,10 @@ torch = pytest.importorskip("torch")
 
 from services.config.algorithm import AdvantageSettings, CostSettings, LossSettings  # noqa: E402
 from services.config.load import dump_settings  # noqa: E402
-from services.config.settings import RolloutSettings, RunSettings, TrainerSettings, WeightSettings  # noqa: E402
+from services.config.settings import RolloutSettings, RunSettings, RunStoreSettings, TrainerSettings, WeightSettings  # noqa: E402
 from services.host.files import remove_shm_files  # noqa: E402
 from services.run_store.client import connect  # noqa: E402
+from services.run_store.keys import RunKeys  # noqa: E402
 from services.run_store.ledger import Ledger  # noqa: E402
 from services.run_store.status import read_waits  # noqa: E402
 from services.run_store.stream import DeadLetters, TrajectoryWriter  # noqa: E402
@@ -30,6 +31,7 @@ from services.wire.run_metrics import TrainerReport  # noqa: E402
 from services.wire.trajectory import Trajectory  # noqa: E402
 from tests.support.fragile_loss import BROKEN, NAME, NOT_FINITE, marked  # noqa: E402
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402
+from tests.support.until import until  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, served  # noqa: E402
 from trainer.assembly import load_policy  # noqa: E402
 from trainer.checkpoint.checkpoint import versions  # noqa: E402
@@ -329,6 +331,24 @@ async def test_a_batch_that_ends_the_trainer_each_time_is_left_out_after_three_l
     assert "ended the trainer 3 times (RuntimeError: no kernel for this batch)" in letters[0].why
     report = json.loads((mesh.run_dir / "trainer_report.json").read_text())
     assert (report["final_version"], report["weights_digest_match"]) == (steps, True)
+
+
+async def test_a_trainer_frees_a_redis_that_fills_long_before_a_checkpoint_is_due(mesh: Mesh) -> None:
+    trainer = SETTINGS.trainer.model_copy(update={"checkpoint_every": 1000})
+    settings = SETTINGS.model_copy(update={"trainer": trainer, "run_store": RunStoreSettings(max_bytes=1 << 20)})
+    (mesh.run_dir / "config.toml").write_text(dump_settings(settings))
+    process, published = mesh.trainer(), 0
+    for step, batch in enumerate(mesh.steps_of_groups(4), start=1):
+        await mesh.writer.publish(batch)
+        published += len(batch)
+        await mesh.until(step, process)
+
+    async def trimmed() -> bool:
+        return await mesh.redis.xlen(RunKeys(mesh.run_id).stream) < published
+
+    await until(trimmed, 30.0)
+    process.send_signal(signal.SIGKILL)
+    await ended(process)
 
 
 async def test_a_trainer_that_still_waits_for_its_model_stops_at_once(mesh: Mesh) -> None:
