@@ -47,7 +47,7 @@ for i = 4, #ARGV, 6 do
   local id = redis.call('HGET', KEYS[2], ARGV[i]) or redis.call('HGET', KEYS[7], ARGV[i])
   if not id then
     if ARGV[1] ~= '' and redis.call('HGET', KEYS[5], ARGV[i + 1]) ~= ARGV[1] then
-      return redis.error_reply('MOVED ' .. ARGV[i + 1])
+      return redis.error_reply('TAKEN ' .. ARGV[i + 1])
     end
     if concluded then return redis.error_reply('CONCLUDED') end
     local undelivered = redis.call('SMEMBERS', KEYS[9 + (i - 4) / 6])
@@ -147,7 +147,7 @@ class TrajectoryWriter:
         except ResponseError as error:
             if "CONCLUDED" in str(error):
                 raise ConcludedError("the run has concluded", "no more trajectories are taken") from error
-            if "MOVED" in str(error):
+            if "TAKEN" in str(error):
                 what = f"group {str(error).rpartition(' ')[2]} was taken over by another server"
                 raise DrainingError(what, "send the call again") from error
             if "UNDELIVERED" in str(error):

@@ -10,10 +10,11 @@ from redis.asyncio import Redis
 
 from services.run_store.admission_queue import ADMISSION_CLOSED, RUN_CONCLUDED
 from services.run_store.client import check_reachable, connect
+from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
 from services.run_store.status import WaitBoard, read_waits
 from services.run_store.stream import TrajectoryReader, TrajectoryWriter
-from services.wire.errors import ConcludedError, UsageError
+from services.wire.errors import ConcludedError, DrainingError, UsageError
 from services.wire.trajectory import decode_trajectory
 from tests.conftest import free_port
 from tests.unit.services.test_wire import a_trajectory
@@ -106,6 +107,14 @@ async def test_a_concluded_run_takes_no_trajectories_but_answers_repeats(redis: 
         await writer.publish([a_trajectory(trajectory_id="b")])
     accounts = await ledger.accounts()
     assert (accounts.concluded, accounts.final_version, accounts.published) == (True, 9, 1)
+
+
+async def test_a_group_that_another_server_holds_is_not_written_to(redis: Redis, run_id: str) -> None:
+    one = a_trajectory(trajectory_id="a")
+    await redis.hset(RunKeys(run_id).owners, one.group_id, "s1/life")
+    with pytest.raises(DrainingError, match=f"group {one.group_id} was taken over"):
+        await TrajectoryWriter(redis, run_id, "s0/life").publish([one])
+    assert len(await TrajectoryWriter(redis, run_id, "s1/life").publish([one])) == 1
 
 
 async def test_two_runs_in_one_redis_never_meet(redis: Redis, run_id: str) -> None:
