@@ -120,6 +120,7 @@ class Intake:
                 if self._reader.caught_up and time.monotonic() >= self._audit_at:
                     await self._audit()
             except RedisError as error:
+                self._audit_at = 0.0  # it may come back with less than it had
                 if is_gone(error):
                     await repeated(self._reader.open, "opening the stream again")
                     continue
