@@ -13,6 +13,7 @@ import msgspec
 from rollout_server.engines.base import FinishReason
 from rollout_server.sessions.responses import RequestKey
 from rollout_server.sessions.session import DropCause
+from services.wire.decoding import UNDECODABLE
 from services.wire.errors import WireError
 from services.wire.rollout_api import Purpose
 from services.wire.sampling import SamplingParams
@@ -172,7 +173,7 @@ def decode_record(packed: bytes) -> Record:
     """Raises WireError for bytes that are no record of this schema."""
     try:
         record: Record = _records.decode(packed)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"a journal record of {len(packed)} bytes cannot be read ({error})") from error
     if isinstance(record, GroupBegan) and record.schema != JOURNAL_SCHEMA:
         raise WireError(f"a journal has schema {record.schema}, this process reads {JOURNAL_SCHEMA}")
@@ -183,6 +184,6 @@ def decode_partial(packed: bytes) -> PartialHead | PartialPart:
     """Raises WireError for bytes that are no part of a partial answer."""
     try:
         part: PartialHead | PartialPart = _partials.decode(packed)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"a part of a partial answer of {len(packed)} bytes cannot be read ({error})") from error
     return part

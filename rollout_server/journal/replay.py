@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pydantic import ValidationError
+
 from rollout_server.chat.messages import DIGEST_BYTES
 from rollout_server.journal import records
 from rollout_server.sessions.capture import Node
@@ -196,11 +198,18 @@ def _group(record: records.GroupBegan, now: Now) -> Group:
     )
 
 
+def _limits(record: records.SessionBegan) -> SamplingLimits:
+    try:
+        return SamplingLimits.model_validate_json(record.limits)
+    except ValidationError as error:
+        raise WireError(f"the journal's limits of session {record.session_id} cannot be read ({error})") from error
+
+
 def _session(group: Group, record: records.SessionBegan, now: Now) -> Session:
     terms = Terms(
         task=record.task,
         purpose=record.purpose,
-        sampling=SamplingLimits.model_validate_json(record.limits),
+        sampling=_limits(record),
         idle_timeout_s=record.idle_timeout_s,
         task_id=record.task_id,
         deadline_s=record.deadline_s,

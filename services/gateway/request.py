@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -22,6 +24,8 @@ from starlette.types import Scope
 from services.http.auth import bearer
 from services.run_store.keys import RunKeys
 from services.security.keys import PREFIX
+from services.wire.decoding import UNDECODABLE
+from services.wire.errors import WireError
 from services.wire.gateway_api import BASE_URL_HEADER, CALL_HEADER
 
 GENERATE = "/inference/v1/generate"
@@ -35,6 +39,7 @@ _OF_THE_REQUEST = {
 _GENERATING = ("/completions", "/generate", "/turns")
 
 Headers = list[tuple[str, str]]
+_Read = TypeVar("_Read")
 
 
 def is_proxied(path: str) -> bool:
@@ -111,6 +116,19 @@ def read_call(scope: Scope, body: bytes) -> ProxiedCall:
         session_id=session_id or _of_key(_shown_key(headers)) or named or None,
         group_id=group_id,
     )
+
+
+def read_body(decode: Callable[[bytes], _Read], body: bytes) -> _Read | None:
+    """What a body says; None for what cannot be read as that: the server says what is wrong with it.
+
+    Raises WireError for nesting that no server reads either.
+    """
+    try:
+        return decode(body)
+    except RecursionError as error:
+        raise WireError("the body is nested too deeply", "send flatter JSON") from error
+    except UNDECODABLE:
+        return None
 
 
 def _in_path(path: str) -> tuple[str | None, str | None]:

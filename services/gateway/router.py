@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
 
 from services.config.settings import GatewaySettings
-from services.gateway.request import ProxiedCall
+from services.gateway.request import ProxiedCall, read_body
 from services.gateway.servers import Server, Servers
 from services.policies.routing import Candidate, block_keys, place, rendezvous
+from services.wire.decoding import UNDECODABLE
 
 _BLOCK = 64
 _MOST_BLOCKS = 128
@@ -114,7 +114,7 @@ class Router:
         """A server has answered that it opened a session or a group."""
         try:
             answer = _opened.decode(body)
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             return
         sessions = answer.session_ids or ([answer.session_id] if answer.session_id else [])
         server.opened(len(sessions))
@@ -145,9 +145,7 @@ class Router:
     def _opening(self, call: ProxiedCall) -> Destination:
         hints = _Opening()
         if call.path == "/sessions":
-            # Of a body that is no JSON the server says what is wrong with it.
-            with suppress(msgspec.MsgspecError):
-                hints = _opening.decode(call.body)
+            hints = read_body(_opening.decode, call.body) or hints
         shared: list[Prefix] = [(hints.env, hints.task_id)] if hints.task_id else []
         if hints.group_id is not None:
             return Destination(f"group {hints.group_id}", True, shared)
@@ -162,9 +160,10 @@ class Router:
 
 
 def _prefixes(body: bytes) -> list[bytes]:
+    prompt = read_body(_prompt.decode, body)
     try:
-        return block_keys(_prompt.decode(body).token_ids, _BLOCK, _MOST_BLOCKS)
-    except (msgspec.MsgspecError, OverflowError):
+        return [] if prompt is None else block_keys(prompt.token_ids, _BLOCK, _MOST_BLOCKS)
+    except OverflowError:
         return []
 
 

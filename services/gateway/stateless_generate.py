@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 from aiohttp import ClientResponse
 
-from services.gateway.request import ProxiedCall
+from services.gateway.request import ProxiedCall, read_body
 from services.gateway.response import DownstreamResponse
 from services.gateway.retry import Failover
 from services.gateway.servers import Server
@@ -31,6 +31,7 @@ from services.host.aio import first_failure
 from services.http.app import DONE
 from services.policies.continuation import Versions, joined_versions, rest_of
 from services.wire import vllm_api
+from services.wire.decoding import UNDECODABLE
 from services.wire.errors import ContextLengthError
 from services.wire.gateway_api import CALL_HEADER
 
@@ -148,10 +149,7 @@ def _with_body(call: ProxiedCall, left: Call) -> ProxiedCall:
 
 def _decode(body: bytes) -> Call:
     """An empty call for what is no JSON object: the server says what is wrong with it."""
-    try:
-        decoded: Any = msgspec.json.decode(body)
-    except msgspec.MsgspecError:
-        return {}
+    decoded: Any = read_body(msgspec.json.decode, body)
     return decoded if isinstance(decoded, dict) else {}
 
 
@@ -248,7 +246,7 @@ class StatelessStream:
         """The event as the agent gets it, nothing for one that says nothing, and whether the server broke off with it."""
         try:
             chunk = _chunk.decode(event.removeprefix(_DATA))
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise TryFailedError(f"it failed in mid-stream ({event[:500].decode(errors='replace')})") from error
         self._request_id = self._request_id or chunk.request_id
         aborted = False

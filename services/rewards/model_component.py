@@ -24,6 +24,7 @@ from services.rewards.component import Score, settle
 from services.rewards.sandbox.protocol import Sample
 from services.security.keys import read_key
 from services.security.tls import PUBLIC, Trust
+from services.wire.decoding import UNDECODABLE
 from services.wire.errors import RollmeshError, UntrustedError, WireError
 
 _log = structlog.get_logger()
@@ -247,7 +248,7 @@ def decode_batch(model: ModelScoring, content: bytes, count: int) -> list[float]
             classified = msgspec.json.decode(content, type=_ClassifyAnswer).data
             values = {each.index: each.probs[model.class_index] for each in classified}
         found = [values[index] for index in range(count)]
-    except (msgspec.MsgspecError, KeyError, IndexError) as error:
+    except (*UNDECODABLE, KeyError, IndexError) as error:
         what = f"{model.url} answered something else than {count} values of /{model.api} ({error!r})"
         raise WireError(what, "see that it serves this api, and class_index") from error
     if not all(map(math.isfinite, found)):

@@ -28,6 +28,7 @@ from services.run_store.ledger import Accounts, Ledger
 from services.run_store.status import TrainerStatus, Wait, read_trainer_status, read_waits
 from services.security.tls import PUBLIC, Trust
 from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
+from services.wire.decoding import UNDECODABLE
 from services.wire.errors import DeadlineError, UsageError
 
 PART_WITHIN_S = 2.0
@@ -162,7 +163,7 @@ class StatusCollector:
                 return await reading
         except TimeoutError:
             parts.unread.append(f"{name}: Redis has not answered within {self._part_within_s:g} s")
-        except (RedisError, OSError, msgspec.MsgspecError) as error:
+        except (RedisError, OSError, *UNDECODABLE) as error:
             parts.unread.append(f"{name}: {error}")
         return instead
 
@@ -316,7 +317,7 @@ async def _probe(http: httpx.AsyncClient, url: str, trust: Trust) -> Probe:
         return Probe("ready")
     try:
         reasons = _readiness.decode(answer.content).not_ready
-    except msgspec.MsgspecError:
+    except UNDECODABLE:
         reasons = []
     return Probe("not_ready", tuple(reasons) or (f"it answers {answer.status_code}",))
 

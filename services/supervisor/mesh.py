@@ -34,6 +34,7 @@ from services.supervisor.launch_plan import LaunchPlan, MeshPorts, PortReservati
 from services.supervisor.live_view import Observer, View, read_engine
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, ServiceFailedError
 from services.supervisor.summary import Summary, read_report, summarise, write_summary
+from services.wire.decoding import UNDECODABLE
 from services.wire.errors import RollmeshError
 from services.wire.run_metrics import EvaluationReport, TrainerReport
 
@@ -300,7 +301,7 @@ async def wait_for_http(name: str, url: str, deadline_s: float, http: httpx.Asyn
             missing = "; ".join(msgspec.json.decode(response.content, type=_Reasons).not_ready)
         except httpx.TransportError as error:
             missing = f"nothing answers ({type(error).__name__})"
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             missing = f"it answers {response.status_code}"
         if time.monotonic() > ends:
             raise ServiceFailedError(f"{name} was not ready after {deadline_s:g} s ({missing})", f"see its log, {url}")

@@ -13,6 +13,7 @@ from services.config.settings import RunSettings
 from services.host.files import write_whole
 from services.host.run_folder import RunFolder
 from services.run_store.ledger import Accounts
+from services.wire.decoding import UNDECODABLE
 from services.wire.errors import WireError
 from services.wire.rollout_api import EngineReport
 from services.wire.run_metrics import EvaluationReport, TrainerReport
@@ -68,7 +69,7 @@ def read_report(path: Path, kind: type[ReportT]) -> ReportT:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise WireError(f"{path} cannot be read ({error.strerror})", "see the log of who writes it") from error
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise WireError(f"{path} is not what a summary needs ({error})") from error
 
 

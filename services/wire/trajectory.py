@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from services.wire.decoding import UNDECODABLE
 from services.wire.errors import WireError
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.sampling import KvPolicy, SamplingParams
@@ -151,7 +152,7 @@ def decode_trajectory(payload: bytes) -> Trajectory:
     """
     try:
         trajectory = _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"a stream entry of {len(payload)} bytes is no trajectory ({error})") from error
     check_trajectory(trajectory)
     return trajectory

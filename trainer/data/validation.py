@@ -14,6 +14,7 @@ import msgspec
 
 from services.policies.batching import DropCause, Member, Objection
 from services.run_store.stream import StreamEntry
+from services.wire.decoding import UNDECODABLE
 from services.wire.errors import WireError
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.trajectory import (
@@ -128,7 +129,7 @@ def group_of(entry: StreamEntry) -> str | None:
     """The group that an entry says it is of; None where not even that can be read."""
     try:
         return _headers.decode(entry.payload).group_id
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNDECODABLE:
         return None
 
 

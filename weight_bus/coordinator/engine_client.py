@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.observability.tracing import NO_TRACING, Tracing
 from services.security.tls import PUBLIC, Trust
+from services.wire.decoding import UNDECODABLE
 from services.wire.errors import RollmeshError
 from services.wire.weights_api import CommitAnswer, CommitCall, DigestAnswer, PauseMode, RollbackCall, StageAnswer
 from weight_bus.client.bus_client import raise_for_error
@@ -75,7 +76,7 @@ class EngineClient:
         content = await self._send("POST", f"{url}/inference/v1/generate", body, _JSON)
         try:
             return _generate_decoder.decode(content).choices[0].token_ids
-        except (msgspec.MsgspecError, IndexError) as error:
+        except (*UNDECODABLE, IndexError) as error:
             raise EngineCallError(f"{url} answered a token call with something else than tokens ({error})") from error
 
     async def pause(self, url: str, mode: PauseMode) -> None:

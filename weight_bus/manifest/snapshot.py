@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from services.wire.decoding import UNDECODABLE
 from services.wire.errors import UsageError, WireError
 from weight_bus.manifest.layout import (
     ALIGNMENT,
@@ -186,7 +187,7 @@ def _hashed(head: FileHead, owner: int, bucket_bytes: int) -> Iterator[Bucket]:
 def _json(path: Path, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind, strict=False)
-    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (OSError, *UNDECODABLE) as error:
         raise UsageError(f"cannot read {path} ({error})") from error
 
 
@@ -238,7 +239,7 @@ def read_head(path: Path) -> FileHead:
         known = msgspec.convert(entries, dict[str, _Entry])
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror})") from error
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise UsageError(f"{path} is no safetensors file ({error})") from error
     data_bytes = size - 8 - head_bytes
     tensors = [_tensor(path, name, entry, data_bytes) for name, entry in known.items() if not name.startswith(PADDING)]

@@ -18,6 +18,7 @@ import msgspec
 from rollout_server.engines.http.wire import EngineChunk, read_chunk
 from services.security.tls import PUBLIC, Trust
 from services.wire import errors
+from services.wire.decoding import UNDECODABLE
 from services.wire.error_answer import PromptTooLongError, typed_error
 from services.wire.weights_api import PauseMode
 from weight_bus.errors import StageError, TransportError
@@ -169,7 +170,7 @@ class EngineClient:
         content = await self._send(method, path, deadline_s, body)
         try:
             return msgspec.json.decode(content, type=kind)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise errors.WireError(f"{self.url}{path} answered {content[:200]!r} ({error})") from error
 
     async def _send(self, method: str, path: str, deadline_s: float, body: dict[str, Any] | None = None) -> bytes:
@@ -257,7 +258,7 @@ def engine_error(call: str, status: int, retry_after: str | None, content: bytes
     """The error answer `status` to `call` as a typed error. `retry_after`: that header, in seconds."""
     try:
         body = _bodies.decode(content)
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         body = _Body(error=content[:200].decode(errors="replace"))
     if isinstance(body.error, _Detail) and isinstance(body.error.code, str):
         error = typed_error(call, status, retry_after, content, (StageError, TransportError))
@@ -276,7 +277,7 @@ def stream_error(call: str, raw: bytes) -> errors.RollmeshError:
     try:
         code = msgspec.json.decode(raw, type=_Detail).code
         status = code if isinstance(code, int) else status
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         pass
     return engine_error(call, status, None, b'{"error":' + raw + b"}")
 

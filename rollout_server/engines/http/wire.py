@@ -18,6 +18,7 @@ import msgspec
 from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, join
 from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, reachable_stops
 from rollout_server.engines.vllm.convert import version_number
+from services.wire.decoding import UNDECODABLE
 from services.wire.errors import NotReadyError, RollmeshError, WireError
 from services.wire.trajectory import VersionSpan
 
@@ -133,7 +134,7 @@ def read_chunk(event: bytes) -> EngineChunk:
     """An event's data. Raises WireError for anything else than a chunk."""
     try:
         return _chunks.decode(event)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise WireError(f"the engine sent {event[:200]!r}, which is no chunk of an answer ({error})") from error
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from services.wire.decoding import UNDECODABLE
 from weight_bus.errors import TransportError
 from weight_bus.manifest.manifest import CollectiveSource, Source
 from weight_bus.transports.base import check_range, read_in_order
@@ -166,7 +167,7 @@ def _await_plan(store: group.Store, epoch: int, ticket: int, deadline: float) ->
         time.sleep(_POLL_S)
     try:
         plan = msgspec.json.decode(store.get(f"{epoch}/plan"), type=group.Plan)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise RuntimeError(f"its plan cannot be read: {error}") from error
     if not (0 < plan.chunk_bytes <= _MAX_CHUNK and plan.start >= 0 and 0 < plan.stall_s <= 3600):
         raise RuntimeError(f"its plan is impossible: {plan}")
