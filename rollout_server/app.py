@@ -34,6 +34,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     """The application around an engine that has not been started; without a bus it serves the weights it has."""
     server = RolloutServer(plan, engine, bus, stop)
     rollout, services_only = plan.settings.rollout, server.authorizer.of("service")
+    scraping = server.authorizer.of("metrics")
     # What routes get: each part by itself, once there is one.
     served = server.ready(lambda parts: parts.engine)
     access = server.ready(lambda parts: parts.access)
@@ -54,6 +55,9 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     def on_commit() -> None:
         gate().notify()
 
+    async def issued(key: str) -> bool:
+        return access().issued(key)
+
     metrics = Metrics()
     metrics.read(lambda: server_readings(served, groups, gate, server.http_cpu_s))
     app = make_app(
@@ -62,11 +66,11 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         server.lifespan,
         server.not_ready,
         metrics,
-        metrics_access=services_only,
+        metrics_access=scraping,
     )
     app.add_middleware(BodyLimit, limit_bytes=rollout.max_body_mib << 20)
     trace_calls(app, plan.tracing)
-    app.add_middleware(AuthMiddleware, authorizer=server.authorizer, sessions=True)
+    app.add_middleware(AuthMiddleware, authorizer=server.authorizer, issued=issued)
 
     @app.exception_handler(EngineCrashedError)
     async def on_crash(_: Request, error: EngineCrashedError) -> Response:

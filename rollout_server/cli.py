@@ -139,4 +139,8 @@ def _chosen(engine: str, url: str | None, key_file: Path | None) -> EngineClass:
         )
     if known == "http" and (url is None or not url.startswith(("http://", "https://"))):
         raise UsageError(f"--engine http with --url {url}", "give the engine's address, http://HOST:PORT")
+    if url is not None:
+        from services.security.addresses import check_url
+
+        check_url(url)
     return known

@@ -32,6 +32,10 @@ def weight_bus(
         Path | None, typer.Option(help="Key that the engines ask of the bus; else the peer key")
     ] = None,
     tls_dir: options.TlsDir = None,
+    state_file: Annotated[
+        Path | None,
+        typer.Option(help="Where the newest version's number is kept, so that a restarted bus takes no older one"),
+    ] = None,
 ) -> None:
     from services.http.app import Stop, serve
     from services.http.startup import read_context
@@ -64,6 +68,7 @@ def weight_bus(
         stop=stop,
         trust=tls.trust,
         tracing=context.tracing,
+        state_file=state_file,
     )
     with context.tracing:
         serve(bus, host, port, listener=listener, stop=stop, identity=tls.identity)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from fastapi import Request
 
-from services.http.auth import Authorizer, bearer
+from services.http.auth import NOT_ISSUED, Authorizer, bearer
 from services.security.keys import PREFIX, SessionKeys
 from services.security.permissions import AuthScope
 from services.wire.errors import ForbiddenError, UnauthenticatedError
@@ -28,6 +28,10 @@ class Access:
     def __init__(self, keys: SessionKeys, authorizer: Authorizer) -> None:
         self.keys = keys
         self._authorizer = authorizer
+
+    def issued(self, key: str) -> bool:
+        """Whether a session's key is one of this run's, of whatever session."""
+        return self.keys.session_of(key) is not None
 
     def require_agent(self, request: Request, scope: AuthScope = "environment") -> None:
         """For what no session may do. Raises UnauthenticatedError, or ForbiddenError for a key of another scope."""
@@ -64,9 +68,7 @@ class Access:
         if shown.startswith(PREFIX):
             session_id = self.keys.session_of(shown)
             if session_id is None:
-                raise UnauthenticatedError(
-                    "this session key is not one of this run", "use the api_key of POST /sessions"
-                )
+                raise UnauthenticatedError(*NOT_ISSUED)
             return session_id
         self._authorizer.require_key(shown, scope)
         return None

@@ -18,6 +18,7 @@ from services.gateway.request import SessionIndex
 from services.gateway.retry import Failover
 from services.gateway.router import Router
 from services.gateway.servers import Server, Servers
+from services.gateway.session_keys import IssuedKeys
 from services.gateway.undelivered import Undelivered
 from services.gateway.upstream import Upstream
 from services.http.app import BodyLimit, Stop, make_app
@@ -47,14 +48,14 @@ def make_gateway_app(plan: GatewayPlan, stop: Stop, *, max_body_mib: int) -> Fas
         gateway.lifespan,
         gateway.servers.not_ready,
         metrics,
-        metrics_access=authorizer.of("service"),
+        metrics_access=authorizer.of("metrics"),
     )
     app.include_router(run_routes(gateway.servers, gateway.upstream, authorizer))
     # Last: it answers every path that no other route takes.
     app.include_router(admin_routes(gateway.servers, gateway.upstream, authorizer))
     app.add_middleware(ProxyPaths, proxy=BodyLimit(gateway.proxy, max_body_mib << 20))
     trace_calls(app, plan.tracing)
-    app.add_middleware(AuthMiddleware, authorizer=authorizer, sessions=True)
+    app.add_middleware(AuthMiddleware, authorizer=authorizer, issued=gateway.issued)
     return app
 
 
@@ -73,7 +74,7 @@ class GatewayPlan:
     url: str | None = None
     """Where it is reached; None: it is not listed in service discovery."""
     keys: Keys = NO_KEYS
-    """What callers must show (`services.security.permissions`); session keys are judged by the servers."""
+    """What callers must show (`services.security.permissions`). The session key is the servers'."""
     tracing: Tracing = NO_TRACING
     trust: Trust = PUBLIC
     """Which certificates of servers it takes."""
@@ -93,6 +94,7 @@ class Gateway:
         self.failover = Failover(self.servers, router, self.upstream, plan.settings.failover_timeout_s)
         self._undelivered = Undelivered(redis, plan.run_id)
         self.proxy = Proxy(self.failover, router, SessionIndex(redis, plan.run_id), self._undelivered)
+        self.issued = IssuedKeys(redis, plan.run_id, plan.keys)
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:

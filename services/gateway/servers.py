@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
 import structlog
 from redis.exceptions import RedisError
 
 from services.gateway.request import ProxiedCall
 from services.run_store.discovery import ServerRecord, ServiceRegistry
 from services.run_store.status import WaitBoard
+from services.security.addresses import AddressRefusedError, check_url
+from services.wire.decoding import UNDECODABLE
 
 _REDIS_WITHIN_S = 2.0
 AVOIDED_S = 1.0
@@ -100,6 +101,8 @@ class Servers:
         self._known: dict[str, Server] = {}
         self._failing_since: float | None = None
         self._refreshed = False
+        self._refused: set[str] = set()
+        """The addresses of the last view that are not called."""
 
     def all(self) -> list[Server]:
         """All that are alive, by name."""
@@ -147,7 +150,7 @@ class Servers:
         try:
             async with asyncio.timeout(_REDIS_WITHIN_S):
                 records = await self._registry.servers()
-        except (RedisError, OSError, TimeoutError, msgspec.MsgspecError) as error:
+        except (RedisError, OSError, TimeoutError, *UNDECODABLE) as error:
             if self._failing_since is None:
                 self._failing_since = time.monotonic()
                 _log.warning("the registry cannot be read: the last view of the servers stands", error=repr(error))
@@ -158,7 +161,7 @@ class Servers:
         self._take(records)
 
     def _take(self, records: list[ServerRecord]) -> None:
-        seen = {record.name: record for record in records}
+        seen = {record.name: record for record in self._callable(records)}
         for name, server in list(self._known.items()):
             record = seen.get(name)
             if record is not None and record.incarnation == server.record.incarnation:
@@ -173,6 +176,19 @@ class Servers:
             if name not in self._known:
                 self._known[name] = Server(record)
                 _log.info("rollout server found", server=name, url=record.url, state=record.state)
+
+    def _callable(self, records: list[ServerRecord]) -> list[ServerRecord]:
+        """Those to which agents' calls, and the keys in them, may go; of the others it is said why, once."""
+        refused: dict[str, AddressRefusedError] = {}
+        for record in records:
+            try:
+                check_url(record.url)
+            except AddressRefusedError as error:
+                refused[record.url] = error
+        for url in refused.keys() - self._refused:
+            _log.warning("rollout server not taken", url=url, why=str(refused[url]))
+        self._refused = set(refused)
+        return [record for record in records if record.url not in refused]
 
     async def _say(self, lacking: bool) -> bool:
         """Post or clear the wait; returns whether it stands on the board."""

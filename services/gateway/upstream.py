@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
 import msgspec
+from aiohttp.abc import ResolveResult
 from yarl import URL
 
 from services.gateway.request import ProxiedCall
 from services.gateway.servers import Server
+from services.security.addresses import AddressRefusedError, check_resolved
 from services.security.tls import PUBLIC, Trust
+from services.wire.decoding import UNDECODABLE
 from services.wire.error_answer import typed_error
 from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError, UsageError
 from services.wire.gateway_api import OWNER_URL_HEADER
@@ -52,6 +57,20 @@ class _Error(msgspec.Struct):
 _error = msgspec.json.Decoder(_Error)
 
 
+class _CheckedResolver(aiohttp.ThreadedResolver):
+    """Looks names up as usual. Raises OSError where one leads to an address that is not called."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await super().resolve(host, port, family)
+        try:
+            check_resolved(host, [each["host"] for each in found])
+        except AddressRefusedError as error:
+            raise OSError(errno.EACCES, str(error)) from error
+        return found
+
+
 class Upstream:
     """Sends calls to servers over kept connections. An async context manager. `trust`: whose certificates it takes."""
 
@@ -61,7 +80,9 @@ class Upstream:
     async def __aenter__(self) -> Upstream:
         # aiohttp's client costs a tenth of httpx's CPU a call; what it would add or change by itself is turned off.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._trust.verify),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self._trust.verify, resolver=_CheckedResolver()
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_WITHIN_S),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -149,7 +170,7 @@ def error_detail(body: bytes) -> ErrorDetail:
     """Empty for an answer that is no error of ours."""
     try:
         return _error.decode(body).error
-    except msgspec.MsgspecError:
+    except UNDECODABLE:
         return ErrorDetail()
 
 

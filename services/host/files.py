@@ -53,11 +53,15 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically: a reader never sees a part of it."""
+def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Write a file atomically: a reader never sees a part of it. `durable`: nor after a power cut."""
     partial = path.with_suffix(".partial")
     partial.write_bytes(content)
+    if durable:
+        _sync(partial)
     partial.replace(path)
+    if durable:
+        _sync(path.parent)
 
 
 def remove_unfinished(parent: Path) -> None:

@@ -41,6 +41,7 @@ class RunFolder:
         self.model = root / "model"
         self.demonstrations = root / "demonstrations"
         self.redis = root / "redis"
+        self.bus_state = root / "weight-bus.json"
 
 
 def make_run_folder(root: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> RunFolder:

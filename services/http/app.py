@@ -14,16 +14,20 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.http.connection import BOUNDS, Bounds, guarded
 from services.observability.catalog import SERVICE_BUILD, SERVICE_NOT_READY
 from services.observability.metrics import CONTENT_TYPE, Metrics, Reading
 from services.security.permissions import require_loopback
 from services.security.tls import Identity
 from services.wire import errors
+from services.wire.error_answer import error_body
 from services.wire.gateway_api import OWNER_URL_HEADER
 from services.wire.rollout_api import ErrorBody, ErrorDetail
 
+METRICS_PATH = "/metrics"
 SHUTDOWN_S = 5
 """How long calls in flight may go on once a service was told to end."""
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -69,7 +73,7 @@ def make_app(
         return {"service": title, "version": version}
 
     @app.get(
-        "/metrics",
+        METRICS_PATH,
         response_class=Response,
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
         dependencies=metrics_access,
@@ -91,13 +95,20 @@ def make_app(
         kind = "not_found_error" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_request_error"
         code = HTTPStatus(error.status_code).name.lower()
         detail = ErrorDetail(message=str(error.detail), type=kind, code=code)
-        return _error(error.status_code, detail, dict(error.headers or {}))
+        return _answer(error.status_code, ErrorBody(error=detail), dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return _error(422, ErrorDetail(message=f"{where}: {first['msg']}", param=where, code="schema"), None)
+        detail = ErrorDetail(message=f"{where}: {first['msg']}", param=where, code="schema")
+        return _answer(422, ErrorBody(error=detail))
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_broken_upload(_: Request, error: ClientDisconnect) -> Response:
+        """The caller went away before its body was whole: nobody reads this answer, and nothing here failed."""
+        del error
+        return Response(status_code=HTTPStatus.BAD_REQUEST)
 
     return app
 
@@ -128,12 +139,10 @@ def error_answer(error: errors.RollmeshError) -> JSONResponse:
         headers = {"x-should-retry": "false"}
     elif isinstance(error, errors.HeldElsewhereError):
         headers = {OWNER_URL_HEADER: error.owner_url}
-    detail = ErrorDetail(message=str(error), type=error.kind, code=error.code)
-    return _error(error.status, detail, headers)
+    return _answer(error.status, error_body(error), headers)
 
 
-def _error(status: int, detail: ErrorDetail, headers: dict[str, str] | None) -> JSONResponse:
-    body = ErrorBody(error=detail)
+def _answer(status: int, body: ErrorBody, headers: dict[str, str] | None = None) -> JSONResponse:
     return JSONResponse(body.model_dump(), status_code=status, headers=headers)
 
 
@@ -195,14 +204,20 @@ class _Server(uvicorn.Server):
 
 
 def make_server(
-    app: FastAPI, stop: Stop, *, shutdown_s: int = SHUTDOWN_S, identity: Identity | None = None
+    app: FastAPI,
+    stop: Stop,
+    *,
+    shutdown_s: int = SHUTDOWN_S,
+    identity: Identity | None = None,
+    bounds: Bounds = BOUNDS,
 ) -> uvicorn.Server:
     """The server of `app`, to be run on a socket from `open_port`; at its end, calls in flight have `shutdown_s` left.
 
-    `identity`: the certificate for HTTPS; None: plain HTTP.
+    `identity`: the certificate for HTTPS; None: plain HTTP. `bounds`: what callers may cost before they show a key.
     """
     config = uvicorn.Config(
         app,
+        http=guarded(bounds),
         log_level="warning",
         # What it logs goes where all else does (`services.observability.logging`).
         log_config=None,

@@ -1,49 +1,62 @@
 """Authentication of HTTP services: a middleware that refuses callers without any valid key, and a check of scope per route.
 
-The middleware runs before a body is read and for every route, so that a route that declares no scope still needs a key.
+The middleware runs before a body is read and for every route, so that a route that declares no scope still needs a key,
+and who has none makes nobody read what it sends.
 Which key grants which scope: `services.security.permissions`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any, get_args
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.http.app import error_answer
+from services.http.app import METRICS_PATH, error_answer
+from services.http.connection import caller_is_known
 from services.security.keys import PREFIX
-from services.security.permissions import OPENED_BY, AuthScope, Keys, openers, refusal
-from services.wire.errors import RollmeshError
+from services.security.permissions import OPENED_BY, AuthScope, Keys, is_keyless, refusal
+from services.wire.errors import RollmeshError, UnauthenticatedError
 
 OPEN_PATHS = frozenset(("/livez", "/readyz", "/version", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"))
 """Open to all on purpose: probes, the version, and documents that are the same for every installation."""
+NOT_ISSUED = ("this session key is not one of this run", "use the api_key of POST /sessions")
+"""Why a session key is refused, and the remedy."""
+
+
+SessionKeyCheck = Callable[[str], Awaitable[bool]]
+"""Whether a session key is one that this run has issued. Raises NotReadyError where that cannot be known yet."""
 
 
 class AuthMiddleware:
-    """ASGI middleware. `sessions`: session keys pass, and are checked by the routes, which know the session."""
+    """ASGI middleware. `issued`: session keys of this run pass, and which session they open is checked by the routes."""
 
-    def __init__(self, app: ASGIApp, authorizer: Authorizer, *, sessions: bool = False) -> None:
+    def __init__(self, app: ASGIApp, authorizer: Authorizer, *, issued: SessionKeyCheck | None = None) -> None:
         self._app = app
         self._authorizer = authorizer
-        self._sessions = sessions
+        self._issued = issued
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope["path"] not in OPEN_PATHS:
             try:
-                self._check(scope)
+                await self._check(scope)
             except RollmeshError as error:
                 await error_answer(error)(scope, receive, send)
                 return
+            caller_is_known(scope)
         await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope) -> None:
+    async def _check(self, scope: Scope) -> None:
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         shown = bearer(header.decode("latin-1"))
-        if not (self._sessions and shown.startswith(PREFIX)):
-            # Every key grants this scope.
-            self._authorizer.require_key(shown, "reading")
+        if self._issued is not None and shown.startswith(PREFIX):
+            if not await self._issued(shown):
+                raise UnauthenticatedError(*NOT_ISSUED)
+        else:
+            # Every other key grants the reading scope.
+            self._authorizer.require_key(shown, "metrics" if scope["path"] == METRICS_PATH else "reading")
 
 
 _schemes = {
@@ -57,7 +70,7 @@ class Authorizer:
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        self._keyless = not openers(keys, "reading")
+        self._keyless = is_keyless(keys)
 
     def require(self, authorization: str | None, scope: AuthScope) -> None:
         """Raises UnauthenticatedError or ForbiddenError for a header whose key does not grant `scope`."""

@@ -58,7 +58,7 @@ def make_rewards_app(
             with suppress(asyncio.CancelledError):
                 await running
 
-    scraping = authorizer.of("service")
+    scraping = authorizer.of("metrics")
     app = make_app("rewards", version("rollmesh"), lifespan, judge.not_ready, metrics, metrics_access=scraping)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_mib << 20)
     trace_calls(app, tracing)

@@ -24,7 +24,7 @@ def keys() -> None:
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the key files; made where it is not there")],
 ) -> None:
-    """Write a random agent, admin, peer, weights, session and redis key to DIR, one file each, for its owner alone.
+    """Write a random agent, admin, peer, metrics, weights, session and redis key to DIR, a file each, for its owner alone.
 
     A key that is there stays as it is. Every service takes the folder as --keys-dir; docs/keys.md says who shows which key.
     """

@@ -24,8 +24,8 @@ REDIS_PASSWORD_FILE = "ROLLMESH_REDIS_PASSWORD_FILE"
 """Variables that name the folder, and the file, where a command line does not."""
 _SHORTEST = 16
 _BYTES = 32
-_OPTIONAL = ("redis",)
-"""A Redis may have no password."""
+_OPTIONAL = ("redis", "metrics")
+"""A Redis may have no password; a folder of before there was a metrics key goes on: other keys open `/metrics` too."""
 _NO_FILES: Mapping[KeyName, Path | None] = MappingProxyType({})
 
 

@@ -6,9 +6,11 @@
 | `reading`     | agent, admin, peer | state of the run and of an engine, generation outside sessions              |
 | `service`     | admin, peer        | calls between services: weights, updates, pauses                            |
 | `operator`    | admin              | manual operations: rollback, drain, pushing a snapshot                      |
+| `metrics`     | metrics, and those of `service` | `/metrics`                                                     |
 
 A service without any key accepts every caller, and listens on loopback only. A service with a key has no open route: where
-none of the keys that grant a scope is configured, every configured key grants it.
+none of the keys that grant a scope is configured, every configured key grants it, but for the metrics key: it lies where
+figures are collected, and opens nothing else.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from typing import Literal, get_args
 
 from services.wire.errors import ForbiddenError, RollmeshError, UnauthenticatedError, UsageError
 
-BearerName = Literal["agent", "admin", "peer"]
+BearerName = Literal["agent", "admin", "peer", "metrics"]
 """Keys that a caller shows."""
-KeyName = Literal["agent", "admin", "peer", "weights", "session", "redis"]
-AuthScope = Literal["environment", "reading", "service", "operator"]
+KeyName = Literal["agent", "admin", "peer", "metrics", "weights", "session", "redis"]
+AuthScope = Literal["environment", "reading", "service", "operator", "metrics"]
 ServiceName = Literal["rollout-server", "gateway", "weight-bus", "rewards", "trainer"]
 HolderName = Literal[ServiceName, "engine", "environment", "operator", "reader", "supervisor"]
 
@@ -35,6 +37,7 @@ OPENED_BY: Mapping[AuthScope, tuple[BearerName, ...]] = MappingProxyType(
         "reading": ("agent", "admin", "peer"),
         "service": ("admin", "peer"),
         "operator": ("admin",),
+        "metrics": ("admin", "metrics", "peer"),
     }
 )
 OFF_LOOPBACK: Mapping[ServiceName, tuple[KeyName, ...]] = MappingProxyType(
@@ -49,12 +52,12 @@ OFF_LOOPBACK: Mapping[ServiceName, tuple[KeyName, ...]] = MappingProxyType(
 """A service that lacks one of these listens on loopback only."""
 GIVEN: Mapping[HolderName, tuple[KeyName, ...]] = MappingProxyType(
     {
-        "rollout-server": ("agent", "admin", "peer", "weights", "session", "redis"),
-        "gateway": ("agent", "admin", "peer", "redis"),
-        "weight-bus": ("admin", "peer", "weights"),
-        "rewards": ("agent", "admin", "peer"),
+        "rollout-server": ("agent", "admin", "peer", "metrics", "weights", "session", "redis"),
+        "gateway": ("agent", "admin", "peer", "metrics", "session", "redis"),
+        "weight-bus": ("admin", "peer", "metrics", "weights"),
+        "rewards": ("agent", "admin", "peer", "metrics"),
         "engine": ("admin", "peer", "weights"),
-        "trainer": ("peer", "weights", "redis"),
+        "trainer": ("peer", "metrics", "weights", "redis"),
         "environment": ("agent",),
         "operator": ("admin",),
         "reader": ("redis",),
@@ -74,6 +77,7 @@ class Keys:
     agent: str | None = field(default=None, repr=False)
     admin: str | None = field(default=None, repr=False)
     peer: str | None = field(default=None, repr=False)
+    metrics: str | None = field(default=None, repr=False)
     weights: str | None = field(default=None, repr=False)
     session: str | None = field(default=None, repr=False)
     redis: str | None = field(default=None, repr=False)
@@ -91,10 +95,19 @@ def lacking(keys: Keys, service: ServiceName) -> tuple[KeyName, ...]:
     return tuple(name for name in OFF_LOOPBACK[service] if keys.get(name) is None)
 
 
+def is_keyless(keys: Keys) -> bool:
+    """Whether a service with these keys accepts every caller."""
+    return not _configured(keys)
+
+
 def openers(keys: Keys, scope: AuthScope) -> frozenset[BearerName]:
-    """The keys that grant `scope` in a service that has `keys`; empty: every caller is accepted."""
-    configured = frozenset(name for name in get_args(BearerName) if keys.get(name) is not None)
-    return configured.intersection(OPENED_BY[scope]) or configured
+    """The keys that grant `scope` in a service that has `keys`; none in a keyless one, or with a metrics key alone."""
+    configured = _configured(keys)
+    return configured.intersection(OPENED_BY[scope]) or configured - {"metrics"}
+
+
+def _configured(keys: Keys) -> frozenset[BearerName]:
+    return frozenset(name for name in get_args(BearerName) if keys.get(name) is not None)
 
 
 def refusal(shown: str, keys: Keys, scope: AuthScope) -> RollmeshError | None:
@@ -103,12 +116,10 @@ def refusal(shown: str, keys: Keys, scope: AuthScope) -> RollmeshError | None:
     Compares in constant time.
     """
     opening = openers(keys, scope)
-    if not opening:
-        return None
     held = {name for name in get_args(BearerName) if _is(shown, keys.get(name))}
-    if held & opening:
+    if held & opening or is_keyless(keys):
         return None
-    wanted = " or ".join(f"the {name} key" for name in sorted(opening))
+    wanted = " or ".join(f"the {name} key" for name in sorted(opening)) or "a key that this service was not given"
     if held:
         return ForbiddenError(f"the {min(held)} key is not valid for this route", f"send {wanted}")
     return UnauthenticatedError("no valid key", f"send `Authorization: Bearer` with {wanted}")

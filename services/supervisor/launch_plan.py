@@ -93,7 +93,10 @@ def plan_launch(
         gateway_url=gateway_url,
         rewards_url=rewards_url,
         valkey=None if valkey is None else ProcessSpec("valkey", valkey.command()),
-        bus=commands.command("weight-bus", "weight-bus", *run, "--host", LOOPBACK, "--port", str(ports.bus)),
+        bus=commands.command(
+            *("weight-bus", "weight-bus", *run, "--state-file", str(folder.bus_state)),
+            *("--host", LOOPBACK, "--port", str(ports.bus)),
+        ),
         servers=tuple(
             commands.command(
                 f"rollout-server-{index}",

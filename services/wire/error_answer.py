@@ -1,4 +1,4 @@
-"""From an error answer of a service back to the typed error that it raised: the one place that clients of any room use."""
+"""From a typed error to the body that a service answers, and back: the one place that clients of any room use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from pydantic import ValidationError
 
 from services.wire import errors
-from services.wire.rollout_api import ErrorBody
+from services.wire.rollout_api import ErrorBody, ErrorDetail
+
+
+def error_body(error: errors.RollmeshError) -> ErrorBody:
+    """What a service answers for `error`."""
+    return ErrorBody(error=ErrorDetail(message=str(error), type=error.kind, code=error.code))
 
 
 class PromptTooLongError(errors.ContextLengthError):

@@ -20,6 +20,9 @@ UpdateState = Literal["staging", "held", "prepared", "committed", "failed", "sup
 SETTLED: tuple[UpdateState, ...] = ("committed", "failed", "superseded", "cancelled", "rolled_back")
 """Nothing is being waited for any more."""
 
+LAST_VERSION = (1 << 53) - 1
+"""No version is higher: a number that every reader of JSON knows exactly, and that no run comes near."""
+
 FleetPolicyName = Literal["barrier", "rolling", "quorum"]
 FLEET_POLICIES: tuple[FleetPolicyName, ...] = get_args(FleetPolicyName)
 
@@ -105,9 +108,9 @@ class RegisterEngine(Body):
     url: str = Field(pattern=r"^https?://")
     """Where its `/weights/…` routes are."""
     run_id: str
-    policy_version: int
+    policy_version: int = Field(ge=0, le=LAST_VERSION)
     """What it serves at this moment."""
-    staged_version: int | None = None
+    staged_version: int | None = Field(default=None, ge=0, le=LAST_VERSION)
     """What lies whole in its shadow memory, ready to be committed."""
     ranks: int = Field(default=1, ge=1, le=1 << 16)
     """Processes that hold a part of the model each. Its answer to a stage speaks for all of them."""

@@ -139,7 +139,7 @@ def test_a_job_trains_and_leaves_nothing_running(tmp_path: Path) -> None:
     keys = job.home / "keys"
     assert stat.S_IMODE(keys.stat().st_mode) == 0o700
     secrets = [file.read_text().strip() for file in keys.glob("*.key")]
-    assert len(secrets) == 6
+    assert len(secrets) == 7
     assert not any(secret in said or secret in job.log.read_text() for secret in secrets)
 
 

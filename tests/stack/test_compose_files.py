@@ -79,7 +79,7 @@ def test_no_service_is_given_a_key_that_it_does_not_read() -> None:
         "rewards": GIVEN["rewards"],
         "environment": GIVEN["environment"],
         "trainer": GIVEN["trainer"],
-        "prometheus": ("peer",),
+        "prometheus": ("metrics",),
     }
     for name, service in resolved()["services"].items():
         given = {secret["source"].removesuffix(".key") for secret in service.get("secrets", [])}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -141,6 +142,7 @@ class BusFleet:
         engine_key: str | None = None,
         lease_s: float = 30.0,
         tracing: Tracing = NO_TRACING,
+        state_file: Path | None = None,
     ) -> None:
         stop = Stop()
         app = build_app(
@@ -152,6 +154,7 @@ class BusFleet:
             keys=keys,
             engine_key=engine_key,
             tracing=tracing,
+            state_file=state_file,
         )
         self.url = await self._stack.enter_async_context(served(app, stop))
         self.bus = BusClient(self.url, self.run_id, deadline_s=2.0, key=keys.admin)

@@ -115,7 +115,7 @@ class Telemetry:
         """Serve and publish until `close`."""
         metrics = Metrics()
         metrics.read(self._readings)
-        scraping = self._authorizer.of("service")
+        scraping = self._authorizer.of("metrics")
         app = make_app("trainer", version("rollmesh"), _nothing, self._not_ready, metrics, metrics_access=scraping)
         app.add_middleware(AuthMiddleware, authorizer=self._authorizer)
         server = make_server(app, Stop(), shutdown_s=1, identity=self._identity)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version as package_version
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -21,6 +22,7 @@ from weight_bus.coordinator.coordinator import Coordinator
 from weight_bus.coordinator.engine_client import EngineClient
 from weight_bus.coordinator.operations import FleetCalls, Snapshots
 from weight_bus.coordinator.routes import admin_routes
+from weight_bus.coordinator.version_floor import VersionFloor
 
 LEASE_S = 5.0
 MANIFEST_LIMIT = 256 << 20
@@ -38,17 +40,26 @@ def build_app(
     stop: Stop | None = None,
     trust: Trust = PUBLIC,
     tracing: Tracing = NO_TRACING,
+    state_file: Path | None = None,
 ) -> FastAPI:
     """The bus of one run. `stage_timeout_s` bounds every call to an engine.
 
     `keys`: asked for by the routes; with a weights key, manifests must bear its signature. `engine_key`: is shown to
-    engines, else the peer key; `trust`: whose certificates they may show. `GET /docs` and `/openapi.json` describe the
-    routes.
+    engines, else the peer key; `trust`: whose certificates they may show. `state_file`: where the newest version's number
+    is kept for the next start. `GET /docs` and `/openapi.json` describe the routes. Raises UsageError for a `state_file`
+    that is another run's.
     """
     client = EngineClient(stage_timeout_s, engine_key or keys.peer, trust, tracing)
     metrics = Metrics()
     coordinator = Coordinator(
-        run_id, client, lease_s=lease_s, policy=policy, weights_key=keys.weights, metrics=metrics, tracing=tracing
+        run_id,
+        client,
+        lease_s=lease_s,
+        policy=policy,
+        weights_key=keys.weights,
+        metrics=metrics,
+        tracing=tracing,
+        floor=VersionFloor(run_id, state_file),
     )
     if stop is not None:
         stop.on_stop = coordinator.release_waiters
@@ -65,7 +76,7 @@ def build_app(
             await coordinator.close()
 
     authorizer = Authorizer(keys)
-    scraping = authorizer.of("service")
+    scraping = authorizer.of("metrics")
     app = make_app("weight-bus", package_version("rollmesh"), lifespan, list, metrics, metrics_access=scraping)
     app.add_middleware(BodyLimit, limit_bytes=MANIFEST_LIMIT)
     trace_calls(app, tracing)

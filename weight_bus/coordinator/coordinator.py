@@ -2,9 +2,10 @@
 
     announce / register / answer / operate ──► CommitMachine ──► asks ──► one owned task each ──► engine ──► answer …
 
-All of it runs on one event loop; every call to an engine has a deadline, so every update settles. Nothing is persisted:
-after a restart, heartbeats tell what each engine serves, and the publisher announces its newest version again as soon as
-the bus does not know it; an engine that has it staged answers at once.
+All of it runs on one event loop; every call to an engine has a deadline, so every update settles. Of all this only the
+newest version's number is kept (`version_floor`): after a restart, heartbeats tell what each engine serves, and the
+publisher announces its newest version again as soon as the bus does not know it; an engine that has it staged answers at
+once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from services.wire.errors import ConflictError, NotFoundError, RollmeshError
 from weight_bus.coordinator.engine_client import EngineClient, why_not_prepared
 from weight_bus.coordinator.events import BusMetrics, BusState, EventLog
 from weight_bus.coordinator.records import Record
+from weight_bus.coordinator.version_floor import VersionFloor
 from weight_bus.manifest.manifest import Manifest, check_signature
 
 _log = structlog.get_logger()
@@ -49,7 +51,7 @@ class _Engine:
 
 class Coordinator:
     """Drives `CommitMachine`. An engine without a heartbeat for `lease_s` is dropped. `weights_key`: manifests must
-    bear its signature. `close` it.
+    bear its signature. `floor`: what was announced before this process started. `close` it.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class Coordinator:
         weights_key: str | None = None,
         metrics: Metrics | None = None,
         tracing: Tracing = NO_TRACING,
+        floor: VersionFloor | None = None,
     ) -> None:
         self.events = EventLog()
+        self.floor = floor or VersionFloor(run_id)
         self._tracing = tracing
         self._run_id = run_id
         self._client = client
@@ -112,7 +116,11 @@ class Coordinator:
     @property
     def next_version(self) -> int:
         """One more than the newest version that the bus has heard of."""
-        return 1 + max([self._machine.highest or 0, *self._machine.members.values()])
+        return 1 + self.floor.known(self._machine.highest, self._newest_served).newest
+
+    @property
+    def _newest_served(self) -> int | None:
+        return max(self._machine.members.values(), default=None)
 
     def register(self, engine: weights_api.RegisterEngine) -> weights_api.EngineRegistered:
         """A new engine, or the heartbeat of a known one. Raises ConflictError for an engine of another run."""
@@ -166,6 +174,7 @@ class Coordinator:
         if highest is not None and manifest.version <= highest:
             self._repeat(manifest, payload, highest, hold=hold)
             return False
+        self.floor.check(manifest.version, manifest.root_digest, highest=highest, served=self._newest_served)
         update = self._machine.announce(manifest.version, hold=hold, final=final)
         record = Record(update, time.monotonic(), manifest, payload, trace=self._tracing.current())
         self._records[manifest.version] = record

@@ -106,7 +106,10 @@ class Snapshots:
             version = self._coordinator.next_version if order.version is None else order.version
             manifest = sign(await asyncio.to_thread(_manifest, folder, self._run_id, version), self._weights_key)
             payload = encode_manifest(manifest)
-            return version, self._coordinator.announce(manifest, payload, hold=order.hold, final=True)
+            new = self._coordinator.announce(manifest, payload, hold=order.hold, final=True)
+        if new:
+            await self._coordinator.floor.keep(version, manifest.root_digest)
+        return version, new
 
 
 def _manifest(folder: Path, run_id: str, version: int) -> Manifest:

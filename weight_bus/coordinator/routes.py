@@ -11,6 +11,7 @@ from services.http.app import declared_errors
 from services.http.auth import Authorizer
 from services.wire import weights_api
 from weight_bus.coordinator.coordinator import Coordinator
+from weight_bus.coordinator.engine_address import check_engine_url
 from weight_bus.coordinator.events import encode_event
 from weight_bus.coordinator.operations import FleetCalls, Snapshots
 from weight_bus.manifest.manifest import decode_manifest
@@ -30,7 +31,7 @@ _MEANINGS = {
     404: "No such update",
     409: "It contradicts what happened before: another run, other bytes, an older version, too late",
     413: "A body that is too large",
-    422: "A body or parameter that does not fit",
+    422: "A body or parameter that does not fit, or an address that is not called",
 }
 _ERRORS = declared_errors(_MEANINGS)
 _ANNOUNCED: dict[int | str, dict[str, Any]] = {
@@ -63,6 +64,8 @@ def _engine_routes(router: APIRouter, coordinator: Coordinator) -> None:
     @router.post("/engines", tags=["engines"])
     async def register(engine: weights_api.RegisterEngine) -> weights_api.EngineRegistered:
         """Join, or keep the lease: the same call, repeated well within `lease_s`, is the heartbeat."""
+        if coordinator.urls.get(engine.engine_id) != engine.url.rstrip("/"):
+            await check_engine_url(engine.url)
         return coordinator.register(engine)
 
     @router.delete("/engines/{engine_id}", status_code=204, tags=["engines"])
@@ -89,7 +92,10 @@ def _update_routes(router: APIRouter, coordinator: Coordinator) -> None:
         """Announce a published version: 202 for a new one, 200 for one that is known by the same bytes."""
         payload = await request.body()
         manifest = decode_manifest(payload)
-        response.status_code = 202 if coordinator.announce(manifest, payload, hold=hold) else 200
+        new = coordinator.announce(manifest, payload, hold=hold)
+        if new:
+            await coordinator.floor.keep(manifest.version, manifest.root_digest)
+        response.status_code = 202 if new else 200
         return await coordinator.wait_resting(manifest.version, wait_s)
 
     @router.get("/updates/{version}", tags=["updates"])

@@ -22,7 +22,9 @@ from typing import Literal
 
 import msgspec
 
+from services.wire.decoding import UNDECODABLE
 from services.wire.errors import WireError
+from services.wire.weights_api import LAST_VERSION
 from weight_bus.errors import SignatureError
 
 MANIFEST_SCHEMA = 2
@@ -176,7 +178,7 @@ def decode_manifest(payload: bytes) -> Manifest:
     """Decode and check. Raises WireError for bytes that are no manifest, or an invalid manifest."""
     try:
         manifest = _decoder.decode(payload)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"{len(payload)} bytes are no weight manifest ({error})") from error
     check_manifest(manifest)
     return manifest
@@ -210,6 +212,8 @@ def check_manifest(manifest: Manifest) -> None:
     what = f"manifest v{manifest.version}"
     if manifest.version < 0:
         raise WireError(f"{what}: a version is no negative number")
+    if manifest.version > LAST_VERSION:
+        raise WireError(f"{what}: no version is higher than {LAST_VERSION}")
     _check_layout(manifest, what)
     _check_coverage(manifest, what)
     _check_buckets(manifest, what)

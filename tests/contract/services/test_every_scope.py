@@ -32,7 +32,7 @@ from tests.support.served_app import served
 from tests.support.until import until
 from weight_bus.coordinator.app import build_app
 
-NAMES = ("agent", "admin", "peer", "weights", "session", "redis")
+NAMES = ("agent", "admin", "peer", "metrics", "weights", "session", "redis")
 KEYS = Keys(**{name: f"the-{name}-key-of-this-test" for name in NAMES})
 OPEN = {"/livez", "/readyz", "/version"}
 UNDOCUMENTED = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"}
@@ -44,7 +44,7 @@ ANY = READING | {"own session", "other session"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 
 Scopes = Mapping[str, frozenset[str]]
-PROBES: Scopes = {**{f"GET {path}": EVERYBODY for path in OPEN}, "GET /metrics": SERVICE}
+PROBES: Scopes = {**{f"GET {path}": EVERYBODY for path in OPEN}, "GET /metrics": SERVICE | {"metrics"}}
 ROLLOUT: Scopes = PROBES | {
     # Which session is meant is said by its key.
     "POST /v1/chat/completions": SESSION | {"other session"},

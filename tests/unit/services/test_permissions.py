@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -20,6 +21,7 @@ from services.security.permissions import (
     BearerName,
     KeyName,
     Keys,
+    is_keyless,
     lacking,
     openers,
     refusal,
@@ -46,7 +48,7 @@ def test_a_scope_is_granted_by_its_own_keys_and_by_another_bearer_only_where_it_
         return
     name = shown.removeprefix("key-of-")
     own = bearers & set(OPENED_BY[scope])
-    if name in bearers and (name in own or not own):
+    if name in bearers and (name in own or (not own and name != "metrics")):
         assert refused is None
     elif name in bearers:
         assert isinstance(refused, ForbiddenError)
@@ -57,8 +59,19 @@ def test_a_scope_is_granted_by_its_own_keys_and_by_another_bearer_only_where_it_
 
 @given(keys=keyrings, scope=st.sampled_from(SCOPES))
 def test_a_service_with_any_bearer_has_no_open_scope(keys: Keys, scope: AuthScope) -> None:
-    assert bool(openers(keys, scope)) == any(keys.get(name) is not None for name in BEARERS)
-    assert (refusal("", keys, scope) is None) == (not openers(keys, scope))
+    some = any(keys.get(name) is not None for name in BEARERS)
+    assert is_keyless(keys) == (not some)
+    assert (refusal("", keys, scope) is None) == (not some)
+    others = any(keys.get(name) is not None for name in BEARERS if name != "metrics")
+    assert bool(openers(keys, scope)) == (others or (some and scope == "metrics"))
+
+
+@given(keys=keyrings, scope=st.sampled_from(SCOPES))
+def test_a_metrics_key_opens_metrics_and_nothing_else(keys: Keys, scope: AuthScope) -> None:
+    keys = replace(keys, metrics="key-of-metrics")
+    refused = refusal("key-of-metrics", keys, scope)
+    assert (refused is None) == (scope == "metrics")
+    assert refused is None or isinstance(refused, ForbiddenError)
 
 
 @pytest.mark.parametrize("service", OFF_LOOPBACK)
@@ -111,11 +124,21 @@ def test_each_process_reads_its_own_keys_and_no_other(tmp_path: Path, holder: st
         key_file(tmp_path, name).unlink()
     keys = read_keys(holder, tmp_path)  # type: ignore[arg-type]
     assert {name for name in NAMES if keys.get(name) is not None} == set(GIVEN[holder])  # type: ignore[index]
-    for name in set(GIVEN[holder]) - {"redis"}:  # type: ignore[index]
+    for name in set(GIVEN[holder]) - {"redis", "metrics"}:  # type: ignore[index]
         hidden = key_file(tmp_path, name).rename(tmp_path / "hidden")
         with pytest.raises(UsageError, match=f"{name}.key"):
             read_keys(holder, tmp_path)  # type: ignore[arg-type]
         hidden.rename(key_file(tmp_path, name))
+
+
+@pytest.mark.parametrize("holder", GIVEN)
+def test_a_folder_of_before_there_was_a_metrics_key_goes_on(tmp_path: Path, holder: str) -> None:
+    make_keys(tmp_path)
+    key_file(tmp_path, "metrics").unlink()
+    keys = read_keys(holder, tmp_path)  # type: ignore[arg-type]
+    assert keys.metrics is None
+    if keys.peer is not None:
+        assert refusal(keys.peer, keys, "metrics") is None
 
 
 def test_a_single_file_goes_before_the_folder(tmp_path: Path) -> None:
