@@ -21,6 +21,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -179,7 +180,14 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._unread += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        # As uvicorn does it, but for its lines in the log, which anybody could have it write by the thousand.
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # it is answered as if it had not asked
+        except httptools.HttpParserError:
+            self._refuse(self._why or MalformedRequestError("these bytes are no HTTP request"))
         if self._unfinished and not self._refused:
             if self._unread > MOST_HEAD_BYTES or len(self.headers) > MOST_HEADERS:
                 self._refuse(HeadTooLargeError())
@@ -214,10 +222,6 @@ class GuardedProtocol(HttpToolsProtocol):
             # What nobody has read, such as the body of a call that was refused for its key.
             self.cycle.body = bytearray()
         super().on_response_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        """What the parser does not take, or one of the callbacks above."""
-        self._refuse(self._why or MalformedRequestError(msg))
 
     def _head_bytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)

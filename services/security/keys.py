@@ -130,6 +130,7 @@ def write_new(path: Path, text: str, *, mode: int = 0o600) -> bool:
 
 PREFIX = "rs-"
 _MAC_DIGITS = 32
+_MOST_CHECKED = 4096
 
 
 def secret_of_run(key: str, run_id: str) -> bytes:
@@ -142,22 +143,33 @@ class SessionKeys:
 
         rs-<session id>-<HMAC-SHA256(run's secret, session id), 32 hex digits>
 
-    No key is stored: every rollout server has the run's secret, and can make and check each key. Pure.
+    No key is stored: every rollout server has the run's secret, and can make and check each key. What was checked lately is
+    remembered, which changes no answer.
     """
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+        self._checked: dict[str, str] = {}
+        """Valid keys that were shown, and their sessions: an agent shows its own with every call."""
 
     def issue(self, session_id: str) -> str:
         return f"{PREFIX}{session_id}-{self._mac(session_id)}"
 
     def session_of(self, key: str) -> str | None:
         """The session that `key` is valid for; None for a key that was not issued."""
+        checked = self._checked.get(key)
+        if checked is not None:
+            return checked
         session_id, dash, mac = key.removeprefix(PREFIX).rpartition("-")
         if not key.startswith(PREFIX) or not dash:
             return None
         # Compared as bytes: a header may hold any character.
-        return session_id if hmac.compare_digest(mac.encode(), self._mac(session_id).encode()) else None
+        if not hmac.compare_digest(mac.encode(), self._mac(session_id).encode()):
+            return None
+        if len(self._checked) >= _MOST_CHECKED:
+            self._checked.clear()
+        self._checked[key] = session_id
+        return session_id
 
     def _mac(self, session_id: str) -> str:
         return hmac.digest(self._secret, session_id.encode(), "sha256").hex()[:_MAC_DIGITS]

@@ -40,6 +40,7 @@ OPENED_BY: Mapping[AuthScope, tuple[BearerName, ...]] = MappingProxyType(
         "metrics": ("admin", "metrics", "peer"),
     }
 )
+_BEARERS: tuple[BearerName, ...] = get_args(BearerName)
 OFF_LOOPBACK: Mapping[ServiceName, tuple[KeyName, ...]] = MappingProxyType(
     {
         "rollout-server": ("agent", "admin", "weights"),
@@ -107,7 +108,7 @@ def openers(keys: Keys, scope: AuthScope) -> frozenset[BearerName]:
 
 
 def _configured(keys: Keys) -> frozenset[BearerName]:
-    return frozenset(name for name in get_args(BearerName) if keys.get(name) is not None)
+    return frozenset(name for name in _BEARERS if keys.get(name) is not None)
 
 
 def refusal(shown: str, keys: Keys, scope: AuthScope) -> RollmeshError | None:
@@ -115,9 +116,9 @@ def refusal(shown: str, keys: Keys, scope: AuthScope) -> RollmeshError | None:
 
     Compares in constant time.
     """
-    opening = openers(keys, scope)
-    held = {name for name in get_args(BearerName) if _is(shown, keys.get(name))}
-    if held & opening or is_keyless(keys):
+    held = {name for name in _BEARERS if _is(shown, keys.get(name))}
+    # First what nearly every call shows: a key of the scope's own.
+    if not held.isdisjoint(OPENED_BY[scope]) or held & (opening := openers(keys, scope)) or is_keyless(keys):
         return None
     wanted = " or ".join(f"the {name} key" for name in sorted(opening)) or "a key that this service was not given"
     if held:

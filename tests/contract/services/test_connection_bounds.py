@@ -237,3 +237,13 @@ def test_time_runs_out_for_every_request_and_a_body_earns_some(
         assert allowed == pytest.approx(bounds.body_within_s + body_bytes / SLOWEST_BODY)
     else:
         assert allowed == pytest.approx(bounds.head_within_s)
+
+
+async def test_what_is_refused_before_a_key_writes_no_log(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    upgrade = head("GET", "/livez", connection="upgrade", upgrade="websocket")
+    for junk in (b"\x00\r\n\r\n", b"GET /livez?" + b"x" * (70 << 10), upgrade, head("POST", "/echo", content_length=9)):
+        async with connected(url) as connection:
+            await connection.send(junk)
+            await connection.answer()
+    await alive(url)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")] == []
