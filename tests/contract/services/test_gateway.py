@@ -8,7 +8,10 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
+from services.gateway.upstream import _CheckedResolver
+from services.run_store.discovery import ServerRecord
 from tests.support.fake_servers import FakeServer
 from tests.support.gateway_host import gateway, mesh
 from tests.support.until import until
@@ -215,3 +218,22 @@ async def test_groups_of_one_problem_go_to_one_server(redis_url: str, run_id: st
             assert opened[0]["server"] == opened[1]["server"]
             homes.append(opened[0]["server"])
         assert len(set(homes)) == 4
+
+
+@pytest.mark.parametrize("url", ["http://169.254.169.254", "http://[fe80::1]:8100", "http://u:p@127.0.0.1", "nothing"])
+async def test_a_server_that_announces_where_none_is_gets_no_call(redis_url: str, run_id: str, url: str) -> None:
+    async with mesh(redis_url, run_id, "a") as (host, (server,)):
+        others = [("b", url), ("c", server.url)]
+        records = [ServerRecord(name=name, url=at, state="serving", model="m", policy_version=0) for name, at in others]
+        await host.registry.announce(records)
+        # They were announced together: a view with the last one has seen the first.
+        await host.until_known(a="serving", c="serving")
+        assert {(await host.open())["server"] for _ in range(4)} == {"a"}
+
+
+async def test_a_name_that_leads_where_no_server_is_is_not_connected_to() -> None:
+    resolver = _CheckedResolver()
+    # What the system's own resolver makes of a number: the metadata service.
+    with pytest.raises(OSError, match="metadata service"):
+        await resolver.resolve("2852039166", 80)
+    assert {each["host"] for each in await resolver.resolve("localhost", 80)} == {"127.0.0.1"}
