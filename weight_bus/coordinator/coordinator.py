@@ -116,11 +116,7 @@ class Coordinator:
     @property
     def next_version(self) -> int:
         """One more than the newest version that the bus has heard of."""
-        return 1 + self.floor.known(self._machine.highest, self._newest_served).newest
-
-    @property
-    def _newest_served(self) -> int | None:
-        return max(self._machine.members.values(), default=None)
+        return 1 + self.floor.known(self._machine.highest, self._machine.members.values()).newest
 
     def register(self, engine: weights_api.RegisterEngine) -> weights_api.EngineRegistered:
         """A new engine, or the heartbeat of a known one. Raises ConflictError for an engine of another run."""
@@ -174,7 +170,7 @@ class Coordinator:
         if highest is not None and manifest.version <= highest:
             self._repeat(manifest, payload, highest, hold=hold)
             return False
-        self.floor.check(manifest.version, manifest.root_digest, highest=highest, served=self._newest_served)
+        self.floor.check(manifest.version, manifest.root_digest, highest, self._machine.members.values())
         update = self._machine.announce(manifest.version, hold=hold, final=final)
         record = Record(update, time.monotonic(), manifest, payload, trace=self._tracing.current())
         self._records[manifest.version] = record

@@ -7,6 +7,7 @@ nothing. So the bus writes down what it announced last, and takes nothing older.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,15 +77,16 @@ class VersionFloor:
         """What was announced before this process started."""
         self._written = -1 if self._before is None else self._before.version
 
-    def check(self, version: int, root_digest: str, *, highest: int | None, served: int | None) -> None:
+    def check(self, version: int, root_digest: str, highest: int | None, served: Collection[int]) -> None:
         """Raise ConflictError for a version that `why_out_of_order` refuses."""
         why = why_out_of_order(version, root_digest, self.known(highest, served))
         if why is not None:
             again = "" if self._path is None else f"; for another run under the same name remove {self._path}"
             raise ConflictError(why, f"publish a newer version{again}")
 
-    def known(self, highest: int | None, served: int | None) -> Known:
-        return Known(self._before, highest, served)
+    def known(self, highest: int | None, served: Collection[int]) -> Known:
+        """`highest`: announced by this process; `served`: what each live engine serves."""
+        return Known(self._before, highest, max(served, default=None))
 
     async def keep(self, version: int, root_digest: str) -> None:
         """Write down that a version was announced, unless a newer one is. A disk that fails is said in the log."""

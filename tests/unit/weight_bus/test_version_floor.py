@@ -40,22 +40,22 @@ def test_no_version_is_absurdly_far_ahead(newest: int, ahead: int) -> None:
 async def test_what_was_announced_is_known_at_the_next_start(tmp_path: Path) -> None:
     path = tmp_path / "bus.json"
     floor = VersionFloor("r", path)
-    floor.check(1, "a", highest=None, served=None)
+    floor.check(1, "a", None, ())
     await floor.keep(7, "seven")
     await floor.keep(6, "late")
     again = VersionFloor("r", path)
     for version, digest in ((6, "six"), (7, "others"), (0, "a")):
         with pytest.raises(ConflictError, match=str(path)):
-            again.check(version, digest, highest=None, served=None)
+            again.check(version, digest, None, ())
     for version, digest in ((7, "seven"), (8, "eight")):
-        again.check(version, digest, highest=None, served=None)
-    assert again.known(None, None).newest == 7
+        again.check(version, digest, None, ())
+    assert again.known(None, ()).newest == 7
 
 
 async def test_without_a_file_nothing_is_kept() -> None:
     floor = VersionFloor("r")
     await floor.keep(7, "seven")
-    VersionFloor("r").check(1, "a", highest=None, served=None)
+    VersionFloor("r").check(1, "a", None, ())
 
 
 async def test_a_file_of_another_run_or_of_nobody_ends_the_start(tmp_path: Path) -> None:
@@ -74,4 +74,4 @@ async def test_a_disk_that_fails_ends_nothing(tmp_path: Path) -> None:
     await floor.keep(1, "one")
     (tmp_path / "missing").mkdir()
     await floor.keep(2, "two")
-    assert VersionFloor("r", tmp_path / "missing" / "bus.json").known(None, None).newest == 2
+    assert VersionFloor("r", tmp_path / "missing" / "bus.json").known(None, ()).newest == 2
