@@ -7,7 +7,7 @@
 | time until the body is here                | `body_within_s` and its bytes / SLOWEST_BODY | 408, closed                 |
 | the rest of a body that nobody reads       | `head_within_s`                              | closed                      |
 | requests sent ahead of their answers       | MOST_AHEAD                                   | 400, closed                 |
-| connections that have shown no key         | `strangers`                                  | the oldest of them is ended |
+| connections that have shown no key         | `strangers`, for a moment `most_strangers`   | the oldest of them is ended |
 
 httptools has no bound on a head, and joins each piece of it to those before: 32 MiB took it seconds, on the event loop.
 A request that comes in one piece costs no timer here, only a few comparisons.
@@ -41,11 +41,13 @@ _LINGER_S = 1.0
 
 @dataclass(frozen=True)
 class Bounds:
-    """`strangers`: connections that have shown no key."""
+    """`strangers`: connections that have shown no key; for `stranger_s` after they came there may be `most_strangers`."""
 
     head_within_s: float = 10.0
     body_within_s: float = 30.0
     strangers: int = 256
+    stranger_s: float = 1.0
+    most_strangers: int = 2048
 
 
 BOUNDS = Bounds()
@@ -104,26 +106,45 @@ def caller_is_known(scope: Scope) -> None:
 
 
 class Strangers:
-    """Connections in the order in which they came, of which at most `limit` have shown no key.
+    """Connections in the order in which they came, of which few may have shown no key.
 
-    A connection that is over the limit ends the oldest one, so that strangers keep nobody out: a caller with a key shows it
-    with its first request. Those that turn out to have shown one leave when it is their turn.
+    Past `bounds.strangers` the oldest is ended, so that strangers keep nobody out: a caller with a key shows it with its
+    first request. Many callers may come at once, so each has `stranger_s` for that, as long as there are no more than
+    `most_strangers`. Those that have shown a key leave when it would be their turn.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._came: dict[GuardedProtocol, None] = {}
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._came: dict[GuardedProtocol, float] = {}
+        self._later: asyncio.TimerHandle | None = None
+
+    @property
+    def crowded(self) -> bool:
+        return len(self._came) > self._bounds.strangers
 
     def enter(self, connection: GuardedProtocol) -> None:
-        self._came[connection] = None
-        if len(self._came) > self._limit:
-            oldest = next(iter(self._came))
-            del self._came[oldest]
-            if not oldest.caller.known:
-                oldest.transport.abort()
+        self._came[connection] = connection.loop.time()
+        if self.crowded:
+            self._thin(connection.loop)
 
     def leave(self, connection: GuardedProtocol) -> None:
         self._came.pop(connection, None)
+
+    def _thin(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        while self.crowded:
+            oldest, came = next(iter(self._came.items()))
+            if not oldest.caller.known:
+                if now < came + self._bounds.stranger_s and len(self._came) <= self._bounds.most_strangers:
+                    if self._later is None:
+                        self._later = loop.call_at(came + self._bounds.stranger_s, self._thin_again, loop)
+                    return
+                oldest.transport.abort()
+            self._came.pop(oldest, None)
+
+    def _thin_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._later = None
+        self._thin(loop)
 
 
 class _Nowhere(list[tuple[bytes, bytes]]):
@@ -191,6 +212,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._unfinished and not self._refused:
             if self._unread > MOST_HEAD_BYTES or len(self.headers) > MOST_HEADERS:
                 self._refuse(HeadTooLargeError())
+            elif not self._head_done and not self.caller.known and self._strangers.crowded:
+                # What comes in pieces is what a crowd of strangers could fill the memory with.
+                self._refuse(
+                    SlowRequestError("too many connections, and the request's head came in parts", "try again")
+                )
             elif self._watch is None:
                 self._time()
 
@@ -288,5 +314,5 @@ class GuardedProtocol(HttpToolsProtocol):
 
 def guarded(bounds: Bounds = BOUNDS) -> type[asyncio.Protocol]:
     """The protocol of one server's connections, for `uvicorn.Config(http=…)`, which only ever calls it."""
-    made = partial(GuardedProtocol, bounds=bounds, strangers=Strangers(bounds.strangers))
+    made = partial(GuardedProtocol, bounds=bounds, strangers=Strangers(bounds))
     return cast("type[asyncio.Protocol]", made)

@@ -21,7 +21,7 @@ from tests.support.served_app import served
 
 KEY = "the-agent-key-of-this-test"
 BEARER = {"authorization": f"Bearer {KEY}"}
-QUICK = Bounds(head_within_s=0.3, body_within_s=0.3, strangers=4)
+QUICK = Bounds(head_within_s=0.3, body_within_s=0.3, strangers=4, stranger_s=0.0)
 
 
 @asynccontextmanager
@@ -179,6 +179,43 @@ async def test_strangers_keep_nobody_out_and_a_caller_with_a_key_stays(quick: st
         assert (await known.answer()).status == 200
         await another.send(head("GET", "/livez"))
         assert (await another.answer()).status == 200, "the newest stay"
+
+
+async def test_many_callers_may_come_at_once() -> None:
+    async with served(echo(), bounds=Bounds(strangers=4)) as url, AsyncExitStack() as stack:
+        crowd = [await stack.enter_async_context(connected(url)) for _ in range(60)]
+        for connection in crowd:
+            await connection.send(head("POST", "/echo", **BEARER, content_length=0))
+        assert [(await connection.answer()).status for connection in crowd] == [200] * len(crowd)
+        await connected_and_alive(url, stack)
+        # They are no strangers any more, and stay.
+        await crowd[0].send(head("POST", "/echo", **BEARER, content_length=0))
+        assert (await crowd[0].answer()).status == 200
+
+
+async def connected_and_alive(url: str, stack: AsyncExitStack) -> None:
+    for _ in range(10):
+        another = await stack.enter_async_context(connected(url))
+        await another.send(head("GET", "/livez"))
+        assert (await another.answer()).status == 200
+
+
+async def test_strangers_at_once_are_bounded_too_and_end_after_a_moment() -> None:
+    bounds = Bounds(strangers=4, stranger_s=0.2, most_strangers=8)
+    async with served(echo(), bounds=bounds) as url, AsyncExitStack() as stack:
+        crowd = [await stack.enter_async_context(connected(url)) for _ in range(12)]
+        assert [await connection.is_closed() for connection in crowd[:8]] == [True] * 8
+        await crowd[-1].send(head("GET", "/livez"))
+        assert (await crowd[-1].answer()).status == 200, "the newest stay"
+
+
+async def test_in_a_crowd_a_head_comes_in_one_piece() -> None:
+    bounds = Bounds(strangers=2, stranger_s=60.0)
+    async with served(echo(), bounds=bounds) as url, AsyncExitStack() as stack:
+        crowd = [await stack.enter_async_context(connected(url)) for _ in range(6)]
+        await crowd[-1].send(b"GET /livez HTTP/1.1\r\nx: " + b"x" * 1000)
+        assert (await crowd[-1].answer()).status == 408
+        await alive(url)
 
 
 async def test_requests_ahead_of_their_answers_are_bounded(url: str) -> None:
