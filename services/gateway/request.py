@@ -6,7 +6,8 @@
 | a session's key as bearer         | `Authorization: Bearer rs-{id}-{mac}`        |
 | the header `X-Session-ID`         |                                              |
 
-Nothing is verified here: servers do that. Whoever lies about a session only sends the call to a server that refuses it.
+A session's key was verified before (`services.gateway.session_keys`), what it opens is not: servers do that. Whoever lies
+about a session only sends the call to a server that refuses it.
 """
 
 from __future__ import annotations

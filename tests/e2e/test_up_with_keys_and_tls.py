@@ -93,6 +93,10 @@ def check_keys(mesh: Running, trust: Trust, secrets: dict[str, str]) -> None:
         (address(mesh, "gateway"), "GET", "/trajectories", "agent"),
         (address(mesh, "gateway"), "GET", "/admin/servers", "admin"),
         (metrics, "GET", "/metrics", "peer"),
+        (metrics, "GET", "/metrics", "metrics"),
+        (address(mesh, "gateway"), "GET", "/metrics", "metrics"),
+        (address(mesh, "weight-bus"), "GET", "/metrics", "metrics"),
+        (address(mesh, "rollout-server"), "GET", "/metrics", "metrics"),
     ]
     with httpx.Client(verify=trust.verify, timeout=10.0) as http:
         for url, method, path, name in calls:
