@@ -53,8 +53,8 @@ SIBLINGS_LAG_S = 1.0
 class TrainerArguments:
     """`model`: a Hugging Face folder, which may still be made; `run_dir`: the run folder.
 
-    `weights_key` signs manifests, `bus_key` opens the weight bus; None where the mesh runs without keys, on loopback.
-    `tls`: what its probes show, and whose certificate the bus may.
+    `weights_key` signs manifests, `bus_key` opens the weight bus, and `metrics_key`, as it, this process's `/metrics`; None
+    where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may.
     """
 
     run_id: str
@@ -65,6 +65,7 @@ class TrainerArguments:
     run_dir: Path
     weights_key: str | None = None
     bus_key: str | None = None
+    metrics_key: str | None = None
     tls: Tls = PLAIN
     tracing: Tracing = NO_TRACING
 
@@ -79,8 +80,8 @@ class Assembly:
         self.redis: Redis = connect(arguments.redis_url)
         self._close_later(self.redis.aclose, "closing Redis")
         told = (arguments.run_id, arguments.bus_url, self.folder.metrics, arguments.settings)
-        keys = Keys(peer=arguments.bus_key)
-        self.telemetry = open_telemetry(self.redis, *told, background, stack, keys, arguments.tls)
+        asked = Keys(peer=arguments.bus_key, metrics=arguments.metrics_key)
+        self.telemetry = open_telemetry(self.redis, *told, background, stack, asked, arguments.tls)
         self.ledger = Ledger(self.redis, arguments.run_id)
         self.reader = self._open_reader()
 

@@ -70,6 +70,7 @@ def train(
         run_dir=run_dir,
         weights_key=context.keys.weights,
         bus_key=bus_key,
+        metrics_key=context.keys.metrics,
         tls=context.tls,
         tracing=context.tracing,
     )

@@ -17,7 +17,6 @@ import msgspec
 
 from services.policies.rewards import RewardFailure
 from services.rewards.sandbox import protocol
-from services.wire.decoding import UNDECODABLE
 from services.wire.errors import RollmeshError, UsageError
 
 START_DEADLINE_S = 120.0
