@@ -30,7 +30,7 @@ from services.observability.tracing import NO_TRACING, Tracing
 from services.run_store.client import connect
 from services.run_store.discovery import ServiceRecord, ServiceRegistry, announced
 from services.run_store.status import WaitBoard
-from services.security.permissions import NO_KEYS, Keys
+from services.security.permissions import NO_KEYS, Keys, environment_key
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import NotFoundError, NotReadyError, RollmeshError
 from services.wire.gateway_api import Draining, DrainServer, KnownServer, KnownServers
@@ -91,7 +91,9 @@ class Gateway:
         self.servers = Servers(ServiceRegistry(redis, plan.run_id), board, plan.settings.poll_s)
         self.upstream = Upstream(plan.trust)
         router = Router(self.servers, plan.settings)
-        self.failover = Failover(self.servers, router, self.upstream, plan.settings.failover_timeout_s)
+        self.failover = Failover(
+            self.servers, router, self.upstream, plan.settings.failover_timeout_s, environment_key(plan.keys)
+        )
         self._undelivered = Undelivered(redis, plan.run_id)
         self.proxy = Proxy(self.failover, router, SessionIndex(redis, plan.run_id), self._undelivered)
         self.issued = IssuedKeys(redis, plan.run_id, plan.keys)
@@ -103,6 +105,7 @@ class Gateway:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._redis.aclose)
             await stack.enter_async_context(self.upstream)
+            stack.push_async_callback(self.failover.aclose)
             # Before the first call: a gateway that has just started knows its servers.
             await self.servers.refresh()
             if plan.url is not None:

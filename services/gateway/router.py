@@ -26,6 +26,8 @@ from services.wire.decoding import UNDECODABLE
 
 _BLOCK = 64
 _MOST_BLOCKS = 128
+_LARGEST_LOOKED_AT = 1 << 22
+"""Bytes of a call above which its prompt is not decoded here: a million tokens would stall all other calls."""
 _MOST_HOLDERS = 4
 """Servers that are remembered for one prefix."""
 
@@ -160,6 +162,8 @@ class Router:
 
 
 def _prefixes(body: bytes) -> list[bytes]:
+    if len(body) > _LARGEST_LOOKED_AT:
+        return []
     prompt = read_body(_prompt.decode, body)
     try:
         return [] if prompt is None else block_keys(prompt.token_ids, _BLOCK, _MOST_BLOCKS)

@@ -17,12 +17,14 @@ import structlog
 from redis.exceptions import RedisError
 
 from services.gateway.request import ProxiedCall
-from services.run_store.discovery import ServerRecord, ServiceRegistry
+from services.run_store.discovery import Listed, ServerRecord, ServiceRegistry
 from services.run_store.status import WaitBoard
 from services.security.addresses import AddressRefusedError, check_url
 from services.wire.decoding import UNDECODABLE
 
 _REDIS_WITHIN_S = 2.0
+_FORGIVEN_S = 10.0
+"""After the registry failed: a lease that runs out is no sign of a server that stands still."""
 AVOIDED_S = 1.0
 """How long a server that refuses connections gets no work while others do."""
 
@@ -38,6 +40,10 @@ class Server:
         self._in_flight_then = 0
         self._opened = self._opening = 0
         self._avoided_until = 0.0
+        self.heard = time.monotonic()
+        """When it was last heard of, on the monotonic clock: not later than it really was, but for the first time."""
+        self.stands_still = False
+        """It was lost because its lease ran out, not because it ended."""
         self._tries: set[asyncio.Timeout] = set()
 
     @property
@@ -84,8 +90,9 @@ class Server:
             self.in_flight -= generates
             self._opening -= opens
 
-    def gone(self) -> None:
-        """Its lease ran out, or another process took its name: calls stop waiting for it."""
+    def gone(self, *, stands_still: bool) -> None:
+        """Its lease ran out (it may stand still), or another process took its name: calls stop waiting for it."""
+        self.stands_still = stands_still
         now = asyncio.get_running_loop().time()
         for limit in self._tries:
             limit.reschedule(now)
@@ -103,6 +110,10 @@ class Servers:
         self._refreshed = False
         self._refused: set[str] = set()
         """The addresses of the last view that are not called."""
+        self._last_heard: dict[str, float] = {}
+        """By server, by the clock of Redis."""
+        self._asked_before = time.monotonic()
+        self._failed_until = float("-inf")
 
     def all(self) -> list[Server]:
         """All that are alive, by name."""
@@ -147,35 +158,46 @@ class Servers:
 
     async def refresh(self) -> None:
         """Read the registry once; where that fails the last view is kept."""
+        asked = time.monotonic()
         try:
             async with asyncio.timeout(_REDIS_WITHIN_S):
-                records = await self._registry.servers()
+                listed = await self._registry.services()
         except (RedisError, OSError, TimeoutError, *UNDECODABLE) as error:
             if self._failing_since is None:
                 self._failing_since = time.monotonic()
                 _log.warning("the registry cannot be read: the last view of the servers stands", error=repr(error))
             return
         if self._failing_since is not None:
+            self._failed_until = asked
             _log.info("the registry can be read again", after_s=round(time.monotonic() - self._failing_since, 1))
         self._failing_since, self._refreshed = None, True
-        self._take(records)
+        self._take(listed, failed=asked - self._failed_until < _FORGIVEN_S)
+        self._asked_before = asked
 
-    def _take(self, records: list[ServerRecord]) -> None:
-        seen = {record.name: record for record in self._callable(records)}
+    def _take(self, listed: list[Listed], *, failed: bool) -> None:
+        """`failed`: the registry could not be read lately, so leases run out of servers that do not stand still."""
+        servers = {each.record.name: each for each in listed if isinstance(each.record, ServerRecord)}
+        alive = [each.record for each in servers.values() if each.alive and isinstance(each.record, ServerRecord)]
+        seen = {record.name: record for record in self._callable(alive)}
         for name, server in list(self._known.items()):
             record = seen.get(name)
             if record is not None and record.incarnation == server.record.incarnation:
                 if record.state != server.record.state:
                     _log.info("rollout server changed", server=name, state=record.state)
                 server.renew(record)
+                if servers[name].last_heard != self._last_heard.get(name):
+                    server.heard = self._asked_before
                 continue
             del self._known[name]
-            server.gone()
+            late = servers.get(name)
+            expired = late is not None and late.record.incarnation == server.record.incarnation
+            server.gone(stands_still=expired and not failed)
             _log.warning("rollout server gone", server=name, url=server.record.url)
         for name, record in seen.items():
             if name not in self._known:
                 self._known[name] = Server(record)
                 _log.info("rollout server found", server=name, url=record.url, state=record.state)
+        self._last_heard = {name: each.last_heard for name, each in servers.items()}
 
     def _callable(self, records: list[ServerRecord]) -> list[ServerRecord]:
         """Those to which agents' calls, and the keys in them, may go; of the others it is said why, once."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from io import BytesIO
 
 import aiohttp
 import msgspec
@@ -15,6 +17,7 @@ from yarl import URL
 
 from services.gateway.request import ProxiedCall
 from services.gateway.servers import Server
+from services.policies.blame import Loss, is_suspect
 from services.security.addresses import AddressRefusedError, check_resolved
 from services.security.tls import PUBLIC, Trust
 from services.wire.decoding import UNDECODABLE
@@ -26,20 +29,22 @@ _CONNECT_WITHIN_S = 2.0
 # Shorter than servers keep idle connections: whoever closes first must be the one who would reuse it.
 _KEEP_ALIVE_S = 30.0
 _ASK_WITHIN = aiohttp.ClientTimeout(total=5.0)
+_LARGE_BODY = 1 << 18
 _PASSING = (NotReadyError.code, DrainingError.code)
 
 
 class TryFailedError(RollmeshError):
     """A try failed and the call may be sent again, to `owner_url` where the server names one.
 
-    `server_id`: where it was tried.
+    `server_id`: where it was tried. `loss`: how the server was lost, where the call may be why.
     """
 
     status = 502
 
-    def __init__(self, why: str, owner_url: str | None = None) -> None:
+    def __init__(self, why: str, owner_url: str | None = None, loss: Loss | None = None) -> None:
         super().__init__(why)
         self.owner_url = owner_url
+        self.loss = loss
         self.server_id: str | None = None
 
 
@@ -102,16 +107,18 @@ class Upstream:
         """
         url = self._trusted(server)
         limit = asyncio.timeout(None)
+        sent, answered = time.monotonic(), False
         try:
             async with limit:
                 with server.trying(limit, call):
                     async with self._session.request(
                         call.method,
                         URL(url + call.target, encoded=True),
-                        data=call.body or None,
+                        data=_payload(call.body),
                         headers=call.headers,
                         allow_redirects=False,
                     ) as response:
+                        answered = True
                         await _refuse_passing(response)
                         yield response
         except aiohttp.ClientConnectorError as error:
@@ -126,8 +133,12 @@ class Upstream:
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and not limit.expired():
                 raise
-            why = "its lease ran out" if limit.expired() else f"the connection broke ({str(error) or repr(error)})"
-            raise TryFailedError(why) from error
+            expired = limit.expired()
+            why = "its lease ran out" if expired else f"the connection broke ({str(error) or repr(error)})"
+            loss: Loss | None = None
+            if not answered and is_suspect(sent, server.heard) and (server.stands_still or not expired):
+                loss = "lease" if expired else "connection"
+            raise TryFailedError(why, loss=loss) from error
 
     async def ask(self, server: Server, method: str, path: str, authorization: str | None) -> bytes:
         """The gateway's own question to a server. Raises the typed error that it answers, RollmeshError for no answer."""
@@ -152,6 +163,13 @@ class Upstream:
         except UsageError as error:
             server.avoid()
             raise TryFailedError(str(error)) from error
+
+
+def _payload(body: bytes) -> bytes | BytesIO | None:
+    """A large body is sent in parts: in one piece the connection would keep a copy of what it has not yet sent."""
+    if len(body) > _LARGE_BODY:
+        return BytesIO(body)
+    return body or None
 
 
 async def _refuse_passing(response: aiohttp.ClientResponse) -> None:

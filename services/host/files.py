@@ -58,10 +58,10 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
     partial = path.with_suffix(".partial")
     partial.write_bytes(content)
     if durable:
-        _sync(partial)
+        sync(partial)
     partial.replace(path)
     if durable:
-        _sync(path.parent)
+        sync(path.parent)
 
 
 def remove_unfinished(parent: Path) -> None:

@@ -111,6 +111,11 @@ def _configured(keys: Keys) -> frozenset[BearerName]:
     return frozenset(name for name in _BEARERS if keys.get(name) is not None)
 
 
+def environment_key(keys: Keys) -> str | None:
+    """The key with which a service of the mesh calls as environments do; None where there is none."""
+    return next((keys.get(name) for name in sorted(openers(keys, "environment"))), None)
+
+
 def refusal(shown: str, keys: Keys, scope: AuthScope) -> RollmeshError | None:
     """The UnauthenticatedError or ForbiddenError for a caller with this bearer token; None: it is authorized.
 

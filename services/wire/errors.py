@@ -51,9 +51,11 @@ class ContextLengthError(RollmeshError):
     status = 400
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
+    def __init__(self, prompt_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
+        """`at_least`: the prompt was not tokenised, its length proves so many."""
+        has = f"has {'at least ' if at_least else ''}{prompt_tokens}"
         super().__init__(
-            f"this model's maximum context length is {max_model_len} tokens, and the prompt has {prompt_tokens}",
+            f"this model's maximum context length is {max_model_len} tokens, and the prompt {has}",
             "shorten the prompt; at least one token must be left for the answer",
         )
 
@@ -87,6 +89,19 @@ class ForbiddenError(RollmeshError):
 
     status = 403
     code = "permission_denied"
+
+
+class StallsServersError(RollmeshError):
+    """Servers stood still or ended as soon as this call had come: it is sent to no other one, and should not come again."""
+
+    status = 400
+    code = "stalls_servers"
+
+    def __init__(self, call: str, servers: str) -> None:
+        super().__init__(
+            f"rollout servers were lost as soon as they had {call} ({servers})",
+            "do not send it again; make it smaller, and see those servers' logs",
+        )
 
 
 class SessionConcludedError(RollmeshError):

@@ -195,6 +195,110 @@ async def test_a_server_that_hangs_is_left_when_its_lease_runs_out(
         assert other.seen[-1].path == chat(session)
 
 
+async def stall(server: FakeServer) -> None:
+    """It stands still: its lease runs out, as others find it too."""
+    server.alive = False
+    await server.announce(lease_s=0.01)
+
+
+async def test_a_call_that_makes_servers_stand_still_is_sent_to_no_third(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "abc") as (host, servers):
+        session = await opened_on(host, servers[0])
+        for server in servers:
+            server.hold.clear()
+        waiting = asyncio.create_task(host.http.post(chat(session), json=WHOLE))
+        await until(lambda: reached(servers, session) == servers[:1])
+        await stall(servers[0])
+        await until(lambda: len(reached(servers, session)) == 2)
+        (third,) = [server for server in servers if server not in reached(servers, session)]
+        third.hold.set()
+        (second,) = [server for server in reached(servers, session) if server is not servers[0]]
+        await stall(second)
+        error = (await waiting).json()["error"]
+        assert ((await waiting).status_code, error["code"]) == (400, "stalls_servers")
+        assert f"{servers[0].name}: its lease ran out" in error["message"]
+        assert f"{second.name}: its lease ran out" in error["message"]
+        # Its session has ended: a client that sends it again finds that out, and no server has to.
+        await until(lambda: f"POST /sessions/{session['session_id']}/abort" in third.paths())
+        assert chat(session) not in [seen.path for seen in third.seen]
+
+
+async def test_a_call_that_ends_servers_is_sent_to_no_fourth(redis_url: str, run_id: str) -> None:
+    async with mesh(redis_url, run_id, "abcd") as (host, servers):
+
+        def end(seen: Seen) -> Any:
+            raise ConnectionError
+
+        group = {"turns": [{"session_id": name, "text": "x"} for name in ("s-1", "s-2")]}
+        for server in servers:
+            server.custom = end
+        answer = await host.http.post("/groups/g-1/turns", json=group)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "stalls_servers")
+        (fourth,) = [server for server in servers if "POST /groups/g-1/turns" not in server.paths()]
+        for server in servers:
+            server.custom = None
+            server.world.owner |= {"s-1": fourth, "s-2": fourth}
+        aborts = {"POST /sessions/s-1/abort", "POST /sessions/s-2/abort"}
+        await until(lambda: aborts <= {path for server in servers for path in server.paths()})
+
+
+async def test_a_large_suspect_comes_after_those_that_were_lost_with_it(
+    redis_url: str, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.policies.blame.LARGE_BYTES", 1000)
+    monkeypatch.setattr("services.policies.blame.QUARANTINE_S", 0.5)
+    async with mesh(redis_url, run_id) as (host, (stalling, other)):
+        session = await opened_on(host, stalling)
+        stalling.hold.clear()
+        bodies = [WHOLE | {"text": "x" * 2000}, WHOLE]
+        calls = []
+        for number, body in enumerate(bodies, start=1):
+            calls.append(asyncio.create_task(host.http.post(chat(session), json=body)))
+            await until(lambda: len(stalling.seen) == number + 1)  # noqa: B023
+        await stall(stalling)
+        assert [(await call).status_code for call in calls] == [200, 200]
+        sizes = [len(seen.body) for seen in other.seen if seen.path == chat(session)]
+        assert sizes == sorted(sizes)
+
+
+async def test_servers_that_are_lost_with_the_registry_are_no_calls_fault(run_id: str, tmp_path: Path) -> None:
+    plan = ValkeyPlan(data_dir=tmp_path, port=free_port())
+    process = started(plan)
+    try:
+        async with mesh(plan.url, run_id, "abc") as (host, servers):
+            session = await opened_on(host, servers[0])
+            for server in servers:
+                server.hold.clear()
+            waiting = asyncio.create_task(host.http.post(chat(session), json=WHOLE))
+            lost: list[FakeServer] = []
+            while len(lost) < 2:
+                await until(lambda: len(reached(servers, session)) > len(lost))
+                (holder,) = [server for server in reached(servers, session) if server not in lost]
+                process.kill()
+                process.wait(timeout=10)
+                await until(lambda: _unreadable(host), deadline_s=15.0)
+                process = started(plan)
+                lost.append(holder)
+                (last,) = [server for server in servers if server not in lost][-1:]
+                if len(lost) == 2:
+                    last.hold.set()
+                await stall(holder)
+            answer = await waiting
+            assert (answer.status_code, answer.json()["server"]) == (200, last.name)
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+def reached(servers: list[FakeServer], session: dict[str, Any]) -> list[FakeServer]:
+    """The servers that a call in the session came to."""
+    return [server for server in servers if any(seen.path == chat(session) for seen in server.seen)]
+
+
+async def _unreadable(host: GatewayHost) -> bool:
+    return "the registry cannot be read" in (await host.http.get("/readyz")).text
+
+
 async def test_a_stream_that_cannot_go_on_ends_with_an_error_that_says_so(redis_url: str, run_id: str) -> None:
     async with mesh(redis_url, run_id) as (host, (dying, other)):
         session = await opened_on(host, dying)
