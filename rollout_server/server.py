@@ -228,7 +228,7 @@ class RolloutServer:
         await wait_for_model(plan.model, MODEL_DEADLINE_S)
         self._phase = "starting its engine"
         await self._engine.start()  # before anything that might start a thread: vLLM forks
-        renderer = Renderer.from_folder(plan.model)
+        renderer = Renderer.from_folder(plan.model, lambda: self._engine.max_model_len)
         self._phase = "waiting for Redis"
         ledger, registry = Ledger(redis, plan.run_id), GroupRegistry()
         base_version = await ledger.begin(self._engine.policy_version)

@@ -1,14 +1,19 @@
-"""Tokenizer: text ↔ tokens with the model folder's own `tokenizer.json`."""
+"""Tokenizer: text ↔ tokens with the model folder's own `tokenizer.json`.
+
+long text ──► more tokens for sure than the model takes? ──yes──► ContextLengthError, nothing was tokenised
+                 └─ no ──► tokenised without the interpreter's lock: the event loop goes on
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.wire.errors import UsageError
+from rollout_server.chat.length_bound import bound_of, pieces_of
+from services.wire.errors import ContextLengthError, UsageError
 from services.wire.tokenizer_digest import vocabulary_digest
 
 if TYPE_CHECKING:
@@ -19,22 +24,67 @@ LONG_TEXT = 16_384
 """Characters above which encoding leaves the event loop: about 5 ms of work."""
 
 
+def no_limit() -> int:
+    """Of a model whose longest sequence is not known."""
+    return 0
+
+
+class Encoder:
+    """Text → token ids with one tokenizer. Safe to use from several threads.
+
+    `longest`: tokens that the model takes, prompt and answer together; 0 where that is not known (yet).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, longest: Callable[[], int] = no_limit) -> None:
+        self._tokenizer = tokenizer
+        self._longest = longest
+        self._bound = bound_of(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, no special tokens added. Raises ContextLengthError as `check` does."""
+        if len(text) <= LONG_TEXT:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
+        self.check(pieces_of(text))
+        text.encode()  # raises UnicodeEncodeError for half characters, as `encode` does
+        # `encode` holds the interpreter's lock until it is done, seconds for a megabyte; this one does not. The ids are
+        # the same.
+        (whole,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return list(whole.ids)
+
+    def check(self, pieces: Iterable[str], slack: int = 1) -> None:
+        """Raise ContextLengthError for a text, in pieces, that leaves no room for an answer, as far as its length proves.
+
+        `slack`: how many times more tokens it must have at least: for a text that may not be tokenised as it stands.
+        """
+        longest = self._longest()
+        if self._bound is None or longest < 1:
+            return
+        least = self._bound.at_least(pieces, slack * longest)
+        if least >= slack * longest:
+            raise ContextLengthError(least // slack, longest, at_least=True)
+
+
 class Renderer:
     """Encodes what environments say, decodes what the policy sampled."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, longest: Callable[[], int] = no_limit) -> None:
         self._tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer, longest)
 
     @classmethod
-    def from_folder(cls, model: Path) -> Renderer:
-        """Raises UsageError when the folder holds no `tokenizer.json` that can be read."""
+    def from_folder(cls, model: Path, longest: Callable[[], int] = no_limit) -> Renderer:
+        """`longest`: of the model's sequences, as `Encoder` takes it.
+
+        Raises UsageError when the folder holds no `tokenizer.json` that can be read.
+        """
         from tokenizers import Tokenizer
 
         path = model / "tokenizer.json"
         if not path.is_file():
             raise UsageError(f"{path} is missing", "save the tokenizer beside the model (save_pretrained)")
         try:
-            return cls(Tokenizer.from_file(str(path)))
+            return cls(Tokenizer.from_file(str(path)), longest)
         except Exception as error:
             raise UsageError(
                 f"{path} is no tokenizer ({error})", "save the tokenizer again (save_pretrained)"
@@ -45,14 +95,10 @@ class Renderer:
         return vocabulary_digest(self._tokenizer.get_vocab())
 
     async def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, no special tokens added."""
+        """Token ids of `text`, no special tokens added. Raises ContextLengthError for one that cannot fit the model."""
         if len(text) > LONG_TEXT:
-            return await asyncio.to_thread(self._encode, text)
-        return self._encode(text)
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+            return await asyncio.to_thread(self.encoder.encode, text)
+        return self.encoder.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens left out."""
@@ -71,12 +117,13 @@ class QuickTokenizer:
 
     Parsing one answer encodes and decodes a dozen short strings. Through transformers each takes 20 to 60 µs, nearly all of
     it in Python; from the Rust tokenizer below, or from the cache, one or two. `tokenizer` must not be changed any more.
-    Safe to use from several threads.
+    Safe to use from several threads. `encoder`: of the same tokenizer; without one there is no bound on a text's length.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, encoder: Encoder | None = None) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        self._encoder = Encoder(self._backend) if encoder is None else encoder
         self._tidies = bool(tokenizer.clean_up_tokenization_spaces)
         self._remembered = lru_cache(_REMEMBERED)(self._encode)
         self._id_of = lru_cache(_REMEMBERED)(self._find_id)
@@ -87,6 +134,9 @@ class QuickTokenizer:
         return getattr(self._tokenizer, name)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
+        for text in arguments[:1]:
+            if isinstance(text, str) and len(text) > LONG_TEXT:
+                self._encoder.check(pieces_of(text))
         return self._tokenizer(*arguments, **options)
 
     def __len__(self) -> int:
@@ -115,4 +165,4 @@ class QuickTokenizer:
         return self._tokenizer.unk_token_id if token_id is None else token_id
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return tuple(self._encoder.encode(text))

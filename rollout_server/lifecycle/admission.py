@@ -141,6 +141,7 @@ class AdmissionGate:
         """Refuse all from now on: the server is shutting down."""
         self._closed = NotReadyError(f"rollout server {self._server_id} is shutting down", "use another server")
         self._fail_all(self._closed)
+        self._wake.set()
 
     async def run(self) -> None:
         """Serve the queue until cancelled."""
@@ -201,12 +202,16 @@ class AdmissionGate:
             waiter.ahead = answer.ahead
             if answer.ordinal == admission_queue.ADMISSION_CLOSED:
                 refused = True
+                if waiter.ordinal.done() and waiter.queued and waiter not in self._queue:
+                    self._leaving.append(waiter.group_id)  # it gave up, or the gate was closed, meanwhile
                 continue
-            self._queue.remove(waiter)
+            if waiter in self._queue:  # else the gate was closed while Redis was asked
+                self._queue.remove(waiter)
             if waiter.group_id in self._orphans:  # an earlier caller gave up; this one has it now
                 self._orphans.remove(waiter.group_id)
             if waiter.ordinal.done():
-                self._orphans.append(waiter.group_id)
+                if answer.ordinal >= 0:  # nobody takes it: it is closed here, where it was opened
+                    self._orphans.append(waiter.group_id)
             elif answer.ordinal == admission_queue.RUN_CONCLUDED:
                 waiter.ordinal.set_exception(ConcludedError("the run has concluded", "no more groups are opened"))
             elif answer.ordinal == admission_queue.HELD_ELSEWHERE:
@@ -270,6 +275,7 @@ class AdmissionGate:
         for waiter in self._queue:
             if not waiter.ordinal.done():
                 waiter.ordinal.set_exception(error)
+        self._leaving += [waiter.group_id for waiter in self._queue if waiter.queued]
         self._queue.clear()
 
     async def _post(self) -> None:

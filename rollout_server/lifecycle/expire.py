@@ -1,35 +1,68 @@
-"""Expiry of sessions and groups: by deadline and idle timeout; groups that nobody completes are dropped."""
+"""Expiry of sessions and groups: by deadline and idle timeout; groups that nobody completes are dropped.
+
+A group whose end cannot be written is tried again at the next sweep (Redis is away), or has gone (another server has taken
+it over, and sweeps it). Neither keeps the others from theirs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
+import structlog
+from redis.exceptions import RedisError
+
 from rollout_server.lifecycle.finish import Finisher
 from rollout_server.sessions.group import Group, GroupRegistry
 from rollout_server.sessions.session import Session
+from services.wire.errors import RollmeshError
 
 LEFT_AFTER_S = 20.0
 """Idle timeout of a group whose client disconnected during a turn: it is taken to have died."""
 _LONGEST_PAUSE_S = 1.0
 
+_log = structlog.get_logger()
+
 
 async def expire_idle(registry: GroupRegistry, finisher: Finisher, idle_timeout_s: float) -> None:
     """Expire until cancelled, often enough for the shortest idle time, `idle_timeout_s`, of this server's own."""
+    failing: dict[str, str] = {}
     while True:
         await asyncio.sleep(min(_LONGEST_PAUSE_S, idle_timeout_s / 4))
         for group in registry.all_open():
-            await _expire_group(group, finisher)
+            why = await _try_to_expire(group, registry, finisher)
+            # Said once for each reason, not at each sweep.
+            if why is not None and failing.get(group.group_id) != why:
+                _log.warning("cannot expire a group yet", group=group.group_id, why=why)
+            if why is None:
+                failing.pop(group.group_id, None)
+            else:
+                failing[group.group_id] = why
+        failing = {name: why for name, why in failing.items() if registry.get_open(name) is not None}
         registry.forget_ended(time.monotonic())
 
 
-async def _expire_group(group: Group, finisher: Finisher) -> None:
+async def _try_to_expire(group: Group, registry: GroupRegistry, finisher: Finisher) -> str | None:
+    """Why it could not be: a failure of one group is no failure of the server."""
+    try:
+        await _expire_group(group, registry, finisher)
+    except (RollmeshError, RedisError) as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - a bug: said with its traceback, and the other groups go on
+        _log.exception("expiring a group failed", group=group.group_id)
+        return repr(error)
+    return None
+
+
+async def _expire_group(group: Group, registry: GroupRegistry, finisher: Finisher) -> None:
     for session in group.live:
+        if not registry.holds(group):
+            return
         # A running call sees the deadline itself; a session that is being ended will be in a moment.
         if session.end is None and not session.busy and (session.seconds_left() <= 0.0 or _is_idle(group, session)):
             await finisher.abandon(session, "expired")
     unused_s = time.monotonic() - group.last_used
-    if not group.live and (group.complete or unused_s > group.idle_timeout_s):
+    if registry.holds(group) and not group.live and (group.complete or unused_s > group.idle_timeout_s):
         await finisher.settle(group)
 
 

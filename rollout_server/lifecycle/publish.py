@@ -1,4 +1,4 @@
-"""Finished trajectories into the stream, in batches, and their groups off the open account."""
+"""Finished trajectories into the stream: in batches, each group's all or none, and its place in the ledger given back."""
 
 from __future__ import annotations
 
@@ -75,8 +75,20 @@ class Publisher:
                 await self._write(batch)
             except (RedisError, RollmeshError) as error:
                 _log.warning("publishing failed", groups=len(batch), error=str(error))
-                failure = NotReadyError(f"publishing needs Redis, which failed ({error})", "finish the group again")
-                _fail(batch, failure)
+                _fail(batch, _no_redis(error))
+            except Exception:  # noqa: BLE001 - a bug: said with its traceback, and the failure of one group alone
+                _log.exception("publishing failed", groups=len(batch))
+                for finished in batch:
+                    await self._write_alone(finished)
+
+    async def _write_alone(self, finished: _Finished) -> None:
+        try:
+            await self._write([finished])
+        except (RedisError, RollmeshError) as error:
+            _fail([finished], _no_redis(error))
+        except Exception as error:  # noqa: BLE001 - raised again in the waiting caller
+            what = f"group {finished.group_id} cannot be published ({error!r})"
+            _fail([finished], RollmeshError(what, "see the server's log, or abort its sessions"))
 
     def _take(self) -> list[_Finished]:
         batch, tokens = self._queue[:1], self._queue[0].tokens
@@ -114,6 +126,10 @@ class Publisher:
             if not finished.stream_ids.done():
                 finished.stream_ids.set_result(ids[position:end])
             position = end
+
+
+def _no_redis(error: Exception) -> NotReadyError:
+    return NotReadyError(f"publishing needs Redis, which failed ({error})", "finish the group again")
 
 
 def _fail(batch: list[_Finished], failure: RollmeshError) -> None:

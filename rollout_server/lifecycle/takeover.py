@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from hashlib import blake2b
 
 import httpx
@@ -91,6 +90,7 @@ class Takeover:
         self._probes: dict[str, tuple[float, asyncio.Task[str | None]]] = {}
         self._missed: set[str] = set()
         self._stale: set[str] = set()
+        self._unreadable: set[str] = set()
 
     async def aclose(self) -> None:
         for _, probe in self._probes.values():
@@ -239,9 +239,7 @@ class Takeover:
         }
         # Missed twice: no server is just opening it, or late with its heartbeat because Redis stood still.
         for group_id in missed & self._missed:
-            # Unless another was asked for it in the meantime.
-            with suppress(HeldElsewhereError):
-                await self.hold_group(group_id)
+            await self._try_to_take(group_id)
         self._missed = missed
         await self._close_unwritten(owners)
         await self._agree_with(owners)
@@ -278,6 +276,20 @@ class Takeover:
             # Whether its trajectories are there too is for the trainer to find (`services.policies.balance`).
             await self._ledger.close_group(group_id, dropped=ids is None)
         _log.warning("a group that had ended was open in Redis", group=group_id, finished=ids is not None)
+
+    async def _try_to_take(self, group_id: str) -> None:
+        """Take an orphan, unless another was asked for it in the meantime. One that cannot be read hinders no other."""
+        try:
+            await self.hold_group(group_id)
+            self._unreadable.discard(group_id)
+        except HeldElsewhereError:
+            return
+        except NotReadyError:
+            raise  # nor could any other be taken now
+        except Exception:  # noqa: BLE001 - a bug, or another version's journal: said once, with its traceback
+            if group_id not in self._unreadable:
+                _log.exception("a group cannot be taken over", group=group_id)
+            self._unreadable.add(group_id)
 
     async def _close_unwritten(self, owners: Mapping[str, str]) -> None:
         for group_id, record in (await self._ledger.open_groups()).items():

@@ -23,6 +23,7 @@ from services.wire.errors import (
     ConcludedError,
     ConflictError,
     NotFoundError,
+    NotReadyError,
     RollmeshError,
     UsageError,
 )
@@ -242,7 +243,15 @@ class GroupRegistry:
         raise found.refuse()
 
     def group_of(self, session: Session) -> Group:
-        return self._open[session.group_id]
+        """The open group of a session. Raises NotReadyError where it was let go of while a call was on its way to it."""
+        group = self._open.get(session.group_id)
+        if group is None or group.sessions.get(session.session_id) is not session:
+            raise NotReadyError(f"group {session.group_id} is not held here any more", "send the call again")
+        return group
+
+    def holds(self, group: Group) -> bool:
+        """Whether this very group is open here: it may have been lost, and read again from the journal, meanwhile."""
+        return self._open.get(group.group_id) is group
 
     def finish(self, group: Group, stream_ids: Mapping[str, str]) -> None:
         """Every sibling was finished."""
@@ -257,7 +266,8 @@ class GroupRegistry:
         self._end(group, None, cause)
 
     def _end(self, group: Group, stream_ids: Mapping[str, str] | None, cause: DropCause | None) -> None:
-        del self._open[group.group_id]
+        # It may be gone already: lost to another server while its end was written.
+        self._open.pop(group.group_id, None)
         ends = tuple(session.end for session in group.sessions.values() if session.end is not None)
         for end in ends:
             self._sessions[end.session_id] = end

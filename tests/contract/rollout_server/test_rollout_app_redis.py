@@ -7,19 +7,22 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.publish import Publisher
 from services.policies.admission import StoreUse
+from services.run_store.admission_queue import Admitted
 from services.run_store.client import connect
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
 from services.run_store.status import WaitBoard
 from services.run_store.stream import TrajectoryWriter
-from services.wire.errors import CapacityError, ConcludedError, NotReadyError
+from services.wire.errors import CapacityError, ConcludedError, NotReadyError, RollmeshError
 from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Segment, Trajectory, VersionSpan
@@ -68,6 +71,7 @@ async def gate_of(
         poll_s=poll_s,
     )
     pump = asyncio.create_task(gate.run())
+    gate.running = lambda: not pump.done()  # type: ignore[attr-defined]
     try:
         yield gate
     finally:
@@ -206,6 +210,61 @@ async def test_a_caller_cancelled_at_any_moment_of_admission_leaves_no_group_ope
     pytest.fail("admission took more than 200 turns of the loop")
 
 
+class SlowAccount:
+    """Redis's account of admissions, whose answers are on their way for as long as a test wants."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.asked = asyncio.Event()
+        self.answered = asyncio.Event()
+        self._admit = ledger.admission.admit
+        ledger.admission.admit = self.admit  # type: ignore[method-assign]
+
+    async def admit(self, *arguments: Any, **options: Any) -> Admitted:
+        admitted = await self._admit(*arguments, **options)
+        self.asked.set()
+        await self.answered.wait()
+        return admitted
+
+
+@pytest.mark.parametrize("place", [True, False], ids=["a place", "no place"])
+async def test_a_gate_that_is_closed_while_redis_is_asked_leaves_nothing_behind(
+    redis: Redis, run_id: str, place: bool
+) -> None:
+    ledger, keys = Ledger(redis, run_id), RunKeys(run_id)
+    if not place:
+        for name in "ab":
+            await ledger.open_group(name, "s1", engine_version=0, base_version=0, k=0, batch=2)
+    account = SlowAccount(ledger)
+    async with gate_of(redis, run_id, Serving(), ledger=ledger, poll_s=0.01) as gate, asyncio.timeout(5):
+        waiting = asyncio.create_task(gate.open("late", FOREVER))
+        await account.asked.wait()
+        gate.close()
+        account.answered.set()
+        with pytest.raises(NotReadyError, match="shutting down"):
+            await waiting
+        await until(lambda: _forgotten(redis, keys, "late"))
+        assert gate.running(), "closing ended the task that serves the queue"
+
+
+async def _forgotten(redis: Redis, keys: RunKeys, group_id: str) -> bool:
+    queued = await redis.zscore(keys.admission_queue, group_id)
+    return queued is None and not await redis.hexists(keys.open_groups, group_id)
+
+
+async def test_who_gives_up_on_a_group_of_another_server_does_not_close_it(redis: Redis, run_id: str) -> None:
+    ledger = Ledger(redis, run_id)
+    await ledger.open_group("theirs", "s1", engine_version=0, base_version=0, k=0, batch=2)
+    account = SlowAccount(ledger)
+    async with gate_of(redis, run_id, Serving(), ledger=ledger, poll_s=0.01) as gate, asyncio.timeout(5):
+        hasty = asyncio.create_task(gate.open("theirs", FOREVER))
+        await account.asked.wait()
+        hasty.cancel()
+        await asyncio.gather(hasty, return_exceptions=True)
+        account.answered.set()
+        assert await gate.open("mine", FOREVER) == 1
+    assert set(await ledger.open_groups()) == {"theirs", "mine"}
+
+
 def trajectory(run_id: str, group_id: str, member: int = 0) -> Trajectory:
     segment = Segment(
         token_ids=pack_tokens([3, 4]),
@@ -256,6 +315,20 @@ async def test_a_batch_that_meets_the_end_of_the_run_is_judged_group_by_group(re
         assert isinstance(late, ConcludedError)
     accounts = await ledger.accounts()
     assert (accounts.published, accounts.closed_groups, accounts.dropped_groups) == (2, 2, 1)
+
+
+async def test_a_group_that_cannot_be_encoded_fails_alone(redis: Redis, run_id: str) -> None:
+    async with publisher_of(redis, run_id) as publisher, asyncio.timeout(5):
+        broken = replace(trajectory(run_id, "b"), metadata={"a": object()})  # type: ignore[dict-item]
+        first, failed, last = await asyncio.gather(
+            publisher.publish("a", [trajectory(run_id, "a")]),
+            publisher.publish("b", [broken]),
+            publisher.publish("c", [trajectory(run_id, "c")]),
+            return_exceptions=True,
+        )
+        assert isinstance(failed, RollmeshError) and "group b cannot be published" in str(failed)
+        assert isinstance(first, list) and isinstance(last, list)
+        assert await publisher.publish("a", [trajectory(run_id, "a")]) == first
 
 
 async def test_a_stream_that_cannot_be_written_says_so_and_the_repeat_succeeds(redis: Redis, run_id: str) -> None:

@@ -241,6 +241,17 @@ async def test_groups_that_nobody_asks_for_are_taken_over_expire_and_give_their_
     assert await pair.second.redis.hgetall(owners) == {}
 
 
+async def test_a_group_whose_journal_cannot_be_read_hinders_no_other(pair: Pair) -> None:
+    keys, redis = RunKeys(pair.second.run_id), pair.second.redis
+    for number in range(4):
+        await redis.rpush(keys.journal(f"g-bad-{number}"), b"\xffno record")
+        await redis.hset(keys.owners, f"g-bad-{number}", "s9/dead")
+    await open_session(pair.first, group_id="g", idle_timeout_s=3.0)
+    await pair.leave()
+    await until(lambda: _closed(pair.second), 15.0)
+    assert pair.second.stop.failure is None
+
+
 async def _closed(host: Host) -> bool:
     accounts = await host.ledger.accounts()
     return (accounts.closed_groups, accounts.dropped_groups) == (1, 1)
