@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request, Response
+from redis.exceptions import RedisError
 
 from rollout_server.api.bus_weight_updates import ServedWeights
 from rollout_server.api.engine_admin import admin_routes, engine_routes
 from rollout_server.api.groups import group_routes, report_routes
 from rollout_server.api.openai import completion_routes, model_routes
+from rollout_server.api.prompt_size import PromptSize
 from rollout_server.api.runners import runner_routes
 from rollout_server.api.sessions import session_routes
 from rollout_server.api.trajectories import trajectory_routes
@@ -51,6 +53,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     renderer = server.ready(lambda parts: parts.renderer)
     log = server.ready(lambda parts: parts.log)
     check, retry_patience_s = server.check_taking_calls, rollout.retry_patience_s
+    size = PromptSize(renderer, lambda: engine.max_model_len)
 
     def on_commit() -> None:
         gate().notify()
@@ -78,12 +81,29 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         server.fail(error)
         return error_answer(error)
 
+    @app.exception_handler(RedisError)
+    async def on_redis(_: Request, error: RedisError) -> Response:
+        """Whatever a call needs Redis for: it may be sent again."""
+        return error_answer(NotReadyError(f"Redis failed ({error})", "send the call again"))
+
     routers = [
         # First what is called most: a call looks at each route before its own.
         completion_routes(
-            access, takeover, groups, completions, answers, engine, plan.model, check, server.fail, retry_patience_s
+            access,
+            takeover,
+            groups,
+            completions,
+            answers,
+            engine,
+            plan.model,
+            check,
+            server.fail,
+            retry_patience_s,
+            size.check,
         ),
-        group_routes(access, opener, takeover, groups, turns, finisher, engine, check, rollout.group_timeout_s),
+        group_routes(
+            access, opener, takeover, groups, turns, finisher, engine, check, rollout.group_timeout_s, size.check
+        ),
         report_routes(access, groups, gate, ledger, engine, plan.run_id, plan.server_id, server.http_cpu_s),
         session_routes(access, opener, takeover, groups, finisher, engine, check, plan.url),
         runner_routes(access, runners),

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from rollout_server.api.request_names import call_name, name_version
 from rollout_server.api.streaming import ClientGoneError, while_connected
-from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute, answer
+from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute, answer, checked
 from rollout_server.completions.resumable import Progress
 from rollout_server.completions.turns import TurnTaker, delivered
 from rollout_server.engines.base import Engine
@@ -32,9 +32,13 @@ def group_routes(
     engine: Engine,
     check_taking_calls: Callable[[], None],
     patience_s: float,
+    check_body: Callable[[bytes], None],
 ) -> APIRouter:
-    """Routes that environments call. `patience_s`: how long the engine may sample nothing before a turn fails."""
-    router = APIRouter(route_class=TypedRoute, tags=["rollout"], responses=ERRORS)
+    """Routes that environments call. `patience_s`: how long the engine may sample nothing before a turn fails.
+
+    `check_body`: refuses bodies before they are parsed.
+    """
+    router = APIRouter(route_class=checked(check_body), tags=["rollout"], responses=ERRORS)
 
     @router.post("/groups", status_code=201, response_model=rollout_api.GroupOpened)
     async def open_group(call: rollout_api.OpenGroup, request: Request) -> Response:

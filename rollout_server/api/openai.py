@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from rollout_server.api.request_names import call_name, name_session
 from rollout_server.api.stateless_generate import GENERATE_ANSWERS, generate_stateless
 from rollout_server.api.streaming import BrokenOffError, EventStream, while_connected
-from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute, answer
+from rollout_server.api.typed_route import ERRORS, Ready, answer, checked
 from rollout_server.completions.base import AnswerContext, AnswerService, new_call_id
 from rollout_server.completions.service import CompletionServices
 from rollout_server.engines.base import Engine
@@ -46,9 +46,13 @@ def completion_routes(
     check_taking_calls: Callable[[], None],
     on_crash: Callable[[RollmeshError], None],
     patience_s: float,
+    check_body: Callable[[bytes], None],
 ) -> APIRouter:
-    """Chat and text completions, and the token route. `patience_s`: how long an answer waits for its caller's retry."""
-    router = APIRouter(route_class=TypedRoute, tags=["openai"])
+    """Chat and text completions, and the token route. `patience_s`: how long an answer waits for its caller's retry.
+
+    `check_body`: refuses bodies before they are parsed.
+    """
+    router = APIRouter(route_class=checked(check_body), tags=["openai"])
     started = int(time.time())
 
     async def find(request: Request, named: str | None) -> Session:
@@ -71,7 +75,7 @@ def completion_routes(
         call_id: str,
         produce: Callable[[AnswerContext], Awaitable[None]],
     ) -> Response:
-        found = await answer_service().ask(session, await _request_key(request, kind), call_id, produce)
+        found = await answer_service().ask(session, _request_key(request, kind), call_id, produce)
         answers = session.memory.answers
         if not stream:
             with answers.listening(found, patience_s):
@@ -164,15 +168,17 @@ async def _events(answers: Answers, found: Answer, patience_s: float, *, named: 
             yield error_event(error)
 
 
-async def _request_key(request: Request, kind: str) -> RequestKey:
-    """By what a retry of the call is recognised."""
-    body = blake2b(kind.encode() + b"\0" + await request.body(), digest_size=16).digest()
+def _request_key(request: Request, kind: str) -> RequestKey:
+    """By what a retry of the call is recognised. Lets go of the body: what is asked for has been read."""
+    body = blake2b(kind.encode() + b"\0", digest_size=16)
+    body.update(request.state.body)
+    del request.state.body
     key = request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= _LONGEST_KEY:
         raise UsageError(f"an Idempotency-Key of {len(key)} characters", f"give 1 to {_LONGEST_KEY}")
     name = call_name(request)
     counted = request.headers.get("x-stainless-retry-count", "0")
-    return RequestKey(body, key, int(counted) if counted.isdecimal() and len(counted) < 4 else 0, name)
+    return RequestKey(body.digest(), key, int(counted) if counted.isdecimal() and len(counted) < 4 else 0, name)
 
 
 def model_list(engine: Engine, model: Path, created: int) -> ModelList:

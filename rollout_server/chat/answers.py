@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_server.chat.detokenizer import TokenTable
 from rollout_server.chat.messages import Tools
 from rollout_server.chat.text_tools import OPENING, SpelledCall, TextFormat, read_calls
-from services.wire.errors import RollmeshError
+from services.wire.errors import ContextLengthError, RollmeshError
 
 if TYPE_CHECKING:
     from renderers import ParsedToolCall
@@ -98,7 +98,15 @@ class AnswerGrammar:
             )
             content, reasoning = parsed.content or "", parsed.reasoning_content or ""
             attempts = list(parsed.tool_calls)
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+            ContextLengthError,
+        ):
             # The library guards its JSON against wrong syntax, not against numbers too long or nesting too deep.
             return Reading(self.table.decode(ids, skip_special=True), "", [], [])
         if self._text_tools is not None and tools:

@@ -27,8 +27,8 @@ from rollout_server.chat.detokenizer import TextStream, TokenTable
 from rollout_server.chat.messages import Message, Tools, no_unicode, role_of
 from rollout_server.chat.template import ChatTemplate, Tail
 from rollout_server.chat.text_tools import OPENING, TextFormat
-from rollout_server.chat.tokenizer import QuickTokenizer
-from services.wire.errors import UsageError
+from rollout_server.chat.tokenizer import Encoder, QuickTokenizer, no_limit
+from services.wire.errors import ContextLengthError, UsageError
 from services.wire.openai_fields import of_the_template
 
 if TYPE_CHECKING:
@@ -125,12 +125,13 @@ class ChatRenderer:
         *,
         keep_reasoning: bool,
         tools: ToolRules = ToolRules(),
+        longest: Callable[[], int] = no_limit,
     ) -> None:
         backend = tokenizer.backend_tokenizer
         # Both are settings of the tokenizer itself, and changing them is what makes it unsafe in threads.
         backend.no_truncation()
         backend.no_padding()
-        self._encode_text = backend.encode
+        self._encoder = Encoder(backend, longest)
         self._folder = folder
         self._template = ChatTemplate(tokenizer, str(folder), keep_reasoning=keep_reasoning)
         self._tokenizer = tokenizer
@@ -145,17 +146,23 @@ class ChatRenderer:
         self._reads_calls = self._text_tools is not None or getattr(config, "tool_parser", "its own") is not None
         self._unrendered: dict[bool, bool] = {}
         self._warned: set[str] = set()
-        self._family = _create(tokenizer, config, keep_reasoning)
+        self._family = _create(QuickTokenizer(tokenizer, self._encoder), config, keep_reasoning)
 
     @classmethod
     def from_folder(
-        cls, path: Path, renderer_name: str = AUTO, *, keep_reasoning: bool = True, tools: ToolRules = ToolRules()
+        cls,
+        path: Path,
+        renderer_name: str = AUTO,
+        *,
+        keep_reasoning: bool = True,
+        tools: ToolRules = ToolRules(),
+        longest: Callable[[], int] = no_limit,
     ) -> ChatRenderer:
         """Load the folder's tokenizer. A folder without a chat template loads too; using it for chat raises.
 
         With `keep_reasoning` an agent's next question continues the tokens that were sampled even where the family's
         template would drop the reasoning in them. Without it such turns cannot be extended, and start anew as the
-        template says.
+        template says. `longest`: of the model's sequences, as `Encoder` takes it.
 
         Raises UsageError for a renderer name that is unknown or does not fit the vocabulary, for a tool parser beside a
         family that reads calls itself, and for a folder without a tokenizer. Costs a second for imports, then milliseconds
@@ -169,7 +176,7 @@ class ChatRenderer:
             raise UsageError(
                 f"{path} holds no tokenizer ({error})", "save the tokenizer again (save_pretrained)"
             ) from error
-        return cls(tokenizer, path, renderer_name, keep_reasoning=keep_reasoning, tools=tools)
+        return cls(tokenizer, path, renderer_name, keep_reasoning=keep_reasoning, tools=tools, longest=longest)
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -238,14 +245,16 @@ class ChatRenderer:
         """The prompt of a conversation, ready for an answer.
 
         Raises TemplateError for messages that the template refuses, NoChatTemplateError where there is none, UsageError for
-        what is no message. Costs about 1 ms for ten messages of 2,000 tokens in all: with more than 20,000 characters, call
-        it in a thread.
+        what is no message, ContextLengthError for what cannot fit the model. Costs about 1 ms for ten messages of 2,000
+        tokens in all: with more than 20,000 characters, call it in a thread.
         """
         if self.name == "default":
             return self._encode(self._template.text(messages, tools, open_answer=True))
         plain = self._template.plain(messages, decode_arguments=False)
         try:
             ids: list[int] = self._family.render_ids(plain, tools=_tools(tools), add_generation_prompt=True)
+        except ContextLengthError:
+            raise
         except Exception as error:
             raise TemplateError(
                 f"the {self.name} renderer refuses these messages ({error})",
@@ -263,8 +272,8 @@ class ChatRenderer:
         """The next prompt: `prompt_ids` and `completion_ids` as they are, then what follows them. None where nothing fits.
 
         A stop token that was sampled closes the turn and is not doubled; a turn that was cut off is closed here. Never
-        raises for messages that the template refuses: rendering the conversation says what is wrong. Costs about 0.5 ms
-        and what encoding the new messages costs.
+        raises for messages that the template refuses: rendering the conversation says what is wrong. Raises
+        ContextLengthError for what cannot fit the model. Costs about 0.5 ms and what encoding the new messages costs.
         """
         sampled = [*prompt_ids, *completion_ids]
         if any(role_of(message) == "assistant" for message in new_messages):
@@ -304,10 +313,9 @@ class ChatRenderer:
 
     def _encode(self, text: str) -> list[int]:
         try:
-            ids: list[int] = self._encode_text(text, add_special_tokens=False).ids
+            return self._encoder.encode(text)
         except UnicodeEncodeError as error:
             raise no_unicode(error) from error
-        return ids
 
     def _bridge(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], new_messages: Sequence[Message], tools: Tools
@@ -319,6 +327,8 @@ class ChatRenderer:
             bridged = self._family.bridge_to_next_turn(
                 list(prompt_ids), list(completion_ids), plain, tools=_tools(tools)
             )
+        except ContextLengthError:
+            raise
         except Exception as error:
             raise TemplateError(f"the {self.name} renderer cannot continue ({error})") from error
         return None if bridged is None else bridged.token_ids
@@ -337,10 +347,10 @@ class ChatRenderer:
         return tail_ids if marker is None else tail_ids[marker + 1 :]
 
 
-def _create(tokenizer: PreTrainedTokenizerFast, config: RendererConfig, keep_reasoning: bool) -> FamilyRenderer:
+def _create(quick: Any, config: RendererConfig, keep_reasoning: bool) -> FamilyRenderer:
+    """`quick`: the `QuickTokenizer`, which passes for one of transformers'."""
     from renderers import create_renderer
 
-    quick: Any = QuickTokenizer(tokenizer)
     if keep_reasoning and config.name != "default":
         # A family that knows no reasoning takes no word about it; whatever else is wrong the second try says.
         with suppress(ValueError, NotImplementedError, AssertionError):

@@ -17,7 +17,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollout_server.chat.answers import NoChatTemplateError, TemplateError
-from rollout_server.chat.messages import Message, Tools, foreign_parts, no_unicode, reasoning_of, role_of, text_of
+from rollout_server.chat.messages import (
+    Message,
+    Tools,
+    check_unicode,
+    foreign_parts,
+    no_unicode,
+    reasoning_of,
+    role_of,
+    text_of,
+)
 from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
@@ -119,12 +128,12 @@ class ChatTemplate:
             return None
         if not self._keep_reasoning:
             before = alone.partition(_ANSWER)[0]
-        ending, continued = _after_answer(alone), _after_answer(whole)
-        if ending is None or continued is None or not whole.startswith(before):
+        ending, at = _after_answer(alone), _end_of_answer(whole)
+        if ending is None or at is None or not whole.startswith(before):
             return None
-        if not ending.endswith(close) or not continued.startswith(ending):
+        if not ending.endswith(close) or not whole.startswith(ending, at):
             return None
-        return continued[len(ending) :]
+        return whole[at + len(ending) :]
 
     def _plain(self, index: int, message: Message, decode_arguments: bool) -> dict[str, Any]:
         role = role_of(message)
@@ -194,13 +203,20 @@ def _made_up_call(call_id: str, name: str, argument: str) -> dict[str, Any]:
 
 def _after_answer(text: str) -> str | None:
     """What follows the made-up answer, if it stands there exactly once."""
-    parts = text.split(_ANSWER)
-    return parts[1] if len(parts) == 2 else None
+    at = _end_of_answer(text)
+    return None if at is None else text[at:]
+
+
+def _end_of_answer(text: str) -> int | None:
+    """Where the made-up answer ends, if it stands there exactly once. A long text is not copied."""
+    end = text.find(_ANSWER) + len(_ANSWER)
+    return end if end >= len(_ANSWER) and text.find(_ANSWER, end) < 0 else None
 
 
 def _check_unicode(plain: dict[str, Any]) -> None:
+    check_unicode(plain["content"])
     try:
-        json.dumps(plain, ensure_ascii=False).encode()
+        json.dumps({**plain, "content": ""}, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise no_unicode(error) from error
     except (TypeError, ValueError, RecursionError) as error:

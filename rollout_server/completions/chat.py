@@ -27,8 +27,16 @@ from rollout_server.sessions.capture import path
 from rollout_server.sessions.responses import Answer
 from rollout_server.sessions.session import Session
 from services.http.app import DONE
-from services.wire.errors import UnsupportedParameterError
-from services.wire.openai_api import AnswerMessage, ChatCall, ChatChoice, ChatCompletion, ChatLogprobs, Usage
+from services.wire.errors import ContextLengthError, UnsupportedParameterError
+from services.wire.openai_api import (
+    AnswerMessage,
+    ChatCall,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    Usage,
+)
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
@@ -55,11 +63,13 @@ class ChatCalls:
         if refused:
             raise UnsupportedParameterError(f"{', '.join(refused)}: not supported here", "leave it out")
         session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
-        messages = [message.model_dump(exclude_none=True) for message in call.messages]
+        n, longest = call.n or 1, self._engine.max_model_len
+        if len(call.messages) >= longest > 0:  # a message takes a token at least
+            raise ContextLengthError(len(call.messages), longest, at_least=True)
+        messages, digests = await _aside(call.messages, lambda: _read(call), _LONG_TO_READ)
         offered = call.tools if call.tool_choice != "none" else None
         tools = [tool.model_dump(exclude_none=True) for tool in offered] if offered else None
-        context, digests = await self._find_context(session, messages, tools)
-        n, longest = call.n or 1, self._engine.max_model_len
+        context = await self._find_context(session, call, messages, digests, tools)
         limit = call.max_completion_tokens if call.max_completion_tokens is not None else call.max_tokens
         sampling = choose_sampling(session.terms.sampling, call, limit, self._chat.stop_token_ids, longest)
         request = GenerationRequest(
@@ -97,10 +107,9 @@ class ChatCalls:
         )
 
     async def _find_context(
-        self, session: Session, messages: list[Message], tools: Tools
-    ) -> tuple[Context, list[bytes]]:
-        """The prompt of a call, and its messages' digests. CPU work: about 0.2 ms for a short conversation."""
-        digests = [message_digest(message) for message in messages]
+        self, session: Session, call: ChatCall, messages: list[Message], digests: list[bytes], tools: Tools
+    ) -> Context:
+        """The prompt of a call. CPU work: about 0.2 ms for a short conversation."""
         if tools:
             self._chat.check_tools(messages)
         match = session.memory.conversations.match(messages, tools, digests)
@@ -109,13 +118,16 @@ class ChatCalls:
             node = match.node
             before = path(node)[: node.end - len(node.sampled)]
             new = messages[match.new_from :]
-            extended = await _in_thread_if_long(new, lambda: self._chat.extend(before, list(node.sampled), new, tools))
+            extended = await _aside(
+                call.messages[match.new_from :],
+                lambda: self._chat.extend(before, list(node.sampled), new, tools),
+            )
             if extended is not None:
-                return Context(extended, node, None), digests
+                return Context(extended, node, None)
             reason = "template"
-        rendered = await _in_thread_if_long(messages, lambda: self._chat.render(messages, tools))
+        rendered = await _aside(call.messages, lambda: self._chat.render(messages, tools))
         # A template may be so regular that a whole rendering extends what was captured, token for token.
-        return Context(rendered, session.capture.find(rendered), reason), digests
+        return Context(rendered, session.capture.find(rendered), reason)
 
     def _said(
         self, session: Session, messages: Sequence[Message], context: Context, answers: Sequence[ParsedAnswer]
@@ -131,11 +143,30 @@ class ChatCalls:
         return records
 
 
-async def _in_thread_if_long(messages: Sequence[Message], work: Callable[[], Rendered]) -> Rendered:
-    """Render long messages on a thread. What a session has captured is only looked at on the event loop."""
-    if sum(len(str(message.get("content", ""))) for message in messages) > LONG_TEXT:
-        return await asyncio.to_thread(work)
-    return work()
+def _read(call: ChatCall) -> tuple[list[Message], list[bytes]]:
+    """The messages of a call, and their digests."""
+    messages = [message.model_dump(exclude_none=True) for message in call.messages]
+    return messages, [message_digest(message) for message in messages]
+
+
+_A_MESSAGE = 64
+"""Characters whose work is that of a message's own."""
+_LONG_TO_READ = 8 * LONG_TEXT
+
+
+async def _aside(messages: Sequence[ChatMessage], work: Callable[[], Rendered], long: int = LONG_TEXT) -> Rendered:
+    """Do the work of some messages, on a thread if it is that of more than `long` characters.
+
+    What a session has captured is only looked at on the event loop.
+    """
+    return await asyncio.to_thread(work) if sum(map(_size, messages)) > long else work()
+
+
+def _size(message: ChatMessage) -> int:
+    """How much work a message is, in characters."""
+    content, calls = message.content, message.tool_calls or ()
+    size = _A_MESSAGE + len(message.reasoning_content or "") + sum(len(each.function.arguments) for each in calls)
+    return size + (len(content) if isinstance(content, str) else sum(len(part.text or "") for part in content or ()))
 
 
 _TOKEN_FIELDS: Any = {"prompt_token_ids": True, "choices": {"__all__": {"token_ids", "policy_versions"}}}

@@ -49,4 +49,6 @@ class CompletionServices:
             settings = self._settings
             parser = None if settings.tool_parser == "auto" else settings.tool_parser
             tools = ToolRules(parser, refuse=settings.unrendered_tools == "refuse")
-            return ChatRenderer.from_folder(self._model, settings.renderer, tools=tools)
+            return ChatRenderer.from_folder(
+                self._model, settings.renderer, tools=tools, longest=lambda: self._engine.max_model_len
+            )

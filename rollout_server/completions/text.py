@@ -33,7 +33,7 @@ from services.wire.errors import UnsupportedParameterError, UsageError
 from services.wire.openai_api import Completion, CompletionCall, CompletionChoice, CompletionLogprobs, Usage
 from services.wire.trajectory import BreakReason
 
-_MOST_ANSWERS = 256
+MOST_ANSWERS = 256
 _TOKEN_FIELDS: Any = {"choices": {"__all__": {"token_ids", "policy_versions", "prompt_token_ids"}}}
 
 
@@ -58,9 +58,9 @@ class CompletionCalls:
             raise UnsupportedParameterError(f"{', '.join(refused)}: not supported here", "leave it out")
         session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
         prompts = _prompts(call)
-        if len(prompts) * (call.n or 1) > _MOST_ANSWERS:
+        if len(prompts) * (call.n or 1) > MOST_ANSWERS:
             raise UsageError(
-                f"{len(prompts)} prompts with n = {call.n or 1}", f"ask for {_MOST_ANSWERS} answers at most"
+                f"{len(prompts)} prompts with n = {call.n or 1}", f"ask for {MOST_ANSWERS} answers at most"
             )
         contexts = [await self._find_context(session, prompt) for prompt in prompts]
         n, longest = call.n or 1, self._engine.max_model_len

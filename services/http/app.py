@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from typing import Any
@@ -15,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.http.connection import BOUNDS, Bounds, guarded
@@ -82,6 +85,9 @@ def make_app(
         """For Prometheus (`services.observability.catalog`)."""
         return Response(figures.render(), media_type=CONTENT_TYPE)
 
+    # Before the framework's own, which makes the document on the event loop: seconds, at the first call.
+    app.router.routes.insert(0, Route("/openapi.json", _document(app), include_in_schema=False))
+
     @app.exception_handler(errors.RollmeshError)
     async def on_typed_error(_: Request, error: errors.RollmeshError) -> JSONResponse:
         return error_answer(error)
@@ -111,6 +117,23 @@ def make_app(
         return Response(status_code=HTTPStatus.BAD_REQUEST)
 
     return app
+
+
+def _document(app: FastAPI) -> Callable[[Request], Awaitable[Response]]:
+    """A route of the OpenAPI document, which is made once, on a thread, when it is first asked for."""
+    making: asyncio.Task[bytes] | None = None
+
+    def make() -> bytes:
+        return json.dumps(app.openapi(), separators=(",", ":")).encode()
+
+    async def answer(_: Request) -> Response:
+        nonlocal making
+        if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
+            making = asyncio.create_task(asyncio.to_thread(make), name="OpenAPI document")
+        # A caller that goes away takes it from nobody else.
+        return Response(await asyncio.shield(making), media_type="application/json")
+
+    return answer
 
 
 def declared_errors(meanings: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:

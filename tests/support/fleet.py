@@ -40,6 +40,7 @@ class Fleet:
         self._mesh = ["--run-id", run_id, "--redis-url", redis_url, "--config", str(folder / "run.toml")]
         self._model = model
         self._stacks: dict[str, AsyncExitStack] = {}
+        self._gateway: Child | None = None
         (folder / "run.toml").write_text(dump_settings(settings))
 
     async def start(self, server_id: str, *, engine: str = "torch", wait: bool = True) -> None:
@@ -61,8 +62,12 @@ class Fleet:
         self.gateway_url = f"http://127.0.0.1:{free_port()}"
         command = [*PYTHON, "services", "gateway", *self._mesh, "--port", self.gateway_url.rpartition(":")[2]]
         stack = self._stacks["gateway"] = AsyncExitStack()
-        child = await stack.enter_async_context(running("gateway", command, self._folder))
+        self._gateway = child = await stack.enter_async_context(running("gateway", command, self._folder))
         await child.until(lambda: self._answers(f"{self.gateway_url}/readyz"), READY_WITHIN_S)
+
+    def processes(self) -> dict[str, Child]:
+        """The servers and the gateway."""
+        return self.servers | ({} if self._gateway is None else {"gateway": self._gateway})
 
     async def kill(self, server_id: str) -> None:
         """kill -9, and gone."""
