@@ -8,7 +8,9 @@ in `request.state.body`, which an endpoint may delete.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,8 +21,10 @@ from pydantic import BaseModel, ValidationError
 from starlette.routing import request_response
 
 from rollout_server.api.request_names import name_call
+from services.host.process import give_memory_back
 from services.http.app import declared_errors
 
+_LARGE = 1 << 20
 T = TypeVar("T")
 Ready = Callable[[], T]
 """Gives a route one part of the server. Raises NotReadyError before the engine is up."""
@@ -65,6 +69,9 @@ class TypedRoute(APIRoute):
                 request.state.body = b"".join([chunk async for chunk in request.stream()])
                 self.check_body(request.state.body)
                 arguments[body_name] = _parse(model, request.headers.get("content-type", ""), request.state.body)
+                if len(request.state.body) > _LARGE:
+                    # What reading it took, before as much is taken to answer it.
+                    await asyncio.to_thread(give_memory_back)
             response: Response = await endpoint(**arguments)
             return response
 
@@ -86,6 +93,10 @@ def _parse(model: type[BaseModel], content_type: str, payload: bytes) -> BaseMod
     # Any other type can be sent by a web page without asking: it must not reach a service on loopback.
     if not content_type.startswith("application/json"):
         raise RequestValidationError([{"loc": ("header", "content-type"), "msg": "must be application/json"}])
+    if len(payload) > _LARGE:
+        # Pydantic's own parser makes three copies of a long text on its way. What is wrong it says better.
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValidationError):
+            return model.model_validate(msgspec.json.decode(payload))
     try:
         return model.model_validate_json(payload)
     except ValidationError as error:

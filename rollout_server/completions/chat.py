@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 import msgspec
@@ -44,13 +45,16 @@ Rendered = TypeVar("Rendered")
 
 
 class ChatCalls:
-    """Makes chat completions over one engine. `model`: the name that answers carry."""
+    """Makes chat completions over one engine. `model`: the name that answers carry. `large`: works on large calls."""
 
-    def __init__(self, engine: Engine, chat: ChatRenderer, texts: chunks.TokenTexts, model: str) -> None:
+    def __init__(
+        self, engine: Engine, chat: ChatRenderer, texts: chunks.TokenTexts, model: str, large: Executor
+    ) -> None:
         self._engine = engine
         self._chat = chat
         self._texts = texts
         self._model = model
+        self._large = large
 
     async def produce(self, call: ChatCall, answer_context: AnswerContext) -> None:
         """Generate and capture the answer to `call`.
@@ -66,7 +70,7 @@ class ChatCalls:
         n, longest = call.n or 1, self._engine.max_model_len
         if len(call.messages) >= longest > 0:  # a message takes a token at least
             raise ContextLengthError(len(call.messages), longest, at_least=True)
-        messages, digests = await _aside(call.messages, lambda: _read(call), _LONG_TO_READ)
+        messages, digests = await self._aside(call.messages, lambda: _read(call), _LONG_TO_READ)
         offered = call.tools if call.tool_choice != "none" else None
         tools = [tool.model_dump(exclude_none=True) for tool in offered] if offered else None
         context = await self._find_context(session, call, messages, digests, tools)
@@ -118,16 +122,30 @@ class ChatCalls:
             node = match.node
             before = path(node)[: node.end - len(node.sampled)]
             new = messages[match.new_from :]
-            extended = await _aside(
+            extended = await self._aside(
                 call.messages[match.new_from :],
                 lambda: self._chat.extend(before, list(node.sampled), new, tools),
             )
             if extended is not None:
                 return Context(extended, node, None)
             reason = "template"
-        rendered = await _aside(call.messages, lambda: self._chat.render(messages, tools))
+        rendered = await self._aside(call.messages, lambda: self._chat.render(messages, tools))
         # A template may be so regular that a whole rendering extends what was captured, token for token.
         return Context(rendered, session.capture.find(rendered), reason)
+
+    async def _aside(
+        self, messages: Sequence[ChatMessage], work: Callable[[], Rendered], long: int = LONG_TEXT
+    ) -> Rendered:
+        """Do the work of some messages, on a thread if it is that of more than `long` characters.
+
+        What a session has captured is only looked at on the event loop.
+        """
+        size = sum(map(_size, messages))
+        if size <= long:
+            return work()
+        if size > _LARGE:
+            return await asyncio.get_running_loop().run_in_executor(self._large, work)
+        return await asyncio.to_thread(work)
 
     def _said(
         self, session: Session, messages: Sequence[Message], context: Context, answers: Sequence[ParsedAnswer]
@@ -152,14 +170,7 @@ def _read(call: ChatCall) -> tuple[list[Message], list[bytes]]:
 _A_MESSAGE = 64
 """Characters whose work is that of a message's own."""
 _LONG_TO_READ = 8 * LONG_TEXT
-
-
-async def _aside(messages: Sequence[ChatMessage], work: Callable[[], Rendered], long: int = LONG_TEXT) -> Rendered:
-    """Do the work of some messages, on a thread if it is that of more than `long` characters.
-
-    What a session has captured is only looked at on the event loop.
-    """
-    return await asyncio.to_thread(work) if sum(map(_size, messages)) > long else work()
+_LARGE = 64 * LONG_TEXT
 
 
 def _size(message: ChatMessage) -> int:

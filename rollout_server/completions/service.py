@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rollout_server.chat.renderer import ChatRenderer, ToolRules
@@ -26,11 +27,13 @@ class CompletionServices:
         self._model = model
         self._settings = settings
         self._loading: asyncio.Task[ChatRenderer] | None = None
+        # One thread for all that is large: each has a heap of its own, and would keep as much as it ever needed.
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="large chats")
 
     async def chat(self) -> ChatCalls:
         """Raises UsageError for a folder or a renderer name that cannot be used."""
         chat = await self._load()
-        return ChatCalls(self._engine, chat, TokenTexts(chat.table), self._model.name)
+        return ChatCalls(self._engine, chat, TokenTexts(chat.table), self._model.name, self._large)
 
     async def text(self) -> CompletionCalls:
         """Raises UsageError for a folder or a renderer name that cannot be used."""

@@ -219,7 +219,8 @@ class Answers:
             if not answer.ended:
                 answer.end(NotReadyError("the server is shutting down", "use another server"))
         except RollmeshError as error:
-            answer.end(error)
+            # Without the frames that it came through: they hold the call, for as long as the answer holds the error.
+            answer.end(error.with_traceback(None))
         except Exception as error:  # noqa: BLE001 - a bug: logged with its traceback, and raised to the listeners
             _log.exception("an answer failed")
             answer.end(RollmeshError(f"the server failed on this call ({type(error).__name__})", "see its log"))

@@ -1,4 +1,4 @@
-"""Process start-up: glibc's tunables for huge pages and non-temporal copies, and quick imports of large libraries.
+"""The process: glibc's tunables for huge pages and non-temporal copies, quick imports of large libraries, free memory.
 
 glibc reads GLIBC_TUNABLES once, when a process starts, so a process that needs other values executes itself again.
 
@@ -12,13 +12,14 @@ glibc's own threshold is a guess from the cache size, and far too high in virtua
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 VARIABLE = "GLIBC_TUNABLES"
@@ -58,6 +59,12 @@ def begin_again_with_tunables() -> None:
     asking = tunables_to_ask(os.environ, c_library, platform.machine(), offer)
     if asking is not None:
         os.execve(sys.executable, sys.orig_argv, os.environ | {VARIABLE: asking})
+
+
+def give_memory_back() -> None:
+    """Return what is free to the system, where glibc would keep it: a few ms. For after something large; not on a loop."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 _LOUD = ("transformers",)

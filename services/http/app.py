@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.host.process import give_memory_back
 from services.http.connection import BOUNDS, Bounds, guarded
 from services.observability.catalog import SERVICE_BUILD, SERVICE_NOT_READY
 from services.observability.metrics import CONTENT_TYPE, Metrics, Reading
@@ -90,7 +91,8 @@ def make_app(
 
     @app.exception_handler(errors.RollmeshError)
     async def on_typed_error(_: Request, error: errors.RollmeshError) -> JSONResponse:
-        return error_answer(error)
+        # Its traceback is of no use any more, and would keep all that the call held until the next full collection.
+        return error_answer(error.with_traceback(None))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(_: Request, error: HTTPException) -> JSONResponse:
@@ -288,10 +290,14 @@ def error_event(error: errors.RollmeshError) -> bytes:
     return b"data: " + bytes(error_answer(error).body) + b"\n\n"
 
 
+_LARGE_BODY = 1 << 22
+
+
 class BodyLimit:
     """ASGI middleware that limits request bodies, so that one call cannot exhaust a service's memory.
 
     Reading more than `limit_bytes` raises BodyTooLargeError. A body with a declared length is refused at its first read.
+    After a large one its memory is given back: else each could leave as much behind, for the next to come on top.
     """
 
     def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
@@ -315,4 +321,8 @@ class BodyLimit:
                 raise errors.BodyTooLargeError(self._limit_bytes)
             return message
 
-        await self._app(scope, receive_some, send)
+        try:
+            await self._app(scope, receive_some, send)
+        finally:
+            if read >= _LARGE_BODY:
+                await asyncio.to_thread(give_memory_back)
