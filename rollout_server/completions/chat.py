@@ -48,7 +48,7 @@ class ChatCalls:
     """Makes chat completions over one engine. `model`: the name that answers carry. `large`: works on large calls."""
 
     def __init__(
-        self, engine: Engine, chat: ChatRenderer, texts: chunks.TokenTexts, model: str, large: Executor
+        self, engine: Engine, chat: ChatRenderer, texts: chunks.TokenTexts, model: str, large: Executor | None = None
     ) -> None:
         self._engine = engine
         self._chat = chat
