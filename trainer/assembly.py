@@ -26,7 +26,7 @@ from services.run_store.stream import TrajectoryReader
 from services.security.permissions import Keys
 from services.security.tls import PLAIN, Tls
 from services.wire.errors import UsageError
-from services.wire.tokenizer_digest import vocabulary_digest
+from services.wire.trajectory import vocabulary_digest
 from trainer.checkpoint.attempts import Attempts
 from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake

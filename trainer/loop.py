@@ -32,8 +32,8 @@ from services.wire.trajectory import Trajectory
 from trainer.checkpoint.attempts import LOG_DEADLINE_S, Attempts, Made, drops_of
 from trainer.checkpoint.checkpoint import KEEP, Snapshot, good_versions, save, snapshot
 from trainer.checkpoint.step_log import StepLog, StepRecord
-from trainer.data.stream_reader import Arrivals, Intake
-from trainer.data.tally import stream_order
+from trainer.data.stream_reader import Intake
+from trainer.data.tally import Arrivals, stream_order
 from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.metrics.files import RunRecords
 from trainer.metrics.step import outcome, step_metrics

@@ -39,7 +39,7 @@ def weight_bus(
 ) -> None:
     from services.http.app import Stop, serve
     from services.http.startup import read_context
-    from services.policies.fleet_policy import FleetPolicy
+    from services.policies.fleet.policy import FleetPolicy
     from services.security.keys import read_key
 
     context = read_context(

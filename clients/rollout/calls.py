@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
 
-from services.wire import rollout_api, runner_api, session_api
+from services.wire import rollout_api, session_api
 from services.wire.errors import WireError
 from services.wire.gateway_api import CALL_HEADER
 
@@ -78,16 +78,16 @@ def run_state() -> Call[rollout_api.RunState]:
     return _get("/run", rollout_api.RunState)
 
 
-def join_runner(runner: runner_api.Runner) -> Call[runner_api.RunnerLease]:
-    return Call("POST", "/runners", _json(runner), runner_api.RunnerLease.model_validate_json)
+def join_runner(runner: rollout_api.Runner) -> Call[rollout_api.RunnerLease]:
+    return Call("POST", "/runners", _json(runner), rollout_api.RunnerLease.model_validate_json)
 
 
-def renew_runner(runner: runner_api.Runner) -> Call[runner_api.RunnerLease]:
-    answer = runner_api.RunnerLease.model_validate_json
+def renew_runner(runner: rollout_api.Runner) -> Call[rollout_api.RunnerLease]:
+    answer = rollout_api.RunnerLease.model_validate_json
     return Call("POST", "/runners/heartbeat", _json(runner), answer, LEASE_TIMEOUT_S)
 
 
-def leave_runner(runner: runner_api.Runner) -> Call[None]:
+def leave_runner(runner: rollout_api.Runner) -> Call[None]:
     return Call("POST", "/runners/leave", _json(runner), lambda _: None, LEASE_TIMEOUT_S)
 
 

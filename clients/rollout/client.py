@@ -23,7 +23,7 @@ from clients.rollout import calls
 from clients.rollout.transport import Transport
 from services.observability.tracing import NO_TRACING, Tracing
 from services.security.tls import PUBLIC, Trust
-from services.wire import rollout_api, runner_api, session_api
+from services.wire import rollout_api, session_api
 
 
 class RolloutClient:
@@ -87,15 +87,15 @@ class RolloutClient:
         """How far the run is. `patience_s` overrides the client's, for waiting until a server has started."""
         return await self._transport.call(calls.run_state(), patience_s)
 
-    async def join_runner(self, runner: runner_api.Runner) -> runner_api.RunnerLease:
+    async def join_runner(self, runner: rollout_api.Runner) -> rollout_api.RunnerLease:
         """Take a runner's name; the groups of an earlier process of that name are given up."""
         return await self._transport.call(calls.join_runner(runner))
 
-    async def renew_runner(self, runner: runner_api.Runner) -> runner_api.RunnerLease:
+    async def renew_runner(self, runner: rollout_api.Runner) -> rollout_api.RunnerLease:
         """Keep the runner's groups for another lease. Raises ConflictError where another process has its name."""
         return await self._transport.call(calls.renew_runner(runner))
 
-    async def leave_runner(self, runner: runner_api.Runner) -> None:
+    async def leave_runner(self, runner: rollout_api.Runner) -> None:
         """The runner ends: its groups are given up at once."""
         await self._transport.call(calls.leave_runner(runner))
 

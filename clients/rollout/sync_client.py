@@ -19,7 +19,7 @@ from clients.rollout import calls
 from clients.rollout.calls import AnswerT, Call
 from clients.rollout.transport import ServerUnreachableError, first_pause_s, headers, pause, worth_repeating
 from services.security.tls import PUBLIC, Trust
-from services.wire import rollout_api, runner_api, session_api
+from services.wire import rollout_api, session_api
 from services.wire.error_answer import typed_error
 from services.wire.errors import RollmeshError
 
@@ -63,13 +63,13 @@ class SyncRolloutClient:
     def run_state(self, patience_s: float | None = None) -> rollout_api.RunState:
         return self._call(calls.run_state(), patience_s)
 
-    def join_runner(self, runner: runner_api.Runner) -> runner_api.RunnerLease:
+    def join_runner(self, runner: rollout_api.Runner) -> rollout_api.RunnerLease:
         return self._call(calls.join_runner(runner))
 
-    def renew_runner(self, runner: runner_api.Runner) -> runner_api.RunnerLease:
+    def renew_runner(self, runner: rollout_api.Runner) -> rollout_api.RunnerLease:
         return self._call(calls.renew_runner(runner))
 
-    def leave_runner(self, runner: runner_api.Runner) -> None:
+    def leave_runner(self, runner: rollout_api.Runner) -> None:
         self._call(calls.leave_runner(runner))
 
     def open_session(self, body: session_api.OpenSession) -> session_api.SessionOpened:

@@ -25,7 +25,7 @@ from clients.rollout.client import RolloutClient
 from clients.rollout.transport import ServerUnreachableError
 from services.security.tls import Trust
 from services.wire.errors import ConflictError, NotReadyError, RollmeshError, UsageError
-from services.wire.runner_api import Runner, RunnerLease
+from services.wire.rollout_api import Runner, RunnerLease
 
 _BEATS_A_LEASE = 4
 _AGAIN_S = 0.25

@@ -1,4 +1,4 @@
-"""The leases of environment runners (bodies in `services.wire.runner_api`): join a run, be heard of, leave."""
+"""The leases of environment runners (bodies in `services.wire.rollout_api`): join a run, be heard of, leave."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from rollout_server.api.typed_route import ERRORS, Ready, TypedRoute, answer
 from rollout_server.lifecycle.runners import RunnerWatch
 from rollout_server.sessions.access import Access
-from services.wire.runner_api import Runner, RunnerLease
+from services.wire.rollout_api import Runner, RunnerLease
 
 
 def runner_routes(access: Ready[Access], runners: Ready[RunnerWatch]) -> APIRouter:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_server.chat.length_bound import bound_of, pieces_of
 from services.wire.errors import ContextLengthError, UsageError
-from services.wire.tokenizer_digest import vocabulary_digest
+from services.wire.trajectory import vocabulary_digest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -91,7 +91,7 @@ class Renderer:
             ) from error
 
     def vocabulary_digest(self) -> str:
-        """Names the vocabulary (`services.wire.tokenizer_digest`)."""
+        """Names the vocabulary (`services.wire.trajectory`)."""
         return vocabulary_digest(self._tokenizer.get_vocab())
 
     async def encode(self, text: str) -> list[int]:

@@ -13,8 +13,7 @@ import msgspec
 from rollout_server.engines.base import FinishReason
 from rollout_server.sessions.responses import RequestKey
 from rollout_server.sessions.session import DropCause
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import WireError
+from services.wire.errors import UNDECODABLE, WireError
 from services.wire.rollout_api import Purpose
 from services.wire.sampling import SamplingParams
 from services.wire.session_api import SessionState

@@ -23,7 +23,7 @@ from services.policies.runner_leases import Gone, RunnerLeases
 from services.run_store.discovery import ServiceRegistry
 from services.run_store.runners import RunnerRegistry
 from services.wire.errors import ConflictError, NotReadyError, RollmeshError
-from services.wire.runner_api import Runner, RunnerLease
+from services.wire.rollout_api import Runner, RunnerLease
 
 LOOK_EVERY_S = 0.5
 _WATCHED_S = 2 * LOOK_EVERY_S

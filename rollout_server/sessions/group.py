@@ -73,7 +73,7 @@ class Group:
     turns_answered: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
     """The last answers to calls for turns, by the calls' names."""
     runner: str | None = None
-    """Who plays it (`services.wire.runner_api`): it is given up when that runner is gone."""
+    """Who plays it (`services.wire.rollout_api`): it is given up when that runner is gone."""
 
     @property
     def opened_whole(self) -> bool:

@@ -25,8 +25,7 @@ from starlette.types import Scope
 from services.http.auth import bearer
 from services.run_store.keys import RunKeys
 from services.security.keys import PREFIX
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import WireError
+from services.wire.errors import UNDECODABLE, WireError
 from services.wire.gateway_api import BASE_URL_HEADER, CALL_HEADER
 
 GENERATE = "/inference/v1/generate"

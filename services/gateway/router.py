@@ -22,7 +22,7 @@ from services.config.settings import GatewaySettings
 from services.gateway.request import ProxiedCall, read_body
 from services.gateway.servers import Server, Servers
 from services.policies.routing import Candidate, block_keys, place, rendezvous
-from services.wire.decoding import UNDECODABLE
+from services.wire.errors import UNDECODABLE
 
 _BLOCK = 64
 _MOST_BLOCKS = 128

@@ -20,7 +20,7 @@ from services.gateway.request import ProxiedCall
 from services.run_store.discovery import Listed, ServerRecord, ServiceRegistry
 from services.run_store.status import WaitBoard
 from services.security.addresses import AddressRefusedError, check_url
-from services.wire.decoding import UNDECODABLE
+from services.wire.errors import UNDECODABLE
 
 _REDIS_WITHIN_S = 2.0
 _FORGIVEN_S = 10.0

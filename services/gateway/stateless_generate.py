@@ -31,8 +31,7 @@ from services.host.aio import first_failure
 from services.http.app import DONE
 from services.policies.continuation import Versions, joined_versions, rest_of
 from services.wire import vllm_api
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import ContextLengthError
+from services.wire.errors import UNDECODABLE, ContextLengthError
 from services.wire.gateway_api import CALL_HEADER
 
 _answer = msgspec.json.Decoder(vllm_api.GenerateAnswer)

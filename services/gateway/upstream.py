@@ -20,9 +20,15 @@ from services.gateway.servers import Server
 from services.policies.blame import Loss, is_suspect
 from services.security.addresses import AddressRefusedError, check_resolved
 from services.security.tls import PUBLIC, Trust
-from services.wire.decoding import UNDECODABLE
 from services.wire.error_answer import typed_error
-from services.wire.errors import DrainingError, HeldElsewhereError, NotReadyError, RollmeshError, UsageError
+from services.wire.errors import (
+    UNDECODABLE,
+    DrainingError,
+    HeldElsewhereError,
+    NotReadyError,
+    RollmeshError,
+    UsageError,
+)
 from services.wire.gateway_api import OWNER_URL_HEADER
 
 _CONNECT_WITHIN_S = 2.0

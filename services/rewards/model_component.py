@@ -24,8 +24,7 @@ from services.rewards.component import Score, settle
 from services.rewards.sandbox.protocol import Sample
 from services.security.keys import read_key
 from services.security.tls import PUBLIC, Trust
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import RollmeshError, UntrustedError, WireError
+from services.wire.errors import UNDECODABLE, RollmeshError, UntrustedError, WireError
 
 _log = structlog.get_logger()
 _CONNECT_WITHIN_S = 5.0

@@ -28,8 +28,7 @@ from services.run_store.ledger import Accounts, Ledger
 from services.run_store.status import TrainerStatus, Wait, read_trainer_status, read_waits
 from services.security.tls import PUBLIC, Trust
 from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import DeadlineError, UsageError
+from services.wire.errors import UNDECODABLE, DeadlineError, UsageError
 
 PART_WITHIN_S = 2.0
 COLLECT_AGAIN_S = 2.2

@@ -34,8 +34,7 @@ from services.supervisor.launch_plan import LaunchPlan, MeshPorts, PortReservati
 from services.supervisor.live_view import Observer, View, read_engine
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, ServiceFailedError
 from services.supervisor.summary import Summary, read_report, summarise, write_summary
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import RollmeshError
+from services.wire.errors import UNDECODABLE, RollmeshError
 from services.wire.run_metrics import EvaluationReport, TrainerReport
 
 STOP_DEADLINE_S = 8.0

@@ -13,8 +13,7 @@ from services.config.settings import RunSettings
 from services.host.files import write_whole
 from services.host.run_folder import RunFolder
 from services.run_store.ledger import Accounts
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import WireError
+from services.wire.errors import UNDECODABLE, WireError
 from services.wire.rollout_api import EngineReport
 from services.wire.run_metrics import EvaluationReport, TrainerReport
 

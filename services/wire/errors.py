@@ -6,6 +6,12 @@ HTTP answer. Anything else that escapes is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import msgspec
+
+UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec's decoders raise for bytes from outside: other bytes than the schema's, text that is not UTF-8, and nesting
+deeper than the interpreter's stack. Whoever decodes them makes typed errors of all of it."""
+
 
 class RollmeshError(Exception):
     """Something went wrong at run time. The command line exits with 1; a service answers `status`.

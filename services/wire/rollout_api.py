@@ -23,7 +23,7 @@ Purpose = Literal["train", "evaluate"]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 RunnerId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}/[A-Za-z0-9]{8,64}$")]
-"""An environment runner: `name/incarnation` (`services.wire.runner_api`)."""
+"""An environment runner: `name/incarnation` (`Runner` below)."""
 
 
 class SamplingBody(Body):
@@ -186,3 +186,30 @@ class ErrorBody(BaseModel):
     """Every error answer of every service."""
 
     error: ErrorDetail
+
+
+# Leases of environment runners: who plays the groups that name a runner, and whether it lives.
+#
+#     POST /runners ──► POST /runners/heartbeat, several times a lease ──► POST /runners/leave
+#
+# A runner has a name, unique in the run, and an incarnation, new in each process. Its groups are given up when it leaves,
+# when it falls silent for a lease, and when another incarnation joins under its name.
+
+
+class Runner(Body):
+    """What each call says: who it is from."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    incarnation: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]{8,64}$")]
+
+    @property
+    def runner_id(self) -> str:
+        """How groups name it."""
+        return f"{self.name}/{self.incarnation}"
+
+
+class RunnerLease(Body):
+    """The answer to joining and to heartbeats."""
+
+    lease_s: float
+    """Seconds for which the runner may be silent."""

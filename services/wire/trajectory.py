@@ -14,14 +14,15 @@ exactly one span and no other position lies in any; spans are in order and name 
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import WireError
+from services.wire.errors import UNDECODABLE, WireError
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.sampling import KvPolicy, SamplingParams
 
@@ -110,7 +111,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     task_id: str = ""
     metadata: dict[str, str] = msgspec.field(default_factory=dict)
     tokenizer: str = ""
-    """Digest of the vocabulary that its ids are of (`services.wire.tokenizer_digest`); empty where its writer has none."""
+    """Digest of the vocabulary that its ids are of (`services.wire.trajectory`); empty where its writer has none."""
     server_id: str
     opened_at: float
     """Unix seconds."""
@@ -214,3 +215,17 @@ def _check_segment(name: str, segment: Segment, samplings: int) -> None:
 
 def _fields(span: VersionSpan) -> tuple[int, int, int]:
     return span.start, span.length, span.version
+
+
+def vocabulary_digest(vocabulary: Mapping[str, int]) -> str:
+    """Names a vocabulary: two processes with the same digest mean the same by a token id.
+
+    32 hexadecimal digits, of all tokens with their ids (added ones included), in whatever order they are given.
+
+    Not of the file: a tokenizer that is saved again by another version of its library is the same vocabulary.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for token, number in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
+        written = token.encode("utf-8", "surrogatepass")
+        digest.update(b"%d %d " % (number, len(written)) + written)
+    return digest.hexdigest()

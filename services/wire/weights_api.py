@@ -14,7 +14,7 @@ from services.wire.rollout_api import Body, TokenId
 EngineState = Literal[
     "pending", "staging", "prepared", "committing", "committed", "rolling_back", "rolled_back", "failed"
 ]
-"""One engine within one update; `services.policies.fleet_commit` has the state diagram."""
+"""One engine within one update; `services.policies.fleet.commit` has the state diagram."""
 
 UpdateState = Literal["staging", "held", "prepared", "committed", "failed", "superseded", "cancelled", "rolled_back"]
 SETTLED: tuple[UpdateState, ...] = ("committed", "failed", "superseded", "cancelled", "rolled_back")

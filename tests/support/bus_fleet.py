@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 
 from services.http.app import Stop, make_app
 from services.observability.tracing import NO_TRACING, Tracing
-from services.policies.fleet_policy import BARRIER, FleetPolicy
+from services.policies.fleet.policy import BARRIER, FleetPolicy
 from services.security.permissions import NO_KEYS, Keys
 from services.wire.errors import ConflictError
 from services.wire.weights_api import CommitAnswer, CommitCall, DigestAnswer, RollbackCall, StageAnswer

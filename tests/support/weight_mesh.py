@@ -13,7 +13,7 @@ from multiprocessing.context import ForkServerProcess
 import httpx
 
 from services.host.files import remove_shm_files
-from services.policies.fleet_policy import FleetPolicy
+from services.policies.fleet.policy import FleetPolicy
 from services.wire.errors import RollmeshError
 from services.wire.weights_api import UpdateView
 from tests.conftest import free_port

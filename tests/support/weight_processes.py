@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerProcess
 import torch
 
 from services.http.app import Stop, make_server, open_port
-from services.policies.fleet_policy import FleetPolicy
+from services.policies.fleet.policy import FleetPolicy
 from services.wire.weights_api import CommitAnswer, RollbackCall
 from tests.weight_parts import PlainTarget, SmallEngine, make_weights
 from weight_bus.client.bus_client import BusClient

@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from types import MappingProxyType
 
 import structlog
@@ -30,7 +30,7 @@ from services.run_store.patience import passes, repeated
 from services.run_store.stream import StreamEntry, TrajectoryReader, is_gone
 from services.wire.errors import NoBatchError
 from services.wire.trajectory import Trajectory
-from trainer.data.tally import Tally
+from trainer.data.tally import Arrivals, Tally
 from trainer.data.validation import Rejected, Validator, group_of
 
 _READ = 512
@@ -387,18 +387,3 @@ class Intake:
 def _extend(verdict: Verdict, more: Verdict) -> None:
     verdict.drops += more.drops
     verdict.spoiled += more.spoiled
-
-
-@dataclass
-class Arrivals:
-    """What came of the stream since the metrics line before.
-
-    `tokens`: sampled ones of the `trajectories` that were fit to be trained.
-    `dropped`: trajectories by cause, unfit ones and their siblings.
-    """
-
-    trajectories: int = 0
-    tokens: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    busy_s: float = 0.0
-    """Spent on entries, not on waiting for them."""

@@ -5,8 +5,9 @@ taken ──► in a batch ──settled──► trained: never taken again, ho
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from services.policies.balance import Durable
 from services.policies.batching import Group
@@ -68,6 +69,21 @@ class Tally:
             consumed_lately=frozenset(self._lately),
             held=frozenset(held) | frozenset(self._taken.values()),
         )
+
+
+@dataclass
+class Arrivals:
+    """What came of the stream since the metrics line before.
+
+    `tokens`: sampled ones of the `trajectories` that were fit to be trained.
+    `dropped`: trajectories by cause, unfit ones and their siblings.
+    """
+
+    trajectories: int = 0
+    tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    busy_s: float = 0.0
+    """Spent on entries, not on waiting for them."""
 
 
 def stream_order(stream_id: str) -> tuple[int, int]:

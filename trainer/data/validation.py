@@ -14,8 +14,7 @@ import msgspec
 
 from services.policies.batching import DropCause, Member, Objection
 from services.run_store.stream import StreamEntry
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import WireError
+from services.wire.errors import UNDECODABLE, WireError
 from services.wire.packed import unpack_logprobs, unpack_mask, unpack_tokens
 from services.wire.trajectory import (
     ContradictionError,

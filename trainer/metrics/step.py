@@ -10,7 +10,7 @@ from services.policies.length_stats import Lengths
 from services.wire import run_metrics
 from services.wire.trajectory import Trajectory
 from trainer.data.staleness import StalenessTally
-from trainer.data.stream_reader import Arrivals
+from trainer.data.tally import Arrivals
 
 
 def outcome(groups: Sequence[Group[Trajectory]]) -> run_metrics.BatchOutcome:

@@ -15,7 +15,7 @@ from services.http.auth import AuthMiddleware, Authorizer
 from services.observability.metrics import Metrics
 from services.observability.middleware import trace_calls
 from services.observability.tracing import NO_TRACING, Tracing
-from services.policies.fleet_policy import BARRIER, FleetPolicy
+from services.policies.fleet.policy import BARRIER, FleetPolicy
 from services.security.permissions import NO_KEYS, Keys
 from services.security.tls import PUBLIC, Trust
 from weight_bus.coordinator.coordinator import Coordinator

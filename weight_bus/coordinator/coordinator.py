@@ -19,9 +19,9 @@ import structlog
 
 from services.observability.metrics import Metrics
 from services.observability.tracing import NO_TRACE, NO_TRACING, Tracing
-from services.policies.fleet_commit import CommitMachine
-from services.policies.fleet_policy import BARRIER, FleetPolicy
-from services.policies.fleet_update import Ask, Update
+from services.policies.fleet.commit import CommitMachine
+from services.policies.fleet.policy import BARRIER, FleetPolicy
+from services.policies.fleet.update import Ask, Update
 from services.wire import weights_api
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
 from weight_bus.coordinator.engine_client import EngineClient, why_not_prepared

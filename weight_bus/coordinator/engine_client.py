@@ -12,8 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.observability.tracing import NO_TRACING, Tracing
 from services.security.tls import PUBLIC, Trust
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import RollmeshError
+from services.wire.errors import UNDECODABLE, RollmeshError
 from services.wire.weights_api import CommitAnswer, CommitCall, DigestAnswer, PauseMode, RollbackCall, StageAnswer
 from weight_bus.client.bus_client import raise_for_error
 

@@ -19,7 +19,7 @@ from typing import get_args
 
 from services.observability import catalog
 from services.observability.metrics import Metrics, Reading
-from services.policies.fleet_update import Phase
+from services.policies.fleet.update import Phase
 from services.wire.weights_api import SETTLED, EngineState, EventKind, UpdateState, WeightEvent
 
 REMEMBERED = 4096

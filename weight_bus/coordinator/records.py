@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from services.policies.fleet_update import Progress, Update
+from services.policies.fleet.update import Progress, Update
 from services.wire import weights_api
 from weight_bus.manifest.manifest import Manifest
 

@@ -15,8 +15,7 @@ import msgspec
 import structlog
 
 from services.host.files import write_whole
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import ConflictError, UsageError
+from services.wire.errors import UNDECODABLE, ConflictError, UsageError
 
 FURTHEST_AHEAD = 1_000_000_000
 """Optimizer steps beyond what is known: no run makes so many between two versions."""

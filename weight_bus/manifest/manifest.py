@@ -22,8 +22,7 @@ from typing import Literal
 
 import msgspec
 
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import WireError
+from services.wire.errors import UNDECODABLE, WireError
 from services.wire.weights_api import LAST_VERSION
 from weight_bus.errors import SignatureError
 

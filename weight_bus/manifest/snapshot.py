@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import UsageError, WireError
+from services.wire.errors import UNDECODABLE, UsageError, WireError
 from weight_bus.manifest.layout import (
     ALIGNMENT,
     DEFAULT_BUCKET_BYTES,

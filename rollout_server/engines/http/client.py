@@ -18,8 +18,8 @@ import msgspec
 from rollout_server.engines.http.wire import EngineChunk, read_chunk
 from services.security.tls import PUBLIC, Trust
 from services.wire import errors
-from services.wire.decoding import UNDECODABLE
 from services.wire.error_answer import PromptTooLongError, typed_error
+from services.wire.errors import UNDECODABLE
 from services.wire.weights_api import PauseMode
 from weight_bus.errors import StageError, TransportError
 from weight_bus.vllm.protocol import BACKEND

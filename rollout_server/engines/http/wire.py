@@ -18,8 +18,7 @@ import msgspec
 from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, join
 from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, reachable_stops
 from rollout_server.engines.vllm.convert import version_number
-from services.wire.decoding import UNDECODABLE
-from services.wire.errors import NotReadyError, RollmeshError, WireError
+from services.wire.errors import UNDECODABLE, NotReadyError, RollmeshError, WireError
 from services.wire.trajectory import VersionSpan
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}

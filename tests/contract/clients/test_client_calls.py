@@ -31,8 +31,7 @@ from services.wire.errors import (
     UnsupportedParameterError,
     WireError,
 )
-from services.wire.rollout_api import FinishGroup, OpenGroup, SamplingBody
-from services.wire.runner_api import Runner
+from services.wire.rollout_api import FinishGroup, OpenGroup, Runner, SamplingBody
 from services.wire.session_api import FinishSession, GiveReward, OpenSession
 from tests.conftest import free_port
 from tests.support.until import until

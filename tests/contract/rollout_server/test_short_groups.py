@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from services.policies.batching import Group
 from services.policies.length_stats import Lengths
 from services.run_store.stream import TrajectoryReader
-from services.wire.tokenizer_digest import vocabulary_digest
-from services.wire.trajectory import Trajectory
+from services.wire.trajectory import Trajectory, vocabulary_digest
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
 from trainer.data.stream_reader import Intake

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from services.policies.fleet_policy import FleetPolicy
+from services.policies.fleet.policy import FleetPolicy
 from services.security.permissions import Keys
 from services.wire.errors import RollmeshError, UnauthenticatedError
 from tests.support.bus_fleet import BusFleet, manifest_of

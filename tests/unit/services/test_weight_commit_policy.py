@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policies.fleet_commit import Ask, CommitMachine, Update
+from services.policies.fleet.commit import Ask, CommitMachine, Update
 from tests.support.examples import examples
 
 

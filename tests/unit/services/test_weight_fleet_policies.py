@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.policies.fleet_commit import Ask, CommitMachine
-from services.policies.fleet_policy import FleetPolicy
+from services.policies.fleet.commit import Ask, CommitMachine
+from services.policies.fleet.policy import FleetPolicy
 
 
 def fleet(policy: FleetPolicy, *names: str, version: int = 0) -> CommitMachine:

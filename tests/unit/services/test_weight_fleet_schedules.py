@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policies.fleet_commit import Ask, CommitMachine, Update
-from services.policies.fleet_policy import FleetPolicy
+from services.policies.fleet.commit import Ask, CommitMachine, Update
+from services.policies.fleet.policy import FleetPolicy
 from tests.support.examples import examples
 
 POLICIES = [

@@ -15,8 +15,7 @@ from services.policies.batching import DropCause, Member
 from services.run_store.stream import StreamEntry
 from services.wire.packed import pack_logprobs, pack_mask
 from services.wire.sampling import SamplingParams
-from services.wire.tokenizer_digest import vocabulary_digest
-from services.wire.trajectory import RewardSpan, Segment, Trajectory, VersionSpan, encode_trajectory
+from services.wire.trajectory import RewardSpan, Segment, Trajectory, VersionSpan, encode_trajectory, vocabulary_digest
 from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment
 from trainer.data.validation import Rejected, Validator, group_of

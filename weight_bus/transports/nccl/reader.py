@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from services.wire.decoding import UNDECODABLE
+from services.wire.errors import UNDECODABLE
 from weight_bus.errors import TransportError
 from weight_bus.manifest.manifest import CollectiveSource, Source
 from weight_bus.transports.base import check_range, read_in_order

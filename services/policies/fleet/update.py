@@ -1,4 +1,4 @@
-"""State of one weight update, and the questions to engines. Data only; `fleet_commit.CommitMachine` changes it."""
+"""State of one weight update, and the questions to engines. Data only; `commit.CommitMachine` changes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.policies.fleet_policy import FLIPPING, ON_THE_WAY, FleetPolicy
+from services.policies.fleet.policy import FLIPPING, ON_THE_WAY, FleetPolicy
 from services.wire.weights_api import SETTLED, EngineState, UpdateState
 
 Phase = Literal["stage", "commit", "rollback"]

@@ -1,6 +1,6 @@
 """Two-phase commit of weight updates over a fleet: who is asked what, and when.
 
-An engine within one update (the fleet policy draws the line in the middle: `fleet_policy`):
+An engine within one update (the fleet policy draws the line in the middle: `services.policies.fleet.policy`):
 
     pending ──stage──► staging ──ok──► prepared ──(policy)──commit──► committing ──ok──► committed
        │                  └──────────────────── failed ◄──────────────────┘
@@ -35,8 +35,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from services.policies.fleet_policy import BARRIER, FLIPPING, FleetPolicy
-from services.policies.fleet_update import Ask, Member, Phase, Progress, Update, finishing, in_state, judge
+from services.policies.fleet.policy import BARRIER, FLIPPING, FleetPolicy
+from services.policies.fleet.update import Ask, Member, Phase, Progress, Update, finishing, in_state, judge
 from services.wire.weights_api import EngineState, UpdateState
 
 __all__ = ["Ask", "CommitMachine", "Progress", "Update"]

@@ -1,0 +1,1 @@
+"""Rules of weight updates over a fleet of engines."""
