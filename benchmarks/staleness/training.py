@@ -112,7 +112,7 @@ class StaleTraining:
         return groups
 
     def _keep(self, *_: object) -> None:
-        self._behaviour.keep(self.version + 1, self._roles.learner.model)
+        self._behaviour.keep(self.version, self._roles.learner.model)
 
     def accuracy(self, questions: Sequence[Question], generator: torch.Generator | None) -> float:
         """Of the trainer's own policy, one answer each: sampled, or greedy without a `generator`."""

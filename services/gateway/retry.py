@@ -166,6 +166,8 @@ class _Tries:
         self._pauses = 0
         self._why: dict[str, str] = {}
         self.blame = Blame()
+        self._lost: set[str] = set()
+        """Incarnations that were counted."""
 
     def note(self, server: Server, failure: TryFailedError, call: ProxiedCall) -> bool:
         """Returns whether the agent got something from this try."""
@@ -176,7 +178,10 @@ class _Tries:
         if self._ends is None:
             self._ends = time.monotonic() + self._timeout_s
         self.failed.add(server.name)
-        self.blame = self.blame.after(failure.loss)
+        # A connection that breaks again and again to a process that lives is the network's, not this call's.
+        if failure.loss is not None and server.record.incarnation not in self._lost:
+            self._lost.add(server.record.incarnation)
+            self.blame = self.blame.after(failure.loss)
         if self._why.get(server.name) != failure.what:
             self._why[server.name] = failure.what
             _log.info("sent again", call=call.call_id, path=call.path, server=server.name, why=failure.what)

@@ -29,7 +29,9 @@ LONGEST_BLOCK_MS = 2000
 """Of a blocking read."""
 CONNECT_WITHIN_S = 2.0
 START_WITHIN_S = 40.0
-"""How long a process that starts waits for a Redis that starts too."""
+"""How long a process that starts waits for a Redis that does not answer, as in a partition."""
+_REFUSED_WITHIN_S = 5.0
+"""The same where connections are refused: nobody is there. A Redis that is started again is back by then."""
 
 _log = structlog.get_logger()
 
@@ -153,9 +155,9 @@ async def _eviction_policy(client: Redis) -> str | None:
 async def check_reachable(url: str, *, within_s: float = 0.0) -> None:
     """Raise UsageError, in one line, when no Redis answers at `url`, UntrustedError where somebody else does.
 
-    `within_s`: for so long one that is starting is waited for.
+    `within_s`: for so long one that does not answer is waited for; one that refuses connections for less.
     """
-    shown, ends = without_password(url), time.monotonic() + within_s
+    shown, began = without_password(url), time.monotonic()
     try:
         client = _impatient(url)
     except ValueError as error:
@@ -175,14 +177,15 @@ async def check_reachable(url: str, *, within_s: float = 0.0) -> None:
                 named = parse_qs(urlsplit(url).query).get(_AUTHORITY, [])
                 if (refused := Trust(Path(named[0]) if named else None).refusal(shown, error)) is not None:
                     raise refused from error
-                if time.monotonic() >= ends:
+                refusing = isinstance(error.__context__, ConnectionRefusedError)
+                if time.monotonic() - began >= (min(within_s, _REFUSED_WITHIN_S) if refusing else within_s):
                     raise UsageError(
                         f"no Redis answers at {shown} ({error})",
                         "start one there, or leave --redis-url out for the embedded one",
                     ) from error
-                if not waiting:
+                if not waiting and not refusing:
                     _log.warning("waiting for Redis", redis=shown, for_s=within_s, why=str(error))
-                waiting = True
+                waiting = waiting or not refusing
                 await asyncio.sleep(0.1)
     finally:
         await client.aclose()

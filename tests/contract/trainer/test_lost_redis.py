@@ -116,5 +116,13 @@ async def test_a_run_goes_on_wherever_the_file_was_cut(valkey_to_cut: CutValkey,
             if left[-1] == "after":
                 break
         assert not {f"g{ordinal}" for ordinal in range(5)} & set(left)
-        accounts = await balanced(bench, trained=2 * (5 + len(left)), dropped=0)
-        assert accounts.opened_groups - accounts.dropped_groups == 5 + len(left)
+        await balanced(bench, trained=2 * (5 + len(left)), dropped=0)
+        consumed = {*left, *(f"g{ordinal}" for ordinal in range(5))}
+        account = RunAccount(bench.redis, bench.run_id)
+        async with asyncio.timeout(20.0):
+            while True:
+                # What fell behind the cut half-way is still open in Redis: a server would end it again.
+                counted = (await account.count()).counted
+                if counted.opened_groups - counted.dropped_groups == len(consumed) + len(counted.standing - consumed):
+                    break
+                await asyncio.sleep(0.05)
