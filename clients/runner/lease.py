@@ -56,6 +56,10 @@ class Lease:
         self._over = threading.Event()
 
     async def __aenter__(self) -> Lease:
+        # Here, and not by the thread: a module that two threads begin to import may be seen half made by one of them.
+        from clients.rollout.sync_client import SyncRolloutClient
+
+        self._blocking = SyncRolloutClient
         self._lease_s = (await self._join()).lease_s
         self._loop = asyncio.get_running_loop()
         self._taken: asyncio.Future[None] = self._loop.create_future()
@@ -97,14 +101,11 @@ class Lease:
 
     def _renew(self) -> None:
         """The thread: heartbeats until the block ends."""
-        # Imported here: what brings the blocking client along would hold up the start of every environment.
-        from clients.rollout.sync_client import SyncRolloutClient
-
         urls, at, failing = [client.url for client in self._clients], 0, False
         pause_s = self._lease_s / _BEATS_A_LEASE
         while not self._over.wait(pause_s):
             try:
-                with SyncRolloutClient(urls[at], api_key=self._api_key, patience_s=0.0, trust=self._trust) as client:
+                with self._blocking(urls[at], api_key=self._api_key, patience_s=0.0, trust=self._trust) as client:
                     while not self._over.is_set():
                         pause_s = client.renew_runner(self.runner).lease_s / _BEATS_A_LEASE
                         failing = False

@@ -92,7 +92,9 @@ class World:
                 self._judge(ask)
             assert ask.phase == "rollback" or ask.version not in self.told_failed, f"{ask}, which has failed"
             self.asks.append((ask, engine))
-        self.told_failed |= {update.version for update in self.updates if update.final and update.state == "failed"}
+        # A version that was asked for again is another update, and the earlier one stays failed.
+        newest = {update.version: update for update in self.updates}
+        self.told_failed |= {each.version for each in newest.values() if each.final and each.state == "failed"}
 
     def _judge(self, ask: Ask) -> None:
         update = self.machine.current
