@@ -10,10 +10,9 @@ from redis.exceptions import RedisError
 
 from rollout_server.api.bus_weight_updates import ServedWeights
 from rollout_server.api.engine_admin import admin_routes, engine_routes
-from rollout_server.api.groups import group_routes, report_routes
+from rollout_server.api.groups import group_routes, report_routes, runner_routes
 from rollout_server.api.openai import completion_routes, model_routes
 from rollout_server.api.prompt_size import PromptSize
-from rollout_server.api.runners import runner_routes
 from rollout_server.api.sessions import session_routes
 from rollout_server.api.trajectories import trajectory_routes
 from rollout_server.api.typed_route import ERRORS, Ready

@@ -2,7 +2,7 @@
 
 For each kind of fault one run of the mesh with two servers, in which the fault is made several times, each at a random
 moment after the killed process has lived long enough to be started again at once. The figure is the longest gap between
-two optimizer steps that follows a fault, less the run's median gap (`benchmarks.faults.gaps`). For the trainer, which is
+two optimizer steps that follows a fault, less the run's median gap (`excesses`). For the trainer, which is
 itself what makes the steps, the time that its next process needs to import and to load the model is taken off as well.
 
 At its end each run must balance: every published trajectory was trained once or dropped, no step is missing or made twice,
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,6 @@ import msgspec
 import typer
 from rich.table import Table
 
-from benchmarks.faults.gaps import excesses, median_gap
 from benchmarks.faults.mesh import MeshUnderFaults, RedisLink, logged_at, mesh_under_faults, redis_behind_link
 from benchmarks.harness.command import Say, run_measurement, show
 from benchmarks.harness.processes import versions
@@ -234,3 +234,35 @@ def _table(bench: FaultsBench) -> Table:
         f"{name} {number}" for name, number in bench.versions.items()
     )
     return table
+
+
+# What a fault costs: the longest gap between two optimizer steps after it, less the median gap of the run.
+#
+#     steps    │ │ │ │ │            │ │ │ │ │ │ │
+#                      ▲ ◄── gap ──►
+#                      fault                        the next fault, or the end
+#
+# A fault may show late (the trainer has batches left when their sources die), so all gaps up to the next fault count.
+
+
+def median_gap(steps: Sequence[float]) -> float:
+    """Seconds between two steps, the median. `steps`: Unix seconds, in order. Raises ValueError for less than two."""
+    if len(steps) < 2:
+        raise ValueError(f"{len(steps)} steps have no gap")
+    return statistics.median(after - before for before, after in pairwise(steps))
+
+
+def excesses(steps: Sequence[float], faults: Sequence[float]) -> list[float]:
+    """Seconds that each fault added to the longest gap after it. `faults`: Unix seconds, in order.
+
+    Raises ValueError for a fault that no step followed before the next one.
+    """
+    usual = median_gap(steps)
+    ends = [*faults[1:], float("inf")]
+    found = []
+    for fault, end in zip(faults, ends, strict=True):
+        gaps = [after - before for before, after in pairwise(steps) if after > fault and before < end]
+        if not gaps:
+            raise ValueError(f"no step followed the fault at {fault:.3f}")
+        found.append(max(gaps) - usual)
+    return found

@@ -1,4 +1,7 @@
-"""The group API: open, generate turns, finish; and the state of run and engine (`services.wire.rollout_api`)."""
+"""The group API: open, generate turns, finish; leases of runners, which play groups; the state of run and engine.
+
+Bodies: `services.wire.rollout_api`.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,13 @@ from rollout_server.engines.base import Engine
 from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.finish import Finisher
 from rollout_server.lifecycle.open import SessionOpener
+from rollout_server.lifecycle.runners import RunnerWatch
 from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
 from services.run_store.ledger import Ledger
 from services.wire import rollout_api
+from services.wire.rollout_api import Runner, RunnerLease
 
 
 def group_routes(
@@ -140,5 +145,31 @@ def report_routes(
                 http_cpu_s=http_cpu_s(),
             )
         )
+
+    return router
+
+
+def runner_routes(access: Ready[Access], runners: Ready[RunnerWatch]) -> APIRouter:
+    """Routes that runners call, at any server of the run."""
+    router = APIRouter(prefix="/runners", route_class=TypedRoute, tags=["rollout"], responses=ERRORS)
+
+    @router.post("", response_model=RunnerLease)
+    async def join(call: Runner, request: Request) -> Response:
+        """Take a name. The groups of an earlier process of that name are given up."""
+        access().require_agent(request)
+        return answer(await runners().join(call))
+
+    @router.post("/heartbeat", response_model=RunnerLease)
+    async def heartbeat(call: Runner, request: Request) -> Response:
+        """Keep the runner's groups for another lease; 409 where another process has its name."""
+        access().require_agent(request)
+        return answer(await runners().renew(call))
+
+    @router.post("/leave", status_code=204)
+    async def leave(call: Runner, request: Request) -> Response:
+        """The runner ends: its groups are given up at once."""
+        access().require_agent(request)
+        await runners().leave(call)
+        return Response(status_code=204)
 
     return router

@@ -15,7 +15,7 @@ from rollout_server.api.typed_route import Ready
 from rollout_server.chat.length_bound import PIECE
 from rollout_server.chat.tokenizer import Renderer
 from rollout_server.completions.text import MOST_ANSWERS
-from services.wire.errors import ContextLengthError
+from services.wire.errors import UNDECODABLE, ContextLengthError
 
 LARGE_BODY = 1 << 18
 """Bytes below which a body is no matter."""
@@ -63,7 +63,7 @@ class PromptSize:
             return
         try:
             said = _prompts.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except UNDECODABLE:
             return
         if len(said.messages) >= longest:
             raise ContextLengthError(len(said.messages), longest, at_least=True)

@@ -29,7 +29,7 @@ from rollout_server.chat.template import ChatTemplate, Tail
 from rollout_server.chat.text_tools import OPENING, TextFormat
 from rollout_server.chat.tokenizer import Encoder, QuickTokenizer, no_limit
 from services.wire.errors import ContextLengthError, UsageError
-from services.wire.openai_fields import of_the_template
+from services.wire.openai_api import of_the_template
 
 if TYPE_CHECKING:
     from renderers import Renderer as FamilyRenderer

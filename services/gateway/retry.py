@@ -29,7 +29,7 @@ from services.gateway.servers import Server, Servers
 from services.gateway.upstream import TryFailedError, Upstream
 from services.policies.backoff import growing_delay
 from services.policies.blame import Blame, quarantine_s
-from services.wire.errors import DeadlineError, NotReadyError, RollmeshError, StallsServersError
+from services.wire.errors import UNDECODABLE, DeadlineError, NotReadyError, RollmeshError, StallsServersError
 from services.wire.gateway_api import CALL_HEADER
 
 _FIRST_PAUSE_S = 0.05
@@ -230,5 +230,5 @@ def sessions_of(call: ProxiedCall) -> list[str]:
         return []
     try:
         return [turn.session_id for turn in _turns.decode(call.body).turns]
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNDECODABLE:
         return []

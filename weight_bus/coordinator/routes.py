@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -9,9 +11,9 @@ from starlette.responses import StreamingResponse
 
 from services.http.app import declared_errors
 from services.http.auth import Authorizer
+from services.security.addresses import AddressRefusedError, check_resolved, check_url
 from services.wire import weights_api
 from weight_bus.coordinator.coordinator import Coordinator
-from weight_bus.coordinator.engine_address import check_engine_url
 from weight_bus.coordinator.events import encode_event
 from weight_bus.coordinator.operations import FleetCalls, Snapshots
 from weight_bus.manifest.manifest import decode_manifest
@@ -167,3 +169,18 @@ def _operator_routes(router: APIRouter, coordinator: Coordinator, calls: FleetCa
     async def resume() -> weights_api.FleetAnswer:
         """Let every engine decode again."""
         return await calls.resume()
+
+
+_RESOLVED_WITHIN_S = 2.0
+
+
+async def check_engine_url(url: str) -> None:
+    """Raises AddressRefusedError for an address that no engine has, and for a name that cannot be looked up now."""
+    host, port = check_url(url)
+    try:
+        async with asyncio.timeout(_RESOLVED_WITHIN_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError, TimeoutError) as error:
+        what = f"{host}, where an engine says it is, cannot be looked up ({error!r})"
+        raise AddressRefusedError(what, "correct its --own-url, or the name service") from error
+    check_resolved(url, [str(address[0]) for *_, address in found])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.faults.gaps import excesses, median_gap
+from benchmarks.faults.run import excesses, median_gap
 
 
 def test_a_fault_costs_the_longest_gap_after_it_less_the_median_one() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.wire import openai_fields
+from services.wire import openai_api
 from services.wire.openai_api import ChatCall, CompletionCall, Sampled
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
@@ -87,12 +87,12 @@ def fields_of(path: str, name: str) -> set[str]:
 def test_every_field_of_the_installed_vllm_is_decided_upon(path: str, name: str, call: type[Sampled]) -> None:
     fields = fields_of(path, name)
     assert len(fields) > 40
-    decided = {*call.model_fields, *openai_fields.IGNORED, *openai_fields.REFUSED}
-    assert fields - decided == set(), "say in services/wire/openai_fields.py what becomes of them"
+    decided = {*call.model_fields, *openai_api.IGNORED, *openai_api.REFUSED}
+    assert fields - decided == set(), "say in services/wire/openai_api.py what becomes of them"
 
 
 def test_no_field_is_decided_upon_twice() -> None:
-    ignored, refused = set(openai_fields.IGNORED), set(openai_fields.REFUSED)
+    ignored, refused = set(openai_api.IGNORED), set(openai_api.REFUSED)
     for call in CALLS:
         assert not ignored & refused and not (ignored | refused) & set(call.model_fields)
 
@@ -113,7 +113,7 @@ def test_what_means_the_same_as_nothing_is_taken(kind: type[Sampled], name: str)
 
 
 def test_zero_is_not_false() -> None:
-    assert openai_fields.refused({"prompt_logprobs": 0, "echo": False, "seed": 0}) == ["prompt_logprobs"]
+    assert openai_api.refused({"prompt_logprobs": 0, "echo": False, "seed": 0}) == ["prompt_logprobs"]
 
 
 def test_all_that_is_refused_is_named() -> None:
