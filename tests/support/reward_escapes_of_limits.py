@@ -145,7 +145,9 @@ def starts_threads(world: World) -> bool:
         for _ in range(2000):
             threading.Thread(target=time.sleep, args=(30,), daemon=True).start()
     except RuntimeError:
-        return threading.active_count() > 400
+        if threading.active_count() <= 400:
+            return False
+    # Between two looks it may have them; it may not keep them.
     time.sleep(30)
     return True
 

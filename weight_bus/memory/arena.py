@@ -27,16 +27,16 @@ __all__ = ["Arena", "populate", "private_arena", "remove_shm_files", "shared_are
 
 
 class Arena:
-    """`view`: the bytes. `path`: its file, for a shared arena. Close it when no tensor refers to it any more."""
+    """`view`: the bytes. `path`: its file, for a shared arena. Close it when no tensor refers to it any more.
 
-    def __init__(self, memory: mmap.mmap, path: Path | None = None) -> None:
+    `part`: the bytes of `memory` that it is made of, all where left out.
+    """
+
+    def __init__(self, memory: mmap.mmap, path: Path | None = None, part: slice | None = None) -> None:
         self._memory = memory
         self.path = path
-        self.view = memoryview(memory)
-
-    @property
-    def nbytes(self) -> int:
-        return len(self._memory)
+        self.view = memoryview(memory)[part or slice(None)]
+        self.nbytes = self.view.nbytes
 
     @property
     def address(self) -> int:

@@ -6,6 +6,7 @@ is read, not mapped: one that shrinks under a reader is then an error and not a 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -15,7 +16,6 @@ import re
 import stat
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from functools import cache
 from io import FileIO
 from pathlib import Path
@@ -160,6 +160,8 @@ def host_identity() -> str:
 _SEAL_FUTURE_WRITE = 0x0010
 # Missing in Python's mmap (Linux 6.1): collapse these pages into huge ones, also where files get none by default.
 _MADV_COLLAPSE = 25
+# Missing in Python's mmap: put a mapping at this very address, over what is there.
+_MAP_FIXED = 0x10
 _HUGE_PAGE = 2 << 20
 _TRIES = 8
 _NAME = "rollmesh-"
@@ -186,8 +188,8 @@ class SealedArena(Arena):
     processes; `huge`: whether the kernel put it into huge pages.
     """
 
-    def __init__(self, memory: mmap.mmap, descriptor: int, *, huge: bool) -> None:
-        super().__init__(memory)
+    def __init__(self, memory: mmap.mmap, part: slice, descriptor: int, *, huge: bool) -> None:
+        super().__init__(memory, part=part)
         self._descriptor = descriptor
         self.huge = huge
         self.link = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -208,8 +210,8 @@ def sealed_arena(nbytes: int, run_id: str) -> SealedArena:
     descriptor = os.memfd_create(f"{shm_prefix(run_id)}{uuid.uuid4().hex[:12]}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
-        memory = _map(descriptor, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
-        huge = _make_huge(memory)
+        memory, part = _map(descriptor, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        huge = _make_huge(memory, part.start, nbytes)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
     except OSError as error:
@@ -217,7 +219,7 @@ def sealed_arena(nbytes: int, run_id: str) -> SealedArena:
         if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise _full(nbytes, str(error.strerror)) from error
         raise TransportError(f"no sealed arena of {nbytes} bytes could be made ({error})") from error
-    return SealedArena(memory, descriptor, huge=huge)
+    return SealedArena(memory, part, descriptor, huge=huge)
 
 
 def _full(nbytes: int, why: str) -> UsageError:
@@ -242,13 +244,13 @@ class SealedMapping:
             self.inode = (status.st_dev, status.st_ino)
             if not _is_sealed_arena(descriptor, status) or status.st_size != length:
                 raise TransportError(f"{path} is no sealed weight arena of {length} bytes", "is the publisher gone?")
-            self._memory = _map(descriptor, length, mmap.PROT_READ)
-            _make_huge(self._memory)
+            self._memory, part = _map(descriptor, length, mmap.PROT_READ)
+            _make_huge(self._memory, part.start, length)
         except (OSError, ValueError) as error:
             raise TransportError(f"cannot map {path} ({error})") from error
         finally:
             os.close(descriptor)
-        self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
+        self._bytes = np.frombuffer(self._memory, dtype=np.uint8)[part]
 
     def read(self, offset: int, out: memoryview) -> None:
         """One copy; the interpreter lock is released meanwhile. The range must lie inside."""
@@ -259,29 +261,33 @@ class SealedMapping:
         self._memory.close()
 
 
-def _map(descriptor: int, nbytes: int, protection: int) -> mmap.mmap:
-    """A shared mapping that begins where a huge page can, as far as that can be had."""
-    with ExitStack() as fillers:
-        for _ in range(_TRIES):
-            memory = mmap.mmap(descriptor, nbytes, prot=protection)
-            beyond = _address(memory) % _HUGE_PAGE
-            if not beyond or nbytes < _HUGE_PAGE:
-                return memory
-            # Huge pages need a mapping that begins on their boundary. The kernel places mappings downwards, each in the
-            # highest gap that fits: below a filler that is larger by the misalignment, the next one is aligned.
-            memory.close()
-            fillers.enter_context(mmap.mmap(-1, beyond + -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE))
-    return mmap.mmap(descriptor, nbytes, prot=protection)
+def _map(descriptor: int, nbytes: int, protection: int) -> tuple[mmap.mmap, slice]:
+    """A shared mapping, and the part of it that is the descriptor's: huge pages need one that begins on their boundary.
+
+    So the addresses of one huge page more are taken, and the mapping put over them where it belongs. The caller owns
+    the whole. Raises OSError.
+    """
+    whole = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=protection)
+    address = _address(whole)
+    start = -address % _HUGE_PAGE
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    wanted, length = ctypes.c_void_p(address + start), ctypes.c_size_t(nbytes)
+    placed = libc.mmap(wanted, length, protection, mmap.MAP_SHARED | _MAP_FIXED, descriptor, ctypes.c_long(0))
+    if placed != wanted.value:
+        whole.close()
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return whole, slice(start, start + nbytes)
 
 
-def _make_huge(memory: mmap.mmap) -> bool:
-    """Put a mapping into huge pages: a tenth to a third faster to copy from (measured). Returns whether the kernel did.
+def _make_huge(memory: mmap.mmap, start: int, nbytes: int) -> bool:
+    """Put these bytes of a mapping into huge pages: a tenth to a third faster to copy from (measured).
 
-    A page that is in use for a moment makes the kernel stop: it is asked again.
+    Returns whether the kernel did. A page that is in use for a moment makes the kernel stop: it is asked again.
     """
     for _ in range(_TRIES):
         try:
-            memory.madvise(_MADV_COLLAPSE)
+            memory.madvise(_MADV_COLLAPSE, start, nbytes)
         except OSError as error:
             if error.errno != errno.EAGAIN:
                 return False

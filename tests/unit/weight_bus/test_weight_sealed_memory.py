@@ -18,7 +18,7 @@ HUGE_PAGE = 2 << 20
 def ragged() -> Iterator[None]:
     """An address space with gaps of many sizes, as a process has that has loaded libraries."""
     with ExitStack() as stack:
-        between = [stack.enter_context(mmap.mmap(-1, pages * mmap.PAGESIZE)) for pages in range(1, 300)]
+        between = [stack.enter_context(mmap.mmap(-1, pages * mmap.PAGESIZE)) for pages in range(1, 1500)]
         for each in between[::2]:
             each.close()
         yield
@@ -46,7 +46,7 @@ class Asked:
     def __init__(self, *answers: int) -> None:
         self.answers = list(answers)
 
-    def madvise(self, advice: int) -> None:
+    def madvise(self, advice: int, start: int, length: int) -> None:
         if self.answers:
             raise OSError(self.answers.pop(0), "not now")
 
@@ -56,4 +56,4 @@ class Asked:
     [((), True), ((errno.EAGAIN,) * 3, True), ((errno.EINVAL,), False), ((errno.EAGAIN,) * 99, False)],
 )
 def test_a_page_that_is_held_for_a_moment_is_no_refusal(answers: tuple[int, ...], huge: bool) -> None:
-    assert _make_huge(Asked(*answers)) is huge  # type: ignore[arg-type]
+    assert _make_huge(Asked(*answers), 0, HUGE_PAGE) is huge  # type: ignore[arg-type]
