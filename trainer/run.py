@@ -46,7 +46,11 @@ def train(arguments: TrainerArguments) -> int:
     with closing(Background()) as background, ExitStack() as stack:
         reaching = check_store(arguments.redis_url, within_s=START_WITHIN_S)
         background.call(reaching, "reaching Redis", START_WITHIN_S + CALL_DEADLINE_S)
-        return _live(arguments, background, stack, interrupt)
+        code = _live(arguments, background, stack, interrupt)
+    if code:
+        # Here, where nothing of it runs any more: the last line of its log.
+        _log.info("stopped")
+    return code
 
 
 def _live(arguments: TrainerArguments, background: Background, stack: ExitStack, interrupt: Interrupt) -> int:
@@ -75,7 +79,6 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
         finished = loop.run()
     if not finished:
         loop.checkpoint().result()
-        _log.info("stopped", version=learner.version)
         return interrupt.exit_code
     reading.cancel()
     _conclude(loop, assembly)

@@ -16,7 +16,8 @@ from tests.support.compose_stack import BUILD_DEADLINE_S, LASTING, ROOT, Stack
 
 pytestmark = [pytest.mark.stack, pytest.mark.alone]
 
-STEPS = 30
+STEPS = 60
+"""As many as `up` makes by itself: after half of them, on a busy machine, it has sometimes learned little yet."""
 
 
 def documented() -> list[list[str]]:

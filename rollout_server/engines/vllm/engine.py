@@ -29,6 +29,7 @@ from weight_bus.vllm.protocol import Attached, Committed, Digest, Staged, ask
 
 _log = structlog.get_logger()
 _STAGE_DEADLINE_S = 600.0
+_ENDS_WITHIN_S = 20.0
 _CALL_DEADLINE_S = 60.0
 _CLOSE_DEADLINE_S = 5.0
 _SETTLE_TURNS = 1000
@@ -327,7 +328,16 @@ class VllmEngine:
                 if gone.done():
                     raise _dead()
                 raise DeadlineError(f"vLLM did not answer {method} within {deadline_s} s")
-            reply = call.result()
+            try:
+                reply = call.result()
+            except RollmeshError:
+                raise
+            except Exception as error:
+                # A method's own failures come as replies. After any other the core ends: it has lost a worker.
+                await asyncio.wait({gone}, timeout=_ENDS_WITHIN_S)
+                if gone.done():
+                    raise _dead() from error
+                raise RollmeshError(f"vLLM failed in {method} ({error})", "see the server's log") from error
         finally:
             call.cancel()
         if not isinstance(reply, answer):
