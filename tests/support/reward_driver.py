@@ -24,7 +24,7 @@ WORKERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "processes": {"processes": True},
     "network": {"network": True},
-    "short": {"time_s": 0.5},
+    "short": {"time_s": 3.0},
     "unsure": {"processes": True},
 }
 MEMORY_MIB = 256
