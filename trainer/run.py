@@ -79,6 +79,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
         finished = loop.run()
     if not finished:
         loop.checkpoint().result()
+        structlog.contextvars.bind_contextvars(version=learner.version)
         return interrupt.exit_code
     reading.cancel()
     _conclude(loop, assembly)

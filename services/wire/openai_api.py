@@ -207,7 +207,7 @@ class Completion(BaseModel):
 
 # What becomes of each field of an OpenAI or vLLM (0.32) request that is not served. Pure; one table, in one place.
 #
-#     served          a field of `services.wire.openai_api.ChatCall` or `CompletionCall`
+#     served          a field of `ChatCall` or `CompletionCall`
 #     ignored         it changes neither the prompt nor what is sampled, and of the answer at most which fields it has
 #     refused         it changes more, which nobody can do here; silence would be wrong training data: HTTP 400 by name
 #     of the template refused where the model's chat template heeds it, else without effect (`reasoning_effort`)
