@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -233,16 +234,31 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
+async def _held_while_it_generates(served: Served) -> asyncio.Task[list[GenerationDelta]]:
+    """A request that has tokens and gets no more: on a busy machine one may end before it can be held."""
+    async with asyncio.timeout(60.0):
+        for attempt in count():
+            running = asyncio.create_task(served.generate(f"doomed-{attempt}", [5], 200))
+            while not (running.done() or served.engine.status().running):  # noqa: ASYNC110 - no event for it
+                await asyncio.sleep(0.001)
+            await served.engine.pause("keep")
+            if not running.done():
+                return running
+            await served.engine.resume()
+    raise AssertionError("the time limit ends the loop")
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_dead_core_or_rank_is_said_and_nobody_waits_for_it(served: Served) -> None:
     """Last: it ends the module's engine."""
-    running = asyncio.create_task(served.generate("doomed", [5], 200))
-    call = asyncio.create_task(served.engine.weights_digest())
-    async with asyncio.timeout(10.0):
-        while not served.engine.status().running:  # noqa: ASYNC110 - the engine offers no event for it
-            await asyncio.sleep(0.001)
     core = _core(served.engine)
-    next(iter(_workers(core)), core).kill()
+    doomed = next(iter(_workers(core)), core)
+    running = await _held_while_it_generates(served)
+    # What is stopped answers nothing more, however long it is until it is killed.
+    doomed.suspend()
+    call = asyncio.create_task(served.engine.weights_digest())
+    await asyncio.sleep(0)
+    doomed.kill()
     for waiting in (running, call):
         with pytest.raises(NotReadyError, match="has died"):
             await asyncio.wait_for(waiting, 60.0)
