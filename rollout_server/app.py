@@ -23,6 +23,7 @@ from rollout_server.server import RolloutServer, ServerPlan
 from rollout_server.sessions.group import GroupRegistry
 from services.http.app import BodyLimit, Stop, error_answer, make_app
 from services.http.auth import AuthMiddleware
+from services.http.route_index import index_routes
 from services.observability import catalog
 from services.observability.metrics import Metrics, Reading
 from services.observability.middleware import trace_calls
@@ -86,7 +87,6 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         return error_answer(NotReadyError(f"Redis failed ({error})", "send the call again"))
 
     routers = [
-        # First what is called most: a call looks at each route before its own.
         completion_routes(
             access,
             takeover,
@@ -116,6 +116,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     for router in routers:
         # `include_router` would make each route a second time, which takes as long as the first.
         app.router.routes.extend(router.routes)
+    index_routes(app)
     return app
 
 

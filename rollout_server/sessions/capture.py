@@ -70,6 +70,8 @@ class Capture:
         self.roots: list[Node] = []
         """Answers that extend no other."""
         self._index: PrefixIndex[Node] = PrefixIndex()
+        self._unindexed: list[Node] = []
+        """Answers since the last look-up: most sessions never need one."""
         self.samplings: list[SamplingParams] = []
         """How tokens were sampled; spans name them by their place here."""
         self.tip: Node | None = None
@@ -106,6 +108,9 @@ class Capture:
 
     def find(self, prompt: Sequence[int]) -> Node | None:
         """The node with the longest path that `prompt` begins with."""
+        for node in self._unindexed:
+            self._index.add(array("i", path(node)).tobytes(), node)
+        self._unindexed.clear()
         found = self._index.longest(array("i", prompt).tobytes())
         return None if found is None else found[0]
 
@@ -144,7 +149,7 @@ class Capture:
         )
         self.nodes.append(node)
         (self.roots if parent is None else parent.children).append(node)
-        self._index.add(array("i", path(node)).tobytes(), node)
+        self._unindexed.append(node)
         self.tip = node
         self.sampled += len(token_ids)
         return node
@@ -159,6 +164,10 @@ class Capture:
         def kept(nodes: Sequence[Node]) -> Sequence[Node]:
             return [node for node in nodes if node not in self.left_out] if self.left_out else nodes
 
+        positions: dict[Node, tuple[int, int]] = {}
+        if (single := _single_path(kept(self.roots), kept)) is not None:
+            only = _segment_along(single, 0, positions)
+            return Layout([] if only is None else [only], positions)
         sizes, digests = _measure(kept(self.roots), kept)
 
         def order(node: Node) -> tuple[bool, int, bytes]:
@@ -166,7 +175,6 @@ class Capture:
             return node.break_reason is not None, -sizes[node], digests[node]
 
         segments: list[Segment] = []
-        positions: dict[Node, tuple[int, int]] = {}
         waiting = sorted(kept(self.roots), key=order, reverse=True)
         while waiting:
             node = waiting.pop()
@@ -232,6 +240,18 @@ def _ancestry(node: Node) -> list[Node]:
     return nodes
 
 
+def _single_path(roots: Sequence[Node], kept: Callable[[Sequence[Node]], Sequence[Node]]) -> list[Node] | None:
+    """All nodes, where each is extended by one other at most: there is nothing to order. None where they branch."""
+    nodes: list[Node] = []
+    after = roots
+    while after:
+        if len(after) > 1:
+            return None
+        nodes.append(after[0])
+        after = kept(after[0].children)
+    return nodes
+
+
 def _measure(
     roots: Sequence[Node], kept: Callable[[Sequence[Node]], Sequence[Node]]
 ) -> tuple[dict[Node, int], dict[Node, bytes]]:
@@ -258,27 +278,25 @@ def _measure(
 
 def _segment_along(nodes: Sequence[Node], number: int, positions: dict[Node, tuple[int, int]]) -> Segment | None:
     """Segment `number` along `nodes`: sampled tokens that have no position yet get theirs here. None if none lacked one."""
-    tokens: list[int] = []
-    mask = bytearray()
-    logprobs = array("f")
+    tokens, mask, logprobs = array("i"), bytearray(), array("f")
     spans: list[VersionSpan] = []
     shared = False
     for node in nodes:
         tokens += node.prompt
         tokens += node.sampled
         mask += bytes(len(node.prompt))
-        logprobs.extend([0.0] * len(node.prompt))
+        logprobs.frombytes(bytes(logprobs.itemsize * len(node.prompt)))
         sampled = len(node.sampled)
         if node in positions:
             shared = True
             mask += bytes(sampled)
-            logprobs.extend([0.0] * sampled)
+            logprobs.frombytes(bytes(logprobs.itemsize * sampled))
             continue
         positions[node] = number, len(mask)
         for span in node.spans:
             _append_merged(spans, span.over(len(mask) + span.start, span.length))
         mask += b"\x01" * sampled
-        logprobs.extend(node.logprobs)
+        logprobs += node.logprobs
     if not spans:
         return None
     reason = "branch" if shared else nodes[0].break_reason or ("branch" if number else None)

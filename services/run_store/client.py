@@ -22,6 +22,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.run_store.patience import ANSWER_WITHIN_S, RETRY_WITHIN_S, Outage, PatientRetry
+from services.run_store.pipelining import PipeliningRedis
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import UsageError
 
@@ -89,7 +90,7 @@ def connect(
     if urlsplit(url).scheme != "unix":
         options = {"socket_keepalive": True, "socket_keepalive_options": _keepalive(answer_within_s)}
     retry = PatientRetry(Outage(without_password(url)), answer_within_s, retry_within_s)
-    return Redis.from_url(
+    return PipeliningRedis.from_url(
         url,
         socket_timeout=None,
         socket_connect_timeout=connect_within_s,

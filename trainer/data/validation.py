@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from services.policies.batching import DropCause, Member, Objection
 from services.run_store.stream import StreamEntry
@@ -111,16 +112,20 @@ class Validator:
         tokens = unpack_tokens(segment.token_ids)
         if len(tokens) > self.longest:
             return DropCause.TOO_LONG, f"has a segment of {len(tokens)} tokens, the model takes {self.longest}"
-        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocabulary):
+        # Read without their sign, negative ones are the largest.
+        if len(tokens) and int(np.maximum.reduce(tokens.view(np.uint32))) >= self.vocabulary:
             return DropCause.UNKNOWN_TOKEN, f"has a token outside 0 … {self.vocabulary - 1}"
         if segment.version_spans and segment.version_spans[0].start == 0:
             return DropCause.MALFORMED, "has a sampled token with nothing before it"
         newest = max((span.version for span in segment.version_spans), default=0)
         if newest > newest_version:
             return DropCause.FUTURE_VERSION, f"has tokens of version {newest}, the trainer is at {newest_version}"
-        logprobs = unpack_logprobs(segment.logprobs)[unpack_mask(segment.loss_mask) == 1]
-        if len(logprobs) and float(logprobs.max()) > ABOVE_ZERO:
-            return DropCause.BAD_NUMBER, f"has a logprob of {float(logprobs.max()):g}: no probability is above 1"
+        logprobs = unpack_logprobs(segment.logprobs)
+        # Where nothing was sampled a logprob says nothing, so this is looked at closer only where it would matter.
+        if len(logprobs) and float(np.maximum.reduce(logprobs)) > ABOVE_ZERO:
+            highest = float(logprobs[unpack_mask(segment.loss_mask) == 1].max(initial=0.0))
+            if highest > ABOVE_ZERO:
+                return DropCause.BAD_NUMBER, f"has a logprob of {highest:g}: no probability is above 1"
         return None
 
 
