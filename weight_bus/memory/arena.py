@@ -125,6 +125,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 PAGE = 4096
 _ALIASED = 1024
+_HELD_BYTES = 64 << 10
 
 
 def streams_well(nbytes: int, source: int, target: int) -> bool:
@@ -133,13 +134,18 @@ def streams_well(nbytes: int, source: int, target: int) -> bool:
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """`target[:] = source`, without the interpreter lock that a memoryview would keep.
+    """`target[:] = source`; of many bytes without the interpreter lock that a memoryview keeps.
 
+    Beside threads that compute, getting the lock back takes as long as copying some hundred kilobytes.
     Raises ValueError for other sizes, or for a target that cannot be written.
     """
+    if source.nbytes != target.nbytes or target.readonly:
+        raise ValueError(f"{source.nbytes} bytes into {target.nbytes}, writable: {not target.readonly}")
+    if source.nbytes <= _HELD_BYTES:
+        if source.nbytes:  # an empty view cannot be cast
+            target.cast("B")[:] = source.cast("B")
+        return
     read, written = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
-    if len(read) != len(written) or not written.flags.writeable:
-        raise ValueError(f"{len(read)} bytes into {len(written)}, writable: {written.flags.writeable}")
     copy_memory(read.ctypes.data, written.ctypes.data, len(read))
 
 

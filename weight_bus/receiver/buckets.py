@@ -9,7 +9,7 @@ definition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -88,10 +88,9 @@ class Memory:
         self._copies: dict[int, torch.Tensor] = {}
         """Contiguous copies of tensors that were read."""
 
-    @property
-    def on_host(self) -> bool:
-        """Whether the tensors lie in the memory that this process computes with."""
-        return all(tensor.device.type == "cpu" for tensor in self._tensors)
+    def throttle(self) -> CpuThrottle:
+        """For work on these bytes."""
+        return throttle_beside(self._tensors)
 
     def in_place(self, piece: Piece) -> memoryview | None:
         """The piece's own memory; None where it is not contiguous host memory."""
@@ -249,7 +248,7 @@ def write_slice(tensor: torch.Tensor, part: Slice, offset: int, data: memoryview
 def digest_of(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> str:
     """Root digest of what lies in `tensors`, in the buckets of `plan`."""
     memory = Memory(plan.layout, tensors)
-    throttle = throttle_beside(memory)
+    throttle = memory.throttle()
     hashes = []
     for (_, _, length), pieces in zip(plan.ranges, plan.pieces, strict=True):
         hashes.append(bucket_hash(pieces, length, memory))
@@ -257,9 +256,9 @@ def digest_of(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> str:
     return root_digest(hashes)
 
 
-def throttle_beside(memory: Memory) -> CpuThrottle:
-    """The CPU throttle for work beside decoding from such memory; none for a GPU, which has its own memory."""
-    return CpuThrottle(BESIDE_DECODING if memory.on_host else 1.0)
+def throttle_beside(weights: Iterable[torch.Tensor]) -> CpuThrottle:
+    """The CPU throttle for work beside decoding from such weights; none for a GPU, which has memory of its own."""
+    return CpuThrottle(BESIDE_DECODING if all(tensor.device.type == "cpu" for tensor in weights) else 1.0)
 
 
 def check_fits(layout: Layout, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> None:

@@ -130,7 +130,7 @@ class Receiver:
             if self._prepare is not None:
                 self._prepare(manifest.version)
             kept = _own_digest(self.target.shadow()) if self._slices else None
-            throttle_beside(Memory(plan.layout, self.target.shadow(), self._slices)).settle(progress.seconds)
+            throttle_beside(self.target.shadow().values()).settle(progress.seconds)
             staged = StageAnswer(manifest.version, manifest.root_digest, read, progress.seconds)
             with self._state:
                 self._check_current(manifest)

@@ -25,7 +25,7 @@ from weight_bus.manifest.layout import Piece, bucket_pieces, hash_bytes
 from weight_bus.manifest.manifest import Delta, DeltaBucket, FileSource, Manifest, Source
 from weight_bus.memory.arena import Arena, private_arena
 from weight_bus.memory.throttle import CpuThrottle
-from weight_bus.receiver.buckets import BucketPlan, Memory, bucket_hash, throttle_beside
+from weight_bus.receiver.buckets import BucketPlan, Memory, bucket_hash
 from weight_bus.transports.base import Reader
 from weight_bus.transports.file import FileReader
 
@@ -105,7 +105,7 @@ class DenseStage:
 
     def run(self, memory: Memory) -> None:
         """Fill `memory`. Raises StageError for a source that cannot be read, or a bucket with other bytes."""
-        self._throttle = throttle_beside(memory)
+        self._throttle = memory.throttle()
         for number, candidates in enumerate(self._candidates):
             buckets = [index for index, (owner, _, _) in enumerate(self._plan.ranges) if owner == number]
             for reader, source in candidates[:-1]:
@@ -281,7 +281,7 @@ class DeltaStage:
     def run(self, live: Memory, shadow: Memory) -> None:
         """Raises StageError for a source that cannot be read, or bytes that are not those of the manifest."""
         self._job.progress.total_bytes = self._delta.total_bytes
-        throttle = throttle_beside(shadow)
+        throttle = shadow.throttle()
         shadow.copy_from(live, throttle.rest)
         for number, bucket in enumerate(self._delta.buckets):
             self._job.check()
