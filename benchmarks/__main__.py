@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from services.cli import Command, Dispatcher
+from benchmarks.harness.against import compare, read_wish
+from services.cli import Command, Dispatcher, fail
 from services.host.process import leave_quickly
+from services.wire.errors import RollmeshError
 
 BENCHES = Dispatcher(
     prog="./dev bench",
@@ -14,6 +16,7 @@ BENCHES = Dispatcher(
     commands={
         "loop": Command("benchmarks.loop.run:app", "The whole loop beside TRL's GRPOTrainer"),
         "rollout": Command("benchmarks.rollout.run:app", "The rollout server beside its engine and vllm serve"),
+        "guard": Command("benchmarks.guard.run:app", "Whether this checkout costs more than another commit"),
         "gateway": Command("benchmarks.gateway.run:app", "The gateway beside bare engines, and servers killed"),
         "faults": Command("benchmarks.faults.run:app", "Services killed and Redis broken in a whole mesh"),
         "telemetry": Command("benchmarks.telemetry.run:app", "What figures and traces cost a rollout server"),
@@ -23,7 +26,23 @@ BENCHES = Dispatcher(
     },
 )
 
+
+def main(arguments: list[str]) -> int:
+    """Run a benchmark; with `--against REV` here and in that commit's checkout, in turns."""
+    name = arguments[0] if arguments else ""
+    if name == "guard" or name not in BENCHES.commands:
+        return BENCHES.run(arguments)
+    try:
+        wish = read_wish(arguments[1:])
+        if wish.revision is None:
+            return BENCHES.run(arguments)
+        compare(name, wish)
+    except RollmeshError as error:
+        return fail(str(error), error.exit_code)
+    return 0
+
+
 if __name__ == "__main__":
-    code = BENCHES.run(sys.argv[1:])
+    code = main(sys.argv[1:])
     leave_quickly()
     sys.exit(code)

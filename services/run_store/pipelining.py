@@ -17,7 +17,7 @@ from contextvars import Context
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.connection import Connection
 from redis.connection import HiredisRespSerializer
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
@@ -58,7 +58,7 @@ class PipeliningRedis(Redis):
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Raises RedisError as redis-py's does. A caller that is cancelled leaves its command to be carried out."""
         if "BLOCK" in args:
-            return await super().execute_command(*args, **options)
+            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
         command = _Command(args, options)
         self._waiting.append(command)
         if self._sender is None:
@@ -115,17 +115,20 @@ class PipeliningRedis(Redis):
     async def _exchange(self, together: list[_Command]) -> list[Any]:
         """The reply to each, or the error that Redis answered."""
         await self.initialize()
-        connection = await self.connection_pool.get_connection()
+        connection: Connection = await self.connection_pool.get_connection()  # type: ignore[no-untyped-call]
 
         async def give_up(error: Exception) -> None:
             await connection.disconnect(error=error)
 
         try:
-            return await connection.retry.call_with_retry(lambda: self._round_trip(connection, together), give_up)
+            replies: list[Any] = await connection.retry.call_with_retry(
+                lambda: self._round_trip(connection, together), give_up
+            )
+            return replies
         finally:
             await self.connection_pool.release(connection)
 
-    async def _round_trip(self, connection: AbstractConnection, together: list[_Command]) -> list[Any]:
+    async def _round_trip(self, connection: Connection, together: list[_Command]) -> list[Any]:
         await connection.send_packed_command([piece for command in together for piece in command.packed])
         replies: list[Any] = []
         for command in together:

@@ -1,0 +1,1 @@
+"""`./dev bench loop`: the whole loop beside TRL's GRPOTrainer."""

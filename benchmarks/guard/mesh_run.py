@@ -1,0 +1,148 @@
+"""One run of a whole mesh, and what it took: CPU seconds and memory by service, seen from outside.
+
+    start ──► first group opened ──► step WARM ──────────────► last step ──► end
+    └─── CPU of the start, memory ┘            └─ CPU a step ─┘
+
+Nothing of the checkout's own modules is called but its commands, so any commit can be measured. The policy is the same in
+every run and does not learn, so that every run has the same work to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from benchmarks.harness.processes import running
+from benchmarks.harness.revision import Checkout
+from services.supervisor.processes import Child
+from services.wire.errors import RollmeshError
+
+GROUPS, GROUP_SIZE, MAX_TOKENS = 16, 8, 24
+WARM = 10
+"""Steps before those that are measured: caches fill, connections are made."""
+_SAMPLE_S = 0.1
+_WITHIN_S = 300.0
+SERVICES = {
+    "weight-bus": "bus",
+    "rollout-server": "rollout server",
+    "gateway": "gateway",
+    "train": "trainer",
+    "run-environment": "runner",
+}
+"""What a service is started as, and what it is called here."""
+_NO_LEARNING = 1e-30
+
+
+@dataclass(frozen=True)
+class Moment:
+    """`at`: Unix seconds. CPU seconds and resident bytes so far, by service."""
+
+    at: float
+    cpu_s: dict[str, float]
+    memory: dict[str, int]
+
+
+class _Step(msgspec.Struct, frozen=True):
+    step: int
+    time: float
+    first_opened_at: float
+    tokens: int
+    stream_ms: float
+
+
+class _Summary(msgspec.Struct, frozen=True):
+    http_ms_per_step: float
+
+
+async def run_mesh(arm: Checkout, folder: Path, *, model: Path | None, steps: int, seed: int) -> dict[str, float]:
+    """The figures of one run. `model`: None makes one, as a first run does. Raises RollmeshError for a run that fails."""
+    settings = [
+        f"rollout.groups_per_step={GROUPS}",
+        f"rollout.group_size={GROUP_SIZE}",
+        f"rollout.max_tokens={MAX_TOKENS}",
+    ]
+    if model is not None:
+        settings += [f"model.path={model}", f"trainer.learning_rate={_NO_LEARNING}", "gateway.enabled=always"]
+    flags = ["--plain", "--engine", "torch", "--steps", str(steps), "--seed", str(seed), "--run-dir", str(folder)]
+    command = arm.command("services", "up", *flags, *settings)
+    moments: list[Moment] = []
+    async with running(f"mesh {arm.name} {folder.name}", command, folder.parent, environment=arm.environ) as child:
+        async with asyncio.timeout(_WITHIN_S):
+            while child.running:
+                moments.append(look(child))
+                await asyncio.sleep(_SAMPLE_S)
+        if child.process.returncode != 0:
+            raise RollmeshError(f"the mesh of {arm.name} ended with {child.process.returncode}", child.tail())
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+    made = [msgspec.json.decode(line, type=_Step) for line in lines]
+    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=_Summary)
+    return figures_of(moments, made, summary.http_ms_per_step)
+
+
+def look(child: Child) -> Moment:
+    """What the mesh's services have taken so far."""
+    cpu_s: dict[str, float] = {}
+    memory: dict[str, int] = {}
+    try:
+        started = psutil.Process(child.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        started = []
+    for process in started:
+        try:
+            with process.oneshot():
+                name, times, held = name_of(process.cmdline()), process.cpu_times(), process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+        if name is not None:
+            cpu_s[name] = cpu_s.get(name, 0.0) + times.user + times.system
+            memory[name] = memory.get(name, 0) + held
+    return Moment(time.time(), cpu_s, memory)
+
+
+def name_of(command: Sequence[str]) -> str | None:
+    """Which service a command line starts; None for anything else, such as the warm start's jobs."""
+    if command and Path(command[0]).name.startswith(("valkey", "redis")):
+        return "redis"
+    places = [place for place, word in enumerate(command) if word == "services"]
+    after = command[places[0] + 1] if places and places[0] + 1 < len(command) else ""
+    return SERVICES.get(after)
+
+
+def figures_of(moments: Sequence[Moment], steps: Sequence[_Step], http_ms: float) -> dict[str, float]:
+    """CPU milliseconds a step and at the start (`cpu_ms_per_step.…`, `start_cpu_s.…`), idle memory (`idle_mib.…`).
+
+    Raises RollmeshError where there are too few steps to tell.
+    """
+    if len(steps) <= WARM + 1:
+        raise RollmeshError(f"a run of {len(steps)} steps says nothing", f"measure more than {WARM + 1}")
+    began, ended, count = steps[WARM - 1].time, steps[-1].time, len(steps) - WARM
+    idle = max((moment for moment in moments if moment.at <= steps[0].first_opened_at), key=lambda each: each.at)
+    figures: dict[str, float] = {}
+    for name in sorted(idle.cpu_s):
+        spent_s = cpu_at(moments, name, ended) - cpu_at(moments, name, began)
+        figures[f"cpu_ms_per_step.{name}"] = 1e3 * spent_s / count
+        figures[f"start_cpu_s.{name}"] = idle.cpu_s[name]
+        figures[f"idle_mib.{name}"] = idle.memory[name] / (1 << 20)
+    measured = steps[WARM:]
+    figures["http_cpu_ms_per_trajectory"] = http_ms / (GROUPS * GROUP_SIZE)
+    figures["stream_ms_per_trajectory"] = sum(each.stream_ms for each in measured) / (count * GROUPS * GROUP_SIZE)
+    trained = sum(each.tokens for each in measured)
+    figures["trainer_cpu_us_per_token"] = 1e3 * figures["cpu_ms_per_step.trainer"] * count / max(1, trained)
+    figures["step_ms"] = 1e3 * (ended - began) / count
+    return figures
+
+
+def cpu_at(moments: Sequence[Moment], name: str, at: float) -> float:
+    """CPU seconds of a service at a time between two looks, as if it had worked evenly between them."""
+    known = [(moment.at, moment.cpu_s[name]) for moment in moments if name in moment.cpu_s]
+    before = max((each for each in known if each[0] <= at), default=known[0])
+    after = min((each for each in known if each[0] >= at), default=known[-1])
+    if after[0] <= before[0]:
+        return before[1]
+    return before[1] + (after[1] - before[1]) * (at - before[0]) / (after[0] - before[0])

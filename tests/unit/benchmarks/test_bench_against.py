@@ -1,0 +1,92 @@
+"""Two commits side by side: which numbers are compared, how a ratio is judged, what a service took between two looks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from benchmarks.guard.mesh_run import Moment, cpu_at, name_of
+from benchmarks.guard.run import ALLOWED, worse_of
+from benchmarks.harness.against import compared, in_turns, numbers, ratio_of, read_wish
+from benchmarks.harness.revision import checkout
+from services.wire.errors import UsageError
+
+
+def test_a_wish_is_taken_from_the_benchmarks_own_options() -> None:
+    wish = read_wish(["--rounds", "1", "--against", "HEAD~3", "--pairs=5", "--json"])
+    assert (wish.revision, wish.pairs, wish.as_json, wish.rest) == ("HEAD~3", 5, True, ["--rounds", "1"])
+    assert read_wish(["--rounds", "1"]).revision is None
+
+
+@pytest.mark.parametrize("arguments", [["--against"], ["--against", "HEAD", "--pairs", "0"], ["--pairs", "many"]])
+def test_a_wish_that_means_nothing_is_misuse(arguments: list[str]) -> None:
+    with pytest.raises(UsageError):
+        read_wish(arguments)
+
+
+def test_a_commit_that_there_is_not_is_misuse() -> None:
+    with pytest.raises(UsageError, match="no commit 'nowhere'"):
+        checkout("nowhere", lambda _: None)
+
+
+def test_numbers_are_compared_by_their_path_and_rounds_are_not() -> None:
+    result = {"speed": {"median": 2, "rounds": [1, 2, 3]}, "ok": True, "name": "x", "none": None, "http": 1.5}
+    assert numbers(result) == {"speed.median": 2.0, "http": 1.5}
+
+
+def test_only_what_every_run_reports_is_compared() -> None:
+    figures = compared([{"a": 2.0, "new": 1.0}, {"a": 4.0, "new": 1.0}], [{"a": 1.0}, {"a": 4.0}])
+    assert set(figures) == {"a"}
+    assert (figures["a"].here, figures["a"].there, figures["a"].ratio) == (3.0, 2.5, 1.5)
+
+
+async def test_both_commits_run_equally_often_and_side_by_side() -> None:
+    order: list[str] = []
+
+    async def run(arm: str) -> dict[str, float]:
+        await asyncio.sleep(0)
+        order.append(arm)
+        return {"a": float(len(order))}
+
+    runs = await in_turns("here", "there", 5, run, lambda _: None)
+    assert [len(each) for each in runs.values()] == [5, 5]
+    assert all(set(order[at : at + 2]) == {"here", "there"} for at in range(0, 10, 2))
+    assert len({tuple(order[at : at + 2]) for at in range(0, 10, 2)}) == 2, "not always the same first"
+
+
+@pytest.mark.parametrize(("more", "worse"), [(1.0, False), (1.05, False), (1.15, True), (2.0, True)])
+def test_fifteen_per_cent_more_is_found_and_chance_is_not(more: float, worse: bool) -> None:
+    chance = random.Random(1)
+    for _ in range(200):
+        here = [more * chance.gauss(100.0, 1.0) for _ in range(7)]
+        there = [chance.gauss(100.0, 1.0) for _ in range(7)]
+        found = worse_of({"cpu": ratio_of(here, there), "step_ms": ratio_of(here, there)})
+        assert found == (["cpu"] if worse else [])
+
+
+def test_a_figure_that_wanders_is_no_proof() -> None:
+    wandering = ratio_of([200.0, 100.0, 140.0, 90.0, 180.0], [100.0] * 5)
+    assert wandering.ratio > ALLOWED
+    assert worse_of({"cpu": wandering}) == []
+
+
+def test_what_a_service_took_is_read_between_two_looks() -> None:
+    moments = [Moment(at, {"trainer": cpu}, {}) for at, cpu in ((10.0, 1.0), (11.0, 3.0), (12.0, 3.0))]
+    assert [cpu_at(moments, "trainer", at) for at in (9.0, 10.0, 10.5, 11.5, 20.0)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["python", "-P", "-m", "services", "rollout-server", "--run-id", "r"], "rollout server"),
+        (["python", "-P", "-m", "services", "run-environment", "--name", "gateway"], "runner"),
+        (["/opt/valkey-server", "--port", "1"], "redis"),
+        (["python", "-P", "-m", "services", "sft"], None),
+        (["python", "-P", "-m", "services"], None),
+        ([], None),
+    ],
+)
+def test_services_are_known_by_what_started_them(command: list[str], name: str | None) -> None:
+    assert name_of(command) == name
