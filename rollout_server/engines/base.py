@@ -11,7 +11,7 @@ what becomes of their keys and values is the engine's KV policy, stamped on each
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
@@ -168,11 +168,16 @@ class Engine(Protocol):
 
 async def collect(deltas: AsyncIterator[GenerationDelta]) -> list[GenerationDelta]:
     """Gather an iterator of deltas into one delta a sample, in the samples' order."""
+    return sorted(joined([delta async for delta in deltas]), key=lambda delta: delta.index)
+
+
+def joined(deltas: Sequence[GenerationDelta]) -> list[GenerationDelta]:
+    """Those of each sample as one, the samples in the order in which they first come."""
     samples: dict[int, GenerationDelta] = {}
-    async for delta in deltas:
+    for delta in deltas:
         before = samples.get(delta.index)
         samples[delta.index] = delta if before is None else join(before, delta)
-    return [samples[index] for index in sorted(samples)]
+    return list(samples.values())
 
 
 def join(first: GenerationDelta, second: GenerationDelta) -> GenerationDelta:

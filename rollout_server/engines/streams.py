@@ -7,38 +7,77 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rollout_server.engines.base import GenerationDelta
+from rollout_server.engines.base import GenerationDelta, joined
 from services.wire.errors import ConflictError, RollmeshError
 
 if TYPE_CHECKING:  # it imports torch, which an engine behind a URL does without
     from rollout_server.engines.torch.scheduler import Outcome
 
 
+GATHER_S = 0.010
+"""How long tokens of a streamed answer may wait for the next ones: each delta is written down, encoded and passed on."""
+
+
 class DeltaStream:
-    """The deltas of one request, awaited by one reader."""
+    """The deltas of one request, awaited by one reader: the first at once, then what came in GATHER_S, and each end.
+
+    put   a ─── b c ─ d ──────── end        next   a ─────── bcd ──── end
+    """
 
     def __init__(self) -> None:
         self._deltas: list[GenerationDelta] = []
         self._error: RollmeshError | None = None
         self._reader: asyncio.Future[None] | None = None
+        self._due = 0.0
+        """When the next deltas are given out, by the event loop's clock, unless a sample ends."""
+        self._ends = False
+        self._timer: asyncio.TimerHandle | None = None
 
     async def next(self) -> list[GenerationDelta]:
-        """At least one delta, all that are there. Raises the request's error once its deltas are read."""
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        deltas, self._deltas = self._deltas, []
-        return deltas
+        """One delta of each sample that has new tokens. Raises the request's error once its deltas are read."""
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._ready(loop):
+                if self._error is not None:
+                    raise self._error
+                self._reader = loop.create_future()
+                if self._deltas:
+                    self._wake_when_due(loop)
+                await self._reader
+        finally:
+            self._reader = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        deltas, self._deltas, self._ends = self._deltas, [], False
+        self._due = loop.time() + GATHER_S
+        return joined(deltas)
 
     def put(self, delta: GenerationDelta) -> None:
         self._deltas.append(delta)
-        self._wake()
+        self._ends = self._ends or delta.finish_reason is not None
+        if self._reader is None:
+            return
+        loop = self._reader.get_loop()
+        if self._ready(loop):
+            self._wake()
+        else:
+            self._wake_when_due(loop)
 
     def fail(self, error: RollmeshError) -> None:
         self._error = error
         self._wake()
+
+    def _wake_when_due(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is None:
+            self._timer = loop.call_at(self._due, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._wake()
+
+    def _ready(self, loop: asyncio.AbstractEventLoop) -> bool:
+        return bool(self._deltas) and (self._ends or self._error is not None or loop.time() >= self._due)
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():

@@ -158,7 +158,7 @@ def began(session: Session, now: Now) -> records.SessionBegan:
         opened_at=now.unix - (now.monotonic - session.opened),
         task=terms.task,
         purpose=terms.purpose,
-        limits=terms.sampling.model_dump_json(exclude_none=True).encode(),
+        limits=terms.packed_limits,
         idle_timeout_s=terms.idle_timeout_s,
         task_id=terms.task_id,
         deadline_s=terms.deadline_s,

@@ -95,8 +95,10 @@ class SessionOpener:
                 idle_timeout_s=self._idle_timeout_s,
                 trace=self._tracing.current(),
             )
-            greedy = replace(terms, sampling=limits.model_copy(update={"temperature": 0.0}))
-            group.fill(terms, greedy if call.greedy_baseline else terms)
+            first = terms
+            if call.greedy_baseline:
+                first = replace(terms, sampling=limits.model_copy(update={"temperature": 0.0}))
+            group.fill(terms, first)
             try:
                 await _shielded(self._begin(group))
             except asyncio.CancelledError:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from rollout_server.chat.conversations import Conversations
@@ -106,7 +107,7 @@ class Rewards:
 DropCause = Literal["idle", "aborted", "run_concluded", "shutdown", "runner_gone"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Terms:
     """The settings a session was opened with; siblings may share them. `sampling` wins over what calls ask for.
 
@@ -122,6 +123,11 @@ class Terms:
     max_tokens: int | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     trace: str = ""
+
+    @cached_property
+    def packed_limits(self) -> bytes:
+        """`sampling` as it is written down: once for all siblings."""
+        return self.sampling.model_dump_json(exclude_none=True).encode()
 
 
 @dataclass(frozen=True, slots=True)

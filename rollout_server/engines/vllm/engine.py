@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ import structlog
 
 from rollout_server.engines.base import EngineStatus, GenerationDelta, GenerationRequest, collect, join
 from rollout_server.engines.request_check import eos_token_ids
+from rollout_server.engines.streams import GATHER_S
 from rollout_server.engines.vllm import launch as vllm_launch
 from rollout_server.engines.vllm.convert import to_delta, vllm_parameters
 from rollout_server.engines.vllm.stats import StepMeter
@@ -153,8 +155,13 @@ class VllmEngine:
         try:
             prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
             collector = await llm.add_request(request.request_id, prompt, parameters)
+            given_at = 0.0
             while unfinished:
+                # vLLM joins what comes until it is asked for.
+                if (early_s := given_at + GATHER_S - time.monotonic()) > 0.0 and request.stream:
+                    await asyncio.sleep(early_s)
                 output = collector.get_nowait() or await collector.get()
+                given_at = time.monotonic()
                 for completion in output.outputs:
                     index = completion.index
                     delta = self._delta(request, collector.request_id, completion, begins[index])
