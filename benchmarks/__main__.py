@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.harness.against import compare, read_wish
+from benchmarks.harness.history import record
 from services.cli import Command, Dispatcher, fail
 from services.host.process import leave_quickly
 from services.wire.errors import RollmeshError
@@ -22,17 +23,20 @@ BENCHES = Dispatcher(
         "telemetry": Command("benchmarks.telemetry.run:app", "What figures and traces cost a rollout server"),
         "staleness": Command("benchmarks.staleness.cli:app", "Corrections on tokens that are K optimizer steps old"),
         "trainer": Command("benchmarks.trainer.run:app", "The trainer's step beside a padded loop and TRL's GRPO step"),
+        "docs": Command("benchmarks.harness.history:app", "Write docs/benchmarks.md from the newest figures"),
         "weights": Command("benchmarks.weights.cli:app", "Weight updates under load beside paused reloads"),
     },
 )
 
 
 def main(arguments: list[str]) -> int:
-    """Run a benchmark; with `--against REV` here and in that commit's checkout, in turns."""
+    """Run a benchmark; with `--against REV` here and in that commit's checkout, in turns; `--record` keeps its figures."""
     name = arguments[0] if arguments else ""
-    if name == "guard" or name not in BENCHES.commands:
-        return BENCHES.run(arguments)
     try:
+        if name in BENCHES.commands and "--record" in arguments:
+            return record(name, [each for each in arguments[1:] if each not in ("--record", "--json")])
+        if name in ("guard", "docs") or name not in BENCHES.commands:
+            return BENCHES.run(arguments)
         wish = read_wish(arguments[1:])
         if wish.revision is None:
             return BENCHES.run(arguments)

@@ -77,9 +77,7 @@ async def _measure(folder: Path, say: Say, against: str, pairs: int, steps: int)
 def worse_of(figures: dict[str, Ratio]) -> list[str]:
     """Those that are worse by more than is allowed and by more than chance explains."""
     return [
-        name
-        for name, figure in figures.items()
-        if name not in NOT_JUDGED and figure.ratio - figure.error > ALLOWED
+        name for name, figure in figures.items() if name not in NOT_JUDGED and figure.ratio - figure.error > ALLOWED
     ]
 
 
