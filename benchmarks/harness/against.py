@@ -159,7 +159,8 @@ def table_of(result: Comparison) -> Table:
 
 def _run(arm: Checkout, name: str, arguments: Sequence[str]) -> dict[str, float]:
     command = arm.command("benchmarks", name, *arguments, "--json")
-    ended = subprocess.run(command, cwd=arm.folder, env=arm.environ, stdout=subprocess.PIPE, check=False)
+    # Where the user stands: the peer's environment is found from there.
+    ended = subprocess.run(command, env=arm.environ, stdout=subprocess.PIPE, check=False)
     if ended.returncode != 0:
         raise RollmeshError(
             f"`bench {name}` of {arm.name} ended with exit code {ended.returncode}",
