@@ -52,21 +52,24 @@ class EngineClient:
     ) -> None:
         self._timeout_s, self._trust, self._tracing = timeout_s, trust, tracing
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        # Made once: to make one takes longer than all else of a call.
+        self._stage_answer, self._commit_answer = TypeAdapter(StageAnswer), TypeAdapter(CommitAnswer)
+        self._digest_answer = TypeAdapter(DigestAnswer)
         self._http = httpx.AsyncClient(timeout=None, headers=headers, verify=trust.verify)
 
     async def stage(self, url: str, manifest: bytes) -> StageAnswer:
-        return await self._call(StageAnswer, "POST", f"{url}/weights/stage", manifest, _MSGPACK)
+        return await self._call(self._stage_answer, "POST", f"{url}/weights/stage", manifest, _MSGPACK)
 
     async def commit(self, url: str, version: int) -> CommitAnswer:
         body = CommitCall(version=version).model_dump_json().encode()
-        return await self._call(CommitAnswer, "POST", f"{url}/weights/commit", body, _JSON)
+        return await self._call(self._commit_answer, "POST", f"{url}/weights/commit", body, _JSON)
 
     async def rollback(self, url: str, version: int) -> CommitAnswer:
         body = RollbackCall(version=version).model_dump_json().encode()
-        return await self._call(CommitAnswer, "POST", f"{url}/weights/rollback", body, _JSON)
+        return await self._call(self._commit_answer, "POST", f"{url}/weights/rollback", body, _JSON)
 
     async def digest(self, url: str) -> DigestAnswer:
-        return await self._call(DigestAnswer, "GET", f"{url}/weights/digest", None, None)
+        return await self._call(self._digest_answer, "GET", f"{url}/weights/digest", None, None)
 
     async def generate(self, url: str, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """The tokens that greedy decoding generates after `prompt`."""
@@ -89,13 +92,13 @@ class EngineClient:
         await self._http.aclose()
 
     async def _call(
-        self, answer: type[_Answer], method: str, url: str, body: bytes | None, headers: dict[str, str] | None
+        self, answer: TypeAdapter[_Answer], method: str, url: str, body: bytes | None, headers: dict[str, str] | None
     ) -> _Answer:
         content = await self._send(method, url, body, headers)
         try:
-            return TypeAdapter(answer).validate_json(content)
+            return answer.validate_json(content)
         except ValidationError as error:
-            raise EngineCallError(f"{url} answered something else than {answer.__name__}") from error
+            raise EngineCallError(f"{url} answered something else than {error.title}") from error
 
     async def _send(self, method: str, url: str, body: bytes | None, headers: dict[str, str] | None) -> bytes:
         headers = (headers or {}) | self._tracing.headers()
