@@ -16,28 +16,26 @@ from collections import deque
 from contextvars import Context
 from typing import Any
 
+import hiredis
 from redis.asyncio import Redis
 from redis.asyncio.connection import Connection
-from redis.connection import HiredisRespSerializer
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
 MOST_COMMANDS = 256
 MOST_BYTES = 1 << 20
 """Of a round trip, unless one command alone has more."""
-_packer = HiredisRespSerializer()
 
 
 class _Command:
     """`packed`: as Redis reads it."""
 
-    __slots__ = ("asked_at", "name", "nbytes", "options", "packed", "reply")
+    __slots__ = ("asked_at", "name", "options", "packed", "reply")
 
     def __init__(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.name: Any = arguments[0]
         self.options = options
-        self.packed: list[bytes] = _packer.pack(*arguments)
-        self.nbytes = sum(map(len, self.packed))
+        self.packed = _pack(arguments)
         self.asked_at = time.monotonic()
         self.reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -95,9 +93,11 @@ class PipeliningRedis(Redis):
             self._sender = None
 
     def _take(self) -> list[_Command]:
-        together, nbytes = [self._waiting.popleft()], 0
-        while self._waiting and len(together) < MOST_COMMANDS and nbytes + self._waiting[0].nbytes <= MOST_BYTES:
-            nbytes += self._waiting[0].nbytes
+        together, nbytes = list[_Command](), 0
+        while self._waiting and len(together) < MOST_COMMANDS:
+            nbytes += len(self._waiting[0].packed)
+            if together and nbytes > MOST_BYTES:
+                break
             together.append(self._waiting.popleft())
         return together
 
@@ -129,7 +129,7 @@ class PipeliningRedis(Redis):
             await self.connection_pool.release(connection)
 
     async def _round_trip(self, connection: Connection, together: list[_Command]) -> list[Any]:
-        await connection.send_packed_command([piece for command in together for piece in command.packed])
+        await connection.send_packed_command([command.packed for command in together])
         replies: list[Any] = []
         for command in together:
             try:
@@ -137,3 +137,11 @@ class PipeliningRedis(Redis):
             except ResponseError as error:
                 replies.append(error)
         return replies
+
+
+def _pack(arguments: tuple[Any, ...]) -> bytes:
+    """As Redis reads it. Words of a command's name (`CONFIG GET`) are arguments of their own."""
+    name, *rest = arguments
+    words = name.encode().split() if isinstance(name, str) else name.split()
+    packed: bytes = hiredis.pack_command((*words, *rest))
+    return packed
