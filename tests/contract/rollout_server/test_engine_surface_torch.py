@@ -70,7 +70,7 @@ async def test_an_alternative_without_a_chance_is_left_out_rather_than_sent_as_i
 
 
 async def test_streamed_greedy_tokens_are_those_of_the_whole_answer(host: Host) -> None:
-    sampling = {"max_tokens": 40, "temperature": 0.0, "logprobs": 2, "ignore_eos": True}
+    sampling = {"max_tokens": 200, "temperature": 0.0, "logprobs": 2, "ignore_eos": True}
     whole = await answer_to(host, [7, 8, 9], **sampling)
     body = {"token_ids": [7, 8, 9], "sampling_params": sampling, "stream": True}
     parts = []
@@ -79,7 +79,8 @@ async def test_streamed_greedy_tokens_are_those_of_the_whole_answer(host: Host) 
             if line.startswith("data: {"):
                 parts += json.loads(line.removeprefix("data: "))["choices"]
     assert [token for part in parts for token in part["token_ids"]] == whole["token_ids"]
-    assert len(parts) > 10
+    # Tokens that come within ten milliseconds come together.
+    assert len(parts) > 2
     assert parts[-1]["policy_versions"] == whole["policy_versions"] == [[0, 0]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -98,11 +99,13 @@ class Mesh:
         ]
 
     async def until(self, steps: int, trainer: subprocess.Popen[str]) -> None:
-        """Wait until metrics.jsonl holds `steps` steps and the trainer waits for more."""
+        """Wait until metrics.jsonl holds `steps` steps and the trainer waits for the batch of the next."""
+        following = re.compile(rf"the batch of steps? {steps + 1}\b")
         async with asyncio.timeout(60):
             for _ in count():
                 assert trainer.poll() is None, trainer.communicate()[1]
-                if len(read_metrics(self.run_dir / "metrics.jsonl")) >= steps and "trainer" in await self.waits():
+                waits_for = (await self.waits()).get("trainer", "")
+                if len(read_metrics(self.run_dir / "metrics.jsonl")) >= steps and following.match(waits_for):
                     return
                 await asyncio.sleep(0.02)
 
