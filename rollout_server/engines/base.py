@@ -129,7 +129,10 @@ class Engine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding: `abort` ends requests with what they have, `wait` lets them end, `keep` freezes them."""
+        """Stop decoding: `abort` ends requests with what they have, `wait` lets them end, `keep` freezes them.
+
+        When it returns no more deltas come until `resume`.
+        """
         ...
 
     async def resume(self) -> None: ...

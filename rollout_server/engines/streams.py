@@ -68,6 +68,12 @@ class DeltaStream:
         self._error = error
         self._wake()
 
+    def flush(self) -> None:
+        """Give out now what there is."""
+        self._due = 0.0
+        if self._deltas:
+            self._wake()
+
     def _wake_when_due(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is None:
             self._timer = loop.call_at(self._due, self._on_timer)
@@ -111,6 +117,12 @@ class DeltaStreams:
                 stream.put(outcome)
             else:
                 stream.fail(outcome.error)
+
+    async def flush(self) -> None:
+        """Give out now what there is: when this returns, each reader that waited has read it."""
+        for stream in self._streams.values():
+            stream.flush()
+        await asyncio.sleep(0)
 
     def fail_all(self, error: RollmeshError) -> None:
         for stream in self._streams.values():

@@ -18,7 +18,7 @@ import os
 import re
 import signal
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -82,7 +82,11 @@ def locked(name: str, how: int = fcntl.LOCK_EX) -> Iterator[None]:
     """Hold a lock of this run that all workers know by its name."""
     with (shared_folder() / f"{name}.lock").open("w") as file:
         fcntl.flock(file, how)
-        yield
+        try:
+            yield
+        finally:
+            # A process that was forked meanwhile and lives on, such as an engine's, has the file open too.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 # What is run
@@ -172,9 +176,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @contextmanager
 def _turn(alone: bool) -> Iterator[None]:
     """A readers-writer lock over files. While a test waits to be alone no other may start, or it would wait for ever."""
-    with (shared_folder() / "running.lock").open("w") as running:
+    with ExitStack() as stack:
         with locked("start"):
-            fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            stack.enter_context(locked("running", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
         yield
 
 

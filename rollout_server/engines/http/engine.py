@@ -158,6 +158,7 @@ class HttpEngine:
             except BaseException:
                 self._let_go()
                 raise
+            await self._streams.flush()
         self._timing.break_off()
 
     async def resume(self) -> None:

@@ -155,6 +155,7 @@ class TorchEngine:
             await decode.drain()
         else:
             await decode.freeze()
+            await self._streams.flush()
 
     async def resume(self) -> None:
         await self._running().resume()

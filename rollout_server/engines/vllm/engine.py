@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,7 +88,7 @@ class VllmEngine:
         """vLLM's id of a sample → how many tokens it had each time that its prefill was done again."""
         self.policy_version = 0
         self._staged: int | None = None
-        self._paused = False
+        self._paused = asyncio.Event()
         self._vocabulary = 0
         self.eos_token_ids: tuple[int, ...] = ()
         self.max_model_len = 0
@@ -155,13 +155,15 @@ class VllmEngine:
         try:
             prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
             collector = await llm.add_request(request.request_id, prompt, parameters)
-            given_at = 0.0
+            given_at, clock = 0.0, asyncio.get_running_loop().time
             while unfinished:
                 # vLLM joins what comes until it is asked for.
-                if (early_s := given_at + GATHER_S - time.monotonic()) > 0.0 and request.stream:
-                    await asyncio.sleep(early_s)
+                if request.stream and clock() < given_at + GATHER_S and not self._paused.is_set():
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout_at(given_at + GATHER_S):
+                            await self._paused.wait()
                 output = collector.get_nowait() or await collector.get()
-                given_at = time.monotonic()
+                given_at = clock()
                 for completion in output.outputs:
                     index = completion.index
                     delta = self._delta(request, collector.request_id, completion, begins[index])
@@ -195,7 +197,8 @@ class VllmEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         llm = self._running()
-        self._paused = True
+        # Whoever gathers tokens reads at once what there is.
+        self._paused.set()
         # The cache is kept: requests in flight continue with the keys and values they have.
         await llm.engine_core.pause_scheduler_async(mode, False)
         # Outputs of the last step came before the answer, but wait in a queue for another task: let it have its turn.
@@ -208,7 +211,7 @@ class VllmEngine:
 
     async def resume(self) -> None:
         await self._running().engine_core.resume_scheduler_async()
-        self._paused = False
+        self._paused.clear()
 
     async def stage(self, manifest: bytes) -> StageAnswer:
         self._staged = None
@@ -242,7 +245,7 @@ class VllmEngine:
             policy_version=self.policy_version,
             running=running,
             waiting=unfinished - running,
-            paused=self._paused,
+            paused=self._paused.is_set(),
             tokens_generated=self._meter.tokens,
             commits=self._meter.commits,
             stalls_ms=self._meter.stalls_ms(),

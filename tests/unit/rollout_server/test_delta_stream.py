@@ -106,6 +106,19 @@ def test_no_token_is_lost_doubled_or_reordered(steps: list[tuple[int, int]]) -> 
         assert sampled == [token for token, (place, _) in enumerate(steps) if place == index]
 
 
+async def test_a_flush_gives_out_at_once_what_was_held_back() -> None:
+    streams = DeltaStreams()
+    with streams.open("r") as stream:
+        stream.put(delta(1))
+        await stream.next()
+        reading = asyncio.ensure_future(stream.next())
+        stream.put(delta(2))
+        await asyncio.sleep(0)
+        assert not reading.done()
+        await streams.flush()
+        assert [each.token_ids for each in reading.result()] == [[2]]
+
+
 async def test_a_name_in_flight_is_taken() -> None:
     streams = DeltaStreams()
     with streams.open("r"), pytest.raises(ConflictError), streams.open("r"):
