@@ -87,7 +87,7 @@ class _Streams:
         sampling = SamplingParams(max_tokens=self._command.max_tokens, ignore_eos=True, seed=number)
         while True:
             name = f"stream-{next(self._names)}"
-            request = GenerationRequest(name, self._command.prompts[number], sampling, stream=True)
+            request = GenerationRequest(name, self._command.prompts[number], sampling, stream=True, gather_s=0.0)
             async for delta in self._engine.generate(request):
                 now = time.monotonic()
                 arrived.extend([now] * len(delta.token_ids))

@@ -30,7 +30,8 @@ class GenerationRequest:
     `stream`: deltas as tokens are sampled; otherwise one delta a sample, when it has finished. `top_logprobs`: how many of
     the likeliest tokens to report at every position, 0 … 20. `cache_salt`: only requests with the same one may share cached
     prefixes; engines without such a cache ignore it. `delta_every`: with `stream`, a delta of a sample comes after at
-    least so many new tokens; its last delta always comes.
+    least so many new tokens; its last delta always comes. `gather_s`: how long tokens may wait for the next ones, as
+    each delta is written down, encoded and passed on; a sample's first and last ones do not wait.
 
     `resumed`: so many tokens at the end of `prompt_token_ids` were sampled by an earlier attempt of this request. They
     count as output, not as prompt, for the penalties and `min_tokens`, and a seed continues after them. `max_tokens`
@@ -48,6 +49,7 @@ class GenerationRequest:
     top_logprobs: int = 0
     cache_salt: str | None = None
     delta_every: int = 1
+    gather_s: float = 0.010
     resumed: int = 0
     first_index: int = 0
 

@@ -14,17 +14,14 @@ if TYPE_CHECKING:  # it imports torch, which an engine behind a URL does without
     from rollout_server.engines.torch.scheduler import Outcome
 
 
-GATHER_S = 0.010
-"""How long tokens of a streamed answer may wait for the next ones: each delta is written down, encoded and passed on."""
-
-
 class DeltaStream:
-    """The deltas of one request, awaited by one reader: the first at once, then what came in GATHER_S, and each end.
+    """The deltas of one request, awaited by one reader: the first at once, then what came in `gather_s`, and each end.
 
     put   a ─── b c ─ d ──────── end        next   a ─────── bcd ──── end
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gather_s: float) -> None:
+        self._gather_s = gather_s
         self._deltas: list[GenerationDelta] = []
         self._error: RollmeshError | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -50,7 +47,7 @@ class DeltaStream:
                 self._timer.cancel()
                 self._timer = None
         deltas, self._deltas, self._ends = self._deltas, [], False
-        self._due = loop.time() + GATHER_S
+        self._due = loop.time() + self._gather_s
         return joined(deltas)
 
     def put(self, delta: GenerationDelta) -> None:
@@ -97,11 +94,14 @@ class DeltaStreams:
         self._streams: dict[str, DeltaStream] = {}
 
     @contextmanager
-    def open(self, request_id: str) -> Iterator[DeltaStream]:
-        """A stream for the time of the block. Raises ConflictError for an id that is in flight."""
+    def open(self, request_id: str, gather_s: float) -> Iterator[DeltaStream]:
+        """A stream for the time of the block, `gather_s` as the request has it.
+
+        Raises ConflictError for an id that is in flight.
+        """
         if request_id in self._streams:
             raise ConflictError(f"request {request_id!r} is already in flight", "give every request an id of its own")
-        stream = self._streams[request_id] = DeltaStream()
+        stream = self._streams[request_id] = DeltaStream(gather_s)
         try:
             yield stream
         finally:

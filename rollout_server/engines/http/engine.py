@@ -105,7 +105,7 @@ class HttpEngine:
             request, max_model_len=traits.max_model_len, vocabulary=self._vocabulary, eos_token_ids=self.eos_token_ids
         )
         traits.check_sampling(request.sampling, self._client.url)
-        with self._streams.open(request.request_id) as stream:
+        with self._streams.open(request.request_id, request.gather_s) as stream:
             inflight = self._inflight[request.request_id] = InflightRequest(request, stream)
             if self._kept:
                 inflight.freeze()

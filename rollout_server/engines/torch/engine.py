@@ -131,7 +131,7 @@ class TorchEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
         decode = self._running()
         self._check(request)
-        with self._streams.open(request.request_id) as stream:
+        with self._streams.open(request.request_id, request.gather_s) as stream:
             left = request.n
             try:
                 decode.submit(request)

@@ -20,7 +20,6 @@ import structlog
 
 from rollout_server.engines.base import EngineStatus, GenerationDelta, GenerationRequest, collect, join
 from rollout_server.engines.request_check import eos_token_ids
-from rollout_server.engines.streams import GATHER_S
 from rollout_server.engines.vllm import launch as vllm_launch
 from rollout_server.engines.vllm.convert import to_delta, vllm_parameters
 from rollout_server.engines.vllm.stats import StepMeter
@@ -155,15 +154,15 @@ class VllmEngine:
         try:
             prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
             collector = await llm.add_request(request.request_id, prompt, parameters)
-            given_at, clock = 0.0, asyncio.get_running_loop().time
+            due, clock = 0.0, asyncio.get_running_loop().time
             while unfinished:
                 # vLLM joins what comes until it is asked for.
-                if request.stream and clock() < given_at + GATHER_S and not self._paused.is_set():
+                if request.stream and clock() < due and not self._paused.is_set():
                     with suppress(TimeoutError):
-                        async with asyncio.timeout_at(given_at + GATHER_S):
+                        async with asyncio.timeout_at(due):
                             await self._paused.wait()
                 output = collector.get_nowait() or await collector.get()
-                given_at = clock()
+                due = clock() + request.gather_s
                 for completion in output.outputs:
                     index = completion.index
                     delta = self._delta(request, collector.request_id, completion, begins[index])

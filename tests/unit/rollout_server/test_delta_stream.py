@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_server.engines.base import FinishReason, GenerationDelta
-from rollout_server.engines.streams import GATHER_S, DeltaStream, DeltaStreams
+from rollout_server.engines.streams import DeltaStream, DeltaStreams
 from services.wire.errors import ConflictError, NotReadyError
 from services.wire.trajectory import VersionSpan
 from tests.support.examples import examples
+
+GATHER_S = 0.010
 
 
 def delta(token: int, index: int = 0, ends: FinishReason | None = None) -> GenerationDelta:
@@ -24,7 +26,7 @@ def tokens(deltas: list[GenerationDelta]) -> list[tuple[int, list[int]]]:
 
 
 async def test_the_first_comes_at_once_and_what_follows_together() -> None:
-    stream, loop = DeltaStream(), asyncio.get_running_loop()
+    stream, loop = DeltaStream(GATHER_S), asyncio.get_running_loop()
     stream.put(delta(1))
     assert tokens(await stream.next()) == [(0, [1])]
     began = loop.time()
@@ -40,7 +42,7 @@ async def test_the_first_comes_at_once_and_what_follows_together() -> None:
 
 
 async def test_the_end_of_a_sample_is_waited_for_by_nobody() -> None:
-    stream = DeltaStream()
+    stream = DeltaStream(GATHER_S)
     stream.put(delta(1))
     await stream.next()
     waiting = asyncio.ensure_future(stream.next())
@@ -55,7 +57,7 @@ async def test_the_end_of_a_sample_is_waited_for_by_nobody() -> None:
 
 
 async def test_an_error_comes_after_the_deltas_before_it() -> None:
-    stream = DeltaStream()
+    stream = DeltaStream(GATHER_S)
     stream.put(delta(1))
     await stream.next()
     waiting = asyncio.ensure_future(stream.next())
@@ -68,7 +70,7 @@ async def test_an_error_comes_after_the_deltas_before_it() -> None:
 
 
 async def test_a_reader_that_gives_up_leaves_the_deltas_for_the_next() -> None:
-    stream = DeltaStream()
+    stream = DeltaStream(GATHER_S)
     stream.put(delta(1))
     await stream.next()
     stream.put(delta(2))
@@ -85,7 +87,7 @@ def test_no_token_is_lost_doubled_or_reordered(steps: list[tuple[int, int]]) -> 
 
     async def play() -> list[GenerationDelta]:
         streams = DeltaStreams()
-        with streams.open("r") as stream:
+        with streams.open("r", GATHER_S) as stream:
 
             async def put() -> None:
                 for token, (index, turns) in enumerate(steps):
@@ -108,7 +110,7 @@ def test_no_token_is_lost_doubled_or_reordered(steps: list[tuple[int, int]]) -> 
 
 async def test_a_flush_gives_out_at_once_what_was_held_back() -> None:
     streams = DeltaStreams()
-    with streams.open("r") as stream:
+    with streams.open("r", GATHER_S) as stream:
         stream.put(delta(1))
         await stream.next()
         reading = asyncio.ensure_future(stream.next())
@@ -121,5 +123,5 @@ async def test_a_flush_gives_out_at_once_what_was_held_back() -> None:
 
 async def test_a_name_in_flight_is_taken() -> None:
     streams = DeltaStreams()
-    with streams.open("r"), pytest.raises(ConflictError), streams.open("r"):
+    with streams.open("r", GATHER_S), pytest.raises(ConflictError), streams.open("r", GATHER_S):
         pass
