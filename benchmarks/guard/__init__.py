@@ -1,1 +1,1 @@
-"""`./dev bench loop`: the whole loop beside TRL's GRPOTrainer."""
+"""`./dev bench guard`: whether this checkout costs more than another commit."""

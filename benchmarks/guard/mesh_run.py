@@ -48,6 +48,7 @@ class Moment:
     memory: dict[str, int]
 
 
+# Only what is read here of `StepMetrics` and `Summary`: another commit's may lack the rest.
 class _Step(msgspec.Struct, frozen=True):
     step: int
     time: float

@@ -90,7 +90,7 @@ def connect(
     if urlsplit(url).scheme != "unix":
         options = {"socket_keepalive": True, "socket_keepalive_options": _keepalive(answer_within_s)}
     retry = PatientRetry(Outage(without_password(url)), answer_within_s, retry_within_s)
-    return PipeliningRedis.from_url(
+    client = PipeliningRedis.from_url(
         url,
         socket_timeout=None,
         socket_connect_timeout=connect_within_s,
@@ -99,6 +99,9 @@ def connect(
         health_check_interval=30,
         **options,
     )
+    assert isinstance(client, PipeliningRedis)
+    client.fail_after_s = answer_within_s
+    return client
 
 
 def _impatient(url: str) -> Redis:

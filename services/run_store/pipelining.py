@@ -22,6 +22,8 @@ from redis.asyncio.connection import Connection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
+from services.run_store.patience import ANSWER_WITHIN_S
+
 MOST_COMMANDS = 256
 MOST_BYTES = 1 << 20
 """Of a round trip, unless one command alone has more."""
@@ -46,7 +48,7 @@ class PipeliningRedis(Redis):
     `fail_after_s`: where Redis does not answer, what has waited for so long fails with the commands before it.
     """
 
-    fail_after_s = 3.0
+    fail_after_s = ANSWER_WITHIN_S
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -55,7 +57,7 @@ class PipeliningRedis(Redis):
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Raises RedisError as redis-py's does. A caller that is cancelled leaves its command to be carried out."""
-        if "BLOCK" in args:
+        if b"BLOCK" in args:  # as redis-py writes it
             return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
         command = _Command(args, options)
         self._waiting.append(command)
