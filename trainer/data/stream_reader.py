@@ -214,8 +214,11 @@ class Intake:
     async def drain(self) -> int:
         """After the run has concluded (and `run` has been cancelled): drop all that is left; returns how many.
 
-        What was trained is acknowledged as such, should Redis deliver it again, and the account is made right.
+        What was trained is acknowledged as such, should Redis deliver it again; what was to be dropped for another cause
+        is dropped for that; and the account is made right.
         """
+        # A short run can end before `run` has settled all that it read.
+        await self._settle_drops()
         reader = self._open_reader()
         await reader.open()
         dropped = 0
@@ -223,7 +226,11 @@ class Intake:
             ids = [entry.stream_id for entry in entries]
             trained = [entry for entry in ids if entry in self._tally.trained]
             await reader.acknowledge_trained(trained)
-            left = [entry for entry in ids if entry not in self._tally.trained]
+            before = [entry for entry in entries if entry.stream_id in self._dropped_before]
+            groups = {group for group in map(group_of, before) if group is not None}
+            await self._settle(Verdict([self._dropped_before[entry.stream_id] for entry in before], sorted(groups)))
+            settled = self._tally.trained | self._dropped_before.keys()
+            left = [entry for entry in ids if entry not in settled]
             dropped += await reader.acknowledge_dropped(DropCause.RUN_CONCLUDED, left)
         account = self._ledger.account
         found = corrections((await account.count()).counted, self._tally.durable(()))

@@ -279,6 +279,39 @@ async def test_a_successor_settles_what_the_log_says_was_dropped(make_bench: Cal
     assert (await successor.ledger.accounts()).dropped_groups == 1
 
 
+class _StuckLedger(Ledger):
+    """Never gets a group dropped while `stuck` is set."""
+
+    stuck = True
+
+    async def drop_group(self, group: str) -> bool:
+        while self.stuck:
+            await asyncio.sleep(0.01)
+        return await super().drop_group(group)
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+async def test_draining_settles_what_the_log_says_was_dropped_by_its_own_cause(
+    make_bench: Callable[..., Bench], read_before: bool
+) -> None:
+    """The run ended before the intake had read it, or before it had settled what it read."""
+    first = make_bench()
+    ids = await first.writer.publish(answers(first, "given up", 0) + answers(first, "left over", 1))
+    await first.stop()
+    drops = {entry: Drop(entry, DropCause.UNTRAINABLE, "it ended the trainer") for entry in ids[:2]}
+    successor = make_bench(dropped_before=drops, ledger=_StuckLedger)
+    if read_before:
+        await eventually(lambda: successor.intake._assembler.complete == 1)
+    else:
+        await asyncio.sleep(0)  # `run` begins
+    await successor.stop()
+    assert isinstance(successor.ledger, _StuckLedger)
+    successor.ledger.stuck = False
+    assert await successor.intake.drain() == 2
+    accounts = await successor.ledger.accounts()
+    assert (accounts.dropped, accounts.dropped_groups) == ({"untrainable": 2, "run_concluded": 2}, 1)
+
+
 async def test_what_a_lost_reply_took_along_is_found_again(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
