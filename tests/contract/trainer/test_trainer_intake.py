@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, RedisError
 
@@ -280,14 +281,15 @@ async def test_a_successor_settles_what_the_log_says_was_dropped(make_bench: Cal
 
 
 class _StuckLedger(Ledger):
-    """Never gets a group dropped while `stuck` is set."""
+    """Gets no group dropped until `free` is set."""
 
-    stuck = True
+    def __init__(self, redis: Redis, run_id: str) -> None:
+        super().__init__(redis, run_id)
+        self.free = asyncio.Event()
 
-    async def drop_group(self, group: str) -> bool:
-        while self.stuck:
-            await asyncio.sleep(0.01)
-        return await super().drop_group(group)
+    async def drop_group(self, group_id: str) -> bool:
+        await self.free.wait()
+        return await super().drop_group(group_id)
 
 
 @pytest.mark.parametrize("read_before", [False, True])
@@ -306,7 +308,7 @@ async def test_draining_settles_what_the_log_says_was_dropped_by_its_own_cause(
         await asyncio.sleep(0)  # `run` begins
     await successor.stop()
     assert isinstance(successor.ledger, _StuckLedger)
-    successor.ledger.stuck = False
+    successor.ledger.free.set()
     assert await successor.intake.drain() == 2
     accounts = await successor.ledger.accounts()
     assert (accounts.dropped, accounts.dropped_groups) == ({"untrainable": 2, "run_concluded": 2}, 1)
