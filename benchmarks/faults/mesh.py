@@ -45,9 +45,7 @@ class MeshUnderFaults:
         wanted = len(self.step_times()) + more
         ends = time.monotonic() + _STEPS_WITHIN_S
         while (made := len(self.step_times())) < wanted:
-            self._child.check()
-            if not self._child.running:
-                raise RollmeshError("the run ended before all faults were made", "give it more --steps")
+            self._check_goes_on()
             if time.monotonic() > ends:
                 raise DeadlineError(f"step {made + 1} did not come within {_STEPS_WITHIN_S:.0f} s", self.said())
             await asyncio.sleep(_LOOK_S)
@@ -65,13 +63,18 @@ class MeshUnderFaults:
         return sorted(found, key=psutil.Process.create_time)
 
     async def oldest(self, command: str) -> psutil.Process:
-        """The oldest process of a command, once it has lived for `LIVES_S`."""
+        """The oldest process of a command, once it has lived for `LIVES_S`. Raises RollmeshError where the run ended."""
         while True:
+            self._check_goes_on()
             for process in self.processes(command)[:1]:
                 if time.time() - process.create_time() >= LIVES_S:
                     return process
-            self._child.check()
             await asyncio.sleep(_LOOK_S)
+
+    def _check_goes_on(self) -> None:
+        if self._child.process.returncode == 0:
+            raise RollmeshError("the run ended before all faults were made", "give it more --steps")
+        self._child.check()
 
     async def end(self) -> Summary:
         """Wait for the run's own end. Raises RollmeshError where it failed."""

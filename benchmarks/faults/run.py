@@ -60,7 +60,7 @@ _COMMANDS = {
 }
 _BAR_S = 5.0
 _STEPS_BEFORE, _STEPS_AFTER = 20, 12
-_STEPS_A_FAULT = 160
+_STEPS_A_FAULT = 320
 """About half a minute: a process lives 21 s before it is killed."""
 _LATEST_S = 2.0
 
@@ -94,7 +94,7 @@ def faults(
     fault: Annotated[list[Fault] | None, typer.Option(help="Kind of fault; repeat it for more; default: all")] = None,
     count: Annotated[int, typer.Option(min=1, help="Faults of each kind")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the runs and of the moments")] = 1,
-    steps: Annotated[int | None, typer.Option(min=40, help="Optimizer steps a run; default: 160 a fault")] = None,
+    steps: Annotated[int | None, typer.Option(min=40, help="Optimizer steps a run; default: 320 a fault")] = None,
     servers: Annotated[int, typer.Option(min=1, help="Rollout servers")] = 2,
     partition_s: Annotated[float, typer.Option(min=1.0, help="Seconds for which Redis is cut off")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of a table")] = False,
