@@ -226,11 +226,8 @@ class Intake:
             ids = [entry.stream_id for entry in entries]
             trained = [entry for entry in ids if entry in self._tally.trained]
             await reader.acknowledge_trained(trained)
-            before = [entry for entry in entries if entry.stream_id in self._dropped_before]
-            groups = {group for group in map(group_of, before) if group is not None}
-            await self._settle(Verdict([self._dropped_before[entry.stream_id] for entry in before], sorted(groups)))
-            settled = self._tally.trained | self._dropped_before.keys()
-            left = [entry for entry in ids if entry not in settled]
+            await self._settle(self._dropped_of(entries))
+            left = [entry for entry in ids if not self._is_settled(entry)]
             dropped += await reader.acknowledge_dropped(DropCause.RUN_CONCLUDED, left)
         account = self._ledger.account
         found = corrections((await account.count()).counted, self._tally.durable(()))
@@ -243,26 +240,19 @@ class Intake:
     async def _ingest(self, entries: Sequence[StreamEntry], *, caught_up: bool) -> None:
         """`caught_up`: nothing that was written before these were read is yet to come."""
         started = time.perf_counter()
-        verdict, settled_before = Verdict(), list[StreamEntry]()
+        verdict, settled_before = self._dropped_of(entries), list[StreamEntry]()
         newest, now = self._version(), time.monotonic()
         judged: list[Member[Trajectory] | Rejected] = []
         for entry in entries:
-            if entry.stream_id in self._tally.trained:
+            if self._is_settled(entry.stream_id):
                 settled_before.append(entry)
-            elif (drop := self._dropped_before.get(entry.stream_id)) is not None:
-                settled_before.append(entry)
-                verdict.drops.append(drop)
             elif entry.stream_id not in self._known:
                 judged.append(self._validator.judge(entry, newest))
         with self._changed:
             # A sibling that a batch of an earlier incarnation went without is not the first of a new group.
             self._assembler.settle(group for group in map(group_of, settled_before) if group is not None)
-            consumed, dropped = set[str](), set[str]()
-            for entry in settled_before:
-                if (group := group_of(entry)) is not None:
-                    (dropped if entry.stream_id in self._dropped_before else consumed).add(group)
-            self._tally.known(consumed)
-            verdict.spoiled += sorted(dropped)
+            trained = [entry for entry in settled_before if entry.stream_id in self._tally.trained]
+            self._tally.known({group for group in map(group_of, trained) if group is not None})
             for item in judged:
                 self._known.add(item.entry)
                 _extend(verdict, self._take_up(item, now) if isinstance(item, Member) else self._reject(item))
@@ -279,10 +269,20 @@ class Intake:
         if now - self._asked_at >= _ASK_EVERY_S or not overdue:
             self._asked_at = now
             self._lost = set(overdue) - await self._ledger.still_open(overdue)
-        if finished := [entry.stream_id for entry in settled_before if entry.stream_id in self._tally.trained]:
-            await self._reader.acknowledge_trained(finished)
+        if trained:
+            await self._reader.acknowledge_trained([entry.stream_id for entry in trained])
         await self._settle_drops()
         self._count_work(started)
+
+    def _is_settled(self, entry: str) -> bool:
+        """Whether the step log says what became of it."""
+        return entry in self._tally.trained or entry in self._dropped_before
+
+    def _dropped_of(self, entries: Sequence[StreamEntry]) -> Verdict:
+        """What the step log says was dropped of these, and their groups."""
+        dropped = [entry for entry in entries if entry.stream_id in self._dropped_before]
+        groups = {group for group in map(group_of, dropped) if group is not None}
+        return Verdict([self._dropped_before[entry.stream_id] for entry in dropped], sorted(groups))
 
     def _count_work(self, started: float) -> None:
         with self._changed:
