@@ -243,6 +243,7 @@ def _table(bench: FaultsBench) -> Table:
 #                      fault                        the next fault, or the end
 #
 # A fault may show late (the trainer has batches left when their sources die), so all gaps up to the next fault count.
+# The gap in which the next fault falls is the next one's alone.
 
 
 def median_gap(steps: Sequence[float]) -> float:
@@ -261,7 +262,7 @@ def excesses(steps: Sequence[float], faults: Sequence[float]) -> list[float]:
     ends = [*faults[1:], float("inf")]
     found = []
     for fault, end in zip(faults, ends, strict=True):
-        gaps = [after - before for before, after in pairwise(steps) if after > fault and before < end]
+        gaps = [after - before for before, after in pairwise(steps) if fault < after <= end]
         if not gaps:
             raise ValueError(f"no step followed the fault at {fault:.3f}")
         found.append(max(gaps) - usual)

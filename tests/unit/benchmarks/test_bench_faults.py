@@ -18,6 +18,11 @@ def test_a_gap_that_opens_late_counts_for_the_fault_before_it() -> None:
     assert excesses(steps, [1.5, 9.5]) == [4.0, 0.0]
 
 
+def test_the_gap_in_which_a_fault_falls_is_not_the_one_befores() -> None:
+    steps = [0.0, 1.0, 2.0, 3.0, 4.0, 9.0, 10.0]
+    assert excesses(steps, [0.5, 4.5]) == [0.0, 4.0]
+
+
 def test_a_fault_that_ends_the_run_is_an_error() -> None:
     with pytest.raises(ValueError, match="no step followed"):
         excesses([0.0, 1.0, 2.0], [2.5])
