@@ -127,7 +127,8 @@ async def test_a_bus_killed_between_prepare_and_commit_is_carried_on_by_the_next
         mesh.kill("publisher")
         update = await mesh.bus.announce(manifest, wait_s=10)
         assert update.state == "committed"
-        assert [await mesh.served(name) for name in mesh.names] == [(1, mesh.published[1])] * 2
+        # The next bus may have another policy, under which not all engines flip together.
+        await until(lambda: everybody_serves(mesh, 1), CATCHES_UP_WITHIN_S)
         # Who watches has seen both buses' events, over one stream as it seems.
         kinds = await asyncio.wait_for(watching, 20)
         assert (kinds.count("held"), kinds[-1]) == (1, "committed")
