@@ -62,13 +62,17 @@ class MeshUnderFaults:
                 found.append(process)
         return sorted(found, key=psutil.Process.create_time)
 
-    async def oldest(self, command: str) -> psutil.Process:
-        """The oldest process of a command, once it has lived for `LIVES_S`. Raises RollmeshError where the run ended."""
+    async def oldest(self, command: str, count: int) -> psutil.Process:
+        """The oldest of a command's `count` processes, once all have lived for `LIVES_S`: one fault at a time.
+
+        Two servers of two killed within seconds are no server at all, for as long as one takes to start. Raises
+        RollmeshError where the run ended.
+        """
         while True:
             self._check_goes_on()
-            for process in self.processes(command)[:1]:
-                if time.time() - process.create_time() >= LIVES_S:
-                    return process
+            found = self.processes(command)
+            if len(found) >= count and time.time() - found[-1].create_time() >= LIVES_S:
+                return found[0]
             await asyncio.sleep(_LOOK_S)
 
     def _check_goes_on(self) -> None:

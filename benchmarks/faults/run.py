@@ -160,7 +160,7 @@ async def _make(
         made.at.append(time.time())
         await link.cut(plan.partition_s)
         return
-    victim = await mesh.oldest(_COMMANDS[kind])
+    victim = await mesh.oldest(_COMMANDS[kind], plan.servers if kind is Fault.SERVER else 1)
     await asyncio.sleep(rng.uniform(0.0, _LATEST_S))
     made.at.append(time.time())
     if kind is Fault.CUT_FILE:
