@@ -31,7 +31,7 @@ from rollout_server.sessions.session import Session, Terms
 from services.host.aio import NamedLocks
 from services.observability.tracing import NO_TRACING, Tracing
 from services.run_store.ledger import Ledger
-from services.wire.errors import ConflictError, RollmeshError, SessionConcludedError
+from services.wire.errors import ConflictError, NotReadyError, RollmeshError, SessionConcludedError
 from services.wire.rollout_api import OpenGroup, SamplingLimits
 from services.wire.session_api import OpenSession
 
@@ -73,10 +73,10 @@ class SessionOpener:
             if name is not None:
                 await self._takeover.hold_group(group_id)
                 if self._registry.knows(group_id):
-                    found = self._registry.find_open(group_id)
-                    found.client_gone = False
-                    return found
+                    return self._found(group_id)
             ordinal = await self._admit(group_id, call.purpose == "train", call.wait_s)
+            if ordinal is None:
+                return self._found(group_id)
             group = Group(
                 group_id,
                 ordinal,
@@ -107,6 +107,12 @@ class SessionOpener:
                 raise
             return group
 
+    def _found(self, group_id: str) -> Group:
+        """An open group, whose client is there again."""
+        found = self._registry.find_open(group_id)
+        found.client_gone = False
+        return found
+
     async def open(self, call: OpenSession, name: str | None = None) -> tuple[Session, bool]:
         """The session, and whether it is a new one. `name`: the call's, where it has one.
 
@@ -118,17 +124,21 @@ class SessionOpener:
         session_id = call.session_id or (None if name is None else f"s-{name}")
         group_id = call.group_id or (new_group_id() if session_id is None else f"g.{session_id}")
         async with self._locks.hold(group_id):
-            if session_id is not None:
-                known = await self._known(session_id, fingerprint)
-                if known is not None:
-                    return known, False
-            if call.group_id is not None or call.session_id is not None:
-                await self._takeover.hold_group(group_id)
-            session_id = session_id or f"s-{secrets.token_hex(16)}"
-            group = self._registry.get_open(group_id)
-            if group is None:
-                return await self._open_with(group_id, session_id, call, fingerprint), True
-            return await self._join(group, session_id, call, fingerprint), True
+            while True:
+                if session_id is not None:
+                    known = await self._known(session_id, fingerprint)
+                    if known is not None:
+                        return known, False
+                if call.group_id is not None or call.session_id is not None:
+                    await self._takeover.hold_group(group_id)
+                session_id = session_id or f"s-{secrets.token_hex(16)}"
+                group = self._registry.get_open(group_id)
+                if group is not None:
+                    return await self._join(group, session_id, call, fingerprint), True
+                opened = await self._open_with(group_id, session_id, call, fingerprint)
+                if opened is not None:
+                    return opened, True
+                # It was taken over while it waited for admission, perhaps with this very session: look again.
 
     async def _known(self, session_id: str, fingerprint: bytes) -> Session | None:
         await self._takeover.hold_session(session_id)
@@ -141,11 +151,13 @@ class SessionOpener:
             raise SessionConcludedError(f"session {session_id} has ended", "choose another session_id")
         return None
 
-    async def _open_with(self, group_id: str, session_id: str, call: OpenSession, fingerprint: bytes) -> Session:
-        """Open a group with its first session."""
+    async def _open_with(self, group_id: str, session_id: str, call: OpenSession, fingerprint: bytes) -> Session | None:
+        """Open a group with its first session; None where `_admit` found the group."""
         if self._registry.find_ended(group_id) is not None:
             raise ConflictError(f"group {group_id} has ended", "choose another group_id")
         ordinal = await self._admit(group_id, call.purpose == "train", call.wait_s)
+        if ordinal is None:
+            return None
         idle_timeout_s = call.idle_timeout_s or self._idle_timeout_s
         group = Group(group_id, ordinal, call.group_size, call.env, call.purpose, idle_timeout_s)
         session = group.next_session(session_id, self._terms(call), fingerprint)
@@ -153,19 +165,27 @@ class SessionOpener:
         await _shielded(self._begin(group))
         return session
 
-    async def _admit(self, group_id: str, train: bool, wait_s: float) -> int:
-        """The group's ordinal. Raises HeldElsewhereError when another server has opened it meanwhile."""
+    async def _admit(self, group_id: str, train: bool, wait_s: float) -> int | None:
+        """The group's ordinal; None where the group is known here now: another server had opened it, and is gone.
+
+        Raises HeldElsewhereError where that server is alive, NotReadyError where it neither writes the group down nor gives
+        its place back for a while: it may yet do so, so that the call must come again.
+        """
         if not train:
             return -1
-        try:
-            return await self._gate.open(group_id, wait_s)
-        except ConflictError:
-            # Its owner is writing the first line of the journal, or died before it did.
-            ends = time.monotonic() + _FOUND_WITHIN_S
-            while time.monotonic() < ends:
+        ends: float | None = None
+        while True:
+            try:
+                return await self._gate.open(group_id, wait_s)
+            except ConflictError as held:
+                # Its owner is about to write the first line of the journal or to give the place back, or died before that.
                 await self._takeover.hold_group(group_id)
+                if self._registry.knows(group_id):
+                    return None
+                ends = time.monotonic() + _FOUND_WITHIN_S if ends is None else ends
+                if time.monotonic() >= ends:
+                    raise NotReadyError(f"{held.what} and has not written it down yet", "send the call again") from held
                 await asyncio.sleep(_POLL_S)
-            raise
 
     async def _begin(self, group: Group) -> None:
         """Write the group down, with the sessions that it has, and take it up; or give its place in the ledger back."""

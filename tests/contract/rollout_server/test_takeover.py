@@ -266,6 +266,49 @@ async def test_a_group_that_was_admitted_and_never_written_down_gives_its_place_
     await until(lambda: _closed(pair.second), 10.0)
 
 
+@pytest.mark.parametrize("then", ["writes it down and dies", "gives its place back", "does nothing yet"])
+@pytest.mark.parametrize(
+    ("path", "body", "prefix"),
+    [
+        ("/groups", {"task": "sums", "group_size": 1, "sampling": {"max_tokens": 24}}, "g-"),
+        ("/sessions", {"env": "sums"}, "g.s-"),
+    ],
+)
+async def test_a_group_that_another_server_is_just_opening_is_opened_where_the_call_comes_next(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], prefix: str, then: str
+) -> None:
+    """The other server was lost between admission and the journal's first line, and the gateway sent the call on."""
+    monkeypatch.setattr("rollout_server.lifecycle.open._FOUND_WITHIN_S", 0.5)
+    ids = [f"{prefix}{number:032d}" for number in (1, 2)]
+    async with serve(ScriptedEngine(answer_length=6, max_model_len=2048), "s0") as host:
+        keys = RunKeys(host.run_id)
+        # What the other server will have written: this one's journal of an earlier call, under the new name.
+        await host.http.post(path, json=body, headers=name(1))
+        lines = await host.redis.lrange(keys.journal(ids[0]), 0, -1)
+        lines = [line.replace(f"{1:032d}".encode(), f"{2:032d}".encode()) for line in lines]
+        await host.ledger.open_group(ids[1], "s9", engine_version=0, base_version=0, k=0, batch=16)
+        call = asyncio.ensure_future(host.http.post(path, json=body, headers=name(2)))
+        done, _ = await asyncio.wait({call}, timeout=0.2)
+        assert not done, "it waits for what the other server does"
+        if then == "does nothing yet":
+            # Not a conflict, which would end the call: the group may be written down a moment later.
+            assert code(await call) == (503, "not_ready")
+            call = asyncio.ensure_future(host.http.post(path, json=body, headers=name(2)))
+        if then == "writes it down and dies":
+            await host.redis.rpush(keys.journal(ids[1]), *lines)
+            await host.redis.hset(keys.owners, ids[1], "s9/dead")
+        else:
+            await host.ledger.close_group(ids[1], dropped=True)
+        answer = await call
+        assert answer.status_code in (200, 201), answer.text
+        found = answer.json()["group_id"] if path == "/groups" else f"g.{answer.json()['session_id']}"
+        assert found == ids[1]
+        owners = await host.redis.hgetall(keys.owners)
+        assert set(owners) == {group_id.encode() for group_id in ids}
+        assert len(set(owners.values())) == 1, "both are this server's"
+        assert {each.server_id for each in (await host.ledger.open_groups()).values()} == {"s0"}
+
+
 async def test_a_server_reconciles_what_it_remembers_with_a_redis_that_came_back_as_it_was_before(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
