@@ -71,10 +71,10 @@ class WeightMesh:
         # Of publishers that could not tidy up.
         remove_shm_files(self.run_id)
 
-    def begin(self, name: str) -> None:
-        """Start the process `name`: bus, publisher, or an engine."""
+    def begin(self, name: str, policy: FleetPolicy | None = None) -> None:
+        """Start the process `name`: bus, publisher, or an engine. `policy`: a bus's; None draws one."""
         if name == "bus":
-            policy = self.random.choice(POLICIES)
+            policy = policy or self.random.choice(POLICIES)
             self._run(name, run_bus, self.run_id, _port(self.bus_url), policy)
         elif name == "publisher":
             self._orders, theirs = self._context.Pipe()
