@@ -187,7 +187,8 @@ async def test_a_server_that_dies_under_agents_is_passed_over(
             settings=small_batch(k=50, batch=4),
             server_id="s1",
         ) as doomed:
-            plan = plan_for(environment, tmp_path, concurrency=4)
+            # All four players may wait at the server that dies: their agents' calls wait long, three heartbeats end them.
+            plan = plan_for(environment, tmp_path, concurrency=4, heartbeat_s=0.5)
             running = asyncio.create_task(run_environment([kept.url, doomed.url], plan))
             await closed_groups(kept, 8, running)
         before = (await kept.ledger.accounts()).closed_groups
