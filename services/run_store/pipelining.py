@@ -4,7 +4,8 @@
                  └── asked for meanwhile: the next round trip
 
 A service under load makes tens of commands at a time. Each by itself takes a connection, two system calls and most of
-what redis-py does around it; together they take one. Blocking reads, transactions and a caller's own pipelines have
+what redis-py does around it; together they take one. They keep their connection: to take it from the pool and to look
+whether it is alive costs as much as the round trip. Blocking reads, transactions and a caller's own pipelines have
 connections of their own, as before. Replies come in the order of the commands.
 """
 
@@ -27,6 +28,8 @@ from services.run_store.patience import ANSWER_WITHIN_S
 MOST_COMMANDS = 256
 MOST_BYTES = 1 << 20
 """Of a round trip, unless one command alone has more."""
+_CHECK_AFTER_S = 1.0
+"""A connection that was idle for so long is looked at before it is used: its other end may have closed it."""
 
 
 class _Command:
@@ -54,6 +57,8 @@ class PipeliningRedis(Redis):
         super().__init__(*arguments, **options)
         self._waiting: deque[_Command] = deque()
         self._sender: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
+        self._answered_at = 0.0
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Raises RedisError as redis-py's does. A caller that is cancelled leaves its command to be carried out."""
@@ -70,6 +75,9 @@ class PipeliningRedis(Redis):
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.wait({self._sender})
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            await self.connection_pool.release(connection)
         await super().aclose(close_connection_pool)
 
     async def _send(self) -> None:
@@ -116,8 +124,7 @@ class PipeliningRedis(Redis):
 
     async def _exchange(self, together: list[_Command]) -> list[Any]:
         """The reply to each, or the error that Redis answered."""
-        await self.initialize()
-        connection: Connection = await self.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+        connection = await self._ready()
 
         async def give_up(error: Exception) -> None:
             await connection.disconnect(error=error)
@@ -126,9 +133,21 @@ class PipeliningRedis(Redis):
             replies: list[Any] = await connection.retry.call_with_retry(
                 lambda: self._round_trip(connection, together), give_up
             )
-            return replies
-        finally:
-            await self.connection_pool.release(connection)
+        except BaseException:
+            # A reply that nobody read would be taken for that of the next command.
+            await connection.disconnect(nowait=True)
+            raise
+        self._answered_at = time.monotonic()
+        return replies
+
+    async def _ready(self) -> Connection:
+        """The connection of these commands. Only the sender uses it."""
+        if self._connection is None:
+            await self.initialize()
+            self._connection = await self.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+        elif time.monotonic() - self._answered_at > _CHECK_AFTER_S:
+            await self.connection_pool.ensure_connection(self._connection)
+        return self._connection
 
     async def _round_trip(self, connection: Connection, together: list[_Command]) -> list[Any]:
         await connection.send_packed_command([command.packed for command in together])

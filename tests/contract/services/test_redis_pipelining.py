@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
@@ -55,6 +56,23 @@ async def test_many_bytes_go_in_several_round_trips(redis: PipeliningRedis, run_
     assert await asyncio.gather(*(redis.strlen(key) for key in keys)) == [len(large)] * 8
     assert await redis.get(keys[0]) == large
     await redis.delete(*keys)
+
+
+async def test_round_trips_keep_one_connection_and_replace_it_where_redis_closed_it(redis: PipeliningRedis) -> None:
+    async with asyncio.timeout(20):
+        first = await redis.client_id()
+        await asyncio.gather(*(redis.client_list() for _ in range(3)))
+        assert await redis.client_id() == first
+        await close_connection(redis, first)
+        second = await redis.client_id()
+        assert second != first
+        assert await redis.client_id() == second
+
+
+async def close_connection(redis: PipeliningRedis, client_id: int) -> None:
+    """Have Redis close a connection of this client, from another one."""
+    other = Redis(connection_pool=redis.connection_pool)
+    assert await other.client_kill_filter(_id=str(client_id)) == 1
 
 
 async def test_a_read_that_waits_holds_nobody_up(redis: PipeliningRedis, run_id: str) -> None:
