@@ -69,6 +69,17 @@ async def test_round_trips_keep_one_connection_and_replace_it_where_redis_closed
         assert await redis.client_id() == second
 
 
+async def test_a_reply_that_cannot_be_read_leaves_none_for_the_next_commands(redis: PipeliningRedis) -> None:
+    def unreadable(reply: object, **_: object) -> object:
+        raise ValueError(f"{reply!r}")
+
+    redis.set_response_callback("TIME", unreadable)
+    calls = [redis.echo("a"), redis.time(), redis.echo("b"), redis.echo("c")]
+    replies = await asyncio.gather(*calls, return_exceptions=True)
+    assert any(isinstance(reply, ValueError) for reply in replies)
+    assert await asyncio.gather(*(redis.echo(text) for text in "xyz")) == [b"x", b"y", b"z"]
+
+
 async def close_connection(redis: PipeliningRedis, client_id: int) -> None:
     """Have Redis close a connection of this client, from another one."""
     other = Redis(connection_pool=redis.connection_pool)
