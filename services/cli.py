@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from services.host.process import leave_quickly
+from services.host.process import collect_seldom, leave_quickly
 from services.observability.logging import configure_logging, logs_json
 from services.wire.errors import RollmeshError
 
@@ -136,6 +136,7 @@ def main() -> None:
         return
     if sys.argv[1:2] == ["bench"]:
         sys.exit(fail("benchmarks are run in a checkout of the sources: ./dev bench NAME", 2))
+    collect_seldom()
     code = ROLLMESH.run(sys.argv[1:])
     leave_quickly()
     sys.exit(code)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
+from services.http.connection import Caller, caller_of
 from services.wire.errors import RollmeshError
 
 
@@ -31,18 +33,12 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope
-        pump = asyncio.ensure_future(self._pump(send))
-        watch = asyncio.ensure_future(_hung_up(receive))
-        try:
-            await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            watch.cancel()
-            pump.cancel()
-            await asyncio.wait({pump})
-            await self._events.aclose()
-        if not pump.cancelled():
-            pump.result()
+        del receive
+        with suppress(ClientGoneError):
+            try:
+                await _until_gone(caller_of(scope), self._pump(send))
+            finally:
+                await self._events.aclose()
 
     async def _pump(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -53,11 +49,6 @@ class EventStream(Response):
         except BrokenOffError:
             return  # the server closes the connection of an answer that was not completed
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _hung_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 T = TypeVar("T")
@@ -82,23 +73,57 @@ async def while_connected(
     `check` is called every `check_every_s` seconds; what it raises ends the work too. The request's body must have been
     read. Raises ClientGoneError when the client left.
     """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_hung_up(request.receive))
-    try:
-        while not task.done():
-            await asyncio.wait({task, watch}, timeout=check_every_s, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                break
-            if watch.done():
-                raise ClientGoneError("the client disconnected")
-            if check is not None:
-                check()
-        result = task.result()
-        if watch.done():  # while its answer was being written down: nobody gets it
-            raise ClientGoneError("the client disconnected")
-        return result
-    finally:
-        watch.cancel()
-        if not task.done():
+    return await _until_gone(caller_of(request.scope), work, check, check_every_s)
+
+
+async def _until_gone(
+    caller: Caller,
+    work: Coroutine[Any, Any, T],
+    check: Callable[[], None] | None = None,
+    check_every_s: float | None = None,
+) -> T:
+    # In the task of the call: a task for the work and one that waits for the disconnect cost more than many a call does.
+    if caller.gone:
+        work.close()
+        raise ClientGoneError("the client disconnected")
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    why: Exception | None = None
+    timer: asyncio.TimerHandle | None = None
+
+    def end(error: Exception) -> None:
+        nonlocal why
+        if why is None:
+            why = error
             task.cancel()
-            await asyncio.wait({task})
+
+    def look() -> None:
+        nonlocal timer
+        assert check is not None and check_every_s is not None
+        try:
+            check()
+        except Exception as error:  # noqa: BLE001 - raised to the caller of this function
+            end(error)
+        else:
+            timer = loop.call_later(check_every_s, look)
+
+    def gone() -> None:
+        end(ClientGoneError("the client disconnected"))
+
+    if check is not None and check_every_s is not None:
+        timer = loop.call_later(check_every_s, look)
+    caller.on_gone.add(gone)
+    try:
+        result = await work
+    except BaseException as error:
+        if why is None or (task.uncancel() and isinstance(error, asyncio.CancelledError)):
+            raise  # its own, or it is cancelled by others too
+        raise why from None
+    finally:
+        caller.on_gone.discard(gone)
+        if timer is not None:
+            timer.cancel()
+    if why is not None:  # while its answer was being written down: nobody gets it
+        task.uncancel()
+        raise why
+    return result

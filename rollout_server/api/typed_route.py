@@ -9,7 +9,7 @@ in `request.state.body`, which an endpoint may delete.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -18,7 +18,9 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.routing import request_response
+from starlette.types import Receive
 
 from rollout_server.api.request_names import name_call
 from services.host.process import give_memory_back
@@ -47,35 +49,45 @@ class TypedRoute(APIRoute):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # FastAPI's own wraps each call in two exit stacks, for dependencies; there are none.
-        self.app = request_response(self.get_route_handler())
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        endpoint, request_name = self.dependant.call, self.dependant.request_param_name
+        endpoint, self._request_name = self.dependant.call, self.dependant.request_param_name
         assert endpoint is not None
+        self._answers: Callable[..., Awaitable[Response]] = endpoint
         if self.dependant.query_params or self.dependant.dependencies or len(self.dependant.body_params) > 1:
             raise TypeError(f"{self.path}: a TypedRoute takes path parameters, one body and the request only")
-        body_name, model = "", None
+        self._body_name, self._model = "", None
         for field in self.dependant.body_params:
-            body_name, model = field.name, _model(field.field_info.annotation)
+            self._body_name, self._model = field.name, _model(field.field_info.annotation)
+        # FastAPI's own wraps each call in two exit stacks, for dependencies; there are none.
+        self.app = request_response(self.respond)
 
-        async def handle(request: Request) -> Response:
-            arguments: dict[str, Any] = dict(request.path_params)
-            name_call(arguments)
-            if request_name is not None:
-                arguments[request_name] = request
-            if model is not None:
-                # Not by `request.body()`, which keeps it for as long as the call lasts: hours, for a generation.
-                request.state.body = b"".join([chunk async for chunk in request.stream()])
-                self.check_body(request.state.body)
-                arguments[body_name] = _parse(model, request.headers.get("content-type", ""), request.state.body)
-                if len(request.state.body) > _LARGE:
-                    # What reading it took, before as much is taken to answer it.
-                    await asyncio.to_thread(give_memory_back)
-            response: Response = await endpoint(**arguments)
-            return response
+    async def respond(self, request: Request) -> Response:
+        """`services.http.route_index.Direct`."""
+        arguments: dict[str, Any] = dict(request.path_params)
+        name_call(arguments)
+        if self._request_name is not None:
+            arguments[self._request_name] = request
+        if self._model is not None:
+            # Not by `request.body()`, which keeps it for as long as the call lasts: hours, for a generation.
+            request.state.body = body = await _read(request.receive)
+            self.check_body(body)
+            arguments[self._body_name] = _parse(self._model, request.headers.get("content-type", ""), body)
+            if len(body) > _LARGE:
+                # What reading it took, before as much is taken to answer it.
+                await asyncio.to_thread(give_memory_back)
+            del body
+        return await self._answers(**arguments)
 
-        return handle
+
+async def _read(receive: Receive) -> bytes:
+    """The body. Raises ClientDisconnect where the caller goes away before its end."""
+    pieces, more = list[bytes](), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect()
+        pieces.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def checked(check_body: Callable[[bytes], None]) -> type[TypedRoute]:

@@ -95,6 +95,15 @@ def take_over_logs() -> None:
         logger.propagate = True
 
 
+def collect_seldom() -> None:
+    """Look for cyclic garbage a tenth as often as Python would: call it first in a service.
+
+    Each call of a busy service makes hundreds of objects that live until its answer, and hardly any cycle. At Python's
+    own thresholds a rollout server spent a seventh of its event loop's time on looking through them.
+    """
+    gc.set_threshold(10_000, 20, 20)
+
+
 def leave_quickly() -> None:
     """Call it last: a final garbage collection when the interpreter exits would take a second with torch loaded."""
     gc.freeze()

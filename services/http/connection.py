@@ -16,6 +16,7 @@ A request that comes in one piece costs no timer here, only a few comparisons.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -36,6 +37,7 @@ MOST_AHEAD = 16
 SLOWEST_BODY = 8 << 10
 """Bytes a second of a body that takes longer than `body_within_s`."""
 _CALLER = "rollmesh.caller"
+_HEAD_BEGINS, _HEAD_ENDS = b"HTTP/1.1 ", b"\r\n\r\n"
 _LINGER_S = 1.0
 
 
@@ -89,20 +91,82 @@ def seconds_left(elapsed_s: float, bounds: Bounds, *, head_done: bool, answered:
 
 
 class Caller:
-    """Who is at the other end of a connection. `known`: it has shown a key that is valid here."""
+    """Who is at the other end of a connection. `known`: it has shown a key that is valid here; `gone`: it has closed it.
 
-    __slots__ = ("known",)
+    `on_gone`: called then.
+    """
+
+    __slots__ = ("gone", "known", "on_gone")
 
     def __init__(self) -> None:
-        self.known = False
+        self.known = self.gone = False
+        self.on_gone: set[Callable[[], None]] = set()
+
+    def left(self) -> None:
+        """The connection is closed."""
+        self.gone = True
+        for each in tuple(self.on_gone):
+            each()
+
+
+def caller_of(scope: Scope) -> Caller:
+    """The caller of a request; one that never leaves where another server than ours runs the application."""
+    caller: Caller | None = scope.get("state", {}).get(_CALLER)
+    return caller or Caller()
 
 
 def caller_is_known(scope: Scope) -> None:
-    """Note that the connection of a request has shown a valid key; nothing where another server runs the application."""
-    state = scope.get("state")
-    caller = None if state is None else state.get(_CALLER)
-    if caller is not None:
-        caller.known = True
+    """Note that the connection of a request has shown a valid key."""
+    caller_of(scope).known = True
+
+
+class JoinedWrites:
+    """A transport that sends an answer's head together with what is written next: one system call an answer, not two.
+
+    write(head) ─► held ─► write(body) ─► both sent
+                     └── nothing written in this turn of the event loop ─► sent alone
+
+    Each call gives the interpreter's lock away, and an engine's thread may keep it for half a millisecond.
+    """
+
+    __slots__ = ("_due", "_head", "_loop", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._head: bytes | None = None
+        self._due: asyncio.Handle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self._head is not None:
+            head = self._take()
+            self._transport.writelines([head, data] if data else [head])
+        elif data.startswith(_HEAD_BEGINS) and data.endswith(_HEAD_ENDS):
+            self._head, self._due = data, self._loop.call_soon(self._flush)
+        else:
+            self._transport.write(data)
+
+    def write_eof(self) -> None:
+        self._flush()
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._head is not None:
+            self._transport.write(self._take())
+
+    def _take(self) -> bytes:
+        head, self._head = self._head, None
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        assert head is not None
+        return head
 
 
 class Strangers:
@@ -185,7 +249,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """The number of the request that is being timed, and since when."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast("asyncio.Transport", JoinedWrites(transport, self.loop)))
         self._strangers.enter(self)
         self._time()
 
@@ -196,6 +260,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._watch.cancel()
             self._watch = None
         super().connection_lost(exc)
+        self.caller.left()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
