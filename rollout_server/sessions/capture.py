@@ -69,7 +69,7 @@ class Capture:
         """All answers, in the order of their recording."""
         self.roots: list[Node] = []
         """Answers that extend no other."""
-        self._index: PrefixIndex[Node] = PrefixIndex()
+        self._index: PrefixIndex[Node] | None = None
         self._unindexed: list[Node] = []
         """Answers since the last look-up: most sessions never need one."""
         self.samplings: list[SamplingParams] = []
@@ -108,6 +108,8 @@ class Capture:
 
     def find(self, prompt: Sequence[int]) -> Node | None:
         """The node with the longest path that `prompt` begins with."""
+        if self._index is None:
+            self._index = PrefixIndex()
         for node in self._unindexed:
             self._index.add(array("i", path(node)).tobytes(), node)
         self._unindexed.clear()
@@ -132,9 +134,10 @@ class Capture:
         check_sampled(token_ids, logprobs, versions)
         index = self._sampling_index(sampling)
         spans: list[VersionSpan] = []
+        first = True
         for span in versions:
             # What an answer's first version computed anew (a call that was resumed) is what it had been.
-            first = all(earlier.version == span.version for earlier in spans)
+            first = first and span.version == versions[0].version
             kv = versions[0].kv if first else span.kv
             _append_merged(spans, VersionSpan(span.start, span.length, span.version, index, kv))
         node = Node(
@@ -188,7 +191,7 @@ class Capture:
 
     def _sampling_index(self, sampling: SamplingParams) -> int:
         for index, known in enumerate(self.samplings):
-            if known == sampling:
+            if known is sampling or known == sampling:
                 return index
         self.samplings.append(sampling)
         return len(self.samplings) - 1

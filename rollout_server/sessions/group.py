@@ -222,7 +222,7 @@ class GroupRegistry:
         if group is None:
             return
         for session in group.sessions.values():
-            session.memory.answers.cancel_all(why)
+            session.memory.cancel_answers(why)
             self._sessions.pop(session.session_id, None)
 
     def find_ended(self, group_id: str) -> Ended | None:

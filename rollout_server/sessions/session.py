@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+import msgspec
+
 from rollout_server.chat.conversations import Conversations
 from rollout_server.engines.base import FinishReason
 from rollout_server.sessions.capture import Capture, Node, PrefixIndex
@@ -40,22 +42,38 @@ class Said:
     new: bytes
 
 
-@dataclass(slots=True)
+@dataclass
 class CompletionMemory:
     """What a session keeps of its calls beside the captured tokens, to continue conversations and answer retries.
+
+    Made when it is first used, where most sessions have no use for it: `conversations`, `texts`, `answers`.
 
     `texts`: captured nodes by the whole text that a completions client saw. `calls`: an answer's id → its nodes.
     `named`: a gateway's name of a call → the nodes of its answer. `unseen`: nodes that this server gave to nobody; what was
     given by a server that had the session before, it does not know.
     """
 
-    conversations: Conversations[Node] = field(default_factory=Conversations)
-    texts: PrefixIndex[Node] = field(default_factory=PrefixIndex)
     said: dict[Node, Said] = field(default_factory=dict)
     calls: dict[str, list[Node]] = field(default_factory=dict)
     named: dict[str, list[Node]] = field(default_factory=dict)
     unseen: set[Node] = field(default_factory=set)
-    answers: Answers = field(default_factory=Answers)
+
+    @cached_property
+    def conversations(self) -> Conversations[Node]:
+        return Conversations()
+
+    @cached_property
+    def texts(self) -> PrefixIndex[Node]:
+        return PrefixIndex()
+
+    @cached_property
+    def answers(self) -> Answers:
+        return Answers()
+
+    def cancel_answers(self, why: RollmeshError) -> None:
+        """Those that are being generated."""
+        if "answers" in self.__dict__:
+            self.answers.cancel_all(why)
 
     def rename(self, call: str, name: str) -> None:
         """The answer to `call` is given to the call `name` from now on."""
@@ -130,8 +148,7 @@ class Terms:
         return self.sampling.model_dump_json(exclude_none=True).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class SessionEnd:
+class SessionEnd(msgspec.Struct, frozen=True):
     """What is kept of a session that has ended. `ended_at` on the monotonic clock."""
 
     session_id: str
@@ -280,7 +297,7 @@ class Session:
             metadata=self.terms.metadata,
             ended_at=time.monotonic(),
         )
-        self.memory.answers.cancel_all(self.end.refuse())
+        self.memory.cancel_answers(self.end.refuse())
         self.capture, self.memory, self.rewards = Capture(), CompletionMemory(), Rewards()
         return self.end
 
