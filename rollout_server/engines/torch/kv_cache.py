@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 _FIRST_ROWS = 16
@@ -44,6 +46,16 @@ class KvWindow:
     values: torch.Tensor
     columns: torch.Tensor
     starts: torch.Tensor
+
+
+def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array as a tensor, which shares its memory on a CPU.
+
+    Torch gives the interpreter's lock away in all but a few calls, `Tensor.to` of nothing included, and a busy event loop
+    keeps it for a while: so arrays are laid out by numpy.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 class KvCache:
@@ -105,7 +117,7 @@ class KvCache:
         if blank:
             keys.zero_()
             values.zero_()
-        starts = torch.from_numpy(width - np.asarray(lengths, dtype=np.int64)).to(self._device)
+        starts = on_device(width - np.asarray(lengths, dtype=np.int64), self._device)
         return KvWindow(keys, values, torch.arange(width, device=starts.device), starts)
 
     def place(self, prompts: KvWindow, lengths: Sequence[int], copies: Sequence[int]) -> None:
@@ -121,7 +133,7 @@ class KvCache:
             self._grow_rows(after)
         keys, values = prompts.keys, prompts.values
         if after - before != len(lengths):
-            pick = torch.from_numpy(np.repeat(np.arange(len(lengths)), copies)).to(keys.device)
+            pick = on_device(np.repeat(np.arange(len(lengths)), copies), self._device)
             keys, values = keys[:, pick], values[:, pick]
         self._keys[:, before:after, :, self._clock - width : self._clock].copy_(keys)
         self._values[:, before:after, :, self._clock - width : self._clock].copy_(values)
@@ -139,11 +151,12 @@ class KvCache:
         movers = [row for row in range(left, len(self._starts)) if row not in gone]
         moves = list(zip([row for row in finished if row < left], movers, strict=True))
         if moves:
-            table = torch.from_numpy(np.array(moves, dtype=np.int64).T).to(self._keys.device)
+            table = np.array(moves, dtype=np.int64).T
+            targets, sources = (on_device(np.ascontiguousarray(each), self._device) for each in table)
             for memory in (self._keys, self._values):
                 live = memory[:, :, :, self._low : self._clock]
                 # Indexing is several times faster than index_copy_ and index_select on memory in strides.
-                live[:, table[0]] = live[:, table[1]]
+                live[:, targets] = live[:, sources]
             for to, source in moves:
                 self._starts[to] = self._starts[source]
         del self._starts[left:]
@@ -164,7 +177,7 @@ class KvCache:
 
     def _rows_changed(self) -> None:
         self._low = min(self._starts, default=self._clock)
-        self._starts_tensor = torch.from_numpy(np.array(self._starts, dtype=np.int64)).to(self._keys.device)
+        self._starts_tensor = on_device(np.array(self._starts, dtype=np.int64), self._device)
 
     def _move_columns(self, minimum_clock: int) -> None:
         """Move the live columns towards the front, more memory if need be, so that the clock is at least that."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from rollout_server.engines.torch.forward import PolicyForward
-from rollout_server.engines.torch.kv_cache import KvCache, KvWindow
+from rollout_server.engines.torch.kv_cache import KvCache, KvWindow, on_device
 
 Tokens = npt.NDArray[np.int64]
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
@@ -249,7 +249,7 @@ class Prefill:
         copies = [plan.newcomer.copies for plan in part]
         self._slots.place(window, lengths, copies)
         self._remember_prompts(part, lengths, window)
-        pick = torch.from_numpy(np.repeat(np.arange(len(part)), copies)).to(self._device)
+        pick = on_device(np.repeat(np.arange(len(part)), copies), self._device)
         return logits.index_select(0, pick)
 
     def _remember_prompts(self, part: Sequence[_Planned], lengths: Sequence[int], window: KvWindow) -> None:
@@ -270,7 +270,7 @@ class Prefill:
         ids = np.zeros((len(sequences), width), dtype=np.int64)
         for row, sequence in enumerate(sequences):
             ids[row, width - len(sequence) :] = sequence
-        return torch.from_numpy(ids).to(self._device)
+        return on_device(ids, self._device)
 
 
 def _split(planned: Sequence[_Planned], forward_tokens: int) -> list[list[_Planned]]:

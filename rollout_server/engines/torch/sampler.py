@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from rollout_server.engines.torch.forward import record
+from rollout_server.engines.torch.kv_cache import on_device
 from services.wire.sampling import SamplingParams
 
 
@@ -99,7 +100,7 @@ class Sampler:
             uniforms = self._generator.random(logits.shape[0])
             for row, source in seeded:
                 uniforms[row] = source.random()
-            column = torch.from_numpy(uniforms).to(self._device).unsqueeze(1)
+            column = on_device(uniforms[:, None], self._device)
             if rows.plain:
                 sampled = self._plain(logits, column, rows.temperature)
             else:
@@ -107,7 +108,7 @@ class Sampler:
                     logits, column, rows.temperature, rows.greedy, rows.floor, rows.top_k, rows.top_p
                 )
                 likeliest = _likeliest(logits, rows) if rows.likeliest else None
-        both: npt.NDArray[np.float64] = sampled.cpu().numpy()
+        both: npt.NDArray[np.float64] = (sampled if sampled.device.type == "cpu" else sampled.cpu()).numpy()
         return Sampled(both[0].astype(np.int64).tolist(), both[1].tolist(), likeliest)
 
 
@@ -191,7 +192,7 @@ def _pair(tokens: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def _column(values: Sequence[float], dtype: npt.DTypeLike, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.array(values, dtype=dtype)).to(device).unsqueeze(1)
+    return on_device(np.array(values, dtype=dtype)[:, None], device)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, NonFiniteLogitsError
 from rollout_server.engines.request_check import reachable_stops
 from rollout_server.engines.torch.forward import PolicyForward
-from rollout_server.engines.torch.kv_cache import KvCache
+from rollout_server.engines.torch.kv_cache import KvCache, on_device
 from rollout_server.engines.torch.prefill import PREFILL_TOKENS, Newcomer, Prefill, PrefixCache, Tokens, as_tokens
 from rollout_server.engines.torch.sampler import (
     LogitShaping,
@@ -134,7 +134,7 @@ class Scheduler:
         """Extend every running sample by one token, start waiting ones if `admit`; returns how many tokens were sampled."""
         parts = []
         if self._samples:
-            ids = torch.from_numpy(np.array(self._newest, dtype=np.int64)).to(self._device).view(-1, 1)
+            ids = on_device(np.array(self._newest, dtype=np.int64)[:, None], self._device)
             parts.append(self._forward(ids, self._slots.window()))
             self._slots.tick()
         if admit and self._waiting and len(self._samples) < self._max_running:
