@@ -2,7 +2,7 @@
 
     event loop                               decode thread
     submit, abort, pause, commit ──► inbox ──► between two steps: run the commands
-             deltas of a step    ◄── one call_soon_threadsafe a step ◄── step
+             deltas of a step    ◄── one call_soon_threadsafe a step ◄── the next step's forward begins
 
                  idle ──command──► gathering (waits 16 ms at most for more of a burst) ──► decoding ──nothing left──► idle
                                           any state ──error──► crashed: every waiting call gets the error
@@ -143,6 +143,7 @@ class DecodeLoop:
         def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
+            self._hand_out()  # before the caller is told that the command was carried out
             try:
                 future.set_result(command())
             except Exception as error:  # noqa: BLE001 - it belongs to the caller, who is waiting for it
@@ -253,12 +254,15 @@ class DecodeLoop:
         return self._mode == "drain" and bool(self._batch.running)
 
     def _step(self) -> None:
-        if self._can_step() and not self._closing:
-            sampled = self._batch.step(self.version, admit=self._mode == "run")
-            self._timing.step(time.perf_counter(), sampled)
-            if not self._batch.running:
-                self._timing.break_off()
-        self._hand_out()
+        if not self._can_step() or self._closing:
+            self._hand_out()
+            return
+        # What was sampled is handed out when the next forward begins, which needs the interpreter's lock no more: the event
+        # loop would contend for it with all that lies between two forwards, and half a millisecond each time.
+        sampled = self._batch.step(self.version, admit=self._mode == "run", before_forward=self._hand_out)
+        self._timing.step(time.perf_counter(), sampled)
+        if not self._batch.running:
+            self._timing.break_off()
 
     def _hand_out(self) -> None:
         if self._batch.outbox:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -130,12 +130,17 @@ class Scheduler:
         limit = min(sampling.max_tokens, self._max_model_len - len(request.prompt_token_ids))
         self._waiting.append(_Ticket(request, limit, reachable_stops(sampling, self._vocabulary, self._eos)))
 
-    def step(self, version: int, *, admit: bool) -> int:
-        """Extend every running sample by one token, start waiting ones if `admit`; returns how many tokens were sampled."""
+    def step(self, version: int, *, admit: bool, before_forward: Callable[[], None] = lambda: None) -> int:
+        """Extend every running sample by one token, start waiting ones if `admit`; returns how many tokens were sampled.
+
+        `before_forward` is called when the forward of the running samples is about to leave the interpreter's lock alone.
+        """
         parts = []
         if self._samples:
             ids = on_device(np.array(self._newest, dtype=np.int64)[:, None], self._device)
-            parts.append(self._forward(ids, self._slots.window()))
+            window = self._slots.window()
+            before_forward()
+            parts.append(self._forward(ids, window))
             self._slots.tick()
         if admit and self._waiting and len(self._samples) < self._max_running:
             parts.append(self._admit(version))

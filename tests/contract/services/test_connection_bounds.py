@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from services.http.app import BodyLimit, make_app
 from services.http.auth import AuthMiddleware, Authorizer
-from services.http.connection import MOST_AHEAD, MOST_HEAD_BYTES, MOST_HEADERS, SLOWEST_BODY, Bounds, seconds_left
+from services.http.connection import (
+    MOST_AHEAD,
+    MOST_HEAD_BYTES,
+    MOST_HEADERS,
+    SLOWEST_BODY,
+    Bounds,
+    JoinedWrites,
+    seconds_left,
+)
 from services.security.permissions import Keys
 from tests.support.raw_http import RawConnection, connected, head
 from tests.support.served_app import served
@@ -284,3 +292,59 @@ async def test_what_is_refused_before_a_key_writes_no_log(url: str, caplog: pyte
             await connection.answer()
     await alive(url)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
+class _Written(asyncio.Transport):
+    """What a transport was given to write, a list a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[bytes]] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.calls.append([bytes(data)])
+
+    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
+        self.calls.append([bytes(each) for each in list_of_data])
+
+    def write_eof(self) -> None:
+        self.calls.append([b"(end)"])
+
+    def close(self) -> None:
+        self.calls.append([b"(closed)"])
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("writes", "calls"),
+    [
+        ([HEAD, b"ok"], [[HEAD, b"ok"]]),
+        ([HEAD, b""], [[HEAD]]),
+        ([HEAD, b"ok", b"more"], [[HEAD, b"ok"], [b"more"]]),
+        ([HEAD + b"ok"], [[HEAD + b"ok"]]),
+        ([b"2\r\nok\r\n"], [[b"2\r\nok\r\n"]]),
+        ([HEAD, b"ok", HEAD, b"no"], [[HEAD, b"ok"], [HEAD, b"no"]]),
+        ([HEAD, HEAD], [[HEAD, HEAD]]),
+    ],
+)
+async def test_a_head_goes_out_with_what_is_written_next(writes: list[bytes], calls: list[list[bytes]]) -> None:
+    written = _Written()
+    joined = JoinedWrites(written, asyncio.get_running_loop())
+    for each in writes:
+        joined.write(each)
+    assert written.calls == calls
+    await asyncio.sleep(0)
+    assert written.calls == calls
+
+
+@pytest.mark.parametrize("end", ["write_eof", "close", ""])
+async def test_a_head_that_nothing_follows_goes_out_by_itself(end: str) -> None:
+    written = _Written()
+    joined = JoinedWrites(written, asyncio.get_running_loop())
+    joined.write(HEAD)
+    if end:
+        getattr(joined, end)()
+    await asyncio.sleep(0)
+    assert written.calls == [[HEAD], *([[b"(end)" if end == "write_eof" else b"(closed)"]] if end else [])]

@@ -6,11 +6,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.routing import Route
 
-from services.http.route_index import index_routes
+from services.http.route_index import Direct, index_routes
 
 ROUTES = [
     ("GET", "/"),
@@ -31,8 +33,32 @@ AFTERWARDS = [
     ("GET", "/numbers/{number:int}"),
     ("GET", "/names/{first}-{last}"),
 ]
+DIRECT = [
+    ("POST", "/direct"),
+    ("GET", "/direct/{first}"),
+    ("GET", "/direct/{first}/{second}"),
+    ("POST", "/direct/{first}/refused"),
+    ("GET", "/direct/newest"),  # never reached
+]
 PARTS = ["", "groups", "newest", "open", "sessions", "mine", "turns", "of", "files", "numbers", "7", "names", "a-b"]
-PARTS += ["%2F", "a%2Fb", "gr%C3%BC%C3%9Fe", "{}", "{group_id}"]
+PARTS += ["direct", "refused", "%2F", "a%2Fb", "gr%C3%BC%C3%9Fe", "{}", "{group_id}"]
+
+
+class DirectRoute(Route):
+    """`services.http.route_index.Direct`, and a route of the framework's as well."""
+
+    async def respond(self, request: Request) -> Response:
+        response: Response = await self.endpoint(request)
+        return response
+
+
+async def told(request: Request) -> Response:
+    body = await request.body()
+    return JSONResponse({"parameters": request.path_params, "bytes": len(body), "route": request.scope["path"]})
+
+
+async def refused(request: Request) -> Response:
+    raise KeyError(request.path_params["first"])
 
 
 def application(*, indexed: bool) -> FastAPI:
@@ -46,6 +72,13 @@ def application(*, indexed: bool) -> FastAPI:
 
     for method, path in ROUTES + AFTERWARDS:
         add(method, path)
+    for method, path in DIRECT:
+        app.router.routes.append(DirectRoute(path, refused if path.endswith("refused") else told, methods=[method]))
+
+    @app.exception_handler(LookupError)
+    async def on_lookup(request: Request, error: LookupError) -> JSONResponse:
+        return JSONResponse({"path": request.url.path, "why": str(error)}, status_code=404)
+
     if indexed:
         index_routes(app)
     add("GET", "/groups/late/one")
@@ -69,6 +102,26 @@ async def answer_of(app: FastAPI, method: str, path: str) -> tuple[int, bytes, l
 async def test_the_answer_is_that_of_an_application_without_it(method: str, parts: list[str]) -> None:
     path = "/" + "/".join(parts)
     assert await answer_of(INDEXED, method, path) == await answer_of(PLAIN, method, path)
+
+
+def test_the_direct_routes_are_direct() -> None:
+    assert sum(isinstance(route, Direct) for route in INDEXED.router.routes) == len(DIRECT)
+
+
+async def test_a_direct_route_is_called_without_the_frameworks_exit_stacks() -> None:
+    seen: list[set[str]] = []
+
+    async def look(request: Request) -> Response:
+        seen.append({name for name in request.scope if "astack" in name})
+        return Response()
+
+    app = FastAPI()
+    app.router.routes.append(DirectRoute("/look", look, methods=["GET"]))
+    await answer_of(app, "GET", "/look")
+    index_routes(app)
+    app.middleware_stack = None
+    await answer_of(app, "GET", "/look")
+    assert seen[0] and not seen[1]
 
 
 @pytest.mark.parametrize(("method", "path"), [*ROUTES, *AFTERWARDS])
