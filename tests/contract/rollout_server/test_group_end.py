@@ -276,6 +276,7 @@ async def test_a_group_of_the_largest_size_fits_into_a_script(redis: Redis, run_
     published = await server.finish("a", "b", "c", "d", "e")
     assert [len(outcome) for outcome in published.outcomes if isinstance(outcome, list)] == [1024] * 5
     assert await server.counted() == (5 * 1024, 5, 5, 0)
+    assert (await server.finish("a", "b", "c", "d", "e")).outcomes == published.outcomes
     (end,) = await server.ends("e")
     assert list(end.stream_ids or {}) == server.members("e")
 
@@ -298,16 +299,16 @@ async def test_which_group_a_session_is_of_is_said_by_its_id_or_written_down(ser
         None,
         None,
     )
-    await server.open("g")
+    await server.open("g", "other")
     assert not [name async for name in redis.scan_iter(keys.group_of("*"))], "siblings cost no key"
     assert [await groups.group_of(name) for name in ("g.0", "g.1", "h.0", "s-1")] == ["g", "g", None, None]
     serving = asyncio.create_task(server.journal.run())
-    for member, name in enumerate(("s-1", "g.7", "h.0"), 2):
+    for member, name in enumerate(("s-1", "g.7", "h.0", "other.9"), 2):
         await server.journal.join("g", session(name, member), lambda: None)
     serving.cancel()
-    assert [await groups.group_of(name) for name in ("s-1", "g.7", "h.0")] == ["g"] * 3
+    assert [await groups.group_of(name) for name in ("s-1", "g.7", "h.0", "other.9")] == ["g"] * 4
     written = {name async for name in redis.scan_iter(keys.group_of("*"))}
-    assert written == {keys.group_of(name).encode() for name in ("s-1", "h.0")}
+    assert written == {keys.group_of(name).encode() for name in ("s-1", "h.0", "other.9")}
     await server.journal.conclude("g", GroupEnded(stream_ids=None, cause="idle"), ["g.0", "g.1", "s-1", "g.7", "h.0"])
     for name in (keys.group_of("s-1"), keys.group_of("h.0"), keys.journal("g")):
         assert 0 < await redis.ttl(name) <= 600
