@@ -21,98 +21,21 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from rollout_server.journal import records
+from rollout_server.journal import records, scripts
 from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
+from services.run_store.publishing import KEEP_ENDED_S
+from services.run_store.session_groups import SessionGroups, keys_of_sessions
 from services.run_store.undelivered import UndeliveredCalls
 from services.wire.errors import DrainingError, NotReadyError, RollmeshError
 
-KEEP_ENDED_S = 600
-"""How long the journal of a group that has ended is kept, for calls that come late."""
 KEEP_ANSWER_S = 60
 KEEP_PARTIAL_S = 3600
-KEEP_NAME_S = 7 * 86_400
-"""How long it is known which group a session is of, where its server dies before it could write anything else of it."""
 RELEASED = ""
 _AT_ONCE = 256
 
 _log = structlog.get_logger()
 T = TypeVar("T")
-
-# KEYS: owners; then for each item journal, partial answer, answer, undelivered calls. ARGV: owner; then for each item
-# group, position, payload, '1' for a partial answer's part ('' for a record), answer, the call that is answered.
-# Answers 1 for each that is in the journal now.
-_WRITE = """
-local done = {}
-local at = 2
-for i = 2, #KEYS, 4 do
-  local group, position, payload, part, answer = ARGV[at], tonumber(ARGV[at+1]), ARGV[at+2], ARGV[at+3], ARGV[at+4]
-  local call = ARGV[at+5]
-  at = at + 6
-  local ok = redis.call('HGET', KEYS[1], group) == ARGV[1]
-  if ok and part ~= '' then
-    redis.call('RPUSH', KEYS[i+1], payload)
-    redis.call('EXPIRE', KEYS[i+1], ARGV[#ARGV - 1])
-  elseif ok then
-    local length = redis.call('LLEN', KEYS[i])
-    if length == position then
-      redis.call('RPUSH', KEYS[i], payload)
-      redis.call('UNLINK', KEYS[i+1])
-      if answer ~= '' then redis.call('SET', KEYS[i+2], answer, 'EX', ARGV[#ARGV]) end
-      if call ~= '' then redis.call('SREM', KEYS[i+3], call) end
-    else
-      ok = redis.call('LINDEX', KEYS[i], position) == payload
-    end
-  end
-  done[#done + 1] = ok and 1 or 0
-end
-return done
-"""
-
-# KEYS: owners, journal, then group-of of each session. ARGV: owner, group, payloads. Takes hold of a new group.
-_OPEN = """
-local owner = redis.call('HGET', KEYS[1], ARGV[2])
-if redis.call('EXISTS', KEYS[2]) == 1 then
-  if owner == ARGV[1] and redis.call('LINDEX', KEYS[2], 0) == ARGV[3] then return 1 end
-  return 0
-end
-redis.call('HSET', KEYS[1], ARGV[2], ARGV[1])
-for i = 3, #ARGV do redis.call('RPUSH', KEYS[2], ARGV[i]) end
-for i = 3, #KEYS do redis.call('SET', KEYS[i], ARGV[2]) end
-return 1
-"""
-
-# KEYS: owners, journal, open groups. ARGV: group, expected owner, new owner, its server id.
-_CLAIM = """
-if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return false end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-local known = redis.call('HGET', KEYS[3], ARGV[1])
-if known then
-  local record = cjson.decode(known)
-  redis.call('HSET', KEYS[3], ARGV[1], cjson.encode({record[1], ARGV[4], record[3]}))
-end
-return redis.call('LRANGE', KEYS[2], 0, -1)
-"""
-
-# KEYS: owners, journal, undelivered calls, then group-of of each session. ARGV: owner, group, payload, seconds.
-_CONCLUDE = """
-local owner = redis.call('HGET', KEYS[1], ARGV[2])
-if owner and owner ~= ARGV[1] then return 0 end
-if owner then
-  redis.call('RPUSH', KEYS[2], ARGV[3])
-  redis.call('HDEL', KEYS[1], ARGV[2])
-end
-for i = 2, #KEYS do redis.call('EXPIRE', KEYS[i], ARGV[4]) end
-return 1
-"""
-
-# KEYS: owners. ARGV: owner, groups.
-_RELEASE = """
-for i = 2, #ARGV do
-  if redis.call('HGET', KEYS[1], ARGV[i]) == ARGV[1] then redis.call('HSET', KEYS[1], ARGV[i], '') end
-end
-return 1
-"""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,8 +45,10 @@ class _Item:
     partial: str
     """The partial answer's key: to append to, or to remove."""
     part: bool
-    answer_key: str
-    answer: bytes
+    kept_key: str
+    kept: bytes
+    """What is kept under a key of its own beside the record, for `kept_s` seconds, or until the group's end."""
+    kept_s: int | None
     then: Callable[[], Any]
     done: asyncio.Future[Any]
     call: str = ""
@@ -142,11 +67,13 @@ class Journal:
         self._server_id = server_id
         self._on_lost = on_lost
         self._undelivered = UndeliveredCalls(redis, run_id)
-        self._write = redis.register_script(_WRITE)
-        self._open = redis.register_script(_OPEN)
-        self._claim = redis.register_script(_CLAIM)
-        self._conclude = redis.register_script(_CONCLUDE)
-        self._release = redis.register_script(_RELEASE)
+        self._sessions = SessionGroups(redis, run_id)
+        self._write = redis.register_script(scripts.WRITE)
+        self._open = redis.register_script(scripts.OPEN)
+        self._look = redis.register_script(scripts.LOOK)
+        self._claim = redis.register_script(scripts.CLAIM)
+        self._conclude = redis.register_script(scripts.END)
+        self._release = redis.register_script(scripts.RELEASE)
         self._lengths: dict[str, int] = {}
         """Elements in the journal of each group that is held."""
         self._queue: list[_Item] = []
@@ -155,7 +82,7 @@ class Journal:
     async def open(self, began: records.GroupBegan, sessions: Sequence[records.SessionBegan]) -> None:
         """Begin the journal of a new group and take hold of it. Raises DrainingError when another server has it."""
         group_id, opening = began.group_id, [records.encode_record(began), *map(records.encode_record, sessions)]
-        names = [self._keys.group_of(each.session_id) for each in sessions]
+        names = keys_of_sessions(self._keys, group_id, (each.session_id for each in sessions))
         try:
             keys = [self._keys.owners, self._keys.journal(group_id), *names]
             held = await self._open(keys=keys, args=[self.owner, group_id, *opening])
@@ -167,11 +94,11 @@ class Journal:
 
     async def join(self, group_id: str, session: records.SessionBegan, then: Callable[[], T]) -> T:
         """A further sibling. Raises as `append` does."""
-        try:
-            await self._redis.set(self._keys.group_of(session.session_id), group_id, ex=KEEP_NAME_S)
-        except RedisError as error:
-            raise _failed(error) from error
-        return await self.append(group_id, session, then)
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        name = next(iter(keys_of_sessions(self._keys, group_id, [session.session_id])), None)
+        key, group = (self._keys.answer(group_id, ""), b"") if name is None else (name, group_id.encode())
+        item = _Item(group_id, records.encode_record(session), key, False, key, group, None, then, done)
+        return await self._enqueue(item)  # type: ignore[no-any-return]
 
     async def append(
         self,
@@ -190,25 +117,17 @@ class Journal:
         Raises DrainingError when the group is another's, NotReadyError when Redis fails; then nothing was applied.
         """
         name, kept = answer or ("", b"")
-        answer_key = self._keys.answer(group_id, name)
+        key, kept_s = self._keys.answer(group_id, name), None if answer is None else KEEP_ANSWER_S
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        item = _Item(
-            group_id,
-            records.encode_record(record),
-            partial or answer_key,
-            False,
-            answer_key,
-            kept,
-            then,
-            done,
-            call or "",
-        )
+        payload = records.encode_record(record)
+        item = _Item(group_id, payload, partial or key, False, key, kept, kept_s, then, done, call or "")
         return await self._enqueue(item)  # type: ignore[no-any-return]
 
     async def add_partial(self, group_id: str, partial: str, part: records.PartialHead | records.PartialPart) -> None:
         """Append to a partial answer. Raises as `append` does."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await self._enqueue(_Item(group_id, records.encode_record(part), partial, True, partial, b"", _nothing, done))
+        payload = records.encode_record(part)
+        await self._enqueue(_Item(group_id, payload, partial, True, partial, b"", None, _nothing, done))
 
     async def _enqueue(self, item: _Item) -> Any:
         self._queue.append(item)
@@ -238,12 +157,13 @@ class Journal:
             if not item.part:
                 item.position = self._lengths[item.group_id] + ahead.get(item.group_id, 0)
                 ahead[item.group_id] = ahead.get(item.group_id, 0) + 1
-            keys += [self._keys.journal(item.group_id), item.partial, item.answer_key]
+            keys += [self._keys.journal(item.group_id), item.partial, item.kept_key]
             # Only an answer to a named call has one: a part of it, written for every chunk, names no key of its own.
-            keys.append(self._keys.undelivered(item.group_id) if item.call else item.answer_key)
-            args += [item.group_id, item.position, item.payload, "1" if item.part else "", item.answer, item.call]
+            keys.append(self._keys.undelivered(item.group_id) if item.call else item.kept_key)
+            args += [item.group_id, item.position, item.payload, "1" if item.part else "", item.kept]
+            args += ["" if item.kept_s is None else item.kept_s, item.call]
         try:
-            answers = await self._write(keys=keys, args=[*args, KEEP_PARTIAL_S, KEEP_ANSWER_S])
+            answers = await self._write(keys=keys, args=[*args, KEEP_PARTIAL_S])
         except RedisError as error:
             # Nobody knows what of it was written.
             _log.warning("the journal cannot be written", items=len(held), error=str(error))
@@ -266,11 +186,15 @@ class Journal:
     async def conclude(self, group_id: str, ended: records.GroupEnded, session_ids: Sequence[str]) -> None:
         """Write the end of the group and remove its owner. Raises as `append` does, and RedisError."""
         keys = [self._keys.owners, self._keys.journal(group_id), self._keys.undelivered(group_id)]
-        keys += map(self._keys.group_of, session_ids)
+        keys += keys_of_sessions(self._keys, group_id, session_ids)
         if not await self._conclude(keys=keys, args=[self.owner, group_id, records.encode_record(ended), KEEP_ENDED_S]):
             lost = _lost(group_id)
             self._lose(group_id, lost)
             raise lost
+        self.ended(group_id)
+
+    def ended(self, group_id: str) -> None:
+        """The end of the group is in its journal, or another server has the group: nothing more is written of it here."""
         self._lengths.pop(group_id, None)
 
     async def release(self, group_ids: Sequence[str]) -> None:
@@ -281,8 +205,13 @@ class Journal:
             self._lengths.pop(group_id, None)
 
     async def group_of(self, session_id: str) -> str | None:
-        found = await self._redis.get(self._keys.group_of(session_id))
-        return None if found is None else as_text(found)
+        """The group of a session; None where no server has opened such a one. Raises RedisError."""
+        return await self._sessions.group_of(session_id)
+
+    async def look(self, group_id: str) -> str | list[records.Record]:
+        """Who holds the group: an incarnation or RELEASED. Of one that has ended, the journal; empty if it never was."""
+        found = await self._look(keys=[self._keys.owners, self._keys.journal(group_id)], args=[group_id])
+        return _decoded(found) if isinstance(found, list) else as_text(found)
 
     async def owner_of(self, group_id: str) -> str | None:
         """Who holds the group: an incarnation, RELEASED, or None for one that has ended or never was."""
@@ -296,8 +225,7 @@ class Journal:
 
     async def read(self, group_id: str) -> list[records.Record]:
         """The journal of a group; empty where there is none."""
-        found = await self._redis.lrange(self._keys.journal(group_id), 0, -1)
-        return [records.decode_record(packed) for packed in _bytes(found)]
+        return _decoded(await self._redis.lrange(self._keys.journal(group_id), 0, -1))
 
     async def claim(self, group_id: str, expected: str) -> list[records.Record] | None:
         """Take hold of a group that `expected` holds, and read it; None when another server was faster."""
@@ -305,7 +233,7 @@ class Journal:
         found = await self._claim(keys=keys, args=[group_id, expected, self.owner, self._server_id])
         if found is None:
             return None
-        journal = [records.decode_record(packed) for packed in _bytes(found)]
+        journal = _decoded(found)
         self._lengths[group_id] = len(journal)
         return journal
 
@@ -357,6 +285,10 @@ def _settle(item: _Item) -> None:
 def _fail(item: _Item, error: RollmeshError) -> None:
     if not item.done.done():
         item.done.set_exception(error)
+
+
+def _decoded(reply: object) -> list[records.Record]:
+    return [records.decode_record(packed) for packed in _bytes(reply)]
 
 
 def _bytes(reply: object) -> list[bytes]:

@@ -8,6 +8,9 @@ partial answer is a list of its own: the deltas of an answer that is not whole y
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Sequence
+
 import msgspec
 
 from rollout_server.engines.base import FinishReason
@@ -166,6 +169,16 @@ _partials = msgspec.msgpack.Decoder(PartialHead | PartialPart)
 
 def encode_record(record: Record | PartialHead | PartialPart) -> bytes:
     return _encoder.encode(record)
+
+
+def encode_finished(session_ids: Sequence[str]) -> list[bytes]:
+    """`GroupEnded` of a group whose sessions are all finished, cut where their stream ids go.
+
+    Those are known only in the script that writes it, which puts each in as a text of msgpack.
+    """
+    gap = secrets.token_hex(8)
+    whole = encode_record(GroupEnded(stream_ids=dict.fromkeys(session_ids, gap), cause=None))
+    return whole.split(_encoder.encode(gap))
 
 
 def decode_record(packed: bytes) -> Record:

@@ -1,6 +1,6 @@
 """Ending sessions and groups: trajectories into the stream exactly once, places in the ledger given back.
 
-finish (a whole group) ──► all trajectories in one append ──► journal concluded ──► place in the ledger given back
+finish (a whole group) ──► in one step: all trajectories appended, journal concluded, place in the ledger given back
 finish_session ──► one trajectory ──► journal ──┐
 abandon (abort, idle, deadline) ────► journal ──┴─ the last sibling ended? ──► the same, as dropped unless all were finished
 
@@ -16,13 +16,14 @@ import structlog
 from redis.exceptions import RedisError
 
 from rollout_server.journal.journal import Journal
-from rollout_server.journal.records import GroupEnded, Rewarded, SessionEnded
+from rollout_server.journal.records import GroupEnded, Rewarded, SessionEnded, encode_finished, encode_record
 from rollout_server.journal.replay import apply_end, apply_reward
 from rollout_server.lifecycle.publish import Publisher
 from rollout_server.lifecycle.trajectory import Origin, end_of, trajectory_of
 from rollout_server.sessions.group import Group, GroupRegistry
 from rollout_server.sessions.session import DropCause, Reward, Session, SessionEnd
 from services.run_store.ledger import Ledger
+from services.run_store.publishing import JournalEnd
 from services.run_store.stream import TrajectoryLog
 from services.run_store.undelivered import UndeliveredError
 from services.wire.errors import (
@@ -38,6 +39,7 @@ from services.wire.session_api import GiveReward, SessionState
 from services.wire.trajectory import Trajectory, decode_trajectory
 
 _TRIES = 5
+_RUN_CONCLUDED = encode_record(GroupEnded(stream_ids=None, cause="run_concluded"))
 
 _log = structlog.get_logger()
 
@@ -82,30 +84,27 @@ class Finisher:
             for reward in rewards:
                 session = group.sessions[reward.session_id]
                 session.rewards.session = Reward(reward.reward, reward.components)
-            stream_ids = await self._publish(group) if group.purpose == "train" else {}
-            await self._conclude(group, stream_ids, None)
+            stream_ids = await self._publish(group) if group.purpose == "train" else await self._conclude(group)
+            self._registry.finish(group, stream_ids)
             return stream_ids
 
-    async def _conclude(self, group: Group, stream_ids: dict[str, str] | None, cause: DropCause | None) -> None:
-        """The end of a group, here and for all servers. Raises DrainingError for one that is not ours any more."""
+    async def _conclude(self, group: Group) -> dict[str, str]:
+        """The end of a group that is not trained, for all servers. Raises DrainingError where it is another's now."""
         try:
-            await self._journal.conclude(
-                group.group_id, GroupEnded(stream_ids=stream_ids, cause=cause), list(group.sessions)
-            )
+            ended = GroupEnded(stream_ids={}, cause=None)
+            await self._journal.conclude(group.group_id, ended, list(group.sessions))
         except RedisError as error:
-            # It is finished, or given up, all the same: its owner's entry is taken away when it is found to be stale.
+            # It is finished all the same: its owner's entry is taken away when it is found to be stale.
             _log.warning("cannot conclude a journal", group=group.group_id, error=str(error))
-        if stream_ids is not None:
-            self._registry.finish(group, stream_ids)
-        else:
-            self._registry.drop(group, cause or "idle")
+        return {}
 
     async def _append(
-        self, group: Group, sessions: Sequence[Session], *, closes: bool
+        self, group: Group, sessions: Sequence[Session], end: JournalEnd | None = None
     ) -> tuple[list[Trajectory], list[str]]:
         """The trajectories of these sessions, without what no agent got, and their stream ids.
 
-        Raises as `Publisher.publish` does, and ConflictError where nothing is left of one.
+        `end`: of their group, which ends with them. Raises as `Publisher.publish` does, and ConflictError where nothing is
+        left of one.
         """
         undelivered: frozenset[str] = frozenset()
         try:
@@ -115,7 +114,7 @@ class Finisher:
                 trajectories = [trajectory_of(self._origin, group, session) for session in sessions]
                 try:
                     ids = await self._publisher.publish(
-                        group.group_id, trajectories, closes=closes, without=undelivered
+                        group.group_id, trajectories, closes=end is not None, without=undelivered, end=end
                     )
                     if left_out := sum(len(session.capture.left_out) for session in sessions):
                         _log.info("answers that no agent got are not trained", group=group.group_id, answers=left_out)
@@ -130,14 +129,19 @@ class Finisher:
             raise
 
     async def _publish(self, group: Group) -> dict[str, str]:
+        """All of a group, with its end for all servers. Raises as `_append` does; where another has it, it is gone here."""
+        end = JournalEnd(encode_finished(list(group.sessions)), _RUN_CONCLUDED)
         try:
-            trajectories, stream_ids = await self._append(group, list(group.sessions.values()), closes=True)
+            trajectories, stream_ids = await self._append(group, list(group.sessions.values()), end)
         except ConcludedError:
-            await self._conclude(group, None, "run_concluded")
+            self._journal.ended(group.group_id)
+            self._registry.drop(group, "run_concluded")
             raise
         except DrainingError as lost:
+            self._journal.ended(group.group_id)
             self._registry.forget_open(group.group_id, lost)
             raise
+        self._journal.ended(group.group_id)
         pairs = zip(group.sessions.values(), trajectories, stream_ids, strict=True)
         for session, trajectory, stream_id in pairs:
             session.conclude("finished", stream_id, len(trajectory.segments))
@@ -163,7 +167,7 @@ class Finisher:
             stream_id, segments = None, 0
             if session.terms.purpose == "train":
                 try:
-                    (trajectory,), (stream_id,) = await self._append(group, [session], closes=False)
+                    (trajectory,), (stream_id,) = await self._append(group, [session])
                 except ConcludedError:
                     await self._end(group, session, "dropped")
                     raise

@@ -1,4 +1,4 @@
-"""Finished trajectories into the stream: in batches, each group's all or none, and its place in the ledger given back."""
+"""Finished trajectories into the stream: in batches, each group's all or none, and its end in the same call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import structlog
 from redis.exceptions import RedisError
 
 from services.run_store.ledger import Ledger
-from services.run_store.stream import TrajectoryWriter
-from services.run_store.undelivered import UndeliveredError
-from services.wire.errors import ConcludedError, DrainingError, NotReadyError, RollmeshError
+from services.run_store.publishing import GroupTrajectories, JournalEnd, TrajectoryWriter
+from services.wire.errors import NotReadyError, RollmeshError
 from services.wire.trajectory import Trajectory
 
 _log = structlog.get_logger()
@@ -23,21 +22,18 @@ TOKENS_AT_ONCE = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class _Finished:
-    group_id: str
-    trajectories: Sequence[Trajectory]
+    group: GroupTrajectories
     tokens: int
-    closes: bool
-    without: Collection[str]
     stream_ids: asyncio.Future[list[str]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Publisher:
     """Appends finished trajectories to the stream in batches and closes their groups in the ledger.
 
-        publish ──► queue ──► everything queued: one append, one closing of groups in the ledger ──► stream ids
+        publish ──► queue ──► everything queued: one call, which appends, closes and concludes ──► stream ids
 
-    What finishes while a call to Redis runs shares the next one. What is handed in together is appended all or none; a
-    group is closed after its trajectories are in the stream. `run` is a task owned by the server.
+    What finishes while a call to Redis runs shares the next one. What is handed in together is appended all or none, and
+    what ends with it ends in the same step. `run` is a task owned by the server.
     """
 
     def __init__(self, writer: TrajectoryWriter, ledger: Ledger) -> None:
@@ -53,15 +49,17 @@ class Publisher:
         *,
         closes: bool = True,
         without: Collection[str] = (),
+        end: JournalEnd | None = None,
     ) -> list[str]:
         """Stream ids of the trajectories, in their order; the same when repeated. `closes`: the group ends with them.
 
-        `without`: undelivered calls, whose answers they do not hold. Raises UndeliveredError when other calls are noted,
-        ConcludedError (and a group that was to be closed is, as dropped), DrainingError when another server has
-        the group, or NotReadyError when Redis fails: then try again.
+        `without`: undelivered calls, whose answers they do not hold. `end`: what the group's journal says of its end, if it
+        ends with them too. Raises UndeliveredError when other calls are noted, ConcludedError (and a group that was to be
+        closed is, as dropped), DrainingError when another server has the group, or NotReadyError when Redis fails: then try
+        again.
         """
         tokens = sum(len(segment.loss_mask) for trajectory in trajectories for segment in trajectory.segments)
-        finished = _Finished(group_id, trajectories, tokens, closes, without)
+        finished = _Finished(GroupTrajectories(group_id, trajectories, without, closes, end), tokens)
         self._queue.append(finished)
         self._wake.set()
         return await finished.stream_ids
@@ -87,7 +85,7 @@ class Publisher:
         except (RedisError, RollmeshError) as error:
             _fail([finished], _no_redis(error))
         except Exception as error:  # noqa: BLE001 - raised again in the waiting caller
-            what = f"group {finished.group_id} cannot be published ({error!r})"
+            what = f"group {finished.group.group_id} cannot be published ({error!r})"
             _fail([finished], RollmeshError(what, "see the server's log, or abort its sessions"))
 
     def _take(self) -> list[_Finished]:
@@ -103,29 +101,14 @@ class Publisher:
         return batch
 
     async def _write(self, batch: list[_Finished]) -> None:
-        try:
-            ids = await self._writer.publish(
-                [each for finished in batch for each in finished.trajectories],
-                {each.trajectory_id: finished.without for finished in batch for each in finished.trajectories},
-            )
-        except (ConcludedError, DrainingError, UndeliveredError) as error:
-            if len(batch) > 1:  # some of them may be in the stream already
-                for finished in batch:
-                    await self._write([finished])
-                return
-            if batch[0].closes and isinstance(error, ConcludedError):
-                await self._ledger.close_groups([batch[0].group_id], dropped=True)
-            _fail(batch, error)
-            return
-        closing = [finished.group_id for finished in batch if finished.closes]
-        if closing:
-            await self._ledger.close_groups(closing)
-        position = 0
-        for finished in batch:
-            end = position + len(finished.trajectories)
-            if not finished.stream_ids.done():
-                finished.stream_ids.set_result(ids[position:end])
-            position = end
+        published = await self._writer.publish_groups([finished.group for finished in batch])
+        self._ledger.were_closed(published.finished, dropped=False)
+        self._ledger.were_closed(published.dropped, dropped=True)
+        for finished, outcome in zip(batch, published.outcomes, strict=True):
+            if isinstance(outcome, RollmeshError):
+                _fail([finished], outcome)
+            elif not finished.stream_ids.done():
+                finished.stream_ids.set_result(outcome)
 
 
 def _no_redis(error: Exception) -> NotReadyError:

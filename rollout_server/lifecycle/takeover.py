@@ -22,7 +22,7 @@ import structlog
 from redis.exceptions import RedisError
 
 from rollout_server.journal.journal import RELEASED, Journal
-from rollout_server.journal.records import GroupEnded
+from rollout_server.journal.records import GroupEnded, Record
 from rollout_server.journal.replay import AnswerName, Now, Replayed, replay
 from rollout_server.sessions.group import GroupRegistry
 from rollout_server.sessions.session import Session, SessionEnd
@@ -137,9 +137,9 @@ class Takeover:
 
     async def _take(self, group_id: str) -> None:
         for _ in range(_TRIES):
-            owner = await self._journal.owner_of(group_id)
-            if owner is None:
-                await self._remember_end(group_id)
+            owner = await self._journal.look(group_id)
+            if not isinstance(owner, str):
+                self._remember_end(owner)
                 return
             if owner not in (RELEASED, self._journal.owner):
                 url = await self._alive(owner)
@@ -169,8 +169,7 @@ class Takeover:
             return
         raise NotReadyError(f"group {group_id} is being taken over", "send the call again")
 
-    async def _remember_end(self, group_id: str) -> None:
-        records = await self._journal.read(group_id)
+    def _remember_end(self, records: Sequence[Record]) -> None:
         if records:
             replayed = replay(records, Now(time.time(), time.monotonic()))
             if replayed.ended is not None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rollout_server.sessions.session import DropCause, Session, SessionEnd, Terms
+from services.run_store.session_groups import sibling_id
 from services.wire.errors import (
     ConcludedError,
     ConflictError,
@@ -40,11 +41,6 @@ def sampling_of(body: SamplingBody) -> SamplingParams:
 def new_group_id() -> str:
     """Not to be guessed (128 random bits): knowing a group's id is enough to generate in it."""
     return f"g-{secrets.token_hex(16)}"
-
-
-def session_id(group_id: str, member: int) -> str:
-    """The id of sibling `member`, and of its trajectory, where the client did not choose one."""
-    return f"{group_id}.{member}"
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +94,7 @@ class Group:
         """Open all siblings at once; `first`: what the first one is opened on, where it is not that of the others."""
         for member in range(self.size):
             own = first if first is not None and member == 0 else terms
-            self.add(self.next_session(session_id(self.group_id, member), own, b""))
+            self.add(self.next_session(sibling_id(self.group_id, member), own, b""))
 
     def next_session(self, name: str, terms: Terms, fingerprint: bytes) -> Session:
         """The next sibling, yet to be added. Raises ConflictError when all are open already, or have been."""

@@ -23,7 +23,7 @@ from redis.exceptions import RedisError
 from starlette.types import Scope
 
 from services.http.auth import bearer
-from services.run_store.keys import RunKeys
+from services.run_store.session_groups import SessionGroups
 from services.security.keys import PREFIX
 from services.wire.errors import UNDECODABLE, WireError
 from services.wire.gateway_api import BASE_URL_HEADER, CALL_HEADER
@@ -158,13 +158,12 @@ class SessionIndex:
     """
 
     def __init__(self, redis: Redis, run_id: str) -> None:
-        self._redis = redis
-        self._keys = RunKeys(run_id)
+        self._sessions = SessionGroups(redis, run_id)
 
     async def holds(self, session_id: str) -> bool:
         """Whether a server has opened this session. While Redis fails every id counts as one: the servers decide."""
         try:
             async with asyncio.timeout(_LOOK_WITHIN_S):
-                return bool(await self._redis.exists(self._keys.group_of(session_id)))
+                return await self._sessions.group_of(session_id) is not None
         except (RedisError, OSError, TimeoutError):
             return True

@@ -32,10 +32,11 @@ LEASE_S = 2.0
 # A call repeated because its answer was lost on the way finds its groups open, and answers their ordinals again. A group
 # that another server holds open is not this one's to join.
 _ADMIT = """
-local function account(name) return tonumber(redis.call('HGET', KEYS[1], name) or '0') end
+local account = redis.call('HMGET', KEYS[1], 'opened_groups', 'dropped_groups', 'oldest_open', 'newest_limit', 'concluded')
+for i = 1, 4 do account[i] = tonumber(account[i] or '0') end
 local function leave(name) redis.call('ZREM', KEYS[3], name) redis.call('ZREM', KEYS[4], name) end
 
-local opened, dropped, oldest = account('opened_groups'), account('dropped_groups'), account('oldest_open')
+local opened, dropped, oldest, newest = unpack(account)
 local open = redis.call('HLEN', KEYS[2])
 local limit, window = tonumber(ARGV[1]), tonumber(ARGV[3])
 local free = math.min(limit - (opened - dropped), tonumber(ARGV[2]) - open)
@@ -57,10 +58,9 @@ if ARGV[7] == '1' then free = math.min(free, 0) end
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], '-inf', now)) do leave(name) end
-local newest = account('newest_limit')
 if limit > newest then redis.call('HSET', KEYS[1], 'newest_limit', limit) end
 
-local concluded = redis.call('HGET', KEYS[1], 'concluded') == '1'
+local concluded = account[5] == '1'
 local answers, before = {}, {}
 for i = 8, #ARGV, 3 do
   local name, answer, ahead = ARGV[i], -1, 0
@@ -83,7 +83,7 @@ for i = 8, #ARGV, 3 do
   else leave(name) end
   answers[#answers + 1], before[#before + 1] = answer, ahead
 end
-if opened > account('opened_groups') then redis.call('HSET', KEYS[1], 'opened_groups', opened) end
+if opened > account[1] then redis.call('HSET', KEYS[1], 'opened_groups', opened) end
 return {answers, before, {opened, dropped, open, oldest}, straggler}
 """
 

@@ -19,6 +19,7 @@ That holds also where Redis has lost a part of it all: so the trainer compares t
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from services.run_store.account import RunAccount
 from services.run_store.admission_queue import AdmissionAccount, Asking, OpenGroupRecord, decode_open_group
 from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
+from services.run_store.scripts import BATCHES, CLOSE, COUNTS
 from services.wire.errors import NotReadyError
 
 
@@ -58,41 +60,21 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
 KEPT_DROPPED = 16_384
 """Groups in a generation of those that count as dropped; two are kept, far more than can be open at a time."""
 
-# Whether a group is counted as dropped now: not where it was before. KEYS of the set, and of the generation before.
-_COUNTS = """
-local function counts(set, earlier, group, most)
-  if redis.call('SISMEMBER', earlier, group) == 1 or redis.call('SADD', set, group) == 0 then return 0 end
-  if redis.call('SCARD', set) >= tonumber(most) then redis.call('RENAME', set, earlier) end
-  return 1
-end
-"""
-
-# A group of which something is in the stream is the trainer's to drop, or both would count it.
 # ARGV: '1' where they count as dropped, KEPT_DROPPED, groups.
 _CLOSE = (
-    _COUNTS
+    BATCHES
+    + COUNTS
+    + CLOSE
     + """
-local opened_at, dropped = {}, 0
-for i = 3, #ARGV do
-  local record = redis.call('HGET', KEYS[2], ARGV[i])
-  if record then
-    redis.call('HDEL', KEYS[2], ARGV[i])
-    opened_at[#opened_at + 1] = tostring(cjson.decode(record)[3])
-    local published = redis.call('HDEL', KEYS[3], ARGV[i]) == 1
-    if ARGV[1] == '1' and not published then
-      dropped = dropped + counts(KEYS[4], KEYS[5], ARGV[i], ARGV[2])
-    end
-  end
-end
-if #opened_at > 0 then redis.call('HINCRBY', KEYS[1], 'closed_groups', #opened_at) end
-if dropped > 0 then redis.call('HINCRBY', KEYS[1], 'dropped_groups', dropped) end
-return opened_at
+local groups = {}
+for i = 3, #ARGV do groups[i - 2] = ARGV[i] end
+return close(KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], ARGV[2], groups, ARGV[1] == '1')
 """
 )
 
 # ARGV: group, KEPT_DROPPED.
 _DROP = (
-    _COUNTS
+    COUNTS
     + """
 local dropped = counts(KEYS[2], KEYS[3], ARGV[1], ARGV[2])
 if dropped == 1 then redis.call('HINCRBY', KEYS[1], 'dropped_groups', 1) end
@@ -153,12 +135,16 @@ class Ledger:
         keys = [self._keys.accounts, self._keys.open_groups, self._keys.published_groups, self._keys.dropped_groups]
         keys.append(self._keys.earlier_dropped_groups)
         opened_at = await self._close(keys=keys, args=["1" if dropped else "0", self._kept_dropped, *group_ids])
+        self.were_closed([float(each) for each in opened_at], dropped=dropped)
+        return len(opened_at)
+
+    def were_closed(self, opened_at: Sequence[float], *, dropped: bool) -> None:
+        """Tell the listeners of groups that the stream's script closed (`services.run_store.publishing`)."""
         if opened_at:
             now = time.time()
-            open_for_s = [max(0.0, now - float(each)) for each in opened_at]
+            open_for_s = [max(0.0, now - each) for each in opened_at]
             for listener in self._listeners:
                 listener(open_for_s, dropped=dropped)
-        return len(opened_at)
 
     async def still_open(self, group_ids: Sequence[str]) -> set[str]:
         """Those of the groups of which more may come."""
@@ -180,10 +166,10 @@ class Ledger:
 
         None for one so long ago that its id is forgotten (KEPT_IDS).
         """
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hget(self._keys.stream_ids, trajectory_id)
-            pipe.hget(self._keys.earlier_stream_ids, trajectory_id)
-            ids = await pipe.execute()
+        ids = await asyncio.gather(
+            self._redis.hget(self._keys.stream_ids, trajectory_id),
+            self._redis.hget(self._keys.earlier_stream_ids, trajectory_id),
+        )
         return next((as_text(found) for found in ids if found is not None), None)
 
     async def drop_group(self, group_id: str) -> bool:

@@ -105,8 +105,30 @@ class PatientRetry(Retry):
         if _in_command.get():
             # The connection that a command needs: it is the command that is made again.
             return await self._attempt(do, fail, 1 if with_failure_count else None)
+        ends = time.monotonic() + self._within_s
+        return await self._until_answered(do, fail, is_retryable, with_failure_count, ends)
+
+    async def again(
+        self, do: Callable[[], Awaitable[T]], fail: Callable[..., Any], error: Exception, began: float
+    ) -> T:
+        """As `call_with_retry`, of what was made once without it, at `began` (monotonic clock), and failed with `error`."""
+        await fail(error)
+        if not isinstance(error, self._supported_errors):
+            raise error
+        ends = began + self._within_s
+        await self._pause(error, 1, ends)
+        return await self._until_answered(do, fail, None, False, ends, failures=1)
+
+    async def _until_answered(
+        self,
+        do: Callable[[], Awaitable[T]],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None,
+        with_failure_count: bool,
+        ends: float,
+        failures: int = 0,
+    ) -> T:
         token = _in_command.set(True)
-        ends, failures = time.monotonic() + self._within_s, 0
         try:
             while True:
                 try:
@@ -117,16 +139,20 @@ class PatientRetry(Retry):
                     if is_retryable is not None and not is_retryable(error):
                         raise
                     failures += 1
-                    self._outage.failed(error)
-                    pause = self._backoff.compute(failures)
-                    if time.monotonic() + pause >= ends:
-                        raise
-                    await asyncio.sleep(pause)
+                    await self._pause(error, failures, ends)
                 else:
                     self._outage.answered()
                     return answer
         finally:
             _in_command.reset(token)
+
+    async def _pause(self, error: Exception, failures: int, ends: float) -> None:
+        """Before the next attempt. Raises `error` where that would be too late."""
+        self._outage.failed(error)
+        pause = self._backoff.compute(failures)
+        if time.monotonic() + pause >= ends:
+            raise error
+        await asyncio.sleep(pause)
 
     def _timed(self, do: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
         async def timed() -> T:

@@ -10,21 +10,17 @@ Acknowledging does not delete: entries stay until `trim`, so that a trainer can 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, cast
 
 import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
-from services.policies.length_stats import bucket_of
 from services.run_store.client import LONGEST_BLOCK_MS, as_text
 from services.run_store.keys import RunKeys
-from services.run_store.undelivered import UndeliveredError
-from services.wire.errors import ConcludedError, DrainingError
-from services.wire.trajectory import Trajectory, encode_trajectory
+from services.run_store.publishing import TrajectoryWriter as TrajectoryWriter
 
 GROUP = "trainer"
 
@@ -32,57 +28,22 @@ READ_BYTES, FETCHED_AT_ONCE = 32 << 20, 64
 FIRST_ENTRY_BYTES = 256 << 10
 """What an entry is taken to be before the first was read."""
 
-KEPT_IDS, KEPT_IDS_S = 65_536, 600
-"""A generation of trajectory ids ends when it holds so many and has lasted so long; two are kept."""
-
-# KEYS 9 …: of each trajectory the undelivered calls of its group. ARGV: owner ('' for anybody), ids of a generation, and
-# how long it lasts at least (s); then trajectory id, group id, bucket of its length, length, payload and the undelivered
-# calls that it is without, again and again.
-# Append, index and account in one step; answer the first id on a repeat. Of a group that is not open (any more) no
-# count is kept: nobody would take it away.
-_PUBLISH = """
-local concluded = redis.call('HGET', KEYS[3], 'concluded') == '1'
-local ids, new = {}, false
-for i = 4, #ARGV, 6 do
-  local id = redis.call('HGET', KEYS[2], ARGV[i]) or redis.call('HGET', KEYS[7], ARGV[i])
-  if not id then
-    if ARGV[1] ~= '' and redis.call('HGET', KEYS[5], ARGV[i + 1]) ~= ARGV[1] then
-      return redis.error_reply('TAKEN ' .. ARGV[i + 1])
-    end
-    if concluded then return redis.error_reply('CONCLUDED') end
-    local undelivered = redis.call('SMEMBERS', KEYS[9 + (i - 4) / 6])
-    table.sort(undelivered)
-    undelivered = table.concat(undelivered, ',')
-    if undelivered ~= ARGV[i + 5] then return redis.error_reply('UNDELIVERED ' .. ARGV[i + 1] .. ' ' .. undelivered) end
-    id = redis.call('XADD', KEYS[1], '*', 't', ARGV[i + 4])
-    redis.call('HSET', KEYS[2], ARGV[i], id)
-    redis.call('HINCRBY', KEYS[3], 'published', 1)
-    if redis.call('HEXISTS', KEYS[8], ARGV[i + 1]) == 1 then redis.call('HINCRBY', KEYS[4], ARGV[i + 1], 1) end
-    redis.call('HINCRBY', KEYS[6], ARGV[i + 2], 1)
-    redis.call('HINCRBY', KEYS[6], 'total', ARGV[i + 3])
-    new = true
-  end
-  ids[#ids + 1] = id
-end
-if new and redis.call('HLEN', KEYS[2]) >= tonumber(ARGV[2]) then
-  local now = tonumber(redis.call('TIME')[1])
-  local since = tonumber(redis.call('HGET', KEYS[3], 'ids_since') or '0')
-  if now - since >= tonumber(ARGV[3]) then
-    redis.call('RENAME', KEYS[2], KEYS[7])
-    redis.call('HSET', KEYS[3], 'ids_since', now)
-  end
-end
-return ids
-"""
-
-# ARGV: '' when trained, else the cause of the drop; dead letters to keep, bytes of the largest; then each stream id with
-# the reason ('' for no dead letter). Only what was really pending is counted.
+# ARGV: '' when trained, else the cause of the drop; dead letters to keep, bytes of the largest; how many stream ids have
+# no dead letter, and those; then each of the others with its reason. Only what was really pending is counted.
 _SETTLE = """
-local done = 0
-for i = 4, #ARGV, 2 do
-  local pending = redis.call('XACK', KEYS[1], 'trainer', ARGV[i])
+local function settled(from, to)
+  local done = 0
+  for at = from, to, 4000 do
+    done = done + redis.call('XACK', KEYS[1], 'trainer', unpack(ARGV, at, math.min(at + 3999, to)))
+  end
+  return done
+end
+local plain = 4 + tonumber(ARGV[4])
+local done = settled(5, plain)
+for i = plain + 1, #ARGV, 2 do
+  local pending = settled(i, i)
   done = done + pending
-  if pending == 1 and ARGV[i + 1] ~= '' then
+  if pending == 1 then
     local entry = redis.call('XRANGE', KEYS[1], ARGV[i], ARGV[i])[1]
     local payload = entry and entry[2][2] or ''
     redis.call('XADD', KEYS[4], 'MAXLEN', ARGV[2], '*', 'entry', ARGV[i], 'cause', ARGV[1], 'why', ARGV[i + 1],
@@ -103,58 +64,6 @@ class StreamEntry:
 
     stream_id: str
     payload: bytes
-
-
-class TrajectoryWriter:
-    """A rollout server's end of the stream. `owner`: its incarnation; it may only write of groups that it holds.
-
-    `kept_ids`, `kept_ids_s`: KEPT_IDS and KEPT_IDS_S.
-    """
-
-    def __init__(
-        self,
-        redis: Redis,
-        run_id: str,
-        owner: str = "",
-        *,
-        kept_ids: int = KEPT_IDS,
-        kept_ids_s: float = KEPT_IDS_S,
-    ) -> None:
-        self._names = keys = RunKeys(run_id)
-        self._keys = [keys.stream, keys.stream_ids, keys.accounts, keys.published_groups, keys.owners, keys.lengths]
-        self._keys += [keys.earlier_stream_ids, keys.open_groups]
-        self._owner = owner
-        self._kept = (kept_ids, kept_ids_s)
-        self._publish = redis.register_script(_PUBLISH)
-
-    async def publish(
-        self, trajectories: Sequence[Trajectory], without: Mapping[str, Collection[str]] = MappingProxyType({})
-    ) -> list[str]:
-        """Append all or none; returns their stream ids. A trajectory published before keeps its first id.
-
-        `without`: trajectory id → the undelivered calls of its group, whose answers it does not hold. Raises ConcludedError
-        when the run has concluded, DrainingError when a group is another server's now, UndeliveredError when other calls of
-        a group are noted as undelivered; of several groups, some may then be in the stream.
-        """
-        arguments: list[str | bytes | int | float] = [self._owner, *self._kept]
-        for trajectory in trajectories:
-            sampled, group_id = trajectory.sampled_tokens(), trajectory.group_id
-            arguments += [trajectory.trajectory_id, group_id, bucket_of(sampled), sampled]
-            arguments += [encode_trajectory(trajectory), ",".join(sorted(without.get(trajectory.trajectory_id, ())))]
-        notes = [self._names.undelivered(trajectory.group_id) for trajectory in trajectories]
-        try:
-            ids = await self._publish(keys=[*self._keys, *notes], args=arguments)
-        except ResponseError as error:
-            if "CONCLUDED" in str(error):
-                raise ConcludedError("the run has concluded", "no more trajectories are taken") from error
-            if "TAKEN" in str(error):
-                what = f"group {str(error).rpartition(' ')[2]} was taken over by another server"
-                raise DrainingError(what, "send the call again") from error
-            if "UNDELIVERED" in str(error):
-                group_id, calls = str(error).partition("UNDELIVERED ")[2].rsplit(" ", 1)
-                raise UndeliveredError(group_id, frozenset(filter(None, calls.split(",")))) from error
-            raise
-        return [as_text(stream_id) for stream_id in ids]
 
 
 class TrajectoryLog:
@@ -254,9 +163,11 @@ class TrajectoryReader:
         if not reasons:
             return 0
         keys = [self._keys.stream, self._keys.accounts, self._keys.dropped, self._keys.dead]
-        arguments: list[str | int] = [cause, KEPT, LARGEST]
+        plain = [stream_id for stream_id, why in reasons.items() if not why]
+        arguments: list[str | int] = [cause, KEPT, LARGEST, len(plain), *plain]
         for stream_id, why in reasons.items():
-            arguments += [stream_id, why]
+            if why:
+                arguments += [stream_id, why]
         return int(await self._settle(keys=keys, args=arguments))
 
     async def pending(self) -> int:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
+from services.run_store.session_groups import SessionGroups
 from services.wire.errors import RollmeshError
 
 KEEP_S = 24 * 3600
@@ -43,6 +43,7 @@ class UndeliveredCalls:
     def __init__(self, redis: Redis, run_id: str) -> None:
         self._redis = redis
         self._keys = RunKeys(run_id)
+        self._sessions = SessionGroups(redis, run_id)
         self._note = redis.register_script(_NOTE)
 
     async def note(self, call: str, *, session_id: str | None, group_id: str | None) -> None:
@@ -53,8 +54,7 @@ class UndeliveredCalls:
         if not (call.isascii() and call.isalnum()):
             return
         if group_id is None and session_id is not None:
-            found = await self._redis.get(self._keys.group_of(session_id))
-            group_id = None if found is None else as_text(found)
+            group_id = await self._sessions.group_of(session_id)
         if group_id is not None:
             await self._note(keys=[self._keys.undelivered(group_id)], args=[call, MOST_NOTES, KEEP_S])
 

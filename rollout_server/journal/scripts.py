@@ -1,0 +1,95 @@
+"""Lua scripts of the journal (`rollout_server.journal.journal`): each asks first who the owner of the group is."""
+
+from __future__ import annotations
+
+from services.run_store.scripts import BATCHES, CONCLUDE
+
+# KEYS: owners; then for each item journal, partial answer, what is kept beside, undelivered calls. ARGV: owner; then for
+# each item group, position, payload, '1' for a partial answer's part ('' for a record), the value that is kept, for how
+# long ('' for no end), the call that is answered; last how long a partial answer is kept.
+# Answers 1 for each that is in the journal now.
+WRITE = (
+    BATCHES
+    + """
+local groups = {}
+for at = 2, #ARGV - 1, 7 do groups[#groups + 1] = ARGV[at] end
+local owners, done, at = fetched(KEYS[1], groups), {}, 2
+for i = 2, #KEYS, 4 do
+  local group, position, payload, part, kept = ARGV[at], tonumber(ARGV[at+1]), ARGV[at+2], ARGV[at+3], ARGV[at+4]
+  local seconds, call = ARGV[at+5], ARGV[at+6]
+  at = at + 7
+  local ok = owners[group] == ARGV[1]
+  if ok and part ~= '' then
+    redis.call('RPUSH', KEYS[i+1], payload)
+    redis.call('EXPIRE', KEYS[i+1], ARGV[#ARGV])
+  elseif ok then
+    local length = redis.call('LLEN', KEYS[i])
+    if length == position then
+      redis.call('RPUSH', KEYS[i], payload)
+      if KEYS[i+1] ~= KEYS[i+2] then redis.call('UNLINK', KEYS[i+1]) end
+      if seconds ~= '' then redis.call('SET', KEYS[i+2], kept, 'EX', seconds)
+      elseif kept ~= '' then redis.call('SET', KEYS[i+2], kept) end
+      if call ~= '' then redis.call('SREM', KEYS[i+3], call) end
+    else
+      ok = redis.call('LINDEX', KEYS[i], position) == payload
+    end
+  end
+  done[#done + 1] = ok and 1 or 0
+end
+return done
+"""
+)
+
+# KEYS: owners, journal, then those of sessions. ARGV: owner, group, payloads. Takes hold of a new group.
+OPEN = (
+    BATCHES
+    + """
+local owner = redis.call('HGET', KEYS[1], ARGV[2])
+if redis.call('EXISTS', KEYS[2]) == 1 then
+  if owner == ARGV[1] and redis.call('LINDEX', KEYS[2], 0) == ARGV[3] then return 1 end
+  return 0
+end
+local payloads = {}
+for i = 3, #ARGV do payloads[i - 2] = ARGV[i] end
+redis.call('HSET', KEYS[1], ARGV[2], ARGV[1])
+batched('RPUSH', KEYS[2], payloads)
+for i = 3, #KEYS do redis.call('SET', KEYS[i], ARGV[2]) end
+return 1
+"""
+)
+
+# KEYS: owners, journal. ARGV: group. Answers its owner; where it has none, the journal.
+LOOK = """
+return redis.call('HGET', KEYS[1], ARGV[1]) or redis.call('LRANGE', KEYS[2], 0, -1)
+"""
+
+# KEYS: owners, journal, open groups. ARGV: group, expected owner, new owner, its server id.
+CLAIM = """
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return false end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+local known = redis.call('HGET', KEYS[3], ARGV[1])
+if known then
+  local record = cjson.decode(known)
+  redis.call('HSET', KEYS[3], ARGV[1], cjson.encode({record[1], ARGV[4], record[3]}))
+end
+return redis.call('LRANGE', KEYS[2], 0, -1)
+"""
+
+# KEYS: owners, journal, undelivered calls, then those of sessions. ARGV: owner, group, payload, seconds.
+END = (
+    CONCLUDE
+    + """
+local owner = redis.call('HGET', KEYS[1], ARGV[2])
+if owner and owner ~= ARGV[1] then return 0 end
+conclude(KEYS[1], owner, ARGV[2], ARGV[3], 2, #KEYS, ARGV[4])
+return 1
+"""
+)
+
+# KEYS: owners. ARGV: owner, groups.
+RELEASE = """
+for i = 2, #ARGV do
+  if redis.call('HGET', KEYS[1], ARGV[i]) == ARGV[1] then redis.call('HSET', KEYS[1], ARGV[i], '') end
+end
+return 1
+"""
