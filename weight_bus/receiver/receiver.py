@@ -15,6 +15,7 @@ remembers their hash: as long as its weights have that hash, it serves the manif
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -26,7 +27,16 @@ from services.wire.weights_api import DigestAnswer, StageAnswer
 from weight_bus.errors import StageError
 from weight_bus.manifest.layout import root_digest
 from weight_bus.manifest.manifest import Manifest, check_manifest, check_signature
-from weight_bus.receiver.buckets import BucketPlan, Memory, Slice, check_fits, default_plan, digest_of, throttle_beside
+from weight_bus.receiver.buckets import (
+    BucketPlan,
+    Memories,
+    Memory,
+    Slice,
+    check_fits,
+    default_plan,
+    digest_of,
+    throttle_beside,
+)
 from weight_bus.receiver.staging import DeltaStage, DenseStage, Progress, Scratch, StageJob
 from weight_bus.receiver.weight_slots import WeightSlots, Whole
 from weight_bus.transports.base import Reader
@@ -90,6 +100,7 @@ class Receiver:
         self.progress: Progress | None = None
         """Of the stage under way, else of the last one."""
         self._scratch = Scratch()
+        self._memories = Memories(slices)
 
     @property
     def version(self) -> int:
@@ -118,7 +129,7 @@ class Receiver:
         """
         self._admit(manifest)
         with self._memory:
-            progress = Progress(manifest.version, manifest.total_bytes)
+            progress, worked = Progress(manifest.version, manifest.total_bytes), time.thread_time()
             with self._state:
                 known = self._known(manifest)
                 if known is not None:
@@ -130,7 +141,7 @@ class Receiver:
             if self._prepare is not None:
                 self._prepare(manifest.version)
             kept = _own_digest(self.target.shadow()) if self._slices else None
-            throttle_beside(self.target.shadow().values()).settle(progress.seconds)
+            throttle_beside(self.target.shadow().values()).settle(time.thread_time() - worked)
             staged = StageAnswer(manifest.version, manifest.root_digest, read, progress.seconds)
             with self._state:
                 self._check_current(manifest)
@@ -248,7 +259,7 @@ class Receiver:
         served, shadow = self._begin_to_write(manifest, plan)
         if delta is not None and served.version == manifest.base_version:
             try:
-                delta.run(Memory(plan.layout, self.target.live()), shadow)
+                delta.run(self._memories.of(plan.layout, self.target.live()), shadow)
             except RollmeshError as error:
                 check()
                 if dense is None:
@@ -286,7 +297,7 @@ class Receiver:
         with self._state:
             self._check_current(manifest)
             self._slots, self._staged = self._slots.writing(), None
-            return self._slots.served, Memory(plan.layout, self.target.shadow(), self._slices)
+            return self._slots.served, self._memories.of(plan.layout, self.target.shadow())
 
     def _remember(self, version: int, plan: BucketPlan, kept: str | None) -> None:
         kept_versions = {self.version, version}
