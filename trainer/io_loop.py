@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from services.host.process import take_turns
 from services.run_store.patience import REPEAT_WITHIN_S, repeated
 from services.run_store.status import WaitBoard
 from services.wire.errors import DeadlineError
@@ -34,6 +35,7 @@ class Background:
     """An asyncio loop in a thread. Tasks are owned here: `close` cancels and awaits what is left of them."""
 
     def __init__(self) -> None:
+        take_turns()
         self._loop = _new_loop()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name="trainer-io", daemon=True)

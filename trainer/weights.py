@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from typing import TypeVar
 
 import structlog
 from torch import Tensor
@@ -26,8 +27,12 @@ from weight_bus.publisher.publisher import Publication, Publisher
 
 _POLL_S = 5.0
 _RETRY_S = 0.25
+_SMALL_BYTES = 1 << 20
+_SMALL_MANIFEST_S = 0.002
+"""Small weights are hashed in a tenth of it."""
 
 _log = structlog.get_logger()
+_Result = TypeVar("_Result")
 
 
 class WeightsError(RollmeshError):
@@ -86,6 +91,9 @@ class WeightUpdates:
         for before in [update for update, future in self._following.items() if future.done()]:
             self._wait_for(self._following.pop(before), before)
         publication = self._publisher.publish(version, weights, leased=True)
+        if self._publisher.layout.total_bytes < _SMALL_BYTES:
+            # The threads that announce it would wait longer for the interpreter's lock than they work.
+            publication.wait(_SMALL_MANIFEST_S)
         self._following[version] = self._background.spawn(
             self._follow(publication, durable), f"weight update {version}"
         )
@@ -130,8 +138,8 @@ class WeightUpdates:
 
     async def _followed(self, publication: Publication, durable: Future[None]) -> UpdateView:
         try:
-            await asyncio.wrap_future(durable)
-            manifest = await asyncio.wrap_future(publication.future)
+            await _result_of(durable)
+            manifest = await _result_of(publication.future)
             started = time.perf_counter()
             view = await self._settled(manifest, self._settle_s)
         finally:
@@ -165,7 +173,7 @@ class WeightUpdates:
             return await self._bus.wait_settled(manifest.version, deadline_s)
 
     async def _first_committed(self, publication: Publication, deadline_s: float) -> None:
-        await self._until_committed(await asyncio.wrap_future(publication.future), deadline_s)
+        await self._until_committed(await _result_of(publication.future), deadline_s)
 
     async def _until_committed(self, manifest: Manifest, deadline_s: float) -> None:
         """Announce until committed: an update without any engine fails at once, and engines may still be loading."""
@@ -192,6 +200,13 @@ class WeightUpdates:
 
     def _wait_for(self, update: Future[UpdateView], version: int) -> None:
         self._background.result(update, f"weight update {version}", self._settle_s)
+
+
+async def _result_of(future: Future[_Result]) -> _Result:
+    """Without a turn of the loop where it is there."""
+    if future.done() and not future.cancelled():
+        return future.result()
+    return await asyncio.wrap_future(future)
 
 
 def _whys(view: UpdateView) -> str:

@@ -6,19 +6,18 @@ import time
 from types import TracebackType
 from typing import TypeVar
 
-import httpx
 from pydantic import BaseModel
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from services.observability.tracing import NO_TRACING, Tracing
 from services.security.tls import PUBLIC, Trust
-from services.wire.error_answer import typed_error
 from services.wire.errors import DeadlineError
 from services.wire.weights_api import SETTLED, EngineRegistered, EnginesView, RegisterEngine, UpdateView, VerifyView
-from weight_bus.errors import StageError, TransportError
+from weight_bus.client.connections import FAILURES, Connections
 from weight_bus.manifest.manifest import Manifest, encode_manifest
 
 _LONGEST_POLL_S = 20.0
+_CONNECT_S = 10.0
 _MSGPACK = {"content-type": "application/msgpack"}
 _JSON = {"content-type": "application/json"}
 _Answer = TypeVar("_Answer", bound=BaseModel)
@@ -45,12 +44,7 @@ class BusClient:
         self._base_url, self._trust, self._tracing = trust.address(base_url), trust, tracing
         self._run_id = run_id
         self._deadline_s = deadline_s
-        self._http = httpx.AsyncClient(
-            base_url=self._base_url,
-            timeout=httpx.Timeout(10.0, read=_LONGEST_POLL_S + 10),
-            headers={} if key is None else {"authorization": f"Bearer {key}"},
-            verify=trust.verify,
-        )
+        self._http = Connections(key, trust, connect_s=_CONNECT_S, read_s=_LONGEST_POLL_S + 10)
 
     async def __aenter__(self) -> BusClient:
         return self
@@ -61,7 +55,7 @@ class BusClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def announce(self, manifest: Manifest, *, wait_s: float = 0.0) -> UpdateView:
         """Tell the bus of a published version; it starts staging at once. The same bytes again refresh the sources.
@@ -118,40 +112,28 @@ class BusClient:
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> _Answer:
-        response = await self._send(method, path, body, headers)
-        return answer.model_validate_json(response.content)
+        return answer.model_validate_json(await self._send(method, path, body, headers))
 
-    async def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None) -> httpx.Response:
+    async def _send(self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None) -> bytes:
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type(httpx.TransportError),
+            retry=retry_if_exception_type(FAILURES),
             stop=stop_after_delay(self._deadline_s),
             wait=wait_random_exponential(multiplier=0.05, max=1.0),
             reraise=True,
         )
         headers = (headers or {}) | self._tracing.headers()
         try:
-            response: httpx.Response = await retrying(self._request, method, path, body, headers)
-        except httpx.TransportError as error:
+            content: bytes = await retrying(self._once, method, f"{self._base_url}{path}", body, headers)
+        except FAILURES as error:
             raise DeadlineError(
                 f"{method} {self._base_url}{path}: the weight bus did not answer within {self._deadline_s} s ({error!r})"
             ) from error
-        raise_for_error(response)
-        return response
+        return content
 
-    async def _request(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None
-    ) -> httpx.Response:
+    async def _once(self, method: str, url: str, body: bytes | None, headers: dict[str, str]) -> bytes:
         try:
-            return await self._http.request(method, path, content=body, headers=headers)
-        except httpx.ConnectError as error:
+            return await self._http.send(method, url, body, headers)
+        except FAILURES as error:
             if (refused := self._trust.refusal(self._base_url, error)) is not None:
                 raise refused from error
             raise
-
-
-def raise_for_error(response: httpx.Response) -> None:
-    """Raise the typed error that the bus or an engine's weight route answered, if it did."""
-    if response.is_success:
-        return
-    call, retry_after = str(response.request.url), response.headers.get("Retry-After")
-    raise typed_error(call, response.status_code, retry_after, response.content, (StageError, TransportError))

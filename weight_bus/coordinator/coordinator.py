@@ -312,9 +312,15 @@ class Coordinator:
         if current is not None and current.restores:
             # The machine may have begun it by itself: a pushed version failed.
             self._register_again(current)
+        withdrawn = self._machine.withdrawn
+        concerned = [
+            (version, record)
+            for version, record in self._records.items()
+            if record.update is current or version in withdrawn or record.told_state != record.update.state
+        ]
         # Events of the version that engines leave come before those of the new one.
-        for version, record in sorted(self._records.items(), key=lambda item: item[1].update is current):
-            if record.update is current or version in self._machine.withdrawn:
+        for version, record in sorted(concerned, key=lambda item: item[1].update is current):
+            if record.update is current or version in withdrawn:
                 self._tell_engines(record)
             if record.told_state != record.update.state:
                 self._tell_state(record)

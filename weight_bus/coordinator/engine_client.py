@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import TypeVar
 
-import httpx
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 
@@ -14,7 +13,7 @@ from services.observability.tracing import NO_TRACING, Tracing
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import UNDECODABLE, RollmeshError
 from services.wire.weights_api import CommitAnswer, CommitCall, DigestAnswer, PauseMode, RollbackCall, StageAnswer
-from weight_bus.client.bus_client import raise_for_error
+from weight_bus.client.connections import FAILURES, Connections
 
 _MSGPACK = {"content-type": "application/msgpack"}
 _JSON = {"content-type": "application/json"}
@@ -51,11 +50,10 @@ class EngineClient:
         self, timeout_s: float, key: str | None = None, trust: Trust = PUBLIC, tracing: Tracing = NO_TRACING
     ) -> None:
         self._timeout_s, self._trust, self._tracing = timeout_s, trust, tracing
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
         # Made once: to make one takes longer than all else of a call.
         self._stage_answer, self._commit_answer = TypeAdapter(StageAnswer), TypeAdapter(CommitAnswer)
         self._digest_answer = TypeAdapter(DigestAnswer)
-        self._http = httpx.AsyncClient(timeout=None, headers=headers, verify=trust.verify)
+        self._http = Connections(key, trust)
 
     async def stage(self, url: str, manifest: bytes) -> StageAnswer:
         return await self._call(self._stage_answer, "POST", f"{url}/weights/stage", manifest, _MSGPACK)
@@ -89,7 +87,7 @@ class EngineClient:
         await self._send("POST", f"{url}/resume", None, None)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def _call(
         self, answer: TypeAdapter[_Answer], method: str, url: str, body: bytes | None, headers: dict[str, str] | None
@@ -104,15 +102,13 @@ class EngineClient:
         headers = (headers or {}) | self._tracing.headers()
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._http.request(method, self._trust.address(url), content=body, headers=headers)
+                return await self._http.send(method, self._trust.address(url), body, headers)
         except TimeoutError as error:
             raise EngineCallError(f"{url} did not answer within {self._timeout_s} s") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except FAILURES as error:
             if (refused := self._trust.refusal(url, error)) is not None:
                 raise refused from error
             raise EngineCallError(f"{url} could not be reached ({error!r})") from error
-        raise_for_error(response)
-        return response.content
 
 
 def why_not_prepared(answer: StageAnswer, version: int, root_digest: str, ranks: int) -> str | None:

@@ -17,6 +17,8 @@ _WORK_S = 0.002
 """No sleep after less work than this."""
 BESIDE_DECODING = 0.5
 """The share of a core that staging takes where weights are decoded from the memory that it writes to."""
+_SETTLE_AFTER_S = 0.05
+"""CPU time of a stage from which on it has slowed decoding down: some ten megabytes on a CPU."""
 _SETTLE_S = 0.1
 
 
@@ -49,10 +51,10 @@ class CpuThrottle:
         self._mark = time.thread_time()
 
     def settle(self, worked_s: float) -> None:
-        """Wait, after long work, until the decode steps that it slowed down are over.
+        """Wait, after long work, until the decode steps that it slowed down are over. `worked_s`: CPU time.
 
         A commit right after it would make one of those steps even longer. No wait where decoding does not share the
-        memory.
+        memory, nor after an update that is small, however long it waited for its bytes or for a core.
         """
-        if self._rest_per_work and worked_s >= _SETTLE_S:
+        if self._rest_per_work and worked_s >= _SETTLE_AFTER_S:
             time.sleep(_SETTLE_S)

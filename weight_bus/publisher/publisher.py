@@ -13,7 +13,7 @@ newer version.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 
 import msgspec
@@ -259,6 +259,10 @@ class Publication:
     def __init__(self, version: int, future: Future[Manifest]) -> None:
         self.version = version
         self.future = future
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the manifest is made, or could not be, but no longer than that."""
+        wait([self.future], timeout_s)
 
     def manifest(self, timeout_s: float = MANIFEST_DEADLINE_S) -> Manifest:
         """Wait for the manifest. Raises what making it raised, DeadlineError, or NotReadyError from a closed publisher."""

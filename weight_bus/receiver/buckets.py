@@ -77,7 +77,10 @@ class Memory:
     def __init__(
         self, layout: Layout, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice] | None = None
     ) -> None:
-        self._tensors = [tensors[entry.name].detach() for entry in layout.tensors]
+        self._layout = layout
+        self._given = [tensors[entry.name] for entry in layout.tensors]
+        self._addresses = [tensor.data_ptr() for tensor in self._given]
+        self._tensors = [tensor.detach() for tensor in self._given]
         self._slices = [(slices or {}).get(entry.name) for entry in layout.tensors]
         self._host = [
             host_bytes(tensor) if part is None else None
@@ -87,23 +90,39 @@ class Memory:
         """Contiguous copies of tensors that are being written."""
         self._copies: dict[int, torch.Tensor] = {}
         """Contiguous copies of tensors that were read."""
+        self._share = _share_beside(self._tensors)
+
+    def is_of(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these tensors, where they are now, are what it was made of."""
+        return layout is self._layout and all(
+            tensors.get(entry.name) is given and given.data_ptr() == address
+            for entry, given, address in zip(layout.tensors, self._given, self._addresses, strict=True)
+        )
+
+    def begin(self) -> None:
+        """Forget what was copied for an update that was broken off."""
+        self._beside.clear()
+        self._copies.clear()
 
     def throttle(self) -> CpuThrottle:
         """For work on these bytes."""
-        return throttle_beside(self._tensors)
+        return CpuThrottle(self._share)
 
     def in_place(self, piece: Piece) -> memoryview | None:
         """The piece's own memory; None where it is not contiguous host memory."""
         host = self._host[piece.tensor]
         return None if host is None else host[piece.tensor_offset : piece.tensor_offset + piece.length]
 
-    @torch.inference_mode()
     def write(self, piece: Piece, data: memoryview) -> None:
         """Put `data` in the piece's place; what is not contiguous is seen by others after `finish`."""
         host = self.in_place(piece)
         if host is not None:
             copy_bytes(data, host)
-            return
+        else:
+            self._write_by_torch(piece, data)
+
+    @torch.inference_mode()
+    def _write_by_torch(self, piece: Piece, data: memoryview) -> None:
         tensor = self._tensors[piece.tensor]
         if not tensor.is_contiguous():
             tensor = self._beside.setdefault(piece.tensor, tensor.contiguous())
@@ -132,8 +151,7 @@ class Memory:
         """Copy what was written beside tensors that are not contiguous into them."""
         for number, whole in self._beside.items():
             self._tensors[number].copy_(whole)
-        self._beside.clear()
-        self._copies.clear()
+        self.begin()
 
     @torch.inference_mode()
     def copy_from(self, other: Memory, rest: Callable[[], None], *, at_once: int = 4 << 20) -> None:
@@ -146,6 +164,28 @@ class Memory:
             for start in range(0, len(mine), at_once):
                 copy_bytes(theirs[start : start + at_once], mine[start : start + at_once])
                 rest()
+
+
+class Memories:
+    """The `Memory` of each set of tensors, kept from update to update: an engine has two, which take turns.
+
+    To look at a tensor through torch gives the interpreter's lock away, and beside threads that decode each time takes up
+    to half a millisecond. A small model's update took ten times as long as its work does.
+    """
+
+    def __init__(self, slices: Mapping[str, Slice] | None = None) -> None:
+        self._slices = slices
+        self._known: list[Memory] = []
+
+    def of(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Memory:
+        """Ready for an update. For one thread at a time."""
+        for memory in self._known:
+            if memory.is_of(layout, tensors):
+                memory.begin()
+                return memory
+        fresh = Memory(layout, tensors, self._slices)
+        self._known = [*self._known[-1:], fresh]
+        return fresh
 
 
 def bucket_hash(pieces: list[Piece], length: int, memory: Memory) -> str:
@@ -258,7 +298,11 @@ def digest_of(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> str:
 
 def throttle_beside(weights: Iterable[torch.Tensor]) -> CpuThrottle:
     """The CPU throttle for work beside decoding from such weights; none for a GPU, which has memory of its own."""
-    return CpuThrottle(BESIDE_DECODING if all(tensor.device.type == "cpu" for tensor in weights) else 1.0)
+    return CpuThrottle(_share_beside(weights))
+
+
+def _share_beside(weights: Iterable[torch.Tensor]) -> float:
+    return BESIDE_DECODING if all(tensor.device.type == "cpu" for tensor in weights) else 1.0
 
 
 def check_fits(layout: Layout, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> None:

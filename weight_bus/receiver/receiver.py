@@ -15,6 +15,7 @@ remembers their hash: as long as its weights have that hash, it serves the manif
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -26,10 +27,23 @@ from services.wire.weights_api import DigestAnswer, StageAnswer
 from weight_bus.errors import StageError
 from weight_bus.manifest.layout import root_digest
 from weight_bus.manifest.manifest import Manifest, check_manifest, check_signature
-from weight_bus.receiver.buckets import BucketPlan, Memory, Slice, check_fits, default_plan, digest_of, throttle_beside
+from weight_bus.receiver.buckets import (
+    BucketPlan,
+    Memories,
+    Memory,
+    Slice,
+    check_fits,
+    default_plan,
+    digest_of,
+    throttle_beside,
+)
 from weight_bus.receiver.staging import DeltaStage, DenseStage, Progress, Scratch, StageJob
 from weight_bus.receiver.weight_slots import WeightSlots, Whole
-from weight_bus.transports.base import Reader
+from weight_bus.transports.base import NotAtOnceError, Reader
+
+AT_ONCE_BYTES = 1 << 20
+AT_ONCE_TENSORS = 256
+"""Above either, `stage_at_once` would keep an event loop for more than a millisecond or two."""
 
 _log = structlog.get_logger()
 
@@ -52,11 +66,12 @@ class WeightTarget(Protocol):
 class Receiver:
     """Stages, flips and hashes an engine's weights.
 
-    `stage` blocks and belongs on a background thread; `commit` and `rollback` belong on the decode thread; `digest` may
-    be called on any other. `version` is what the engine serves to begin with; `key` the run's weight key, with which
-    every manifest must be signed (None: any is taken). `prepare` is called with a version whose bytes are in the
-    shadow, before it counts as staged, for what the engine derives from them; what it raises, `stage` raises. `slices`:
-    which of the target's tensors are parts of the manifest's, and which part; such an engine takes dense bytes only.
+    `stage` blocks and belongs on a background thread, `stage_at_once` does not; `commit` and `rollback` belong on the
+    decode thread; `digest` may be called on any other. `version` is what the engine serves to begin with; `key` the run's
+    weight key, with which every manifest must be signed (None: any is taken). `prepare` is called with a version whose
+    bytes are in the shadow, before it counts as staged, for what the engine derives from them; what it raises, `stage`
+    raises. `slices`: which of the target's tensors are parts of the manifest's, and which part; such an engine takes dense
+    bytes only.
     """
 
     def __init__(
@@ -90,6 +105,7 @@ class Receiver:
         self.progress: Progress | None = None
         """Of the stage under way, else of the last one."""
         self._scratch = Scratch()
+        self._memories = Memories(slices)
 
     @property
     def version(self) -> int:
@@ -118,25 +134,49 @@ class Receiver:
         """
         self._admit(manifest)
         with self._memory:
-            progress = Progress(manifest.version, manifest.total_bytes)
-            with self._state:
-                known = self._known(manifest)
-                if known is not None:
-                    return known
-                self._check_current(manifest)
-            plan = self._plan_of(manifest)
-            self.progress = progress
-            read = self._write(manifest, plan, progress)
-            if self._prepare is not None:
-                self._prepare(manifest.version)
-            kept = _own_digest(self.target.shadow()) if self._slices else None
-            throttle_beside(self.target.shadow().values()).settle(progress.seconds)
-            staged = StageAnswer(manifest.version, manifest.root_digest, read, progress.seconds)
-            with self._state:
-                self._check_current(manifest)
-                self._slots = self._slots.with_staged(Whole(manifest.version, manifest.root_digest))
-                self._staged, self._plan = staged, plan
-                self._remember(manifest.version, plan, kept)
+            return self._stage(manifest)
+
+    def stage_at_once(self, manifest: Manifest) -> StageAnswer | None:
+        """`stage` for a thread that must not wait, such as an event loop's; None: `stage` it on another one.
+
+        That is so for all but a small version, whose bytes can be copied here and now. The way to another thread and back
+        takes longer than such a copy, beside threads that decode.
+        """
+        small = manifest.total_bytes <= AT_ONCE_BYTES and len(manifest.layout.tensors) <= AT_ONCE_TENSORS
+        if not small or manifest.delta is not None or self._prepare is not None or self._slices:
+            return None
+        self._admit(manifest)
+        if not self._memory.acquire(blocking=False):
+            return None
+        try:
+            return self._stage(manifest, at_once=True)
+        except NotAtOnceError:
+            return None
+        finally:
+            self._memory.release()
+
+    def _stage(self, manifest: Manifest, *, at_once: bool = False) -> StageAnswer:
+        """With the memory's lock."""
+        progress, worked = Progress(manifest.version, manifest.total_bytes), time.thread_time()
+        with self._state:
+            known = self._known(manifest)
+            if known is not None:
+                return known
+            self._check_current(manifest)
+        plan = self._plan_of(manifest)
+        self.progress = progress
+        read = self._write(manifest, plan, progress, at_once=at_once)
+        if self._prepare is not None:
+            self._prepare(manifest.version)
+        kept = _own_digest(self.target.shadow()) if self._slices else None
+        if not at_once:
+            throttle_beside(self.target.shadow().values()).settle(time.thread_time() - worked)
+        staged = StageAnswer(manifest.version, manifest.root_digest, read, progress.seconds)
+        with self._state:
+            self._check_current(manifest)
+            self._slots = self._slots.with_staged(Whole(manifest.version, manifest.root_digest))
+            self._staged, self._plan = staged, plan
+            self._remember(manifest.version, plan, kept)
         return staged
 
     def commit(self, version: int) -> None:
@@ -231,13 +271,13 @@ class Receiver:
         check_fits(manifest.layout, self.target.shadow(), self._slices)
         return BucketPlan.of_manifest(manifest)
 
-    def _write(self, manifest: Manifest, plan: BucketPlan, progress: Progress) -> int:
+    def _write(self, manifest: Manifest, plan: BucketPlan, progress: Progress, *, at_once: bool) -> int:
         """Fill the shadow; returns the bytes that travelled."""
 
         def check() -> None:
             self._check_wanted(manifest.version)
 
-        job = StageJob(manifest, plan, self._readers, self._scratch, progress, check)
+        job = StageJob(manifest, plan, self._readers, self._scratch, progress, check, at_once)
         delta = self._delta_to_take(job)
         try:
             dense = DenseStage(job)
@@ -248,7 +288,7 @@ class Receiver:
         served, shadow = self._begin_to_write(manifest, plan)
         if delta is not None and served.version == manifest.base_version:
             try:
-                delta.run(Memory(plan.layout, self.target.live()), shadow)
+                delta.run(self._memories.of(plan.layout, self.target.live()), shadow)
             except RollmeshError as error:
                 check()
                 if dense is None:
@@ -286,7 +326,7 @@ class Receiver:
         with self._state:
             self._check_current(manifest)
             self._slots, self._staged = self._slots.writing(), None
-            return self._slots.served, Memory(plan.layout, self.target.shadow(), self._slices)
+            return self._slots.served, self._memories.of(plan.layout, self.target.shadow())
 
     def _remember(self, version: int, plan: BucketPlan, kept: str | None) -> None:
         kept_versions = {self.version, version}

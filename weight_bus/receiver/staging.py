@@ -26,7 +26,7 @@ from weight_bus.manifest.manifest import Delta, DeltaBucket, FileSource, Manifes
 from weight_bus.memory.arena import Arena, private_arena
 from weight_bus.memory.throttle import CpuThrottle
 from weight_bus.receiver.buckets import BucketPlan, Memory, bucket_hash
-from weight_bus.transports.base import Reader
+from weight_bus.transports.base import Reader, read_at_once
 from weight_bus.transports.file import FileReader
 
 _log = structlog.get_logger()
@@ -83,7 +83,10 @@ class Scratch:
 
 @dataclass(frozen=True)
 class StageJob:
-    """Inputs of a stage. `check` raises once a newer version supersedes it; called as bytes arrive."""
+    """Inputs of a stage. `check` raises once a newer version supersedes it; called as bytes arrive.
+
+    `at_once`: on a thread that must not wait; what would have to, raises NotAtOnceError.
+    """
 
     manifest: Manifest
     plan: BucketPlan
@@ -91,6 +94,7 @@ class StageJob:
     scratch: Scratch
     progress: Progress
     check: Callable[[], None]
+    at_once: bool = False
 
 
 class DenseStage:
@@ -105,7 +109,7 @@ class DenseStage:
 
     def run(self, memory: Memory) -> None:
         """Fill `memory`. Raises StageError for a source that cannot be read, or a bucket with other bytes."""
-        self._throttle = memory.throttle()
+        self._throttle = CpuThrottle(1.0) if self._job.at_once else memory.throttle()
         for number, candidates in enumerate(self._candidates):
             buckets = [index for index, (owner, _, _) in enumerate(self._plan.ranges) if owner == number]
             for reader, source in candidates[:-1]:
@@ -164,7 +168,7 @@ class DenseStage:
         self, reader: Reader, source: Source, reads: list[tuple[int, memoryview]], window: list[int]
     ) -> Generator[int, None, None]:
         try:
-            yield from reader.read_many(source, reads)
+            yield from (read_at_once(reader, source, reads) if self._job.at_once else reader.read_many(source, reads))
         except TransportError as error:
             which = f"bucket {window[0]}" if len(window) == 1 else f"buckets {window[0]} to {window[-1]}"
             raise _UnreadableError(

@@ -10,7 +10,7 @@ The receiver verifies what it reads: a transport guarantees nothing about the by
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from weight_bus.errors import TransportError
 from weight_bus.manifest.manifest import Manifest, Source
@@ -67,6 +67,27 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class QuickReader(Protocol):
+    """What a reader offers besides whose reads within a host are copies on the calling thread."""
+
+    def read_at_once(self, source: Source, offset: int, out: memoryview) -> bool:
+        """`read`, if that neither waits nor has anything to set up first; whether it did. Raises as `read` does."""
+        ...
+
+
+class NotAtOnceError(Exception):
+    """These bytes cannot be had without waiting: `Reader.read_many` may be used, on a thread that may wait."""
+
+
+def read_at_once(reader: Reader, source: Source, pieces: Iterable[tuple[int, memoryview]]) -> Iterator[int]:
+    """`read_many` for a thread that must not wait. Raises NotAtOnceError where it would have to."""
+    for index, (offset, out) in enumerate(pieces):
+        if not isinstance(reader, QuickReader) or not reader.read_at_once(source, offset, out):
+            raise NotAtOnceError
+        yield index
 
 
 def check_range(length: int, offset: int, wanted: int) -> None:

@@ -81,6 +81,13 @@ class ShmReader:
     def read_many(self, source: Source, pieces: Iterable[tuple[int, memoryview]]) -> Iterator[int]:
         return read_in_order(self, source, pieces)
 
+    def read_at_once(self, source: Source, offset: int, out: memoryview) -> bool:
+        """`QuickReader`: from memory that is mapped already."""
+        if not isinstance(source, ShmSource) or not isinstance(self._open.get(source.path), SealedMapping):
+            return False
+        self.read(source, offset, out)
+        return True
+
     def close(self) -> None:
         for opened in self._open.values():
             opened.close()

@@ -13,7 +13,6 @@ Commands run in order, each between two steps: so a weight commit is atomic for 
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import torch
 from rollout_server.engines.base import EngineCrashedError, GenerationRequest
 from rollout_server.engines.step_timing import StepTiming
 from rollout_server.engines.torch.scheduler import Outcome, Scheduler
+from services.host.process import take_turns
 from services.wire.errors import DeadlineError, NotReadyError
 from services.wire.weights_api import CommitAnswer
 
@@ -40,9 +40,6 @@ _DRAIN_DEADLINE_S = 3600.0
 # gathering a burst of 16 saved 10 of 72 ms of CPU. A lone request pays the gap once.
 _GATHER_GAP_S = 0.002
 _GATHER_S = 0.016
-# The interpreter hands its lock over at most this late. With the default of 5 ms, a decode step beside a busy event loop
-# took 39 ms instead of 2; with this one 6.
-_SWITCH_INTERVAL_S = 0.0005
 
 
 class DecodeLoop:
@@ -78,7 +75,7 @@ class DecodeLoop:
     def start(self) -> None:
         """Start the thread; outcomes go to the running event loop."""
         self._loop = asyncio.get_running_loop()
-        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
+        take_turns()
         self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
         self._thread.start()
 
@@ -216,7 +213,9 @@ class DecodeLoop:
 
     async def _result(self, name: str, future: Future[T], deadline_s: float) -> T:
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), deadline_s)
+            # `wait_for` would wake this task a turn of the event loop later, and a turn may take milliseconds.
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.wrap_future(future)
         except TimeoutError as error:
             raise DeadlineError(f"waited {deadline_s} s for {name}", "the decode thread is busy or stuck") from error
 

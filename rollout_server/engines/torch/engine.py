@@ -4,7 +4,7 @@ The reference that the tests compare against, and what runs where vLLM is not in
 
     TorchEngine (event loop)          DecodeLoop (thread)        Scheduler ─ KvCache ─ PolicyForward ─ Sampler
       generate ──submit──────────────────► inbox ─────────────────► add
-      stage ──► Receiver (weight threads) ──► shadow memory
+      stage ──► Receiver (weight threads; small ones here) ──► shadow memory
       commit ────────────────────────────► inbox ──between two steps──► Receiver.commit ──► ModelWeights.flip
 """
 
@@ -163,7 +163,10 @@ class TorchEngine:
     async def stage(self, manifest: bytes) -> StageAnswer:
         receiver, _ = self._weights()
         decoded = decode_manifest(manifest)
-        return await self._on_weight_thread(lambda: receiver.stage(decoded))
+        staged = receiver.stage_at_once(decoded)
+        if staged is None:
+            staged = await self._on_weight_thread(lambda: receiver.stage(decoded))
+        return staged
 
     async def commit(self, version: int) -> CommitAnswer:
         receiver, _ = self._weights()
