@@ -120,7 +120,8 @@ def _steps(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> I
         rows_of(part, version + number, settings.k, credits, skip_idle=roles.skips_idle)
         for number, part in enumerate(parts)
     ]
-    packed = [pack(rows, tally, settings.trainer.micro_batch_tokens, learner.model.device) for rows, tally in judged]
+    budget, device, width = settings.trainer.micro_batch_tokens, learner.model.device, roles.stem_width
+    packed = [pack(rows, tally, budget, device, width=width) for rows, tally in judged]
     ready = time.perf_counter()
     pack_s, proximals = ready - began, learner.proximals(packed)
     for part, (rows, tally), batch, proximal in zip(parts, judged, packed, proximals, strict=True):
