@@ -242,12 +242,13 @@ class Intake:
         started = time.perf_counter()
         verdict, settled_before = self._dropped_of(entries), list[StreamEntry]()
         newest, now = self._version(), time.monotonic()
-        judged: list[Member[Trajectory] | Rejected] = []
+        unknown: list[StreamEntry] = []
         for entry in entries:
             if self._is_settled(entry.stream_id):
                 settled_before.append(entry)
             elif entry.stream_id not in self._known:
-                judged.append(self._validator.judge(entry, newest))
+                unknown.append(entry)
+        judged = self._validator.judge_all(unknown, newest)
         with self._changed:
             # A sibling that a batch of an earlier incarnation went without is not the first of a new group.
             self._assembler.settle(group for group in map(group_of, settled_before) if group is not None)
