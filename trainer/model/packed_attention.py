@@ -90,7 +90,7 @@ def _attention(
     split = (tensor.split_with_sizes(sizes) for tensor, sizes in ((queries, own), (keys, seen), (values, seen)))
     pieces = []
     for (length, count), stem, *part in zip(packed_row.runs, before, *split, strict=True):
-        rows = [tensor.unflatten(0, (count, -1)).transpose(1, 2) for tensor in part]
+        rows = [tensor.view(count, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in part]
         mask = _mask(length, stem, sliding_window, query.device)
         output, _ = sdpa_attention_forward(module, *rows, mask, dropout=dropout, scaling=scaling)
         pieces.append(output.flatten(0, 1))

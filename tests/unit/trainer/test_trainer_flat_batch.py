@@ -26,6 +26,7 @@ from trainer.algorithms.advantages.rloo import leave_one_out
 from trainer.data.packing import micro_batch
 from trainer.data.rows import Row, rows_of
 from trainer.data.staleness import StalenessTally, count_only, judge
+from trainer.metrics.step import outcome
 
 VERSION = 6
 rewards = st.sampled_from([-1.5, 0.0, 0.1, 0.3, 1.0, 1e6])
@@ -191,6 +192,17 @@ def test_a_trajectory_s_rewards_add_up_to_its_outcome(played: list[Trajectory]) 
             plain[span.start + span.length - 1 - first] += span.reward
         plain[-1] += one.reward - sum(plain)
         assert own.tolist() == pytest.approx(plain, rel=1e-9, abs=1e-9), placed
+
+
+@examples(60)
+@given(rollouts())
+def test_the_batch_s_outcome_is_that_of_its_trajectories(played: list[Trajectory]) -> None:
+    found = outcome(Batch.of(grouped(played)))
+    assert found.trajectories == len(played)
+    assert found.response_length == pytest.approx(sum(one.sampled_tokens() for one in played) / len(played))
+    assert found.mixed_segments == sum(
+        len({span.version for span in segment.version_spans}) > 1 for one in played for segment in one.segments
+    )
 
 
 def test_only_who_is_trained_is_judged() -> None:

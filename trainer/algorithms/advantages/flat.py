@@ -76,6 +76,12 @@ class FlatSegments:
         counted: Int64Array = np.bincount(self.span_segment, self.span_length, len(self.lengths)).astype(np.int64)
         return counted
 
+    def of_several_versions(self) -> int:
+        """How many segments hold tokens of more than one version."""
+        segment, version = self.span_segment, self.span_version
+        differ = (segment[1:] == segment[:-1]) & (version[1:] != version[:-1])
+        return len(np.unique(segment[1:][differ]))
+
 
 def ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
     """`start … start + length − 1` of each pair, one after the other."""
