@@ -172,7 +172,7 @@ class TrainingLoop:
             line = step_metrics(
                 version=step.version,
                 now=time.time(),
-                batch=outcome(step.groups),
+                batch=outcome(step.batch),
                 tally=step.tally,
                 rows_trained=step.rows,
                 learning_rate=step.learning_rate,

@@ -47,7 +47,26 @@ def work(length: int, width: int) -> int:
     return length * (12 * width + length)
 
 
+_FETCH_UNITS = 40
+"""Fetching keys and values of a token once more, and adding up their gradients, in units of work: moves of memory, which
+grow with the width as a unit does."""
+
+
+def worth_sharing(stem: int, rests: Sequence[int], width: int) -> bool:
+    """Whether rows that begin with the same `stem` tokens, and go on with `rests` tokens each, are cheaper with the stem
+    computed once.
+
+    It saves the stem in all rows but one. It costs fetching the keys of both parts for each row, and attention over all
+    pairs of the row's rest: kernels leave out the later half of them only where a row begins with its first token.
+    """
+    apart = sum(work(stem + rest, width) for rest in rests)
+    pairs = sum(rest * (2 * (stem + rest) + 12 * width) for rest in rests)
+    return work(stem, width) + pairs + _FETCH_UNITS * sum(stem + rest for rest in rests) < apart
+
+
 def _share(lengths: Sequence[int], ranks: int, width: int) -> list[Bin]:
+    if ranks == 1:
+        return [[*range(len(lengths))]]
     shares: list[Bin] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):

@@ -151,12 +151,17 @@ def decode_trajectory(payload: bytes) -> Trajectory:
 
     It is a NotFiniteError or a ContradictionError where the bytes could be read.
     """
-    try:
-        trajectory = _decoder.decode(payload)
-    except UNDECODABLE as error:
-        raise WireError(f"a stream entry of {len(payload)} bytes is no trajectory ({error})") from error
+    trajectory = parse_trajectory(payload)
     check_trajectory(trajectory)
     return trajectory
+
+
+def parse_trajectory(payload: bytes) -> Trajectory:
+    """Decode a stream entry that the caller checks. Raises WireError for bytes that cannot be read."""
+    try:
+        return _decoder.decode(payload)
+    except UNDECODABLE as error:
+        raise WireError(f"a stream entry of {len(payload)} bytes is no trajectory ({error})") from error
 
 
 def check_trajectory(trajectory: Trajectory) -> None:

@@ -9,7 +9,7 @@ fresh       0  0  0  1  0  0  1 │ 0  0  1        N of those: staleness ≤ K
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -20,10 +20,28 @@ import torch
 from torch import Tensor
 
 from services.policies.token_budget import split_rows
-from services.wire.packed import Int32Array
+from services.wire.packed import Float32Array, Int32Array
+from trainer.algorithms.advantages.batch import Int64Array
+from trainer.algorithms.advantages.flat import ranges
 from trainer.algorithms.losses.tokens import BatchSize
-from trainer.data.rows import Row
+from trainer.data.rows import Row, Rows
+from trainer.data.sharing import Layout, share
 from trainer.data.staleness import NOT_SAMPLED, StalenessTally
+
+
+@dataclass(frozen=True)
+class SharedStems:
+    """Where some rows go on from a stem that stands apart (`trainer.data.sharing`): what each row sees.
+
+    `before`: for each run, how many tokens of a stem its rows see. `seen`: int64, the places of the tokens that a row sees,
+    its own included, one row after the other; `starts`: int32 `[rows + 1]`, where those of each begin, and how many they
+    are. `longest`: the most that one sees.
+    """
+
+    before: tuple[int, ...]
+    seen: Tensor
+    starts: Tensor
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -35,13 +53,14 @@ class PackedRow:
     runs         (4, 1) (2, 2)                 neighbours of one length: (length, how many)
 
     `input_ids`, `position_ids`: int64 `[1, T]`. `starts`: int32 `[rows + 1]`, where each begins, and `T`.
-    Invariant: Σ length · count over `runs` is `T`.
+    Invariant: Σ length · count over `runs` is `T`. `shared`: None where each row sees itself alone.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     starts: Tensor
     runs: tuple[tuple[int, int], ...]
+    shared: SharedStems | None = None
 
     @property
     def longest(self) -> int:
@@ -51,27 +70,51 @@ class PackedRow:
 
 def lay_end_to_end(rows: Sequence[Int32Array], device: torch.device | None = None) -> PackedRow:
     """Rows of at least one token each, in their order. Raises ValueError for none, and for an empty one."""
-    lengths = [len(row) for row in rows]
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"rows of at least one token are wanted, got lengths {lengths}")
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    if not len(lengths) or lengths.min() < 1:
+        raise ValueError(f"rows of at least one token are wanted, got lengths {lengths.tolist()}")
+    return _end_to_end(np.concatenate(rows), lengths, device)
+
+
+def lay_shared(layout: Layout, tokens: Int32Array, device: torch.device | None = None) -> PackedRow:
+    """As `layout` says. `tokens`: of the rows that it is of, end to end."""
+    own, counts, before = (np.array(column, dtype=np.int64) for column in zip(*layout.runs, strict=True))
+    shared = SharedStems(
+        before=tuple(before.tolist()),
+        seen=torch.from_numpy(layout.seen).to(device),
+        starts=_starts(np.repeat(own + before, counts), device),
+        longest=int((own + before).max()),
+    )
     return PackedRow(
-        input_ids=torch.from_numpy(np.concatenate(rows).astype(np.int64))[None].to(device),
-        position_ids=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths]))[None].to(device),
-        starts=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device),
-        runs=tuple((length, len(list(run))) for length, run in groupby(lengths)),
+        input_ids=torch.from_numpy(tokens[layout.source].astype(np.int64))[None].to(device),
+        position_ids=torch.from_numpy(layout.positions)[None].to(device),
+        starts=_starts(np.repeat(own, counts), device),
+        runs=tuple((length, count) for length, count, _ in layout.runs),
+        shared=shared if before.any() else None,
     )
 
 
-Column = Callable[[Row], npt.NDArray[Any]]
-"""What a row says of each of its tokens: `[n]`."""
+def _end_to_end(tokens: Int32Array, lengths: Int64Array, device: torch.device | None) -> PackedRow:
+    return PackedRow(
+        input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(device),
+        position_ids=torch.from_numpy(ranges(np.zeros_like(lengths), lengths))[None].to(device),
+        starts=_starts(lengths, device),
+        runs=tuple((length, len(list(run))) for length, run in groupby(lengths.tolist())),
+    )
+
+
+def _starts(lengths: Int64Array, device: torch.device | None) -> Tensor:
+    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    return torch.from_numpy(starts).to(device)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Segments that share a forward pass: `row`, and what is known of their tokens, flat, in the order of `row`.
 
-    Of the `M` sampled ones: `places` int64, where each lies in `row`; `behaviour` float32; `current` bool, as
-    `trainer.data.staleness.Ages` has it; `temperature` float32, None when all are 1.
+    Of the `M` sampled ones: `before` int64, which token of `row` each was sampled after; `tokens` int64, their ids;
+    `behaviour` float32; `current` bool, as `trainer.data.staleness.Ages` has it; `temperature` float32, None if all are 1.
 
     Of the `N` fresh ones, staleness ≤ K: `chosen` int64, which of the M each is; `segment` int64, of which of the
     `segments`; `staleness` float32, in optimizer steps; `advantages` float32. With a critic also `values` and `returns`,
@@ -80,7 +123,8 @@ class MicroBatch:
 
     row: PackedRow
     segments: int
-    places: Tensor
+    before: Tensor
+    tokens: Tensor
     behaviour: Tensor
     current: Tensor
     temperature: Tensor | None
@@ -90,6 +134,11 @@ class MicroBatch:
     advantages: Tensor
     values: Tensor | None = None
     returns: Tensor | None = None
+
+    @property
+    def places(self) -> Tensor:
+        """int64 `[M]`: where each sampled token lies in `row`, where nothing in that is shared."""
+        return self.before + 1
 
 
 @dataclass(frozen=True)
@@ -101,57 +150,73 @@ class PackedBatch:
     tally: StalenessTally
 
 
-def pack(rows: Sequence[Row], tally: StalenessTally, budget: int, device: torch.device | None = None) -> PackedBatch:
-    """Pack rows into micro-batches of at most `budget` tokens; a longer row has one for itself."""
-    split = split_rows([len(row.token_ids) for row in rows], budget)[0]
+def pack(
+    rows: Sequence[Row],
+    tally: StalenessTally,
+    budget: int,
+    device: torch.device | None = None,
+    *,
+    width: int | None = None,
+) -> PackedBatch:
+    """Pack rows into micro-batches of at most `budget` tokens; a longer row has one for itself. `width`: as below."""
     size = BatchSize(tokens=tally.fresh, segments=tally.segments)
-    return PackedBatch([micro_batch([rows[index] for index in together], device) for together in split], size, tally)
+    if not len(rows):
+        return PackedBatch([], size, tally)
+    flat = Rows.joined(rows)
+    split = split_rows(flat.lengths.tolist(), budget)[0]
+    packed = [micro_batch(flat.take(np.array(together)), device, width=width) for together in split]
+    return PackedBatch(packed, size, tally)
 
 
-def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> MicroBatch:
-    """These rows, in their order, in one pass. Raises ValueError for none, and for one that begins with a sampled token."""
-    if any(row.ages.values[0] != NOT_SAMPLED for row in rows):
+def micro_batch(rows: Sequence[Row], device: torch.device | None = None, *, width: int | None = None) -> MicroBatch:
+    """These rows, in their order, in one pass. Raises ValueError for none, and for one that begins with a sampled token.
+
+    `width`: the hidden size of a model that takes shared stems; None lays rows whole.
+    """
+    if not len(rows):
+        raise ValueError("a pass without a row")
+    flat = Rows.joined(rows)
+    ages, begins, lengths = flat.ages, flat.begins, flat.lengths
+    if (ages[begins] != NOT_SAMPLED).any():
         raise ValueError("a row begins with a sampled token: there is nothing that it was sampled after")
-    ages = np.concatenate([row.ages.values for row in rows])
-    sampled = ages != NOT_SAMPLED
-
-    def of_sampled(column: Column, dtype: npt.DTypeLike = np.float32) -> Tensor:
-        return tensor(np.concatenate([column(row) for row in rows])[sampled].astype(dtype))
-
-    def of_fresh(column: Column) -> Tensor:
-        return tensor(np.concatenate([column(row) for row in rows])[ages >= 0].astype(np.float32))
+    sampled = np.flatnonzero(ages != NOT_SAMPLED)
+    fresh = np.flatnonzero(ages >= 0)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    of, place = owner[sampled], sampled - begins[owner[sampled]]
+    if width is None:
+        row, before = _end_to_end(flat.token_ids, lengths, device), sampled - 1
+    else:
+        layout = _shared(flat, of, place, width)
+        row, before = lay_shared(layout, flat.token_ids, device), layout.packed(of, place - 1)
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    warm = any(row.temperatures is not None for row in rows)
-    segment = np.repeat(np.arange(len(rows)), [len(row.token_ids) for row in rows])
+    def of_fresh(column: Float32Array | None) -> Tensor | None:
+        return None if column is None else tensor(column[fresh])
+
     return MicroBatch(
-        row=lay_end_to_end([row.token_ids for row in rows], device),
-        segments=len(rows),
-        places=tensor(np.flatnonzero(sampled)),
-        behaviour=of_sampled(lambda row: row.logprobs),
-        current=of_sampled(_current, np.bool_),
-        temperature=of_sampled(_temperatures) if warm else None,
+        row=row,
+        segments=len(lengths),
+        before=tensor(before),
+        tokens=tensor(flat.token_ids[sampled].astype(np.int64)),
+        behaviour=tensor(flat.logprobs[sampled]),
+        current=tensor((ages[sampled] == 0) & (place < flat.current_until[of])),
+        temperature=None if flat.temperatures is None else tensor(flat.temperatures[sampled]),
         chosen=tensor(np.flatnonzero(ages[sampled] >= 0)),
-        segment=tensor(segment[ages >= 0]),
-        staleness=tensor(ages[ages >= 0].astype(np.float32)),
-        advantages=of_fresh(lambda row: row.advantages),
-        values=None if rows[0].values is None else of_fresh(lambda row: _known(row.values)),
-        returns=None if rows[0].returns is None else of_fresh(lambda row: _known(row.returns)),
+        segment=tensor(owner[fresh]),
+        staleness=tensor(ages[fresh].astype(np.float32)),
+        advantages=tensor(flat.advantages[fresh]),
+        values=of_fresh(flat.values),
+        returns=of_fresh(flat.returns),
     )
 
 
-def _current(row: Row) -> npt.NDArray[Any]:
-    current: npt.NDArray[Any] = (row.ages.values == 0) & (np.arange(len(row.token_ids)) < row.ages.current_until)
-    return current
-
-
-def _temperatures(row: Row) -> npt.NDArray[Any]:
-    return np.ones(len(row.token_ids), dtype=np.float32) if row.temperatures is None else row.temperatures
-
-
-def _known(column: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
-    if column is None:
-        raise ValueError("some rows were given advantages with a critic's values and some were not")
-    return column
+def _shared(rows: Rows, of: Int64Array, place: Int64Array, width: int) -> Layout:
+    """`of`, `place`: the row of each sampled token, and its place there. Raises ValueError for a row without any."""
+    ends = np.cumsum(np.bincount(of, minlength=len(rows)))
+    begins = np.concatenate([[0], ends[:-1]])
+    if (begins == ends).any():
+        raise ValueError("a row without a sampled token gives nothing")
+    stems, needed = place[begins].tolist(), place[ends - 1].tolist()
+    return share(rows.token_ids, rows.lengths.tolist(), stems, needed, width)

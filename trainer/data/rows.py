@@ -5,18 +5,21 @@ Group[Trajectory] ──advantage──► segments ──staleness──► Row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
 from services.config.algorithm import AdvantageSettings
 from services.policies.batching import Group
-from services.wire.packed import Float32Array, Int32Array, unpack_logprobs, unpack_tokens
-from services.wire.sampling import SamplingParams
-from services.wire.trajectory import Segment, Trajectory, VersionSpan
-from trainer.algorithms.advantages.compute import AdvantageComputer, Credits
-from trainer.data.staleness import Ages, StalenessTally, count_only, judge
+from services.wire.packed import Float32Array, Int32Array
+from services.wire.trajectory import Trajectory
+from trainer.algorithms.advantages.batch import Int64Array
+from trainer.algorithms.advantages.compute import AdvantageComputer, BatchCredits, Credits
+from trainer.algorithms.advantages.flat import FlatSegments, ranges
+from trainer.algorithms.advantages.rewards import Batch
+from trainer.data.staleness import NOT_SAMPLED, Ages, Int16Array, StalenessTally, judge_segments
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,87 @@ class Row:
     returns: Float32Array | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Rows(Sequence[Row]):
+    """Rows of `lengths` `[R]` tokens, end to end: the columns of `Row`, `[T]` each; `current_until` `[R]`."""
+
+    lengths: Int64Array
+    token_ids: Int32Array
+    logprobs: Float32Array
+    ages: Int16Array
+    current_until: Int64Array
+    advantages: Float32Array
+    temperatures: Float32Array | None
+    values: Float32Array | None = None
+    returns: Float32Array | None = None
+
+    @staticmethod
+    def joined(rows: Sequence[Row]) -> Rows:
+        """Rows that were made one by one. Raises ValueError where some were given a critic's values and some were not."""
+        if isinstance(rows, Rows):
+            return rows
+        warm = any(row.temperatures is not None for row in rows)
+        lengths = [len(row.token_ids) for row in rows]
+        return Rows(
+            np.array(lengths, dtype=np.int64),
+            np.concatenate([row.token_ids for row in rows]),
+            np.concatenate([row.logprobs for row in rows]),
+            np.concatenate([row.ages.values for row in rows]),
+            np.array([row.ages.current_until for row in rows], dtype=np.int64),
+            np.concatenate([row.advantages for row in rows]),
+            np.concatenate([_temperatures_of(row) for row in rows]) if warm else None,
+            _joined([row.values for row in rows]),
+            _joined([row.returns for row in rows]),
+        )
+
+    @property
+    def begins(self) -> Int64Array:
+        """`[R]`: where each begins."""
+        begins: Int64Array = np.cumsum(self.lengths) - self.lengths
+        return begins
+
+    def take(self, chosen: Int64Array) -> Rows:
+        """These, in this order."""
+        tokens = ranges(self.begins[chosen], self.lengths[chosen])
+
+        def of(column: Float32Array | None) -> Float32Array | None:
+            return None if column is None else column[tokens]
+
+        return Rows(
+            self.lengths[chosen],
+            self.token_ids[tokens],
+            self.logprobs[tokens],
+            self.ages[tokens],
+            self.current_until[chosen],
+            self.advantages[tokens],
+            of(self.temperatures),
+            of(self.values),
+            of(self.returns),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[index] for index in range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rows: ...
+    def __getitem__(self, index: int | slice) -> Row | Rows:
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        end = int(np.cumsum(self.lengths)[index])
+        own = slice(end - int(self.lengths[index]), end)
+        temperatures, values, returns = (
+            None if column is None else column[own] for column in (self.temperatures, self.values, self.returns)
+        )
+        ages = Ages(self.ages[own], int(self.current_until[index]))
+        tokens, logprobs, advantages = self.token_ids[own], self.logprobs[own], self.advantages[own]
+        return Row(tokens, logprobs, ages, advantages, temperatures, values, returns)
+
+
 def rows_of(
     groups: Sequence[Group[Trajectory]],
     policy_version: int,
@@ -44,7 +128,7 @@ def rows_of(
     credits: Credits | None = None,
     *,
     skip_idle: bool = True,
-) -> tuple[list[Row], StalenessTally]:
+) -> tuple[Rows, StalenessTally]:
     """The segments that give a gradient, judged for a step from `policy_version` under K; all that are trained are counted.
 
     `credits`: of the batch that the groups are of, None for GRPO's; a trajectory without any is left out. With `skip_idle`,
@@ -52,48 +136,68 @@ def rows_of(
     always is.
     """
     credits = AdvantageComputer(AdvantageSettings()).of(groups)[0] if credits is None else credits
-    rows, tally = [], StalenessTally()
-    for member in (member for group in groups for member in group.members):
-        credit = credits.get(member.entry)
-        if credit is None:
-            continue
-        for number, segment in enumerate(member.payload.segments):
-            advantages = credit.advantages[number]
-            if skip_idle and not advantages.any():
-                count_only(segment.version_spans, policy_version, k, tally)
-                continue
-            ages = judge(segment.version_spans, len(advantages), policy_version, k, tally)
-            if ages.trains:
-                values = None if credit.values is None else credit.values[number]
-                returns = None if credit.returns is None else credit.returns[number]
-                rows.append(as_row(segment, member.payload.samplings, ages, advantages, values, returns))
-    return rows, tally
+    if isinstance(credits, BatchCredits):
+        credits = credits.part(groups)
+    else:
+        credits = BatchCredits.gathered(Batch.of(groups), credits)
+    batch, segments = credits.batch, credits.batch.segments
+    by_token, tally, counted = credits.by_token, StalenessTally(), credits.trained[batch.owner]
+    ages = judge_segments(segments, policy_version, k, tally, counted)
+    trains = ages.trains & counted
+    if skip_idle:
+        signal = np.repeat(segments.span_segment, segments.span_length)[by_token.advantages != 0.0]
+        trains &= np.bincount(signal, minlength=len(segments.lengths)) > 0
+    rows = Rows(
+        segments.lengths,
+        segments.token_ids,
+        segments.logprobs,
+        ages.values,
+        ages.current_until,
+        segments.spread(by_token.advantages),
+        _temperatures(segments, batch.trajectories, batch.owner),
+        None if by_token.values is None else segments.spread(by_token.values),
+        None if by_token.returns is None else segments.spread(by_token.returns),
+    )
+    return (rows if trains.all() else rows.take(np.flatnonzero(trains))), tally
 
 
-def as_row(
-    segment: Segment,
-    samplings: Sequence[SamplingParams],
-    ages: Ages,
-    advantages: Float32Array,
-    values: Float32Array | None = None,
-    returns: Float32Array | None = None,
-) -> Row:
-    """A segment as a row, whatever it is for."""
-    temperatures = _temperatures(segment.version_spans, len(advantages), samplings)
-    tokens, logprobs = unpack_tokens(segment.token_ids), unpack_logprobs(segment.logprobs)
-    return Row(tokens, logprobs, ages, advantages, temperatures, values, returns)
+def to_measure(trajectories: Sequence[Trajectory]) -> Rows:
+    """Every segment that has a sampled token, in their order, with each of those tokens as a fresh one."""
+    segments = FlatSegments.of([segment for one in trajectories for segment in one.segments])
+    owner = np.repeat(np.arange(len(trajectories)), [len(one.segments) for one in trajectories])
+    ages = np.full(len(segments.token_ids), NOT_SAMPLED, dtype=np.int16)
+    ages[segments.places] = 0
+    rows = Rows(
+        segments.lengths,
+        segments.token_ids,
+        segments.logprobs,
+        ages,
+        segments.lengths,
+        np.zeros(len(ages), dtype=np.float32),
+        _temperatures(segments, trajectories, owner),
+    )
+    return rows.take(np.flatnonzero(segments.sampled_tokens()))
 
 
-def _temperatures(
-    spans: Sequence[VersionSpan], length: int, samplings: Sequence[SamplingParams]
-) -> Float32Array | None:
-    """A session's calls may differ in it: the trainer divides each token's logits by its own.
+def _temperatures(segments: FlatSegments, trajectories: Sequence[Trajectory], owner: Int64Array) -> Float32Array | None:
+    """`[T]`: the temperature of each sampled token, 1 elsewhere; None where all are 1. `owner`: each segment's trajectory.
 
-    Greedy tokens' logprobs are of temperature 1 (`services.wire.sampling`).
+    A session's calls may differ in it: the trainer divides each token's logits by its own. Greedy tokens' logprobs are of
+    temperature 1 (`services.wire.sampling`).
     """
-    if all(sampling.temperature in (0.0, 1.0) for sampling in samplings):
+    if all(sampling.temperature in (0.0, 1.0) for one in trajectories for sampling in one.samplings):
         return None
-    temperatures = np.ones(length, dtype=np.float32)
-    for span in spans:
-        temperatures[span.start : span.start + span.length] = samplings[span.sampling].temperature or 1.0
-    return temperatures
+    of_spans = zip(owner[segments.span_segment].tolist(), segments.span_sampling.tolist(), strict=True)
+    by_span = [trajectories[of].samplings[sampling].temperature or 1.0 for of, sampling in of_spans]
+    return segments.spread(np.repeat(np.array(by_span, dtype=np.float32), segments.span_length), 1.0)
+
+
+def _temperatures_of(row: Row) -> Float32Array:
+    return np.ones(len(row.token_ids), dtype=np.float32) if row.temperatures is None else row.temperatures
+
+
+def _joined(columns: Sequence[Float32Array | None]) -> Float32Array | None:
+    known = [column for column in columns if column is not None]
+    if known and len(known) < len(columns):
+        raise ValueError("some rows were given advantages with a critic's values and some were not")
+    return np.concatenate(known) if known else None

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from services.policies.staleness import WindowedSpan, window
 from services.wire.trajectory import VersionSpan
+from trainer.algorithms.advantages.batch import BoolArray, Int64Array
+from trainer.algorithms.advantages.flat import FlatSegments, ranges
 
 NOT_SAMPLED = -1
 OVER_K = -2
@@ -85,6 +87,43 @@ def judge(spans: Iterable[VersionSpan], length: int, policy_version: int, k: int
     ages = Ages(values, current_until)
     tally.segments += ages.trains
     return ages
+
+
+@dataclass(frozen=True)
+class SegmentAges:
+    """Of all segments: `values` int16 `[T]` and `current_until` int64 `[S]`, as `Ages` has them; `trains` bool `[S]`."""
+
+    values: Int16Array
+    current_until: Int64Array
+    trains: BoolArray
+
+
+def judge_segments(
+    segments: FlatSegments, policy_version: int, k: int, tally: StalenessTally, counted: BoolArray
+) -> SegmentAges:
+    """`judge` for many segments at once: each version is judged once. Only segments that are `counted`, `[S]`, are judged
+    and counted; those of the others mean nothing. Raises FutureVersionError."""
+    judging = counted[segments.span_segment]
+    segment, start, length = (
+        column[judging] for column in (segments.span_segment, segments.span_start, segments.span_length)
+    )
+    versions, which = np.unique(segments.span_version[judging], return_inverse=True)
+    tokens = np.bincount(which, length, len(versions)).astype(np.int64).tolist()
+    judged = window(zip((0,) * len(tokens), tokens, versions.tolist(), strict=True), policy_version, k)
+    for span in judged:
+        tally.count(span)
+    age = np.array([span.staleness for span in judged], dtype=np.int64)[which]
+    fresh = np.array([span.fresh for span in judged], dtype=np.bool_)[which]
+    values = np.full(len(segments.token_ids), NOT_SAMPLED, dtype=np.int16)
+    places = ranges(segments.begins[segment] + start, length)
+    values[places] = np.repeat(np.where(fresh, np.minimum(age, _OLDEST), OVER_K), length)
+    current_until = segments.lengths.copy()
+    old = age > 0
+    np.minimum.at(current_until, segment[old], start[old])
+    trains = np.zeros(len(segments.lengths), dtype=np.bool_)
+    trains[segment[fresh & (length > 0)]] = True
+    tally.segments += int(np.count_nonzero(trains))
+    return SegmentAges(values, current_until, trains)
 
 
 def count_only(spans: Iterable[VersionSpan], policy_version: int, k: int, tally: StalenessTally) -> None:

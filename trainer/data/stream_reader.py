@@ -76,6 +76,8 @@ class Intake:
         self._assembler: GroupAssembler[Trajectory] = GroupAssembler(smallest, judge=self._judge)
         self._known: set[str] = set()
         self._changed = threading.Condition()
+        self._wanted: int | None = None
+        """Groups that the training thread waits for: with fewer it is not woken."""
         self._lost: set[str] = set()
         """Incomplete groups that no server holds open: what was on its way is in the stream by now."""
         self._asked_at = 0.0
@@ -148,7 +150,7 @@ class Intake:
         """
         started, posted, posted_at = time.monotonic(), "", -_REPOST_S
         with self._changed:
-            self._waiting_since = started
+            self._waiting_since, self._wanted = started, groups
             try:
                 while (batch := self._assembler.take(groups)) is None:
                     if stopped():
@@ -168,7 +170,7 @@ class Intake:
                 self._tally.take(batch)
                 return batch
             finally:
-                self._waiting_since = None
+                self._waiting_since = self._wanted = None
 
     def take_arrivals(self) -> Arrivals:
         """What came since this was last asked."""
@@ -242,12 +244,13 @@ class Intake:
         started = time.perf_counter()
         verdict, settled_before = self._dropped_of(entries), list[StreamEntry]()
         newest, now = self._version(), time.monotonic()
-        judged: list[Member[Trajectory] | Rejected] = []
+        unknown: list[StreamEntry] = []
         for entry in entries:
             if self._is_settled(entry.stream_id):
                 settled_before.append(entry)
             elif entry.stream_id not in self._known:
-                judged.append(self._validator.judge(entry, newest))
+                unknown.append(entry)
+        judged = self._validator.judge_all(unknown, newest)
         with self._changed:
             # A sibling that a batch of an earlier incarnation went without is not the first of a new group.
             self._assembler.settle(group for group in map(group_of, settled_before) if group is not None)
@@ -260,7 +263,8 @@ class Intake:
                 _extend(verdict, self._assembler.expire(self._lost))
             overdue = self._assembler.overdue(now - self._expire_after_s)
             self._arrivals.dropped.update(str(drop.cause) for drop in verdict.drops)
-            self._changed.notify_all()
+            if self._wanted is not None and self._assembler.complete >= self._wanted:
+                self._changed.notify_all()
         for group in verdict.spoiled:
             _log.warning("group will never be trained", group=group)
         _extend(self._owed, verdict)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
-from services.policies.batching import Group
 from services.policies.length_stats import Lengths
 from services.wire import run_metrics
-from services.wire.trajectory import Trajectory
+from trainer.algorithms.advantages.rewards import Batch
 from trainer.data.staleness import StalenessTally
 from trainer.data.tally import Arrivals
 
 
-def outcome(groups: Sequence[Group[Trajectory]]) -> run_metrics.BatchOutcome:
-    trajectories = [member.payload for group in groups for member in group.members]
+def outcome(batch: Batch) -> run_metrics.BatchOutcome:
+    groups, trajectories, sampled = batch.groups, batch.trajectories, batch.lengths.tolist()
     count = len(trajectories)
-    sampled = [trajectory.sampled_tokens() for trajectory in trajectories]
     solved = [one.reward_components.get("success", float(one.reward > 0)) for one in trajectories]
     lengths = Lengths.of(Counter(sampled))
     return run_metrics.BatchOutcome(
@@ -27,11 +24,7 @@ def outcome(groups: Sequence[Group[Trajectory]]) -> run_metrics.BatchOutcome:
         response_length=sum(sampled) / count,
         response_lengths={str(bucket): count for bucket, count in sorted(lengths.buckets.items())},
         lost_siblings=sum(group.lost for group in groups),
-        mixed_segments=sum(
-            len({span.version for span in segment.version_spans}) > 1
-            for trajectory in trajectories
-            for segment in trajectory.segments
-        ),
+        mixed_segments=batch.segments.of_several_versions(),
         first_opened_at=min(trajectory.opened_at for trajectory in trajectories),
     )
 

@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.data.packing import PackedRow, lay_end_to_end
+from trainer.algorithms.advantages.flat import ranges
+from trainer.data.packing import PackedRow, lay_end_to_end, lay_shared
+from trainer.data.sharing import share
 from trainer.model import packed_attention
 
 Separation = Literal["within", "masked", "apart"]
 _log = structlog.get_logger()
 
 _PROBE_LENGTHS = (3, 3, 5)
+_SIBLINGS, _STEM = ((1, 2, 3, 4, 5), (1, 2, 3, 5, 4, 6), (3, 1, 2, 4)), 3
 # Of the largest hidden state; for 16-bit floats, whose kernels round differently, coarser.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-4, 0.02
 
@@ -42,6 +45,8 @@ class PackedForward:
         self._model = model
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.separation: Separation = self._choose()
+        self.stem_width = self._stem_width()
+        """The hidden size, where rows may share stems (`trainer.data.sharing`); None where each must stand whole."""
 
     def logits(self, row: PackedRow, places: Tensor) -> Tensor:
         """The logits behind the tokens at `places`, int64 `[N]` in `0 … T − 1`: `[N, V]`; others are not computed."""
@@ -87,13 +92,29 @@ class PackedForward:
                 return self.separation
         return "apart"
 
+    def _stem_width(self) -> int | None:
+        """Tried too, on three rows of which two begin alike."""
+        if self.separation != "within":
+            return None
+        rows = [np.array(row, dtype=np.int32) for row in _SIBLINGS]
+        tokens, lengths = np.concatenate(rows), np.array([len(row) for row in rows])
+        layout = share(tokens, lengths.tolist(), [_STEM] * len(rows), lengths.tolist(), 1 << 30)
+        every = layout.packed(np.repeat(np.arange(len(rows)), lengths), ranges(np.zeros_like(lengths), lengths))
+        alone = self._every(lay_end_to_end(rows, self._model.device))
+        places = torch.from_numpy(every).to(self._model.device)
+        if not self._agrees(lay_shared(layout, tokens, self._model.device), alone, places):
+            return None
+        return int(self._model.config.get_text_config().hidden_size)
+
     @torch.no_grad()
     def _every(self, row: PackedRow) -> Tensor:
         return self.hidden(row, torch.arange(row.input_ids.shape[1], device=row.input_ids.device))
 
-    def _agrees(self, probe: PackedRow, alone: Tensor) -> bool:
+    def _agrees(self, probe: PackedRow, alone: Tensor, places: Tensor | None = None) -> bool:
+        """Whether `probe`, at `places`, gives what `alone` holds."""
         try:
             together = self._every(probe)
+            together = together if places is None else together[places]
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             # The model does not take what packed attention needs, or the machine lacks the kernel: another way is slower.
             _log.info("attention does not keep packed rows apart", way=self.separation, why=str(error))

@@ -48,6 +48,9 @@ class Learner:
             raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
         self._reference = reference if self.objective.needs_reference else None
         self._policy = PackedForward(self.model)
+        state = model.state_dict(keep_vars=True)
+        self._live = {name: state[name] for name in named_weights(model)}
+        """These stay the same objects, whatever is loaded into them and wherever their data is moved."""
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self._parameters,
@@ -62,9 +65,18 @@ class Learner:
         """How rows that stand in one are kept apart."""
         return self._policy.separation
 
+    @property
+    def stem_width(self) -> int | None:
+        """As `PackedForward` has it, of policy and reference."""
+        return (
+            self._policy.stem_width
+            if self._reference is None
+            else self._reference.stem_width and self._policy.stem_width
+        )
+
     def weights(self) -> dict[str, Tensor]:
         """The live weights by their Hugging Face names, a tied one under its first name only."""
-        return named_weights(self.model)
+        return {name: tensor.detach() for name, tensor in self._live.items()}
 
     def step(self, batch: PackedBatch) -> TokenStatistics:
         """The one optimizer step of a batch that is not split."""

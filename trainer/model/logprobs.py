@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.policies.token_budget import split_rows
-from services.wire.trajectory import Segment, Trajectory
+from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
+from trainer.algorithms.advantages.flat import ranges
 from trainer.data.packing import MicroBatch, micro_batch
-from trainer.data.rows import Row, as_row
-from trainer.data.staleness import StalenessTally, judge
+from trainer.data.rows import to_measure
 from trainer.model.forward import PackedForward
 
 
@@ -26,8 +26,8 @@ def sampled_terms(policy: PackedForward, micro: MicroBatch, *, entropy: bool = F
 
     With `entropy` also that of the distribution that each was sampled from, in nats.
     """
-    logits = policy.logits(micro.row, micro.places - 1)
-    return _terms(logits, micro.row.input_ids[0, micro.places], micro.temperature, entropy=entropy)
+    logits = policy.logits(micro.row, micro.before)
+    return _terms(logits, micro.tokens, micro.temperature, entropy=entropy)
 
 
 def token_logprobs(model: PreTrainedModel, input_ids: Tensor, first: int = 1) -> Tensor:
@@ -71,23 +71,12 @@ def measure(
 
     `budget`: tokens of a micro-batch.
     """
-    rows = [
-        _row(segment, trajectory)
-        for trajectory in trajectories
-        for segment in trajectory.segments
-        if segment.version_spans
-    ]
-    found: list[Float64Array] = [np.zeros(0) for _ in rows]
-    for together in split_rows([len(row.token_ids) for row in rows], budget)[0]:
-        said = model(micro_batch([rows[index] for index in together], device)).double().cpu().numpy()
-        ends = np.cumsum([int((rows[index].ages.values >= 0).sum()) for index in together])
-        for index, piece in zip(together, np.split(said, ends[:-1]), strict=True):
-            found[index] = piece
-    return np.concatenate(found) if found else np.zeros(0)
-
-
-def _row(segment: Segment, trajectory: Trajectory) -> Row:
-    newest = max(span.version for span in segment.version_spans)
-    length = len(segment.loss_mask)
-    everything = judge(segment.version_spans, length, newest, newest, StalenessTally())
-    return as_row(segment, trajectory.samplings, everything, np.zeros(length, dtype=np.float32))
+    rows = to_measure(trajectories)
+    sampled = np.add.reduceat(rows.ages >= 0, rows.begins, dtype=np.int64) if len(rows) else np.zeros(0, dtype=np.int64)
+    ends = np.cumsum(sampled)
+    found = np.zeros(int(sampled.sum()))
+    for together in split_rows(rows.lengths.tolist(), budget)[0]:
+        chosen = np.array(together, dtype=np.int64)
+        said = model(micro_batch(rows.take(chosen), device)).double().cpu().numpy()
+        found[ranges((ends - sampled)[chosen], sampled[chosen])] = said
+    return found

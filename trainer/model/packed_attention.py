@@ -4,6 +4,8 @@
     else                         one causal `scaled_dot_product_attention` a run of rows of one length: what each row gives
                                  alone, and no work is done for pairs of rows
 
+Rows that share a stem (`trainer.data.sharing`) see its keys, computed once, before their own.
+
 It stands in the place that `transformers` keeps for attention functions. What is not packed gets that library's own
 attention and masks, so the model answers ordinary calls as before. Models whose attention cannot be replaced see the block
 mask that `transformers` makes from restarting positions: exact too, at T² pairs (measured: docs/benchmarks.md).
@@ -72,45 +74,59 @@ def _attention(
         raise NotImplementedError(
             f"attention with {', '.join(unknown) or 'both directions'} is not done in packed rows"
         )
+    # Tokens first: [T, H, D].
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    shared = packed_row.shared
+    if shared is not None:
+        both = torch.cat([keys, values], dim=-1).index_select(0, shared.seen)
+        keys, values = both.split_with_sizes([keys.shape[-1], values.shape[-1]], dim=-1)
     fits_varlen = query.shape[-1] == value.shape[-1] <= _LARGEST_VARLEN_HEAD
     if fits_varlen and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        return _in_one_kernel(query, key, value, packed_row, scaling, sliding_window), None
-    sizes = [length * count for length, count in packed_row.runs]
-    pieces = []
+        return _in_one_kernel(queries, keys, values, packed_row, scaling, sliding_window), None
+    before = (0,) * len(packed_row.runs) if shared is None else shared.before
+    own = [length * count for length, count in packed_row.runs]
+    seen = [(length + stem) * count for (length, count), stem in zip(packed_row.runs, before, strict=True)]
     # Splits, not slices: the gradient of a slice is as large as the whole, for each run anew.
-    parts = zip(packed_row.runs, *(torch.split(tensor, sizes, dim=2) for tensor in (query, key, value)), strict=True)
-    for (length, count), *part in parts:
-        rows = [tensor[0].unflatten(1, (count, length)).transpose(0, 1) for tensor in part]
-        mask = _window(length, sliding_window, query.device)
+    split = (tensor.split_with_sizes(sizes) for tensor, sizes in ((queries, own), (keys, seen), (values, seen)))
+    pieces = []
+    for (length, count), stem, *part in zip(packed_row.runs, before, *split, strict=True):
+        rows = [tensor.view(count, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in part]
+        mask = _mask(length, stem, sliding_window, query.device)
         output, _ = sdpa_attention_forward(module, *rows, mask, dropout=dropout, scaling=scaling)
         pieces.append(output.flatten(0, 1))
     return torch.cat(pieces)[None], None
 
 
-def _window(length: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Bool `[1, 1, length, length]` where a sliding window cuts a row of that length, None where it does not."""
-    if sliding_window is None or length <= sliding_window:
+def _mask(length: int, stem: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
+    """Bool `[1, 1, length, stem + length]`, which tokens each of a row sees that goes on from a stem.
+
+    None where the kernel does the same without it: for a whole row that no sliding window cuts, for one token.
+    """
+    whole = stem + length
+    if (stem == 0 or length == 1) and (sliding_window is None or whole <= sliding_window):
         return None
-    places = torch.arange(length, device=device)
-    behind = places[:, None] - places[None]
-    return ((behind >= 0) & (behind < sliding_window))[None, None]
+    places = torch.arange(whole, device=device)
+    behind = places[stem:, None] - places[None]
+    return ((behind >= 0) & (behind < (sliding_window or whole)))[None, None]
 
 
 def _in_one_kernel(
-    query: Tensor, key: Tensor, value: Tensor, row: PackedRow, scaling: float | None, sliding_window: int | None
+    queries: Tensor, keys: Tensor, values: Tensor, row: PackedRow, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
+    """All `[tokens, H, D]`. A row's last query sees its last key: what stands before its own tokens comes first."""
+    shared = row.shared
     output = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        queries,
+        keys,
+        values,
         row.starts,
-        row.starts,
+        row.starts if shared is None else shared.starts,
         row.longest,
-        row.longest,
+        row.longest if shared is None else shared.longest,
         scale=scaling,
         # The kernel counts the tokens before this one.
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=queries.shape[1] != keys.shape[1],
     )
     assert isinstance(output, Tensor)
     return output[None]

@@ -15,67 +15,69 @@ from trainer.data.packing import MicroBatch
 class StepSums:
     """Adds micro-batches up. Everything stays a tensor until `read`."""
 
-    _SUMS = (
-        *("loss", "gap", "current", "gap_all", "sampled", "ratio", "ratio_squared", "kl"),
-        *("clipped", "left_out", "weight", "weighed", "fresh"),
-    )
-    _PEAKS = ("gap", "gap_all", "ratio")
+    _OF_SAMPLED = ("gap_all", "gap", "current")
+    """The last two of those that are current."""
+    _OF_FRESH = ("ratio", "ratio_squared", "kl", "clipped", "left_out", "weight")
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(len(self._SUMS), device=device)
-        self._peaks = torch.zeros(len(self._PEAKS), device=device)
+        self._loss = torch.zeros(1, device=device)
+        self._sampled, self._largest = (torch.zeros(len(self._OF_SAMPLED), device=device) for _ in range(2))
+        self._fresh, self._largest_ratio = (
+            torch.zeros(len(self._OF_FRESH), device=device),
+            torch.zeros(1, device=device),
+        )
+        self._counts = {"sampled": 0, "fresh": 0, "weighed": 0}
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, logprobs: Tensor, loss: Tensor, judged: Judged) -> None:
         """`logprobs`: current, of the sampled tokens, `[M]`, without gradient; `loss`: this micro-batch's share."""
         difference = logprobs - micro.behaviour
         log_ratio = difference[micro.chosen]
-        ratio = log_ratio.exp()
-        gap = difference.abs()
-        gap_current = gap * micro.current
-        nothing = torch.zeros((), device=loss.device)
-        bound = nothing if judged.clipped is None else judged.clipped.sum()
-        left_out = nothing if judged.kept is None else (~judged.kept).sum()
-        weight = nothing if judged.weight is None else judged.weight.sum()
-        weighed = nothing if judged.weight is None else torch.full_like(loss, len(ratio))
-        self._sums += torch.stack(
+        ratio, gap, current = log_ratio.exp(), difference.abs(), micro.current.to(difference.dtype)
+        of_sampled = torch.stack([gap, gap * current, current])
+        nothing = torch.zeros((), device=ratio.device).expand_as(ratio)
+        of_fresh = torch.stack(
             [
-                loss,
-                gap_current.sum(),
-                micro.current.sum(),
-                gap.sum(),
-                torch.full_like(loss, len(gap)),
-                ratio.sum(),
-                ratio.square().sum(),
-                (ratio - 1.0 - log_ratio).sum(),
-                bound,
-                left_out,
-                weight,
-                weighed,
-                torch.full_like(loss, len(ratio)),
+                ratio,
+                ratio.square(),
+                ratio - 1.0 - log_ratio,
+                nothing if judged.clipped is None else judged.clipped.to(ratio.dtype),
+                nothing if judged.kept is None else (~judged.kept).to(ratio.dtype),
+                nothing if judged.weight is None else judged.weight,
             ]
         )
-        self._peaks = torch.maximum(self._peaks, torch.stack([gap_current.max(), gap.max(), ratio.max()]))
+        self._loss += loss
+        self._sampled += of_sampled.sum(1)
+        self._fresh += of_fresh.sum(1)
+        self._largest = torch.maximum(self._largest, of_sampled.amax(1))
+        self._largest_ratio = torch.maximum(self._largest_ratio, ratio.max())
+        self._counts["sampled"] += len(gap)
+        self._counts["fresh"] += len(ratio)
+        self._counts["weighed"] += 0 if judged.weight is None else len(ratio)
 
     def read(self, grad_norm: Tensor) -> TokenStatistics:
         """The one synchronisation of a step; before the weights change, so that what is not finite never reaches them."""
-        values = torch.cat([self._sums, self._peaks, grad_norm.detach().reshape(1).to(self._sums)]).tolist()
-        total = dict(zip(self._SUMS, values, strict=False))
-        peak = dict(zip(self._PEAKS, values[len(self._SUMS) :], strict=False))
-        current, sampled, fresh = (int(total[name]) for name in ("current", "sampled", "fresh"))
+        norm = grad_norm.detach().reshape(1).to(self._loss)
+        parts = [self._loss, norm, self._largest_ratio, self._sampled, self._fresh, self._largest]
+        values = torch.cat(parts).tolist()
+        loss, norm_value, largest_ratio = values[:3]
+        names = (*self._OF_SAMPLED, *self._OF_FRESH)
+        total = dict(zip(names, values[3:], strict=False))
+        peak = dict(zip(self._OF_SAMPLED, values[3 + len(names) :], strict=True))
+        sampled, fresh, current = self._counts["sampled"], self._counts["fresh"], int(total["current"])
         return TokenStatistics(
-            loss=total["loss"],
-            grad_norm=values[-1],
+            loss=loss,
+            grad_norm=norm_value,
             logprob_gap_mean=_mean(total["gap"], current),
             logprob_gap_max=peak["gap"] if current else None,
             gap_tokens=current,
             logprob_gap_mean_all=_mean(total["gap_all"], sampled),
             logprob_gap_max_all=peak["gap_all"] if sampled else None,
             ratio_mean=_mean(total["ratio"], fresh),
-            ratio_max=peak["ratio"] if fresh else None,
+            ratio_max=largest_ratio if fresh else None,
             clip_fraction=_mean(total["clipped"], fresh),
             masked_by_correction=_mean(total["left_out"], fresh),
-            correction_weight=_mean(total["weight"], int(total["weighed"])),
+            correction_weight=_mean(total["weight"], self._counts["weighed"]),
             # Squares of ratios that are nearly 0 are 0.
             effective_samples=_mean(total["ratio"] ** 2 / (total["ratio_squared"] or math.nan), fresh),
             kl=_mean(total["kl"], fresh),

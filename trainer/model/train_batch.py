@@ -21,6 +21,7 @@ from services.policies.batching import Group
 from services.policies.token_budget import smaller_budget
 from services.wire.run_metrics import CreditStatistics, TokenStatistics, ValueStatistics
 from services.wire.trajectory import Trajectory
+from trainer.algorithms.advantages.rewards import Batch
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
 from trainer.data.staleness import StalenessTally
@@ -42,7 +43,7 @@ class Trained:
     """
 
     version: int
-    groups: Part
+    batch: Batch
     tally: StalenessTally
     rows: int
     learning_rate: float
@@ -51,6 +52,10 @@ class Trained:
     valued: ValueStatistics
     pack_s: float
     train_s: float
+
+    @property
+    def groups(self) -> Part:
+        return self.batch.groups
 
 
 def parts_of(groups: Part, updates: int) -> list[Part]:
@@ -87,7 +92,6 @@ class Tried:
 def try_batch(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> Tried:
     """`train_batch`, in smaller passes where memory runs out before the first step: half the tokens each time, down to one
     row. Where it runs out even so, or after a step, its error is raised: the weights are no longer those of before."""
-    lengths = [len(segment.loss_mask) for group in groups for one in group.members for segment in one.payload.segments]
     version = roles.learner.version
     while True:
         tokens, steps = settings.trainer.micro_batch_tokens, list[Trained]()
@@ -100,7 +104,7 @@ def try_batch(roles: Roles, settings: RunSettings, groups: Part, updates: int) -
             roles.forget_gradients()
             return Tried(steps, tokens, anomaly)
         except Exception as error:
-            smaller = smaller_budget(lengths, tokens) if is_out_of_memory(error) else None
+            smaller = smaller_budget(_lengths(groups), tokens) if is_out_of_memory(error) else None
             if smaller is None or roles.learner.version != version:
                 raise
             _log.warning("memory ran out: smaller passes", micro_batch_tokens=smaller, before=tokens, why=str(error))
@@ -111,19 +115,25 @@ def try_batch(roles: Roles, settings: RunSettings, groups: Part, updates: int) -
         settings = settings.model_copy(update={"trainer": trainer})
 
 
+def _lengths(groups: Part) -> list[int]:
+    return [len(segment.loss_mask) for group in groups for one in group.members for segment in one.payload.segments]
+
+
 def _steps(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> Iterator[Trained]:
     roles.use(settings.trainer)
     learner, critic, advantage_computer = roles.learner, roles.critic, roles.advantage_computer
     parts, version, began = parts_of(groups, updates), learner.version, time.perf_counter()
     credits, credited = advantage_computer.of(groups)
+    of_parts = [credits.part(part) for part in parts]
     judged = [
-        rows_of(part, version + number, settings.k, credits, skip_idle=roles.skips_idle)
-        for number, part in enumerate(parts)
+        rows_of(part, version + number, settings.k, credits_of_part, skip_idle=roles.skips_idle)
+        for number, (part, credits_of_part) in enumerate(zip(parts, of_parts, strict=True))
     ]
-    packed = [pack(rows, tally, settings.trainer.micro_batch_tokens, learner.model.device) for rows, tally in judged]
+    budget, device, width = settings.trainer.micro_batch_tokens, learner.model.device, roles.stem_width
+    packed = [pack(rows, tally, budget, device, width=width) for rows, tally in judged]
     ready = time.perf_counter()
     pack_s, proximals = ready - began, learner.proximals(packed)
-    for part, (rows, tally), batch, proximal in zip(parts, judged, packed, proximals, strict=True):
+    for part, (rows, tally), batch, proximal in zip(of_parts, judged, packed, proximals, strict=True):
         rate = learner.learning_rate(learner.version)
         statistics = learner.gradient(batch, proximal)
         # Both gradients before either step: one that is not finite keeps the other from being made, too.
@@ -134,7 +144,7 @@ def _steps(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> I
         ended = time.perf_counter()
         yield Trained(
             version=learner.version,
-            groups=part,
+            batch=part.batch,
             tally=tally,
             rows=len(rows),
             learning_rate=rate,

@@ -53,6 +53,15 @@ class RewardBatch:
             judged[siblings] = judge(self.outcomes[siblings])
         return judged
 
+    def by_size(self, judge: Callable[[Float64Array], Float64Array]) -> Float64Array:
+        """`[T]`: `judge` applied to the outcomes `[groups, n]` of all groups of `n` siblings, for each `n` at once."""
+        sizes = np.bincount(self.group)
+        judged, size = np.zeros_like(self.outcomes), sizes[self.group]
+        for n in set(sizes.tolist()) - {0}:
+            siblings = size == n
+            judged[siblings] = judge(self.outcomes[siblings].reshape(-1, n)).reshape(-1)
+        return judged
+
     def sums_to_the_end(self, values: Float64Array, factor: float) -> Float64Array:
         """`[N]`: S_t = x_t + factor · S_{t+1} within each trajectory, S = 0 behind its last token."""
         return discounted_sums(values, np.bincount(self.trajectory, minlength=len(self.outcomes)), factor)

@@ -7,7 +7,7 @@ Deterministic: they depend only on the batch, the critic and the cost's multipli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +16,10 @@ import torch
 from services.config.algorithm import AdvantageSettings
 from services.policies.batching import Group
 from services.wire.errors import UsageError
-from services.wire.packed import Float32Array, unpack_logprobs
+from services.wire.packed import Float32Array
 from services.wire.run_metrics import CreditStatistics
-from services.wire.trajectory import Segment, Trajectory
-from trainer.algorithms.advantages.batch import Float64Array, Int64Array
+from services.wire.trajectory import Trajectory
+from trainer.algorithms.advantages.batch import BoolArray, Float64Array
 from trainer.algorithms.advantages.registry import find_estimator, load_estimator
 from trainer.algorithms.advantages.rewards import Batch, CostPrice, score
 from trainer.algorithms.describe import describe_advantage
@@ -43,6 +43,94 @@ class Credit:
 
 Credits = Mapping[str, Credit]
 """By stream entry. A trajectory without one serves only as a baseline, and is not trained."""
+
+
+@dataclass(frozen=True)
+class TokenCredits:
+    """As `Credit` has them, float32 `[N]`: of the sampled tokens of a batch alone."""
+
+    advantages: Float32Array
+    values: Float32Array | None = None
+    returns: Float32Array | None = None
+
+    def map(self, change: Callable[[Float32Array], Float32Array]) -> TokenCredits:
+        """Each of them, changed."""
+        advantages, values, returns = self.advantages, self.values, self.returns
+        return TokenCredits(
+            change(advantages),
+            None if values is None else change(values),
+            None if returns is None else change(returns),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class BatchCredits(Mapping[str, Credit]):
+    """Credits of a whole batch. `trained`: bool `[T]`, whose there are."""
+
+    batch: Batch
+    trained: BoolArray
+    by_token: TokenCredits
+
+    @staticmethod
+    def gathered(batch: Batch, credits: Credits) -> BatchCredits:
+        """Those that were given one by one."""
+        segments = batch.segments
+        places, begins = segments.places, segments.begins
+        whole: dict[str, Float32Array] = {}
+        found = [credits.get(entry) for entry in batch.entries]
+        numbers = [0] * len(found)
+        for segment, of in enumerate(batch.owner.tolist()):
+            number, credit, begin = numbers[of], found[of], int(begins[segment])
+            numbers[of] += 1
+            for name in ("advantages", "values", "returns") if credit is not None else ():
+                pieces: list[Float32Array] | None = getattr(credit, name)
+                if pieces is not None:
+                    column = whole.setdefault(name, np.zeros(len(segments.token_ids), dtype=np.float32))
+                    column[begin : begin + len(pieces[number])] = pieces[number]
+        columns = {name: column[places] for name, column in whole.items()}
+        by_token = TokenCredits(**{"advantages": np.zeros(len(places), dtype=np.float32), **columns})
+        return BatchCredits(batch, np.array([credit is not None for credit in found], dtype=np.bool_), by_token)
+
+    def part(self, groups: Sequence[Group[Trajectory]]) -> BatchCredits:
+        """Those of some neighbouring groups of the batch. Raises ValueError for groups that are not."""
+        every, wanted = ([group.group for group in of] for of in (self.batch.groups, groups))
+        if every == wanted:
+            return self
+        first = every.index(wanted[0])
+        if every[first : first + len(wanted)] != wanted:
+            raise ValueError("the groups are no neighbours in the batch that these advantages are of")
+        batch = Batch.of(groups)
+        begin = sum(len(group.members) for group in self.batch.groups[:first])
+        before = int(self.batch.lengths[:begin].sum())
+        own = slice(before, before + int(batch.lengths.sum()))
+        trained = self.trained[begin : begin + len(batch.entries)]
+        return BatchCredits(batch, trained, self.by_token.map(lambda column: column[own]))
+
+    def __getitem__(self, entry: str) -> Credit:
+        index = self.batch.entries.index(entry) if entry in self.batch.entries else -1
+        if index < 0 or not self.trained[index]:
+            raise KeyError(entry)
+        whole = self.by_token
+        return Credit(
+            self._pieces(index, whole.advantages),
+            None if whole.values is None else self._pieces(index, whole.values),
+            None if whole.returns is None else self._pieces(index, whole.returns),
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return (entry for entry, trained in zip(self.batch.entries, self.trained, strict=True) if trained)
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self.trained))
+
+    def _pieces(self, index: int, sampled: Float32Array) -> list[Float32Array]:
+        segments = self.batch.segments
+        whole = segments.spread(sampled)
+        return [
+            whole[begin : begin + length]
+            for begin, length, of in zip(segments.begins, segments.lengths, self.batch.owner, strict=True)
+            if of == index
+        ]
 
 
 class AdvantageComputer:
@@ -69,7 +157,7 @@ class AdvantageComputer:
         needs_critic = find_estimator(settings.estimator).critic
         self._critic = _needed(critic, needs_critic, f"trainer.advantage.estimator={settings.estimator} needs a critic")
 
-    def of(self, groups: Sequence[Group[Trajectory]]) -> tuple[dict[str, Credit], CreditStatistics]:
+    def of(self, groups: Sequence[Group[Trajectory]]) -> tuple[BatchCredits, CreditStatistics]:
         """Credits of the trajectories to train on, and statistics. `groups`: one batch."""
         batch = Batch.of(groups)
         kl = None if self._reference is None else self._divergence(batch, self._reference)
@@ -77,20 +165,18 @@ class AdvantageComputer:
         penalty = None if kl is None else self._settings.kl * kl
         reward_batch = score(batch, self._settings, self._seed, self.price, penalty, values)
         found = self._estimate(reward_batch, self._settings)
-        entries = [member.entry for group in groups for member in group.members]
-        credits = {
-            entry: credit
-            for entry, credit, trained in zip(
-                entries, _cut(batch, found.advantages, values, found.returns), reward_batch.trained, strict=True
-            )
-            if trained
-        }
+        by_token = TokenCredits(
+            found.advantages.astype(np.float32),
+            None if values is None else values.astype(np.float32),
+            None if found.returns is None else found.returns.astype(np.float32),
+        )
+        credits = BatchCredits(batch, reward_batch.trained, by_token)
         costs = self._costs(batch.trajectories)
         return credits, CreditStatistics(
             kl_in_reward=float(kl.mean()) if kl is not None and len(kl) else None,
             cost_mean=float(np.mean(costs)) if costs else None,
             cost_price=None if self.price is None else self.price.value,
-            left_out=len(entries) - len(credits),
+            left_out=len(batch.entries) - len(credits),
         )
 
     def learn(self, groups: Sequence[Group[Trajectory]]) -> None:
@@ -105,12 +191,7 @@ class AdvantageComputer:
         return [self.price.cost_of(one) for one in sampled]
 
     def _divergence(self, batch: Batch, reference: Measure) -> Float64Array:
-        behaviour = [
-            unpack_logprobs(segment.logprobs)[places].astype(np.float64)
-            for trajectory, segments in zip(batch.trajectories, batch.places, strict=True)
-            for segment, places in zip(trajectory.segments, segments, strict=True)
-        ]
-        sampled = np.concatenate(behaviour) if behaviour else np.zeros(0)
+        sampled = batch.segments.logprobs[batch.segments.places].astype(np.float64)
         return divergences(sampled, reference(batch.trajectories), self._settings.kl_estimator)
 
 
@@ -118,35 +199,6 @@ def _needed(measure: Measure | None, needed: bool, what: str) -> Measure | None:
     if needed and measure is None:
         raise UsageError(what, "pass it to AdvantageComputer")
     return measure if needed else None
-
-
-def _cut(
-    batch: Batch, advantages: Float64Array, values: Float64Array | None, returns: Float64Array | None
-) -> list[Credit]:
-    absent = [None] * len(batch.trajectories)
-    columns = (
-        _segments(batch, advantages),
-        absent if values is None else _segments(batch, values),
-        absent if returns is None else _segments(batch, returns),
-    )
-    return [Credit(advantage, value, target) for advantage, value, target in zip(*columns, strict=True)]
-
-
-def _segments(batch: Batch, flat: Float64Array) -> list[list[Float32Array]]:
-    """For each trajectory and segment an array of the segment's length."""
-    return [
-        [
-            _scattered(segment, places, piece)
-            for segment, places, piece in zip(trajectory.segments, segments, pieces, strict=True)
-        ]
-        for trajectory, segments, pieces in zip(batch.trajectories, batch.places, batch.by_segment(flat), strict=True)
-    ]
-
-
-def _scattered(segment: Segment, places: Int64Array, piece: Float64Array) -> Float32Array:
-    whole = np.zeros(len(segment.loss_mask), dtype=np.float32)
-    whole[places] = piece
-    return whole
 
 
 def divergences(behaviour: Float64Array, reference: Float64Array, estimator: Estimator) -> Float64Array:

@@ -18,19 +18,18 @@ EPSILON = 1e-4
 def grpo(reward_batch: RewardBatch, settings: GrpoSettings) -> TokenAdvantages:
     """See the module's docstring: the same at every token of a trajectory."""
     return TokenAdvantages(
-        reward_batch.spread(reward_batch.by_group(lambda rewards: group_relative(rewards, std=settings.std)))
+        reward_batch.spread(reward_batch.by_size(lambda rewards: group_relative(rewards, std=settings.std)))
     )
 
 
 def group_relative(rewards: Float64Array, *, std: bool = True) -> Float64Array:
-    """Advantages `[n]` of one group's trajectories. Exactly 0 for all when all rewards are equal.
+    """Advantages `[…, n]` of groups of `n` trajectories. Exactly 0 for all of a group when all its rewards are equal.
 
-    Raises ValueError for a group of one: it has nothing to be compared with.
+    Raises ValueError for groups of one: they have nothing to be compared with.
     """
-    if len(rewards) < 2:
-        raise ValueError(f"a group of {len(rewards)} has no siblings to compare")
-    if rewards.min() == rewards.max():
-        # Rounding of the mean would leave crumbs, and a group without a signal must be exactly skippable.
-        return np.zeros_like(rewards)
-    gaps: Float64Array = rewards - rewards.mean()
-    return gaps / (rewards.std(ddof=1) + EPSILON) if std else gaps
+    if rewards.shape[-1] < 2:
+        raise ValueError(f"a group of {rewards.shape[-1]} has no siblings to compare")
+    gaps: Float64Array = rewards - rewards.mean(-1, keepdims=True)
+    found = gaps / (rewards.std(-1, ddof=1, keepdims=True) + EPSILON) if std else gaps
+    # Rounding of the mean would leave crumbs, and a group without a signal must be exactly skippable.
+    return np.where((rewards == rewards[..., :1]).all(-1, keepdims=True), 0.0, found)

@@ -22,5 +22,5 @@ def reinforce_pp(reward_batch: RewardBatch, settings: ReinforcePpSettings) -> To
 def reinforce_pp_baseline(reward_batch: RewardBatch, settings: Section) -> TokenAdvantages:
     """See the module's docstring. Raises ValueError for a group of one."""
     del settings
-    gaps = reward_batch.by_group(lambda rewards: group_relative(rewards, std=False))
+    gaps = reward_batch.by_size(lambda rewards: group_relative(rewards, std=False))
     return TokenAdvantages(reward_batch.normalised(reward_batch.spread(gaps)))

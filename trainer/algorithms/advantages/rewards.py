@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -17,45 +18,40 @@ import numpy as np
 from services.config.algorithm import AdvantageSettings, CostSettings
 from services.policies.batching import Group
 from services.wire.errors import UsageError
-from services.wire.trajectory import Segment, Trajectory
+from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import BoolArray, Float64Array, Int64Array, RewardBatch
+from trainer.algorithms.advantages.flat import FlatSegments
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`T` trajectories in the order of their groups, and where in their segments the `N` sampled tokens stand.
+    """`T` trajectories in the order of their groups, with their `S` segments.
 
-    `places`: for each trajectory and each of its segments the positions of sampled tokens, int64, ascending.
+    `entries` `[T]`: of the stream; `group` int64 `[T]`, from 0; `owner` int64 `[S]`: the trajectory of each segment.
     """
 
     groups: Sequence[Group[Trajectory]]
+    entries: list[str]
     trajectories: list[Trajectory]
     group: Int64Array
-    places: list[list[Int64Array]]
+    segments: FlatSegments
+    owner: Int64Array
 
     @staticmethod
     def of(groups: Sequence[Group[Trajectory]]) -> Batch:
-        trajectories = [member.payload for group in groups for member in group.members]
+        members = [member for group in groups for member in group.members]
+        trajectories = [member.payload for member in members]
         number = np.repeat(np.arange(len(groups)), [len(group.members) for group in groups])
-        places = [[sampled_places(segment) for segment in one.segments] for one in trajectories]
-        return Batch(groups, trajectories, number, places)
+        segments = FlatSegments.of([segment for one in trajectories for segment in one.segments])
+        owner = np.repeat(np.arange(len(trajectories)), [len(one.segments) for one in trajectories])
+        return Batch(groups, [member.entry for member in members], trajectories, number, segments, owner)
 
-    @property
+    @cached_property
     def lengths(self) -> Int64Array:
         """`[T]`: sampled tokens of each trajectory."""
-        return np.array([sum(len(segment) for segment in one) for one in self.places], dtype=np.int64)
-
-    def by_segment(self, flat: Float64Array) -> list[list[Float64Array]]:
-        """`[N]` split: for each trajectory and segment the values of its sampled tokens."""
-        sizes = [len(segment) for one in self.places for segment in one]
-        pieces = iter(np.split(flat, np.cumsum(sizes)[:-1]) if sizes else [])
-        return [[next(pieces) for _ in one] for one in self.places]
-
-
-def sampled_places(segment: Segment) -> Int64Array:
-    """Positions in the segment that the policy sampled."""
-    runs = [np.arange(span.start, span.start + span.length) for span in segment.version_spans]
-    return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)
+        of_segments = self.segments.sampled_tokens()
+        lengths: Int64Array = np.bincount(self.owner, of_segments, len(self.trajectories)).astype(np.int64)
+        return lengths
 
 
 def score(
@@ -67,16 +63,15 @@ def score(
     values: Float64Array | None,
 ) -> RewardBatch:
     """`penalty`: `[N]`, subtracted from each token's reward (β · divergence); `values`: `[N]`, a critic's."""
-    outcomes = np.array([_outcome(one, settings, price) for one in batch.trajectories])
-    scale = 1.0 if price is None else 1.0 / (1.0 + price.value)
     lengths = batch.lengths
+    fined = zip(batch.trajectories, lengths.tolist(), strict=True)
+    outcomes = np.array([_outcome(one, length, settings, price) for one, length in fined], dtype=np.float64)
     rewards = np.zeros(int(lengths.sum()))
-    begins = np.cumsum(lengths) - lengths
-    for index, trajectory in enumerate(batch.trajectories):
-        if lengths[index]:
-            own = rewards[begins[index] : begins[index] + lengths[index]]
-            _place(trajectory, batch.places[index], scale, own)
-            own[-1] += outcomes[index] - own.sum()
+    spoken = np.flatnonzero(lengths)
+    ends = np.cumsum(lengths)
+    rewards[ends[spoken] - 1] += outcomes[spoken]
+    if any(one.reward_spans for one in batch.trajectories):
+        _place_calls(batch, 1.0 if price is None else 1.0 / (1.0 + price.value), ends, rewards)
     owner = np.repeat(np.arange(len(outcomes)), lengths)
     if penalty is not None:
         rewards -= penalty
@@ -93,25 +88,37 @@ def score(
     )
 
 
-def _outcome(trajectory: Trajectory, settings: AdvantageSettings, price: CostPrice | None) -> float:
-    reward = trajectory.reward + overlong_fine(trajectory.sampled_tokens(), settings)
+def _outcome(trajectory: Trajectory, tokens: int, settings: AdvantageSettings, price: CostPrice | None) -> float:
+    reward = trajectory.reward + overlong_fine(tokens, settings)
     return reward if price is None else price.charged(reward, price.cost_of(trajectory))
 
 
-def _place(trajectory: Trajectory, places: list[Int64Array], scale: float, own: Float64Array) -> None:
-    """Rewards of calls at their last tokens. One whose last token was not sampled in its segment counts to the rest."""
-    first = np.cumsum([0, *(len(segment) for segment in places)])
-    for span in trajectory.reward_spans:
-        sampled, last = places[span.segment], span.start + span.length - 1
-        found = int(np.searchsorted(sampled, last))
-        if found < len(sampled) and sampled[found] == last:
-            own[first[span.segment] + found] += scale * span.reward
+def _place_calls(batch: Batch, scale: float, ends: Int64Array, rewards: Float64Array) -> None:
+    """Rewards of calls at their last tokens, the rest of a trajectory's at its last one, where all of it stands before.
+
+    A call whose last token was not sampled in its segment counts to the rest. `ends`: where in `rewards` trajectories end.
+    """
+    sampled, begins = batch.segments.places, batch.segments.begins
+    firsts = np.searchsorted(batch.owner, np.arange(len(batch.trajectories)))
+    for index, trajectory in enumerate(batch.trajectories):
+        own = rewards[ends[index] - batch.lengths[index] : ends[index]]
+        if not trajectory.reward_spans or not len(own):
+            continue
+        whole, own[-1] = float(own[-1]), 0.0
+        for span in trajectory.reward_spans:
+            last = begins[firsts[index] + span.segment] + span.start + span.length - 1
+            found = int(np.searchsorted(sampled, last))
+            if found < len(sampled) and sampled[found] == last:
+                rewards[found] += scale * span.reward
+        own[-1] += whole - own.sum()
 
 
 def _trained(
     batch: Batch, settings: AdvantageSettings, seed: int, outcomes: Float64Array, greedy: BoolArray
 ) -> BoolArray:
     trained = ~greedy
+    if settings.keep == "all":
+        return trained
     for number, group in enumerate(batch.groups):
         siblings = np.flatnonzero((batch.group == number) & ~greedy)
         trained[siblings] = kept(outcomes[siblings], settings.keep, seed, group.ordinal)

@@ -15,14 +15,14 @@ from trainer.algorithms.advantages.batch import Float64Array, RewardBatch, Token
 def rloo(reward_batch: RewardBatch, settings: Section) -> TokenAdvantages:
     """See the module's docstring: the same at every token of a trajectory."""
     del settings
-    return TokenAdvantages(reward_batch.spread(reward_batch.by_group(leave_one_out)))
+    return TokenAdvantages(reward_batch.spread(reward_batch.by_size(leave_one_out)))
 
 
 def leave_one_out(rewards: Float64Array) -> Float64Array:
-    """Advantages `[n]` of one group. Exactly 0 when all rewards are equal. Raises ValueError for a group of one."""
-    if len(rewards) < 2:
-        raise ValueError(f"a group of {len(rewards)} has no siblings to compare")
-    if rewards.min() == rewards.max():
-        return np.zeros_like(rewards)
-    others: Float64Array = (rewards.sum() - rewards) / (len(rewards) - 1)
-    return rewards - others
+    """Advantages `[…, n]` of groups of `n`. Exactly 0 where all rewards of one are equal. Raises ValueError for groups of
+    one."""
+    n = rewards.shape[-1]
+    if n < 2:
+        raise ValueError(f"a group of {n} has no siblings to compare")
+    others: Float64Array = (rewards.sum(-1, keepdims=True) - rewards) / (n - 1)
+    return np.where((rewards == rewards[..., :1]).all(-1, keepdims=True), 0.0, rewards - others)

@@ -1,0 +1,187 @@
+"""What rows have in common at their beginning is computed once, and nothing that is learnt from changes."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Qwen3ForCausalLM
+
+from services.config.algorithm import LossSettings
+from services.config.settings import TrainerSettings
+from services.policies.token_budget import worth_sharing
+from services.wire.trajectory import Trajectory
+from tests.support.examples import examples
+from tests.support.trajectories import a_rollout, a_segment, grouped
+from tests.unit.trainer.test_trainer_packed_forward import MODELS, a_model
+from trainer.data.packing import MicroBatch, micro_batch, pack
+from trainer.data.rows import rows_of
+from trainer.model.forward import PackedForward
+from trainer.model.learner import Learner
+from trainer.model.logprobs import sampled_terms
+from trainer.sft.tiny_model import build_model
+
+WIDE = 1 << 20
+"""So wide that whatever can be shared is."""
+
+
+@st.composite
+def siblings(draw: st.DrawFn) -> list[Trajectory]:
+    """Groups with a prompt each, answers of few distinct tokens, some with an environment's tokens in between."""
+    made: list[Trajectory] = []
+    for ordinal in range(draw(st.integers(1, 3))):
+        prompt = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
+        size = draw(st.integers(2, 6))
+        for member in range(size):
+            answer = draw(st.lists(st.integers(1, 2), min_size=1, max_size=4))
+            segments = [a_segment(prompt, answer, [-0.1 * (i + 1) for i in range(len(answer))], [0] * len(answer))]
+            if draw(st.booleans()):
+                turn = [*prompt, *answer, *draw(st.lists(st.integers(1, 2), min_size=1, max_size=2))]
+                segments.append(a_segment(turn, [1, 2], [-0.3, -0.4], [0, 0]))
+            made.append(a_rollout(segments, float(member % 2), group=f"g{ordinal}", size=size, member=member))
+    return made
+
+
+def contexts(micro: MicroBatch) -> list[list[tuple[int, int]]]:
+    """For each packed token what it sees, itself included: ids and positions."""
+    ids, positions = micro.row.input_ids[0].tolist(), micro.row.position_ids[0].tolist()
+    shared, starts = micro.row.shared, micro.row.starts.tolist()
+    found: list[list[tuple[int, int]]] = []
+    for number, (begin, end) in enumerate(pairwise(starts)):
+        if shared is None:
+            seen = [*range(begin, end)]
+        else:
+            own = shared.starts.tolist()
+            seen = shared.seen.tolist()[own[number] : own[number + 1]]
+        assert seen[len(seen) - (end - begin) :] == [*range(begin, end)], "its own come last"
+        for place in range(begin, end):
+            found.append([(ids[each], positions[each]) for each in seen[: len(seen) - (end - 1 - place)]])
+    return found
+
+
+@examples(200)
+@given(siblings(), st.sampled_from([1, 64, WIDE]))
+def test_each_token_is_sampled_after_what_stood_before_it(played: list[Trajectory], width: int) -> None:
+    rows, _ = rows_of(grouped(played), 0, 0)
+    whole, shared = micro_batch(rows), micro_batch(rows, width=width)
+    for name in ("tokens", "behaviour", "current", "chosen", "segment", "staleness", "advantages"):
+        assert torch.equal(getattr(shared, name), getattr(whole, name)), name
+    seen, wanted = contexts(shared), contexts(whole)
+    assert [seen[place] for place in shared.before.tolist()] == [wanted[place] for place in whole.before.tolist()]
+    assert all([position for _, position in each] == [*range(len(each))] for each in seen)
+    assert sum(length * count for length, count in shared.row.runs) == len(seen)
+    # Nothing is computed that nobody reads.
+    assert {tuple(seen[place]) for place in range(len(seen))} <= {
+        tuple(each[:length])
+        for each in (wanted[p] for p in whole.before.tolist())
+        for length in range(1, len(each) + 1)
+    }
+    assert len(seen) < len(wanted)
+
+
+def test_siblings_are_laid_as_one_stem_and_what_differs() -> None:
+    answers = [[5, 6, 7], [5, 6, 8], [9], [5, 6, 7], [5, 4, 4]]
+    played = [
+        a_rollout(
+            [a_segment([1, 2, 3], answer, [-0.5] * len(answer), [0] * len(answer))], float(i * i), size=5, member=i
+        )
+        for i, answer in enumerate(answers)
+    ]
+    rows, _ = rows_of(grouped(played), 0, 0)
+    micro = micro_batch(rows, width=WIDE)
+    # Three rows need 1 2 3 5 6, one 1 2 3 5 4; after the last token nothing was sampled, so it is not computed.
+    assert micro.row.input_ids.tolist() == [[1, 2, 3, 5, 6, 5, 4]]
+    assert micro.row.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4]]
+    assert micro.row.runs == ((3, 1), (2, 2))
+    assert micro.row.shared is not None
+    assert micro.row.shared.seen.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6]
+    assert micro.row.shared.starts.tolist() == [0, 3, 8, 13] and micro.row.shared.longest == 5
+    assert micro.before.tolist() == [2, 3, 4, 2, 3, 4, 2, 2, 3, 4, 2, 5, 6]
+    assert micro.tokens.tolist() == [5, 6, 7, 5, 6, 8, 9, 5, 6, 7, 5, 4, 4]
+
+
+def test_rows_without_anything_in_common_stand_whole() -> None:
+    played = [
+        a_rollout([a_segment([i + 1], [5, 6], [-0.5] * 2, [0] * 2)], float(i), size=2, member=i) for i in range(2)
+    ]
+    rows, _ = rows_of(grouped(played), 0, 0)
+    micro = micro_batch(rows, width=WIDE)
+    assert micro.row.shared is None and micro.row.input_ids.tolist() == [[1, 5, 2, 5]]
+
+
+@given(st.integers(1, 400), st.integers(2, 16), st.sampled_from([64, 1024, 4096]))
+def test_a_stem_is_shared_where_that_is_less_work(stem: int, rows: int, width: int) -> None:
+    short = worth_sharing(stem, [1] * rows, width)
+    assert short == worth_sharing(stem, [0] + [1] * (rows - 1), width) or stem < 8
+    if stem >= 8 and width >= 1024:
+        assert short
+    # All pairs of so long a rest cost more than any stem saves.
+    assert not worth_sharing(stem, [100 * width] * rows, width)
+    assert not worth_sharing(stem, [8], width)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, separation) in MODELS.items() if separation == "within"])
+def test_a_model_gives_the_same_logprobs_and_gradients(name: str) -> None:
+    """Windows, grouped keys, learned positions: whatever its attention does, a stem is seen as if it stood in the row."""
+    prompts = ([3, 1, 4, 1, 5, 9, 2, 6], [7, 7])
+    answers = [[[5, 6, 7, 8], [5, 6, 7, 8], [9], [1, 2, 3, 4, 5, 6]], [[3], [4, 4], [4, 4, 5], [8]]]
+    played = [
+        a_rollout(
+            [a_segment(prompt, answer, [-0.5] * len(answer), [0] * len(answer))], float(i), group=f"g{g}", member=i
+        )
+        for g, prompt in enumerate(prompts)
+        for i, answer in enumerate(answers[g])
+    ]
+    rows, _ = rows_of(grouped(played), 0, 0)
+    found = []
+    for shares in (False, True):
+        model = a_model(name)
+        policy = PackedForward(model)
+        assert policy.stem_width == model.config.hidden_size
+        micro = micro_batch(rows, width=WIDE if shares else None)
+        assert (micro.row.shared is not None) == shares
+        logprobs, _ = sampled_terms(policy, micro)
+        (logprobs * micro.advantages.cumsum(0)).sum().backward()  # type: ignore[no-untyped-call]
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        found.append([logprobs.detach(), *gradients])
+    largest = max(float(each.abs().max()) for each in found[0][1:])
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-5)
+    for whole, shared in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(shared, whole, rtol=1e-5, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, separation) in MODELS.items() if separation != "within"])
+def test_other_models_get_whole_rows(name: str) -> None:
+    assert PackedForward(a_model(name)).stem_width is None
+
+
+def test_a_step_on_shared_stems_is_that_on_whole_rows() -> None:
+    """Loss, statistics and weights; and the same bytes each time."""
+    fresh: Qwen3ForCausalLM = build_model(seed=5, hidden_size=32, layers=2)
+    played = [
+        a_rollout(
+            [a_segment([2, 3, 4, 5 + group], answer, [-4.0] * len(answer), [0] * len(answer))],
+            float(member == group),
+            group=f"g{group}",
+            member=member,
+        )
+        for group in range(3)
+        for member, answer in enumerate([[6, 7, 8], [6, 7, 8], [9, 9], [6, 7, 9, 9]])
+    ]
+    settings = TrainerSettings(warmup_steps=0, loss=LossSettings(entropy=0.01))
+    ends = []
+    for width in (None, WIDE, WIDE):
+        learner = Learner(copy.deepcopy(fresh), settings)
+        rows, tally = rows_of(grouped(played), 0, 0)
+        statistics = learner.step(pack(rows, tally, settings.micro_batch_tokens, width=width))
+        ends.append((statistics, learner.weights()))
+    (whole, weights), (shared, found), (again, same) = ends
+    assert shared == again and all(torch.equal(found[name], same[name]) for name in found)
+    for name in ("loss", "grad_norm", "logprob_gap_mean", "ratio_mean", "kl"):
+        assert getattr(shared, name) == pytest.approx(getattr(whole, name), rel=1e-4, abs=1e-6), name
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5)
