@@ -208,6 +208,13 @@ class Journal:
         """The group of a session; None where no server has opened such a one. Raises RedisError."""
         return await self._sessions.group_of(session_id)
 
+    async def exists(self, group_id: str) -> bool:
+        """Whether the group was ever written down: it is held, or has ended not long ago. Raises NotReadyError."""
+        try:
+            return bool(await self._redis.exists(self._keys.journal(group_id)))
+        except RedisError as error:
+            raise _failed(error) from error
+
     async def look(self, group_id: str) -> str | list[records.Record]:
         """Who holds the group: an incarnation or RELEASED. Of one that has ended, the journal; empty if it never was."""
         found = await self._look(keys=[self._keys.owners, self._keys.journal(group_id)], args=[group_id])
