@@ -6,7 +6,7 @@
 
     owners:  group ─► me        held            ─► ""   released (draining)       (no entry) ended, or never was
 
-The end of a group that is finished whole is written with its trajectories (`services.run_store.publishing`), by the same rule.
+The end of a group that is finished whole is written with its trajectories (`services.run_store.publishing`).
 
 An element is appended at the position that the owner knows to be next, so a script that the client library repeats after a
 lost connection appends nothing twice, and a server that has lost the group appends nothing at all.
