@@ -6,6 +6,8 @@
 
     owners:  group ─► me        held            ─► ""   released (draining)       (no entry) ended, or never was
 
+The end of a group that is finished whole is written with its trajectories (`services.run_store.publishing`).
+
 An element is appended at the position that the owner knows to be next, so a script that the client library repeats after a
 lost connection appends nothing twice, and a server that has lost the group appends nothing at all.
 """
@@ -207,6 +209,13 @@ class Journal:
     async def group_of(self, session_id: str) -> str | None:
         """The group of a session; None where no server has opened such a one. Raises RedisError."""
         return await self._sessions.group_of(session_id)
+
+    async def exists(self, group_id: str) -> bool:
+        """Whether the group was ever written down: it is held, or has ended not long ago. Raises NotReadyError."""
+        try:
+            return bool(await self._redis.exists(self._keys.journal(group_id)))
+        except RedisError as error:
+            raise _failed(error) from error
 
     async def look(self, group_id: str) -> str | list[records.Record]:
         """Who holds the group: an incarnation or RELEASED. Of one that has ended, the journal; empty if it never was."""

@@ -71,7 +71,9 @@ class SessionOpener:
         group_id = new_group_id() if name is None else f"g-{name}"
         async with self._locks.hold(group_id):
             if name is not None:
-                await self._takeover.hold_group(group_id)
+                # Nearly every call is the first of its name: of such a group there is no journal, and no more to be asked.
+                if not self._registry.knows(group_id) and await self._journal.exists(group_id):
+                    await self._takeover.hold_group(group_id)
                 if self._registry.knows(group_id):
                     return self._found(group_id)
             ordinal = await self._admit(group_id, call.purpose == "train", call.wait_s)

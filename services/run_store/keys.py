@@ -11,7 +11,7 @@ class RunKeys:
         self.stream_ids = self._key("stream-ids")
         """Hash: trajectory id → stream id, so that a repeated publish answers the first id."""
         self.earlier_stream_ids = self._key("earlier-stream-ids")
-        """The generation of `stream_ids` before: what is older is forgotten (`services.run_store.stream`)."""
+        """The generation of `stream_ids` before: what is older is forgotten (`services.run_store.publishing`)."""
         self.accounts = self._key("accounts")
         """Hash of the ledger's counters."""
         self.dropped = self._key("dropped")
@@ -53,7 +53,7 @@ class RunKeys:
         return f"rollmesh:{{{self.run_id}}}:{name}"
 
     def group_of(self, session_id: str) -> str:
-        """The group of a session."""
+        """The group of a session whose id does not say it (`services.run_store.session_groups`)."""
         return self._key(f"group-of:{session_id}")
 
     def journal(self, group_id: str) -> str:

@@ -47,11 +47,15 @@ local me, at, key = ARGV[1], 5, 10
 local function take() at = at + 1 return ARGV[at] end
 local groups, names, asked = {}, {}, {}
 while at < #ARGV do
-  local group = {name = take(), from = key + 1, to = key + tonumber(take())}
+  local group = {name = take(), from = key + 1}
+  group.to = key + tonumber(take())
   local count = tonumber(take())
-  group.without, group.closes, group.ends = take(), take() == '1', take() == '1'
+  group.without = take()
+  group.closes = take() == '1'
+  group.ends = take() == '1'
   if group.ends then
-    group.dropped, group.record = take(), at
+    group.dropped = take()
+    group.record = at
     at = at + count + 1
   end
   group.first, group.last = at + 1, at + 4 * count
@@ -80,9 +84,9 @@ end
 local outcomes, finished, dropped = {}, {}, {}
 local written, lengths, total, fields = 0, {}, 0, {}
 for n, group in ipairs(groups) do
-  local owner, new = owners[group.name], 0
-  for i = group.first, group.last, 4 do if not ids[ARGV[i]] then new = new + 1 end end
-  local outcome = refused(group, owner, new > 0)
+  local owner, fresh, new = owners[group.name], false, 0
+  for i = group.first, group.last, 4 do fresh = fresh or not ids[ARGV[i]] end
+  local outcome = refused(group, owner, fresh)
   local record = group.dropped
   if not outcome then
     outcome = {'OK'}
@@ -93,7 +97,7 @@ for n, group in ipairs(groups) do
         ids[ARGV[i]] = id
         fields[#fields + 1], fields[#fields + 2] = ARGV[i], id
         lengths[ARGV[i + 1]] = (lengths[ARGV[i + 1]] or 0) + 1
-        total = total + ARGV[i + 2]
+        total, new = total + ARGV[i + 2], new + 1
       end
       outcome[#outcome + 1] = id
     end
@@ -243,6 +247,8 @@ def _asked(group: GroupTrajectories, keys: int) -> list[str | bytes | int]:
     asked: list[str | bytes | int] = [group.group_id, keys, len(group.trajectories), ",".join(sorted(group.without))]
     asked += ["1" if group.closes else "", "1" if group.end is not None else ""]
     if group.end is not None:
+        if len(group.end.finished) != len(group.trajectories) + 1:
+            raise ValueError(f"the end of group {group.group_id} is cut in {len(group.end.finished)} pieces")
         asked += [group.end.dropped, *group.end.finished]
     for trajectory in group.trajectories:
         sampled = trajectory.sampled_tokens()

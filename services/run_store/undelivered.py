@@ -2,7 +2,7 @@
 
     gateway: 504, or the agent hung up ──note──► undelivered:{group}        before the agent hears of it
     server:  the answer is captured, or given again ──► no longer noted      by the script that writes it, or `withdraw`
-    server:  the session is finished ──► answers that are noted are no part of it (`services.run_store.stream`)
+    server:  the session is finished ──► answers that are noted are no part of it (`services.run_store.publishing`)
 
 Nothing here costs an answered call a round trip.
 """

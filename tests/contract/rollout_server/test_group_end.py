@@ -31,6 +31,8 @@ from services.wire.errors import ConcludedError, DrainingError
 from services.wire.trajectory import Trajectory, decode_trajectory
 from tests.conftest import free_port, wait_for_port
 from tests.contract.rollout_server.test_rollout_app_redis import trajectory
+from tests.support.rollout_host import hosting, small_batch
+from tests.support.scripted_engine import ScriptedEngine
 
 DROPPED = GroupEnded(stream_ids=None, cause="run_concluded")
 LATE = f"{7:032d}"
@@ -367,3 +369,25 @@ async def test_a_batch_of_groups_costs_one_call_and_few_commands(lonely_valkey: 
     assert ending.pop("evalsha") == 1
     assert ending.pop("xadd") == 16 * 8
     assert sum(ending.values()) <= 16 * 6 + 16, ending
+
+
+async def test_a_server_finishes_a_group_with_one_call_at_most(
+    lonely_valkey: ValkeyPlan, run_id: str, chat_policy: Path
+) -> None:
+    """Those that come while one is on its way share the next. What the server asks in the background is allowed for."""
+    engine, settings = ScriptedEngine(answer_length=4, max_model_len=256), small_batch(batch=16)
+    async with hosting(
+        engine, redis_url=lonely_valkey.url, run_id=run_id, model=chat_policy, settings=settings
+    ) as host:
+        groups = await asyncio.gather(*(host.open(group_size=4) for _ in range(16)))
+        for group in groups:
+            assert (await host.turns(group, *["1="] * 4)).status_code == 200
+        before = await calls_of(host.redis)
+        answers = await asyncio.gather(*(host.finish(group, 0.0, 1.0, 0.0, 1.0) for group in groups))
+        after = await calls_of(host.redis)
+        assert [answer.status_code for answer in answers] == [200] * 16
+        assert after["xadd"] - before.get("xadd", 0) == 16 * 4
+        assert after["evalsha"] - before["evalsha"] <= 16 + 4
+        accounts = await host.ledger.accounts()
+        assert (accounts.published, accounts.closed_groups, accounts.dropped_groups) == (64, 16, 0)
+        assert not await host.redis.exists(RunKeys(run_id).owners)
