@@ -230,15 +230,16 @@ def test_tensors_that_move_between_two_updates_are_found_where_they_are(
     receiver.close()
 
 
+class Turned(PlainTarget):
+    """`embed` is no contiguous memory: it is read and written through copies."""
+
+    def __init__(self) -> None:
+        super().__init__(make_weights(0))
+        for weights in (self._live, self._shadow):
+            weights["embed"] = weights["embed"].t().contiguous().t()
+
+
 def test_a_broken_off_update_leaves_nothing_behind_for_the_next(run_id: str, publisher: Publisher) -> None:
-    class Turned(PlainTarget):
-        """`embed` is no contiguous memory: what is written to it lies beside it until the end."""
-
-        def __init__(self) -> None:
-            super().__init__(make_weights(0))
-            for weights in (self._live, self._shadow):
-                weights["embed"] = weights["embed"].t().contiguous().t()
-
     target = Turned()
     receiver = Receiver(target, run_id, [ShmReader()])
     meet(publisher, receiver)
@@ -253,3 +254,22 @@ def test_a_broken_off_update_leaves_nothing_behind_for_the_next(run_id: str, pub
         receiver.commit(version)
         assert_serves(target, version)
     receiver.close()
+
+
+def test_copies_that_one_delta_was_checked_by_are_not_taken_for_the_next_ones(run_id: str) -> None:
+    publisher = Publisher(run_id, make_weights(0), "float32", ShmExporter(run_id), BUCKET, delta_max_ratio=0.25)
+    target = Turned()
+    receiver = Receiver(target, run_id, [ShmReader()])
+    weights = make_weights(1)
+    for version in range(1, 8):
+        weights["embed"][version, 2] += 1.0
+        manifest = publisher.publish(version, weights).manifest()
+        assert (manifest.delta is not None) == (version > 1)
+        assert manifest.delta is None or receiver.stage_at_once(manifest) is None
+        staged = receiver.stage(manifest)
+        assert staged.bytes_read == (manifest.total_bytes if manifest.delta is None else manifest.delta.total_bytes)
+        receiver.commit(version)
+        for name, expected in weights.items():
+            assert torch.equal(target.live()[name], expected), name
+    receiver.close()
+    publisher.close()
