@@ -1,6 +1,6 @@
 """Kept HTTP connections of the weight bus and its clients, which are used at each weight update.
 
-aiohttp's client costs a fifth of httpx's CPU a call. What it would add or change by itself is turned off.
+aiohttp's client costs a tenth of httpx's CPU a call. What it would add or change by itself is turned off.
 """
 
 from __future__ import annotations

@@ -248,3 +248,33 @@ def test_one_process_is_not_split_over_ranks(tmp_path: Path) -> None:
     settings = RunSettings.model_validate({"rollout": {"tensor_parallel": 2}})
     with pytest.raises(UsageError, match="engine torch cannot split a model over 2 ranks"):
         make_engine("torch", tmp_path, "unit", settings)
+
+
+async def test_small_weights_wait_for_no_thread_while_requests_decode(tmp_path: Path) -> None:
+    old, new = model_of(transformers.LlamaConfig(**SMALL)), model_of(transformers.LlamaConfig(**SMALL), 1)
+    old.save_pretrained(tmp_path)
+    weights = dict(new.named_parameters())
+    publisher = Publisher("unit", weights, "float32", make_exporter("shm", "unit"), 1 << 20)
+    end = threading.Event()
+    try:
+        async with serving(tmp_path) as engine:
+            for version in (1, 2):  # from both arenas, which are set up on a thread
+                await engine.stage(encode_manifest(publisher.publish(version, weights).manifest()))
+                await engine.commit(version)
+            assert engine._weight_threads is not None
+            for _ in range(4):
+                engine._weight_threads.submit(end.wait, 30)
+            request = asyncio.create_task(collect(engine.generate(asked("a", [5, 6], 50, ignore_eos=True))))
+            for version in (3, 4, 5):
+                manifest = publisher.publish(version, weights).manifest()
+                async with asyncio.timeout(10):
+                    staged = await engine.stage(encode_manifest(manifest))
+                    await engine.commit(version)
+                assert (staged.root_digest, engine.policy_version) == (manifest.root_digest, version)
+            end.set()
+            (sample,) = await request
+            assert len(sample.token_ids) == 50
+            assert await engine.weights_digest() == manifest.root_digest
+    finally:
+        end.set()
+        publisher.close()
