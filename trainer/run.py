@@ -14,6 +14,7 @@ import structlog
 import torch
 
 from services.host.files import writing
+from services.host.process import collect_seldom
 from services.host.run_folder import wait_for_model_blocking
 from services.run_store.client import START_WITHIN_S, check_store
 from services.wire.weights_api import VerifyView
@@ -75,6 +76,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     loop.sign.clear()
     groups = (learner.version - BASE_VERSION) * loop.settings.rollout.groups_per_step
     reading = background.spawn(loop.intake.run(trained, dropped, groups), "intake")
+    collect_seldom()
     with interrupt.graceful():
         finished = loop.run()
     if not finished:

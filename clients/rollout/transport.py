@@ -29,6 +29,8 @@ _KEEP_ALIVE_S = 3.0
 OUTAGE_S = 60.0
 """How long the one address of a mesh may be away before what was asked of it is lost. A gateway is back in seconds, a
 rollout server when it has loaded its model; both answer the same call as if nothing had happened."""
+_UNSAID = ("Accept", "Accept-Encoding", "User-Agent")
+"""Headers that no service of the mesh reads; answers are taken as they are, never compressed."""
 HttpSession = aiohttp.ClientSession
 
 
@@ -61,7 +63,13 @@ class Transport:
 
     async def __aenter__(self) -> Transport:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ssl=self.trust.verify)
-        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=False)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=_UNSAID,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

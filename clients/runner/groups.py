@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import structlog
 
-from clients.environments.base import AgentEndpoint, AgentEnvironment, AnyEnvironment, Dialect, Environment, Problem
+from clients.environments.base import (
+    AgentEndpoint,
+    AgentEnvironment,
+    AnyEnvironment,
+    Dialect,
+    Environment,
+    Problem,
+    agent_of,
+)
 from clients.environments.chat import ChatEnvironment, NoChatTemplateError, chat
 from clients.rollout.client import RolloutClient
 from clients.rollout.transport import open_session
@@ -31,10 +39,13 @@ async def play_to_end(
 
     Raises GroupLostError with its cause, or ConcludedError when the run has concluded.
     """
+    agent = agent_of(environment)
     try:
-        if isinstance(environment, AgentEnvironment):
-            return await play_together(client, environment, group, problem, sampling, limits)
-        return await _play_texts(client, environment, group, [problem] * len(group.session_ids), limits)
+        if agent is not None:
+            return await play_together(client, agent, group, problem, sampling, limits)
+        return await _play_texts(
+            client, cast("Environment", environment), group, [problem] * len(group.session_ids), limits
+        )
     except asyncio.CancelledError:
         await abort(client, group.session_ids)
         raise
@@ -53,10 +64,11 @@ async def evaluate_group(
     limits: EpisodeLimits,
 ) -> list[Played | Lost]:
     """Play `problems[i]` in session `i`, and count tokens. As `play_to_end`, but agents are lost one by one."""
-    if isinstance(environment, AgentEnvironment):
-        return await play_apart(client, environment, group, problems, sampling, limits)
+    agent = agent_of(environment)
+    if agent is not None:
+        return await play_apart(client, agent, group, problems, sampling, limits)
     try:
-        return [*await _play_texts(client, environment, group, problems, limits, evaluating=True)]
+        return [*await _play_texts(client, cast("Environment", environment), group, problems, limits, evaluating=True)]
     except asyncio.CancelledError:
         await abort(client, group.session_ids)
         raise

@@ -71,7 +71,7 @@ async def play_group(
                 judging[session] = reply
             else:
                 turns.append(Turn(session_id=session, text=reply.text))
-    judged = await _judge(judging, evaluating)
+    judged = await _judge(judging, evaluating) if judging else {}
     return [*played, *(Played(session, ended, tokens[session]) for session, ended in judged.items())]
 
 

@@ -87,6 +87,16 @@ def heavy_imports() -> Iterator[None]:
         take_over_logs()
 
 
+SELDOM = 20_000
+"""New objects between two searches for garbage in cycles; by default they are 700, those of a few calls."""
+
+
+def collect_seldom() -> None:
+    """For a process that is set up and goes on for long: what exists now stays, so that no search goes through it again."""
+    gc.freeze()
+    gc.set_threshold(SELDOM)
+
+
 def take_over_logs() -> None:
     """Route the libraries' logs through the root logger; called once they are imported."""
     for name in _LOUD:

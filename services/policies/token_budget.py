@@ -50,18 +50,25 @@ def work(length: int, width: int) -> int:
 _FETCH_UNITS = 40
 """Fetching keys and values of a token once more, and adding up their gradients, in units of work: moves of memory, which
 grow with the width as a unit does."""
+_CALL_UNITS = 1 << 20
+"""One more call of the attention kernel, forward and backward, in units of work of width 1: it takes as long for any."""
 
 
-def worth_sharing(stem: int, rests: Sequence[int], width: int) -> bool:
-    """Whether rows that begin with the same `stem` tokens, and go on with `rests` tokens each, are cheaper with the stem
-    computed once.
+def saved_by_sharing(stem: int, rests: Sequence[int], width: int) -> int:
+    """The work saved by computing a stem once, of `stem` tokens, from which rows go on with `rests` tokens each; below 0
+    where that is more work.
 
     It saves the stem in all rows but one. It costs fetching the keys of both parts for each row, and attention over all
     pairs of the row's rest: kernels leave out the later half of them only where a row begins with its first token.
     """
     apart = sum(work(stem + rest, width) for rest in rests)
     pairs = sum(rest * (2 * (stem + rest) + 12 * width) for rest in rests)
-    return work(stem, width) + pairs + _FETCH_UNITS * sum(stem + rest for rest in rests) < apart
+    return apart - work(stem, width) - pairs - _FETCH_UNITS * sum(stem + rest for rest in rests)
+
+
+def pays(saved: int, calls: int, width: int) -> bool:
+    """Whether so much work saved is worth `calls` more calls of the attention kernel."""
+    return saved > calls * _CALL_UNITS // width
 
 
 def _share(lengths: Sequence[int], ranks: int, width: int) -> list[Bin]:

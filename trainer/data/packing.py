@@ -10,7 +10,7 @@ fresh       0  0  0  1  0  0  1 │ 0  0  1        N of those: staleness ≤ K
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -53,7 +53,8 @@ class PackedRow:
     runs         (4, 1) (2, 2)                 neighbours of one length: (length, how many)
 
     `input_ids`, `position_ids`: int64 `[1, T]`. `starts`: int32 `[rows + 1]`, where each begins, and `T`.
-    Invariant: Σ length · count over `runs` is `T`. `shared`: None where each row sees itself alone.
+    Invariant: Σ length · count over `runs` is `T`. `shared`: None where each row sees itself alone. `needs`: what of the
+    rows is needed, None for all.
     """
 
     input_ids: Tensor
@@ -61,11 +62,46 @@ class PackedRow:
     starts: Tensor
     runs: tuple[tuple[int, int], ...]
     shared: SharedStems | None = None
+    needs: Needs | None = None
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row."""
         return max(length for length, _ in self.runs)
+
+
+@dataclass(frozen=True)
+class Condensed:
+    """What is needed of a packed row, each part of it once. `places`: int64 `[T]`, where in `row` each token of the packed
+    row is computed; beyond its end for those that are not needed."""
+
+    row: PackedRow
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of each row of a packed one only some tokens are read: those after which a token was sampled.
+
+    `token_ids`: all rows', end to end; `lengths` `[rows]`. `stems`, `needed` `[rows]`: how many tokens stand before the
+    first sampled one, and before the last.
+    """
+
+    token_ids: Int32Array
+    lengths: Int64Array
+    stems: Int64Array
+    needed: Int64Array
+    _condensed: dict[int, Condensed] = field(default_factory=dict, compare=False)
+    """By width: several models may compute one batch."""
+
+    def condensed(self, width: int, device: torch.device) -> Condensed:
+        """For a model of hidden size `width`, on `device`."""
+        if width not in self._condensed:
+            columns = (self.lengths.tolist(), self.stems.tolist(), self.needed.tolist())
+            layout = share(self.token_ids, *columns, width)
+            places = torch.from_numpy(layout.packed).to(device)
+            self._condensed[width] = Condensed(lay_shared(layout, self.token_ids, device), places)
+        return self._condensed[width]
 
 
 def lay_end_to_end(rows: Sequence[Int32Array], device: torch.device | None = None) -> PackedRow:
@@ -94,12 +130,15 @@ def lay_shared(layout: Layout, tokens: Int32Array, device: torch.device | None =
     )
 
 
-def _end_to_end(tokens: Int32Array, lengths: Int64Array, device: torch.device | None) -> PackedRow:
+def _end_to_end(
+    tokens: Int32Array, lengths: Int64Array, device: torch.device | None, needs: Needs | None = None
+) -> PackedRow:
     return PackedRow(
         input_ids=torch.from_numpy(tokens.astype(np.int64))[None].to(device),
         position_ids=torch.from_numpy(ranges(np.zeros_like(lengths), lengths))[None].to(device),
         starts=_starts(lengths, device),
         runs=tuple((length, len(list(run))) for length, run in groupby(lengths.tolist())),
+        needs=needs,
     )
 
 
@@ -113,8 +152,8 @@ def _starts(lengths: Int64Array, device: torch.device | None) -> Tensor:
 class MicroBatch:
     """Segments that share a forward pass: `row`, and what is known of their tokens, flat, in the order of `row`.
 
-    Of the `M` sampled ones: `before` int64, which token of `row` each was sampled after; `tokens` int64, their ids;
-    `behaviour` float32; `current` bool, as `trainer.data.staleness.Ages` has it; `temperature` float32, None if all are 1.
+    Of the `M` sampled ones: `places` int64, where each lies in `row`; `behaviour` float32; `current` bool, as
+    `trainer.data.staleness.Ages` has it; `temperature` float32, None when all are 1.
 
     Of the `N` fresh ones, staleness ≤ K: `chosen` int64, which of the M each is; `segment` int64, of which of the
     `segments`; `staleness` float32, in optimizer steps; `advantages` float32. With a critic also `values` and `returns`,
@@ -123,8 +162,7 @@ class MicroBatch:
 
     row: PackedRow
     segments: int
-    before: Tensor
-    tokens: Tensor
+    places: Tensor
     behaviour: Tensor
     current: Tensor
     temperature: Tensor | None
@@ -134,11 +172,6 @@ class MicroBatch:
     advantages: Tensor
     values: Tensor | None = None
     returns: Tensor | None = None
-
-    @property
-    def places(self) -> Tensor:
-        """int64 `[M]`: where each sampled token lies in `row`, where nothing in that is shared."""
-        return self.before + 1
 
 
 @dataclass(frozen=True)
@@ -150,44 +183,27 @@ class PackedBatch:
     tally: StalenessTally
 
 
-def pack(
-    rows: Sequence[Row],
-    tally: StalenessTally,
-    budget: int,
-    device: torch.device | None = None,
-    *,
-    width: int | None = None,
-) -> PackedBatch:
-    """Pack rows into micro-batches of at most `budget` tokens; a longer row has one for itself. `width`: as below."""
+def pack(rows: Sequence[Row], tally: StalenessTally, budget: int, device: torch.device | None = None) -> PackedBatch:
+    """Pack rows into micro-batches of at most `budget` tokens; a longer row has one for itself."""
     size = BatchSize(tokens=tally.fresh, segments=tally.segments)
     if not len(rows):
         return PackedBatch([], size, tally)
     flat = Rows.joined(rows)
     split = split_rows(flat.lengths.tolist(), budget)[0]
-    packed = [micro_batch(flat.take(np.array(together)), device, width=width) for together in split]
-    return PackedBatch(packed, size, tally)
+    return PackedBatch([micro_batch(flat.take(np.array(together)), device) for together in split], size, tally)
 
 
-def micro_batch(rows: Sequence[Row], device: torch.device | None = None, *, width: int | None = None) -> MicroBatch:
-    """These rows, in their order, in one pass. Raises ValueError for none, and for one that begins with a sampled token.
-
-    `width`: the hidden size of a model that takes shared stems; None lays rows whole.
-    """
+def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> MicroBatch:
+    """These rows, in their order, in one pass. Raises ValueError for none, and for one that begins with a sampled token."""
     if not len(rows):
         raise ValueError("a pass without a row")
     flat = Rows.joined(rows)
     ages, begins, lengths = flat.ages, flat.begins, flat.lengths
     if (ages[begins] != NOT_SAMPLED).any():
         raise ValueError("a row begins with a sampled token: there is nothing that it was sampled after")
-    sampled = np.flatnonzero(ages != NOT_SAMPLED)
-    fresh = np.flatnonzero(ages >= 0)
+    sampled, fresh = np.flatnonzero(ages != NOT_SAMPLED), np.flatnonzero(ages >= 0)
     owner = np.repeat(np.arange(len(lengths)), lengths)
     of, place = owner[sampled], sampled - begins[owner[sampled]]
-    if width is None:
-        row, before = _end_to_end(flat.token_ids, lengths, device), sampled - 1
-    else:
-        layout = _shared(flat, of, place, width)
-        row, before = lay_shared(layout, flat.token_ids, device), layout.packed(of, place - 1)
 
     def tensor(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -196,10 +212,9 @@ def micro_batch(rows: Sequence[Row], device: torch.device | None = None, *, widt
         return None if column is None else tensor(column[fresh])
 
     return MicroBatch(
-        row=row,
+        row=_end_to_end(flat.token_ids, lengths, device, _needs(flat, of, place)),
         segments=len(lengths),
-        before=tensor(before),
-        tokens=tensor(flat.token_ids[sampled].astype(np.int64)),
+        places=tensor(sampled),
         behaviour=tensor(flat.logprobs[sampled]),
         current=tensor((ages[sampled] == 0) & (place < flat.current_until[of])),
         temperature=None if flat.temperatures is None else tensor(flat.temperatures[sampled]),
@@ -212,11 +227,10 @@ def micro_batch(rows: Sequence[Row], device: torch.device | None = None, *, widt
     )
 
 
-def _shared(rows: Rows, of: Int64Array, place: Int64Array, width: int) -> Layout:
-    """`of`, `place`: the row of each sampled token, and its place there. Raises ValueError for a row without any."""
+def _needs(rows: Rows, of: Int64Array, place: Int64Array) -> Needs | None:
+    """`of`, `place`: the row of each sampled token, and its place there. None where a row has none."""
     ends = np.cumsum(np.bincount(of, minlength=len(rows)))
     begins = np.concatenate([[0], ends[:-1]])
     if (begins == ends).any():
-        raise ValueError("a row without a sampled token gives nothing")
-    stems, needed = place[begins].tolist(), place[ends - 1].tolist()
-    return share(rows.token_ids, rows.lengths.tolist(), stems, needed, width)
+        return None
+    return Needs(rows.token_ids, rows.lengths, place[begins], place[ends - 1])

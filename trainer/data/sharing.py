@@ -6,7 +6,7 @@
                       ▲───────┴───┘                                  a branch sees its stem, then itself
 
 Two rows that need the same tokens are one. A stem is all that stands before a row's first sampled token. It is shared only
-where that is cheaper (`services.policies.token_budget.worth_sharing`). Pure: the same rows give the same layout.
+where that is cheaper (`services.policies.token_budget`). Pure: the same rows give the same layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import groupby
 
 import numpy as np
 
-from services.policies.token_budget import worth_sharing
+from services.policies.token_budget import pays, saved_by_sharing
 from services.wire.packed import Int32Array
 from trainer.algorithms.advantages.batch import Int64Array
 from trainer.algorithms.advantages.flat import ranges
@@ -33,21 +33,14 @@ class Layout:
     `source` `[T]`: which of the rows' tokens, laid end to end, each is; `positions` `[T]`: its place in its row. `runs`:
     the pieces. `seen`: the packed tokens that each of them sees, one piece after the other: its stem's, then its own.
 
-    `stem`, `first`, `rest`: of each row. Its token `i` is packed at `first + i` where `i < stem`, else at `rest + i`.
+    `packed`: of the rows' tokens, laid end to end: where each is packed, and `T`, which no token is, where nobody needs it.
     """
 
     source: Int64Array
     positions: Int64Array
     runs: tuple[Run, ...]
     seen: Int64Array
-    stem: Int64Array
-    first: Int64Array
-    rest: Int64Array
-
-    def packed(self, row: Int64Array, place: Int64Array) -> Int64Array:
-        """Where the tokens at `place` of rows `row` are packed."""
-        packed: Int64Array = place + np.where(place < self.stem[row], self.first[row], self.rest[row])
-        return packed
+    packed: Int64Array
 
 
 def share(
@@ -67,23 +60,41 @@ def share(
     families: dict[bytes, list[int]] = {}
     for (stem, content), row in distinct.items():
         families.setdefault(content[: stem * size], []).append(row)
+    shared = _worth_sharing([*families.values()], stems, needed, width)
     whole: list[tuple[int, int]] = []
     """Pieces that begin with a row's first token: length, row."""
     branches: list[tuple[int, int, int, int]] = []
     """The others: stem, length, row, the row whose stem is packed."""
-    for members in families.values():
+    for members, shares in zip(families.values(), shared, strict=True):
+        if not shares:
+            whole += [(needed[row], row) for row in members]
+            continue
         # The shortest first: where one needs the stem alone, its are the stem's tokens.
         members.sort(key=needed.__getitem__)
-        stem = stems[members[0]]
-        rests = [needed[row] - stem for row in members]
-        if len(members) > 1 and worth_sharing(stem, rests, width):
-            whole.append((stem, members[0]))
-            branches += [(stem, rest, row, members[0]) for row, rest in zip(members, rests, strict=True) if rest]
-        else:
-            whole += [(needed[row], row) for row in members]
+        owner = members[0]
+        stem = stems[owner]
+        whole.append((stem, owner))
+        branches += [(stem, needed[row] - stem, row, owner) for row in members if needed[row] > stem]
     whole.sort()
     branches.sort()
-    return _lay(whole, branches, begins, kinds)
+    return _lay(whole, branches, begins, kinds, lengths, needed)
+
+
+def _worth_sharing(families: list[list[int]], stems: Sequence[int], needed: Sequence[int], width: int) -> list[bool]:
+    """Which of these rows, that begin with one stem each, share it."""
+    saved = []
+    for members in families:
+        stem = stems[members[0]]
+        saved.append(saved_by_sharing(stem, [needed[row] - stem for row in members], width) if members[1:] else 0)
+    chosen = [each > 0 for each in saved]
+    shapes = {
+        (stems[row], needed[row])
+        for members, shares in zip(families, chosen, strict=True)
+        if shares
+        for row in members
+        if needed[row] > stems[row]
+    }
+    return chosen if pays(sum(each for each in saved if each > 0), len(shapes), width) else [False] * len(families)
 
 
 def _lay(
@@ -91,8 +102,11 @@ def _lay(
     branches: list[tuple[int, int, int, int]],
     begins: list[int],
     kinds: list[int],
+    lengths: Sequence[int],
+    needed: Sequence[int],
 ) -> Layout:
     """`kinds`: for each row the one that stands for it."""
+    # Of each row: its token `i` is packed at `first + i` where `i < stem`, else at `rest + i`.
     stem, first, rest = (np.zeros(len(begins), dtype=np.int64) for _ in range(3))
     packed = 0
     pieces: list[tuple[int, int]] = []
@@ -110,15 +124,16 @@ def _lay(
         packed += length
     shapes = [(length, 0) for length, _ in whole] + [(length, before) for before, length, _, _ in branches]
     runs = tuple((length, len(list(alike)), before) for (length, before), alike in groupby(shapes))
-    source, lengths = _columns(pieces)
+    starts, sizes = _columns(pieces)
+    of = np.repeat(np.arange(len(begins)), lengths)
+    place, kind = np.arange(len(of)) - np.array(begins)[of], np.array(kinds)[of]
+    at = place + np.where(place < stem[kind], first[kind], rest[kind])
     return Layout(
-        source=ranges(source, lengths),
-        positions=ranges(np.array([before for _, before in shapes], dtype=np.int64), lengths),
+        source=ranges(starts, sizes),
+        positions=ranges(np.array([before for _, before in shapes], dtype=np.int64), sizes),
         runs=runs,
         seen=ranges(*_columns(seen)),
-        stem=stem[kinds],
-        first=first[kinds],
-        rest=rest[kinds],
+        packed=np.where(place < np.array(needed)[of], at, packed),
     )
 
 

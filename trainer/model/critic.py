@@ -48,14 +48,9 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    @property
-    def stem_width(self) -> int | None:
-        """As `PackedForward` has it."""
-        return self._packed.stem_width
-
     def forward(self, micro: MicroBatch) -> Tensor:
         """float32 `[N]`: the value before each fresh token."""
-        before = self._packed.hidden(micro.row, micro.before[micro.chosen])
+        before = self._packed.hidden(micro.row, micro.places[micro.chosen] - 1)
         values: Tensor = self.head(before).squeeze(-1).float()
         return values
 

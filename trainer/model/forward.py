@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer.algorithms.advantages.flat import ranges
 from trainer.data.packing import PackedRow, lay_end_to_end, lay_shared
 from trainer.data.sharing import share
 from trainer.model import packed_attention
@@ -44,12 +43,17 @@ class PackedForward:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.stem_width: int | None = None
         self.separation: Separation = self._choose()
         self.stem_width = self._stem_width()
-        """The hidden size, where rows may share stems (`trainer.data.sharing`); None where each must stand whole."""
+        """The hidden size, where rows may share stems (`trainer.data.sharing`); None where each is computed whole."""
 
     def logits(self, row: PackedRow, places: Tensor) -> Tensor:
-        """The logits behind the tokens at `places`, int64 `[N]` in `0 … T − 1`: `[N, V]`; others are not computed."""
+        """The logits behind the tokens at `places`, int64 `[N]` in `0 … T − 1`: `[N, V]`; others are not computed.
+
+        Where the row says which tokens it needs, others must not be asked for.
+        """
+        row, places = self._condensed(row, places)
         if self.separation == "apart":
             return self._apart(row, lambda inputs: self._model(**inputs).logits)[places]
         inputs = self._inputs(row)
@@ -60,12 +64,20 @@ class PackedForward:
         return every[places]
 
     def hidden(self, row: PackedRow, places: Tensor) -> Tensor:
-        """What the last layer makes of the tokens at `places`, int64 `[N]`, the final norm included: `[N, width]`."""
+        """What the last layer makes of the tokens at `places`, as above, the final norm included: `[N, width]`."""
+        row, places = self._condensed(row, places)
         base = self._model.base_model
         if self.separation == "apart":
             return self._apart(row, lambda inputs: base(**inputs).last_hidden_state)[places]
         hidden: Tensor = base(**self._inputs(row)).last_hidden_state[0]
         return hidden[places]
+
+    def _condensed(self, row: PackedRow, places: Tensor) -> tuple[PackedRow, Tensor]:
+        """The row without what nobody needs, each stem once; and where in it the tokens at `places` are."""
+        if self.stem_width is None or row.needs is None:
+            return row, places
+        condensed = row.needs.condensed(self.stem_width, row.input_ids.device)
+        return condensed.row, condensed.places[places]
 
     def _inputs(self, row: PackedRow) -> dict[str, Any]:
         inputs = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
@@ -99,9 +111,8 @@ class PackedForward:
         rows = [np.array(row, dtype=np.int32) for row in _SIBLINGS]
         tokens, lengths = np.concatenate(rows), np.array([len(row) for row in rows])
         layout = share(tokens, lengths.tolist(), [_STEM] * len(rows), lengths.tolist(), 1 << 30)
-        every = layout.packed(np.repeat(np.arange(len(rows)), lengths), ranges(np.zeros_like(lengths), lengths))
         alone = self._every(lay_end_to_end(rows, self._model.device))
-        places = torch.from_numpy(every).to(self._model.device)
+        places = torch.from_numpy(layout.packed).to(self._model.device)
         if not self._agrees(lay_shared(layout, tokens, self._model.device), alone, places):
             return None
         return int(self._model.config.get_text_config().hidden_size)

@@ -65,15 +65,6 @@ class Learner:
         """How rows that stand in one are kept apart."""
         return self._policy.separation
 
-    @property
-    def stem_width(self) -> int | None:
-        """As `PackedForward` has it, of policy and reference."""
-        return (
-            self._policy.stem_width
-            if self._reference is None
-            else self._reference.stem_width and self._policy.stem_width
-        )
-
     def weights(self) -> dict[str, Tensor]:
         """The live weights by their Hugging Face names, a tied one under its first name only."""
         return {name: tensor.detach() for name, tensor in self._live.items()}

@@ -26,8 +26,8 @@ def sampled_terms(policy: PackedForward, micro: MicroBatch, *, entropy: bool = F
 
     With `entropy` also that of the distribution that each was sampled from, in nats.
     """
-    logits = policy.logits(micro.row, micro.before)
-    return _terms(logits, micro.tokens, micro.temperature, entropy=entropy)
+    logits = policy.logits(micro.row, micro.places - 1)
+    return _terms(logits, micro.row.input_ids[0, micro.places], micro.temperature, entropy=entropy)
 
 
 def token_logprobs(model: PreTrainedModel, input_ids: Tensor, first: int = 1) -> Tensor:

@@ -53,12 +53,6 @@ class Roles:
             self.critic.forget_gradient()
 
     @property
-    def stem_width(self) -> int | None:
-        """The hidden size, where rows of a batch may share stems: where every model that sees it takes them."""
-        critic = self.learner.stem_width if self.critic is None else self.critic.model.stem_width
-        return critic and self.learner.stem_width
-
-    @property
     def skips_idle(self) -> bool:
         """Whether nobody learns from a token whose advantage is 0."""
         return self.critic is None and self.learner.objective.idle_at_zero

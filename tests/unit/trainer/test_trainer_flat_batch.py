@@ -121,7 +121,7 @@ def test_rows_taken_together_are_those_joined_one_by_one(played: list[Trajectory
         return
     order = np.argsort(rows.lengths, kind="stable")[::-1]
     taken, joined = micro_batch(rows.take(order)), micro_batch([rows[int(index)] for index in order])
-    for name in ("before", "tokens", "behaviour", "current", "chosen", "segment", "staleness", "advantages"):
+    for name in ("places", "behaviour", "current", "chosen", "segment", "staleness", "advantages"):
         assert getattr(taken, name).tolist() == getattr(joined, name).tolist(), name
     assert taken.row.input_ids.tolist() == joined.row.input_ids.tolist() and taken.row.runs == joined.row.runs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,12 +14,12 @@ from transformers import Qwen3ForCausalLM
 
 from services.config.algorithm import LossSettings
 from services.config.settings import TrainerSettings
-from services.policies.token_budget import worth_sharing
+from services.policies.token_budget import pays, saved_by_sharing
 from services.wire.trajectory import Trajectory
 from tests.support.examples import examples
 from tests.support.trajectories import a_rollout, a_segment, grouped
 from tests.unit.trainer.test_trainer_packed_forward import MODELS, a_model
-from trainer.data.packing import MicroBatch, micro_batch, pack
+from trainer.data.packing import Condensed, MicroBatch, PackedRow, micro_batch, pack
 from trainer.data.rows import rows_of
 from trainer.model.forward import PackedForward
 from trainer.model.learner import Learner
@@ -46,17 +47,21 @@ def siblings(draw: st.DrawFn) -> list[Trajectory]:
     return made
 
 
-def contexts(micro: MicroBatch) -> list[list[tuple[int, int]]]:
+def condensed(micro: MicroBatch, width: int) -> Condensed:
+    assert micro.row.needs is not None
+    return micro.row.needs.condensed(width, torch.device("cpu"))
+
+
+def contexts(row: PackedRow) -> list[list[tuple[int, int]]]:
     """For each packed token what it sees, itself included: ids and positions."""
-    ids, positions = micro.row.input_ids[0].tolist(), micro.row.position_ids[0].tolist()
-    shared, starts = micro.row.shared, micro.row.starts.tolist()
+    ids, positions, starts = row.input_ids[0].tolist(), row.position_ids[0].tolist(), row.starts.tolist()
     found: list[list[tuple[int, int]]] = []
     for number, (begin, end) in enumerate(pairwise(starts)):
-        if shared is None:
+        if row.shared is None:
             seen = [*range(begin, end)]
         else:
-            own = shared.starts.tolist()
-            seen = shared.seen.tolist()[own[number] : own[number + 1]]
+            own = row.shared.starts.tolist()
+            seen = row.shared.seen.tolist()[own[number] : own[number + 1]]
         assert seen[len(seen) - (end - begin) :] == [*range(begin, end)], "its own come last"
         for place in range(begin, end):
             found.append([(ids[each], positions[each]) for each in seen[: len(seen) - (end - 1 - place)]])
@@ -67,19 +72,17 @@ def contexts(micro: MicroBatch) -> list[list[tuple[int, int]]]:
 @given(siblings(), st.sampled_from([1, 64, WIDE]))
 def test_each_token_is_sampled_after_what_stood_before_it(played: list[Trajectory], width: int) -> None:
     rows, _ = rows_of(grouped(played), 0, 0)
-    whole, shared = micro_batch(rows), micro_batch(rows, width=width)
-    for name in ("tokens", "behaviour", "current", "chosen", "segment", "staleness", "advantages"):
-        assert torch.equal(getattr(shared, name), getattr(whole, name)), name
-    seen, wanted = contexts(shared), contexts(whole)
-    assert [seen[place] for place in shared.before.tolist()] == [wanted[place] for place in whole.before.tolist()]
+    micro = micro_batch(rows)
+    found = condensed(micro, width)
+    seen, wanted, before = contexts(found.row), contexts(micro.row), (micro.places - 1).tolist()
+    assert [seen[place] for place in found.places[before].tolist()] == [wanted[place] for place in before]
     assert all([position for _, position in each] == [*range(len(each))] for each in seen)
-    assert sum(length * count for length, count in shared.row.runs) == len(seen)
-    # Nothing is computed that nobody reads.
-    assert {tuple(seen[place]) for place in range(len(seen))} <= {
-        tuple(each[:length])
-        for each in (wanted[p] for p in whole.before.tolist())
-        for length in range(1, len(each) + 1)
-    }
+    assert sum(length * count for length, count in found.row.runs) == len(seen)
+    # Nothing is computed that nobody needs, and what is not computed cannot be asked for.
+    needed = {tuple(wanted[place][:length]) for place in before for length in range(1, len(wanted[place]) + 1)}
+    assert {tuple(each) for each in seen} == needed
+    for place, at in enumerate(found.places.tolist()):
+        assert seen[at] == wanted[place] if at < len(seen) else at == len(seen)
     assert len(seen) < len(wanted)
 
 
@@ -92,16 +95,17 @@ def test_siblings_are_laid_as_one_stem_and_what_differs() -> None:
         for i, answer in enumerate(answers)
     ]
     rows, _ = rows_of(grouped(played), 0, 0)
-    micro = micro_batch(rows, width=WIDE)
+    micro = micro_batch(rows)
+    found = condensed(micro, WIDE)
     # Three rows need 1 2 3 5 6, one 1 2 3 5 4; after the last token nothing was sampled, so it is not computed.
-    assert micro.row.input_ids.tolist() == [[1, 2, 3, 5, 6, 5, 4]]
-    assert micro.row.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4]]
-    assert micro.row.runs == ((3, 1), (2, 2))
-    assert micro.row.shared is not None
-    assert micro.row.shared.seen.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6]
-    assert micro.row.shared.starts.tolist() == [0, 3, 8, 13] and micro.row.shared.longest == 5
-    assert micro.before.tolist() == [2, 3, 4, 2, 3, 4, 2, 2, 3, 4, 2, 5, 6]
-    assert micro.tokens.tolist() == [5, 6, 7, 5, 6, 8, 9, 5, 6, 7, 5, 4, 4]
+    assert found.row.input_ids.tolist() == [[1, 2, 3, 5, 6, 5, 4]]
+    assert found.row.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4]]
+    assert found.row.runs == ((3, 1), (2, 2))
+    assert found.row.shared is not None
+    assert found.row.shared.seen.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6]
+    assert found.row.shared.starts.tolist() == [0, 3, 8, 13] and found.row.shared.longest == 5
+    assert found.places[micro.places - 1].tolist() == [2, 3, 4, 2, 3, 4, 2, 2, 3, 4, 2, 5, 6]
+    assert found.places[micro.places].tolist() == [3, 4, 7, 3, 4, 7, 7, 3, 4, 7, 5, 6, 7]
 
 
 def test_rows_without_anything_in_common_stand_whole() -> None:
@@ -109,19 +113,23 @@ def test_rows_without_anything_in_common_stand_whole() -> None:
         a_rollout([a_segment([i + 1], [5, 6], [-0.5] * 2, [0] * 2)], float(i), size=2, member=i) for i in range(2)
     ]
     rows, _ = rows_of(grouped(played), 0, 0)
-    micro = micro_batch(rows, width=WIDE)
-    assert micro.row.shared is None and micro.row.input_ids.tolist() == [[1, 5, 2, 5]]
+    row = condensed(micro_batch(rows), WIDE).row
+    assert row.shared is None and row.input_ids.tolist() == [[1, 5, 2, 5]]
 
 
 @given(st.integers(1, 400), st.integers(2, 16), st.sampled_from([64, 1024, 4096]))
 def test_a_stem_is_shared_where_that_is_less_work(stem: int, rows: int, width: int) -> None:
-    short = worth_sharing(stem, [1] * rows, width)
-    assert short == worth_sharing(stem, [0] + [1] * (rows - 1), width) or stem < 8
-    if stem >= 8 and width >= 1024:
-        assert short
+    if stem >= 8:
+        assert saved_by_sharing(stem, [1] * rows, width) > 0
     # All pairs of so long a rest cost more than any stem saves.
-    assert not worth_sharing(stem, [100 * width] * rows, width)
-    assert not worth_sharing(stem, [8], width)
+    assert saved_by_sharing(stem, [100 * width] * rows, width) < 0
+    assert saved_by_sharing(stem, [8], width) < 0
+
+
+def test_a_few_tokens_saved_are_not_worth_a_call() -> None:
+    """Two short rows in a small model; the same in a wide one, and a hundred of them, are."""
+    saved = {width: saved_by_sharing(9, [5, 5], width) for width in (32, 4096)}
+    assert (pays(saved[32], 1, 32), pays(saved[4096], 1, 4096), pays(100 * saved[32], 1, 32)) == (False, True, True)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, separation) in MODELS.items() if separation == "within"])
@@ -137,14 +145,16 @@ def test_a_model_gives_the_same_logprobs_and_gradients(name: str) -> None:
         for i, answer in enumerate(answers[g])
     ]
     rows, _ = rows_of(grouped(played), 0, 0)
+    micro = micro_batch(rows)
+    assert condensed(micro, WIDE).row.shared is not None
     found = []
     for shares in (False, True):
         model = a_model(name)
         policy = PackedForward(model)
         assert policy.stem_width == model.config.hidden_size
-        micro = micro_batch(rows, width=WIDE if shares else None)
-        assert (micro.row.shared is not None) == shares
-        logprobs, _ = sampled_terms(policy, micro)
+        policy.stem_width = WIDE
+        seen = micro if shares else replace(micro, row=replace(micro.row, needs=None))
+        logprobs, _ = sampled_terms(policy, seen)
         (logprobs * micro.advantages.cumsum(0)).sum().backward()  # type: ignore[no-untyped-call]
         gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
         found.append([logprobs.detach(), *gradients])
@@ -161,24 +171,28 @@ def test_other_models_get_whole_rows(name: str) -> None:
 
 def test_a_step_on_shared_stems_is_that_on_whole_rows() -> None:
     """Loss, statistics and weights; and the same bytes each time."""
-    fresh: Qwen3ForCausalLM = build_model(seed=5, hidden_size=32, layers=2)
+    fresh: Qwen3ForCausalLM = build_model(seed=5)
     played = [
         a_rollout(
-            [a_segment([2, 3, 4, 5 + group], answer, [-4.0] * len(answer), [0] * len(answer))],
-            float(member == group),
+            [a_segment([*range(2, 11), 11 + group], answer, [-4.0] * len(answer), [0] * len(answer))],
+            float(member == group % 4),
             group=f"g{group}",
             member=member,
         )
-        for group in range(3)
+        for group in range(16)
         for member, answer in enumerate([[6, 7, 8], [6, 7, 8], [9, 9], [6, 7, 9, 9]])
     ]
     settings = TrainerSettings(warmup_steps=0, loss=LossSettings(entropy=0.01))
     ends = []
-    for width in (None, WIDE, WIDE):
+    for shares in (False, True, True):
         learner = Learner(copy.deepcopy(fresh), settings)
         rows, tally = rows_of(grouped(played), 0, 0)
-        statistics = learner.step(pack(rows, tally, settings.micro_batch_tokens, width=width))
-        ends.append((statistics, learner.weights()))
+        batch = pack(rows, tally, settings.micro_batch_tokens)
+        assert condensed(batch.micro_batches[0], 64).row.shared is not None
+        if not shares:
+            whole_rows = [replace(micro, row=replace(micro.row, needs=None)) for micro in batch.micro_batches]
+            batch = replace(batch, micro_batches=whole_rows)
+        ends.append((learner.step(batch), learner.weights()))
     (whole, weights), (shared, found), (again, same) = ends
     assert shared == again and all(torch.equal(found[name], same[name]) for name in found)
     for name in ("loss", "grad_norm", "logprob_gap_mean", "ratio_mean", "kl"):
