@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from clients.environments.base import AnyEnvironment
 
 app = typer.Typer(add_completion=False)
-_COLLECT_AFTER = 20_000
-"""New objects between two searches for garbage in cycles; Python's own 700 are those of a few calls."""
 
 
 @app.command(
@@ -132,9 +130,7 @@ def _see_a_problem(environment: AnyEnvironment, seed: int) -> None:
 
 def _run(main: Coroutine[None, None, None]) -> None:
     """Under uvloop where it is installed: it halves the cost of a call."""
-    # What was imported stays for good, and calls leave few cycles behind: looking for them took a seventh of the time.
-    gc.freeze()
-    gc.set_threshold(_COLLECT_AFTER)
+    gc.freeze()  # what was imported stays for good
     try:
         import uvloop
     except ModuleNotFoundError:

@@ -87,16 +87,6 @@ def heavy_imports() -> Iterator[None]:
         take_over_logs()
 
 
-SELDOM = 20_000
-"""New objects between two searches for garbage in cycles; by default they are 700, those of a few calls."""
-
-
-def collect_seldom() -> None:
-    """For a process that is set up and goes on for long: what exists now stays, so that no search goes through it again."""
-    gc.freeze()
-    gc.set_threshold(SELDOM)
-
-
 def take_over_logs() -> None:
     """Route the libraries' logs through the root logger; called once they are imported."""
     for name in _LOUD:
@@ -106,11 +96,13 @@ def take_over_logs() -> None:
 
 
 def collect_seldom() -> None:
-    """Look for cyclic garbage a tenth as often as Python would: call it first in a service.
+    """Look for cyclic garbage a tenth as often as Python would, and never again in what exists now.
 
-    Each call of a busy service makes hundreds of objects that live until its answer, and hardly any cycle. At Python's
-    own thresholds a rollout server spent a seventh of its event loop's time on looking through them.
+    Each call of a busy service makes hundreds of objects that live until its answer, and hardly any cycle. At Python's own
+    thresholds a rollout server spent a seventh of its event loop's time on looking through them. For the beginning of a
+    process, and once more when it is set up and goes on for long.
     """
+    gc.freeze()
     gc.set_threshold(10_000, 20, 20)
 
 

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.host.process import give_memory_back
+from services.host.process import collect_seldom, give_memory_back
 from services.http.connection import BOUNDS, Bounds, guarded
 from services.observability.catalog import SERVICE_BUILD, SERVICE_NOT_READY
 from services.observability.metrics import CONTENT_TYPE, Metrics, Reading
@@ -276,6 +276,7 @@ def serve(
     """
     listener = listener or open_port(host, port)
     stop = stop or Stop()
+    collect_seldom()  # what was imported stays for good
     make_server(app, stop, shutdown_s=shutdown_s, identity=identity).run(sockets=[listener])
     if stop.failure is not None:
         raise stop.failure

@@ -20,7 +20,6 @@ from redis.exceptions import RedisError, ResponseError
 
 from services.run_store.client import LONGEST_BLOCK_MS, as_text
 from services.run_store.keys import RunKeys
-from services.run_store.publishing import TrajectoryWriter as TrajectoryWriter
 
 GROUP = "trainer"
 

@@ -14,7 +14,8 @@ from redis.asyncio import Redis
 from services.policies.batching import Drop, Group, GroupFilter
 from services.run_store.client import connect
 from services.run_store.ledger import Accounts, Ledger
-from services.run_store.stream import TrajectoryReader, TrajectoryWriter
+from services.run_store.publishing import TrajectoryWriter
+from services.run_store.stream import TrajectoryReader
 from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment
 from trainer.data.stream_reader import AUDIT_EVERY_S, Intake

@@ -20,8 +20,8 @@ from services.run_store.admission_queue import Admitted
 from services.run_store.client import connect
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
+from services.run_store.publishing import TrajectoryWriter
 from services.run_store.status import WaitBoard
-from services.run_store.stream import TrajectoryWriter
 from services.wire.errors import CapacityError, ConcludedError, NotReadyError, RollmeshError
 from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
 from services.wire.sampling import SamplingParams

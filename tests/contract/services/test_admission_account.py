@@ -19,7 +19,8 @@ from services.run_store.admission_queue import ADMISSION_CLOSED, HELD_ELSEWHERE,
 from services.run_store.client import connect
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
-from services.run_store.stream import TrajectoryReader, TrajectoryWriter
+from services.run_store.publishing import TrajectoryWriter
+from services.run_store.stream import TrajectoryReader
 from services.wire.trajectory import decode_trajectory
 from tests.support.examples import examples
 from tests.support.rollout_host import until

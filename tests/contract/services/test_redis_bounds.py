@@ -15,8 +15,8 @@ from services.run_store.client import connect
 from services.run_store.discovery import FORGOTTEN_AFTER_S, ServiceRecord, ServiceRegistry
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
+from services.run_store.publishing import TrajectoryWriter
 from services.run_store.status import WaitBoard, read_waits
-from services.run_store.stream import TrajectoryWriter
 from services.wire.errors import CapacityError
 from tests.contract.rollout_server.test_rollout_app_redis import FOREVER, Serving, gate_of
 from tests.support.until import until

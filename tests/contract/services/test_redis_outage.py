@@ -16,8 +16,9 @@ from structlog.testing import capture_logs
 from services.run_store.client import LONGEST_BLOCK_MS, check_store, connect
 from services.run_store.ledger import Ledger
 from services.run_store.patience import passes, repeated
+from services.run_store.publishing import TrajectoryWriter
 from services.run_store.status import WaitBoard, read_waits
-from services.run_store.stream import TrajectoryReader, TrajectoryWriter
+from services.run_store.stream import TrajectoryReader
 from services.supervisor.launch_plan import ValkeyPlan
 from services.wire.errors import DeadlineError, UsageError
 from tests.conftest import free_port, wait_for_port

@@ -12,8 +12,9 @@ from services.run_store.admission_queue import ADMISSION_CLOSED, RUN_CONCLUDED
 from services.run_store.client import check_reachable, connect
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
+from services.run_store.publishing import TrajectoryWriter
 from services.run_store.status import WaitBoard, read_waits
-from services.run_store.stream import TrajectoryReader, TrajectoryWriter
+from services.run_store.stream import TrajectoryReader
 from services.wire.errors import ConcludedError, DrainingError, UsageError
 from services.wire.trajectory import decode_trajectory
 from tests.conftest import free_port
