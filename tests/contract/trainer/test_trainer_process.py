@@ -26,8 +26,9 @@ from services.host.files import remove_shm_files  # noqa: E402
 from services.run_store.client import connect  # noqa: E402
 from services.run_store.keys import RunKeys  # noqa: E402
 from services.run_store.ledger import Ledger  # noqa: E402
+from services.run_store.publishing import TrajectoryWriter  # noqa: E402
 from services.run_store.status import read_waits  # noqa: E402
-from services.run_store.stream import DeadLetters, TrajectoryWriter  # noqa: E402
+from services.run_store.stream import DeadLetters  # noqa: E402
 from services.wire.run_metrics import TrainerReport  # noqa: E402
 from services.wire.trajectory import Trajectory  # noqa: E402
 from tests.support.fragile_loss import BROKEN, NAME, NOT_FINITE, marked  # noqa: E402
