@@ -68,9 +68,18 @@ class LaunchPlan:
 
 
 def plan_launch(
-    settings: RunSettings, folder: RunFolder, run_id: str, ports: MeshPorts, keys: KeyPlaces = NO_PLACES
+    settings: RunSettings,
+    folder: RunFolder,
+    run_id: str,
+    ports: MeshPorts,
+    keys: KeyPlaces = NO_PLACES,
+    tunables: Mapping[str, str] = MappingProxyType({}),
 ) -> LaunchPlan:
-    """The mesh for resolved settings (`engine` is no longer `auto`). Every process is told where its keys are."""
+    """The mesh for resolved settings (`engine` is no longer `auto`). Every process is told where its keys are.
+
+    `tunables`: environment variables for those that hold weights, which would each begin again for lack of them
+    (`services.host.process`).
+    """
     valkey = None
     if settings.redis_url is None:
         valkey = ValkeyPlan(data_dir=folder.redis, port=ports.redis, asks_password=keys.folder is not None)
@@ -105,6 +114,7 @@ def plan_launch(
                 *("--server-id", f"s{index}", "--engine", settings.engine),
                 *("--host", LOOPBACK, "--port", str(port)),
                 threads=settings.rollout.threads,
+                environ=tunables,
             )
             for index, port in enumerate(ports.servers)
         ),
@@ -118,7 +128,10 @@ def plan_launch(
         if rewards_url is None
         else commands.command("rewards", "rewards", *run, "--host", LOOPBACK, "--port", str(ports.rewards)),
         trainer=commands.command(
-            "trainer", "train", *mesh, "--run-dir", str(folder.root), role="job", threads=settings.trainer.threads
+            *("trainer", "train", *mesh, "--run-dir", str(folder.root)),
+            role="job",
+            threads=settings.trainer.threads,
+            environ=tunables,
         ),
         environment=commands.command(
             "environment",

@@ -25,6 +25,7 @@ from services.config.load import dump_settings
 from services.config.settings import RunSettings
 from services.host.aio import to_its_end
 from services.host.files import remove_shm_files, shm_directory, shm_prefix
+from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder, free_bytes
 from services.run_store.client import connect, reached_by, without_password
 from services.run_store.ledger import Ledger
@@ -117,7 +118,9 @@ class Mesh:
                 rewards=ports.reserve(),
                 servers=servers,
             )
-            plan = plan_launch(self._settings, self._folder, self._run_id, reserved, self._key_places)
+            plan = plan_launch(
+                self._settings, self._folder, self._run_id, reserved, self._key_places, missing_tunables()
+            )
             async with Reaper(shm_directory() / shm_prefix(self._run_id)) as reaper:
                 self._processes = self._make_processes(plan, reaper)
                 try:

@@ -24,6 +24,7 @@ from weight_bus.transports.base import check_range
 UCX_TRANSPORTS = "tcp,cma,posix,sysv,self"
 # A tenth faster within a host than UCX's default of 512 KiB.
 UCX_SEGMENT = "16m"
+_PIN_NOTHING = frozenset(UCX_TRANSPORTS.split(","))
 _MEMORY = "DRAM"
 _POLL_S = 50e-6
 _KNOWN_AGENTS = 4
@@ -229,8 +230,12 @@ def _release(inflight_reads: deque[_InflightRead]) -> None:
 
 def make_agent(role: str) -> Any:
     """A NIXL agent on UCX whose name no other process has. Raises TransportError when UCX cannot start."""
-    os.environ.setdefault("UCX_TLS", UCX_TRANSPORTS)
+    transports = os.environ.setdefault("UCX_TLS", UCX_TRANSPORTS)
     os.environ.setdefault("UCX_CMA_SEG_SIZE", UCX_SEGMENT)
+    if _PIN_NOTHING.issuperset(transports.split(",")):
+        # Rewriting the C library's calls takes UCX 0.4 s of busy waiting. It is for memory that a network card has pinned,
+        # which must not be unmapped unnoticed.
+        os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     from nixl_cu12._api import nixl_agent, nixl_agent_config
 
