@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,14 +228,19 @@ def _release(inflight_reads: deque[_InflightRead]) -> None:
         inflight_reads.popleft().release()
 
 
+def ucx_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that UCX reads when it is loaded, where the user has set no others."""
+    wanted = {"UCX_TLS": UCX_TRANSPORTS, "UCX_CMA_SEG_SIZE": UCX_SEGMENT}
+    if _PIN_NOTHING.issuperset(environment.get("UCX_TLS", UCX_TRANSPORTS).split(",")):
+        # UCX rewrites the C library's memory calls, with 0.4 s of busy waiting, to notice when memory is unmapped that a
+        # network card has pinned. These transports pin none.
+        wanted["UCX_MEM_MMAP_HOOK_MODE"] = "none"
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
 def make_agent(role: str) -> Any:
     """A NIXL agent on UCX whose name no other process has. Raises TransportError when UCX cannot start."""
-    transports = os.environ.setdefault("UCX_TLS", UCX_TRANSPORTS)
-    os.environ.setdefault("UCX_CMA_SEG_SIZE", UCX_SEGMENT)
-    if _PIN_NOTHING.issuperset(transports.split(",")):
-        # Rewriting the C library's calls takes UCX 0.4 s of busy waiting. It is for memory that a network card has pinned,
-        # which must not be unmapped unnoticed.
-        os.environ.setdefault("UCX_MEM_MMAP_HOOK_MODE", "none")
+    os.environ.update(ucx_settings(os.environ))
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     from nixl_cu12._api import nixl_agent, nixl_agent_config
 
