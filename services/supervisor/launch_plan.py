@@ -77,8 +77,8 @@ def plan_launch(
 ) -> LaunchPlan:
     """The mesh for resolved settings (`engine` is no longer `auto`). Every process is told where its keys are.
 
-    `tunables`: environment variables for those that hold weights, which would each begin again for lack of them
-    (`services.host.process`).
+    `tunables`: environment variables for those that compute with weights (`services.host.process`): trainer and servers
+    would each begin again for lack of them.
     """
     valkey = None
     if settings.redis_url is None:
@@ -140,7 +140,7 @@ def plan_launch(
             # It reads no configuration; all others learn from there whether traces are wanted.
             environ={**judged, **as_environ(settings.telemetry)},
         ),
-        warm_start=_warm_start(settings, folder, commands),
+        warm_start=_warm_start(settings, folder, commands, tunables),
     )
 
 
@@ -218,12 +218,14 @@ def warm_start_commands(settings: RunSettings, folder: RunFolder) -> tuple[tuple
     return (("demonstrations", *written), ("sft", *learned, *cached, "--threads", str(threads)))
 
 
-def _warm_start(settings: RunSettings, folder: RunFolder, commands: _Commands) -> tuple[ProcessSpec, ...]:
+def _warm_start(
+    settings: RunSettings, folder: RunFolder, commands: _Commands, tunables: Mapping[str, str]
+) -> tuple[ProcessSpec, ...]:
     if settings.model.path is not None:
         return ()
     threads = settings.warm_start.threads
     return tuple(
-        commands.command(command[0], *command, role="job", threads=threads, once=True)
+        commands.command(command[0], *command, role="job", threads=threads, once=True, environ=tunables)
         for command in warm_start_commands(settings, folder)
     )
 
