@@ -6,7 +6,7 @@
                    rewards               (where they are enabled)
                    trainer               (imports, then waits for the model folder; see `Mesh` for when)
                    environment           (waits for the servers)
-                   demonstrations ─► sft ─► model folder
+                   demonstrations ─► sft ─► model folder   (imports meanwhile, where nothing can be in its cache)
 
 Everything that can overlap does: the warm start runs while the others import torch.
 """
@@ -34,6 +34,8 @@ from services.wire.errors import UsageError
 _ONCE = RestartPolicy(max_restarts=0)
 RUNNER = "environment"
 """The name of the runner that plays a run's task."""
+DEMONSTRATIONS_WITHIN_S = 120
+"""For thousands of short lines: less than a second on an idle machine."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class MeshPorts:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """`warm_start` jobs run one after the other, none where a model was given. `valkey` is None with --redis-url.
+    """`warm_start` jobs wait for each other; none where a model was given. `valkey` is None with --redis-url.
 
     `gateway_url`: the one address of all rollout servers, None where there is no gateway; `rewards_url` likewise.
     """
@@ -209,13 +211,17 @@ def environment_command(
 
 
 def warm_start_commands(settings: RunSettings, folder: RunFolder) -> tuple[tuple[str, ...], ...]:
-    """What makes the policy of a run that was given none, one after the other: commands of ours, without `rollmesh`."""
+    """What makes the policy of a run that was given none: commands of ours, without `rollmesh`.
+
+    One after the other, or all at once: each waits for what the one before it writes.
+    """
     seed, threads = str(settings.seed), settings.warm_start.threads
     cache: Path | None = settings.warm_start.cache_dir
     cached = () if cache is None else ("--cache-dir", str(cache))
     written = ("--task", settings.task, "--seed", seed, "--out", str(folder.demonstrations))
     learned = ("--demonstrations", str(folder.demonstrations), "--seed", seed, "--out", str(folder.model))
-    return (("demonstrations", *written), ("sft", *learned, *cached, "--threads", str(threads)))
+    how = ("--threads", str(threads), "--wait", str(DEMONSTRATIONS_WITHIN_S))
+    return (("demonstrations", *written), ("sft", *learned, *cached, *how))
 
 
 def _warm_start(
