@@ -88,6 +88,7 @@ def rollout_server(
     seed = (settings.seed * 1_000_003 + zlib.crc32(server_id.encode())) % (1 << 31)
     with heavy_imports():
         from rollout_server.app import make_rollout_app
+        from rollout_server.chat.template import has_template
         from rollout_server.engines.factory import make_engine
         from rollout_server.server import ServerPlan
         from weight_bus.client.bus_client import BusClient
@@ -107,6 +108,9 @@ def rollout_server(
         preload = getattr(policy, "preload", None)
         if preload is not None:
             preload()
+        if name == "torch" and has_template(model):
+            # What renders chats needs it, and the first one would wait: 2 s, and longer on a busy machine.
+            from transformers import AutoTokenizer  # noqa: F401
     plan = ServerPlan(
         run_id=run_id,
         server_id=server_id,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from clients.environments.base import AnyEnvironment, Dialect, Environment
-from clients.environments.rewards import RewardsAddress
 from clients.environments.tasks.guess_number import GuessNumber
 from clients.environments.tasks.running_sums import RunningSums
 from services.wire.errors import UsageError
 from services.wire.task_name import BUILT_IN as TASKS
 from services.wire.task_name import LIBRARIES, TaskName, parse_task
+
+if TYPE_CHECKING:
+    from clients.environments.rewards import RewardsAddress
 
 __all__ = ["TASKS", "Task", "make_environment", "make_task"]
 

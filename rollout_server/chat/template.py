@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout_server.chat.answers import NoChatTemplateError, TemplateError
@@ -35,6 +36,16 @@ if TYPE_CHECKING:
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _ANSWER = "rollmeshANSWERrollmesh"
 _QUESTION: Message = {"role": "user", "content": "?"}
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a model folder seems to bring a chat template, without a tokenizer being loaded."""
+    if (folder / "chat_template.jinja").exists():
+        return True
+    try:
+        return b'"chat_template"' in (folder / "tokenizer_config.json").read_bytes()
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,19 +46,24 @@ def tunables_to_ask(environment: Mapping[str, str], c_library: str, machine: str
     return ":".join([*([said] if said else []), *missing]) if missing else None
 
 
+def missing_tunables() -> dict[str, str]:
+    """What the environment variables lack for a process on this machine to have the tunables from its start."""
+    try:
+        c_library = os.confstr("CS_GNU_LIBC_VERSION") or ""
+        offer = _OFFER.read_text() if _OFFER.exists() else ""
+    except (AttributeError, ValueError, OSError):
+        return {}
+    asking = tunables_to_ask(os.environ, c_library, platform.machine(), offer)
+    return {} if asking is None else {VARIABLE: asking}
+
+
 def begin_again_with_tunables() -> None:
     """Execute this process again with the tunables, where they are not set yet: same process id, same command line.
 
     Call it before anything is open or running. Does nothing on systems without glibc.
     """
-    try:
-        c_library = os.confstr("CS_GNU_LIBC_VERSION") or ""
-        offer = _OFFER.read_text() if _OFFER.exists() else ""
-    except (AttributeError, ValueError, OSError):
-        return
-    asking = tunables_to_ask(os.environ, c_library, platform.machine(), offer)
-    if asking is not None:
-        os.execve(sys.executable, sys.orig_argv, os.environ | {VARIABLE: asking})
+    if missing := missing_tunables():
+        os.execve(sys.executable, sys.orig_argv, os.environ | missing)
 
 
 def give_memory_back() -> None:

@@ -6,7 +6,7 @@
                    rewards               (where they are enabled)
                    trainer               (imports, then waits for the model folder; see `Mesh` for when)
                    environment           (waits for the servers)
-                   demonstrations ─► sft ─► model folder
+                   demonstrations ─► sft ─► model folder   (imports meanwhile, where nothing can be in its cache)
 
 Everything that can overlap does: the warm start runs while the others import torch.
 """
@@ -34,6 +34,8 @@ from services.wire.errors import UsageError
 _ONCE = RestartPolicy(max_restarts=0)
 RUNNER = "environment"
 """The name of the runner that plays a run's task."""
+DEMONSTRATIONS_WITHIN_S = 120
+"""For thousands of short lines: less than a second on an idle machine."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class MeshPorts:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """`warm_start` jobs run one after the other, none where a model was given. `valkey` is None with --redis-url.
+    """`warm_start` jobs wait for each other; none where a model was given. `valkey` is None with --redis-url.
 
     `gateway_url`: the one address of all rollout servers, None where there is no gateway; `rewards_url` likewise.
     """
@@ -68,9 +70,18 @@ class LaunchPlan:
 
 
 def plan_launch(
-    settings: RunSettings, folder: RunFolder, run_id: str, ports: MeshPorts, keys: KeyPlaces = NO_PLACES
+    settings: RunSettings,
+    folder: RunFolder,
+    run_id: str,
+    ports: MeshPorts,
+    keys: KeyPlaces = NO_PLACES,
+    tunables: Mapping[str, str] = MappingProxyType({}),
 ) -> LaunchPlan:
-    """The mesh for resolved settings (`engine` is no longer `auto`). Every process is told where its keys are."""
+    """The mesh for resolved settings (`engine` is no longer `auto`). Every process is told where its keys are.
+
+    `tunables`: environment variables for those that compute with weights (`services.host.process`): trainer and servers
+    would each begin again for lack of them.
+    """
     valkey = None
     if settings.redis_url is None:
         valkey = ValkeyPlan(data_dir=folder.redis, port=ports.redis, asks_password=keys.folder is not None)
@@ -105,6 +116,7 @@ def plan_launch(
                 *("--server-id", f"s{index}", "--engine", settings.engine),
                 *("--host", LOOPBACK, "--port", str(port)),
                 threads=settings.rollout.threads,
+                environ=tunables,
             )
             for index, port in enumerate(ports.servers)
         ),
@@ -118,7 +130,10 @@ def plan_launch(
         if rewards_url is None
         else commands.command("rewards", "rewards", *run, "--host", LOOPBACK, "--port", str(ports.rewards)),
         trainer=commands.command(
-            "trainer", "train", *mesh, "--run-dir", str(folder.root), role="job", threads=settings.trainer.threads
+            *("trainer", "train", *mesh, "--run-dir", str(folder.root)),
+            role="job",
+            threads=settings.trainer.threads,
+            environ=tunables,
         ),
         environment=commands.command(
             "environment",
@@ -127,7 +142,7 @@ def plan_launch(
             # It reads no configuration; all others learn from there whether traces are wanted.
             environ={**judged, **as_environ(settings.telemetry)},
         ),
-        warm_start=_warm_start(settings, folder, commands),
+        warm_start=_warm_start(settings, folder, commands, tunables),
     )
 
 
@@ -196,21 +211,27 @@ def environment_command(
 
 
 def warm_start_commands(settings: RunSettings, folder: RunFolder) -> tuple[tuple[str, ...], ...]:
-    """What makes the policy of a run that was given none, one after the other: commands of ours, without `rollmesh`."""
+    """What makes the policy of a run that was given none: commands of ours, without `rollmesh`.
+
+    One after the other, or all at once: each waits for what the one before it writes.
+    """
     seed, threads = str(settings.seed), settings.warm_start.threads
     cache: Path | None = settings.warm_start.cache_dir
     cached = () if cache is None else ("--cache-dir", str(cache))
     written = ("--task", settings.task, "--seed", seed, "--out", str(folder.demonstrations))
     learned = ("--demonstrations", str(folder.demonstrations), "--seed", seed, "--out", str(folder.model))
-    return (("demonstrations", *written), ("sft", *learned, *cached, "--threads", str(threads)))
+    how = ("--threads", str(threads), "--wait", str(DEMONSTRATIONS_WITHIN_S))
+    return (("demonstrations", *written), ("sft", *learned, *cached, *how))
 
 
-def _warm_start(settings: RunSettings, folder: RunFolder, commands: _Commands) -> tuple[ProcessSpec, ...]:
+def _warm_start(
+    settings: RunSettings, folder: RunFolder, commands: _Commands, tunables: Mapping[str, str]
+) -> tuple[ProcessSpec, ...]:
     if settings.model.path is not None:
         return ()
     threads = settings.warm_start.threads
     return tuple(
-        commands.command(command[0], *command, role="job", threads=threads, once=True)
+        commands.command(command[0], *command, role="job", threads=threads, once=True, environ=tunables)
         for command in warm_start_commands(settings, folder)
     )
 

@@ -25,6 +25,7 @@ from services.config.load import dump_settings
 from services.config.settings import RunSettings
 from services.host.aio import to_its_end
 from services.host.files import remove_shm_files, shm_directory, shm_prefix
+from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder, free_bytes
 from services.run_store.client import connect, reached_by, without_password
 from services.run_store.ledger import Ledger
@@ -117,7 +118,9 @@ class Mesh:
                 rewards=ports.reserve(),
                 servers=servers,
             )
-            plan = plan_launch(self._settings, self._folder, self._run_id, reserved, self._key_places)
+            plan = plan_launch(
+                self._settings, self._folder, self._run_id, reserved, self._key_places, missing_tunables()
+            )
             async with Reaper(shm_directory() / shm_prefix(self._run_id)) as reaper:
                 self._processes = self._make_processes(plan, reaper)
                 try:
@@ -163,6 +166,8 @@ class Mesh:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     lasting = [tasks.create_task(self._watch_disk())]
+                    # First, for all others wait for it, and it for nobody.
+                    warming = tasks.create_task(self._warm_start(processes))
                     if processes.valkey is not None:
                         lasting.append(tasks.create_task(processes.valkey.run()))
                     await wait_for_redis(redis, REDIS_DEADLINE_S)
@@ -170,7 +175,6 @@ class Mesh:
                     lasting += [tasks.create_task(managed.run()) for managed in processes.services]
                     lasting += [tasks.create_task(self._announce(*named, http)) for named in _named_urls(plan)]
                     lasting.append(tasks.create_task(self._show(plan, redis, http)))
-                    warming = tasks.create_task(self._warm_start(processes))
                     jobs = [
                         warming,
                         tasks.create_task(self._run_trainer(plan, processes, warming, http)),
@@ -186,12 +190,17 @@ class Mesh:
         return summary
 
     async def _warm_start(self, processes: MeshProcesses) -> None:
-        for managed in processes.warm_start:
-            began = time.monotonic()
-            self._starting.append(managed.name)
-            await managed.run()
-            self._starting.remove(managed.name)
-            self._view.say(f"{managed.name} done in {time.monotonic() - began:.1f} s")
+        """All its jobs at once: each waits for what the one before it writes."""
+        async with asyncio.TaskGroup() as jobs:
+            for managed in processes.warm_start:
+                jobs.create_task(self._run_job(managed))
+
+    async def _run_job(self, managed: ManagedProcess) -> None:
+        began = time.monotonic()
+        self._starting.append(managed.name)
+        await managed.run()
+        self._starting.remove(managed.name)
+        self._view.say(f"{managed.name} done in {time.monotonic() - began:.1f} s")
 
     async def _run_trainer(
         self, plan: LaunchPlan, processes: MeshProcesses, warming: asyncio.Task[None], http: httpx.AsyncClient

@@ -43,6 +43,14 @@ def default_cache_dir() -> Path:
     return base / "rollmesh" / "warm-start"
 
 
+def is_empty(cache_dir: Path) -> bool:
+    """Whether nothing is kept there yet, of whatever key."""
+    try:
+        return next(cache_dir.iterdir(), None) is None
+    except OSError:
+        return True
+
+
 def take_cached(cache_dir: Path, key: str, out: Path) -> bool:
     """Copy the cached warm start to `out`; False when there is none."""
     entry = cache_dir / key

@@ -25,27 +25,32 @@ def sft(
     seed: Annotated[int, typer.Option(min=0, help="Seeds the fresh policy")] = 1,
     cache_dir: Annotated[Path | None, typer.Option(help="Where warm starts are kept by content")] = None,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads")] = 2,
+    wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for demonstrations that are being written")] = 0,
 ) -> None:
     """Warm-start a tiny policy by a short supervised run. Cached by content: the same inputs are trained on once."""
-    from services.host.process import heavy_imports
-    from trainer.sft.cache import default_cache_dir, deliver, is_delivered, keep, take_cached, warm_start_key
-    from trainer.sft.data import folder_digest, read_recipe
+    from trainer.sft.cache import default_cache_dir, deliver, is_delivered, is_empty, keep, take_cached, warm_start_key
+    from trainer.sft.data import folder_digest, is_written, read_recipe, wait_until_written
 
+    # Threads that sleep while they wait for each other: beside a busy neighbour, spinning ones take several times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    cache = cache_dir or default_cache_dir()
+    if wait and not is_written(demonstrations):
+        if is_empty(cache) and not out.exists():
+            # Whatever they say, it has not been trained on yet: what that takes is imported meanwhile.
+            _import_libraries()
+        wait_until_written(demonstrations, wait)
     recipe = read_recipe(demonstrations)
     key = warm_start_key(folder_digest(demonstrations, recipe), seed)
-    cache = cache_dir or default_cache_dir()
     if is_delivered(out, key) or take_cached(cache, key, out):
         _log.info("warm start taken from the cache", out=str(out), cache=str(cache))
         return
 
-    # Threads that sleep while they wait for each other: beside a busy neighbour, spinning ones take several times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with heavy_imports():
-        import torch
-        import transformers
+    _import_libraries()
+    import torch
+    import transformers
 
-        from trainer.sft.tiny_model import save_policy
-        from trainer.sft.train import warm_start
+    from trainer.sft.tiny_model import save_policy
+    from trainer.sft.train import warm_start
 
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(threads)
@@ -56,6 +61,13 @@ def sft(
         deliver(made, key, out)
         keep(cache, key, made)
     _log.info("warm start done", out=str(out), cache=str(cache))
+
+
+def _import_libraries() -> None:
+    from services.host.process import heavy_imports
+
+    with heavy_imports():
+        import trainer.sft.train  # noqa: F401
 
 
 class _Display:

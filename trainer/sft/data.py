@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +13,19 @@ from services.wire.demonstrations import RECIPE, Demonstration, Question, Recipe
 from services.wire.errors import UsageError
 
 _Line = TypeVar("_Line", Demonstration, Question)
+_POLL_S = 0.02
+
+
+def is_written(folder: Path) -> bool:
+    """Whether the folder is complete: the recipe is written last, and appears whole."""
+    return (folder / RECIPE).exists()
+
+
+def wait_until_written(folder: Path, within_s: float) -> None:
+    """Blocks until another process has written `folder`, or for `within_s` seconds."""
+    ends = time.monotonic() + within_s
+    while not is_written(folder) and time.monotonic() < ends:
+        time.sleep(_POLL_S)
 
 
 def read_recipe(folder: Path) -> Recipe:

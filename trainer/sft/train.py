@@ -25,6 +25,7 @@ from trainer.sft.tiny_model import build_model, build_tokenizer
 _CLIP_GRAD_NORM = 1.0
 # An answer may be a little longer than the longest demonstrated one and still be right.
 _SPARE_TOKENS = 4
+_ENCODED_AT_ONCE = 2048
 
 
 class WarmStartError(RollmeshError):
@@ -127,31 +128,45 @@ class _PhaseRun:
 
 
 class _Examples:
-    """Demonstrations as tokens, each with a flag that says whether it is trained on."""
+    """Demonstrations as tokens, each with a flag that says whether it is trained on.
+
+    Encoded some at a time, when their turn comes: a phase that reaches its bar early has no use for the rest.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, demonstrations: Sequence[Demonstration]) -> None:
-        texts = [text for demonstration in demonstrations for text, _ in demonstration.parts]
-        encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        self._demonstrations = demonstrations
         self._rows: list[tuple[list[int], list[bool]]] = []
-        for demonstration in demonstrations:
-            ids: list[int] = []
-            trained: list[bool] = []
-            for _, is_trained in demonstration.parts:
-                piece = next(encoded)
-                ids += piece
-                trained += [is_trained] * len(piece)
-            self._rows.append((ids, trained))
         self._padding = int(tokenizer.pad_token_id)
-        self.longest_trained = max(sum(trained) for _, trained in self._rows)
+        # Without the Python around it, which takes as long again.
+        self._encode = tokenizer.backend_tokenizer.encode_batch_fast
+        # One token a character (`build_tokenizer`).
+        self.longest_trained = max(
+            sum(len(text) for text, is_trained in demonstration.parts if is_trained) for demonstration in demonstrations
+        )
 
     def batch(self, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """`count` examples from number `start` on (from the beginning again after the last).
 
         Returns ids int64 `[B, T]`, the trained mask float32 `[B, T − first]` and `first`, the first column trained on.
         """
-        rows = [self._rows[(start + offset) % len(self._rows)] for offset in range(count)]
+        while len(self._rows) < min(start + count, len(self._demonstrations)):
+            self._encode_more()
+        rows = [self._rows[(start + offset) % len(self._demonstrations)] for offset in range(count)]
         longest = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([row + [self._padding] * (longest - len(row)) for row, _ in rows])
         trained = torch.tensor([row + [False] * (longest - len(row)) for _, row in rows], dtype=torch.float32)
         first = max(1, int(trained.any(dim=0).float().argmax()))
         return ids, trained[:, first:], first
+
+    def _encode_more(self) -> None:
+        some = self._demonstrations[len(self._rows) : len(self._rows) + _ENCODED_AT_ONCE]
+        texts = [text for demonstration in some for text, _ in demonstration.parts]
+        encoded = iter(self._encode(texts, add_special_tokens=False))
+        for demonstration in some:
+            ids: list[int] = []
+            trained: list[bool] = []
+            for _, is_trained in demonstration.parts:
+                piece = next(encoded).ids
+                ids += piece
+                trained += [is_trained] * len(piece)
+            self._rows.append((ids, trained))

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from weight_bus.transports.base import check_range
 UCX_TRANSPORTS = "tcp,cma,posix,sysv,self"
 # A tenth faster within a host than UCX's default of 512 KiB.
 UCX_SEGMENT = "16m"
+_PIN_NOTHING = frozenset(UCX_TRANSPORTS.split(","))
 _MEMORY = "DRAM"
 _POLL_S = 50e-6
 _KNOWN_AGENTS = 4
@@ -262,10 +263,19 @@ def _release(inflight_reads: deque[_InflightRead]) -> None:
         inflight_reads.popleft().release()
 
 
+def ucx_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that UCX reads when it is loaded, where the user has set no others."""
+    wanted = {"UCX_TLS": UCX_TRANSPORTS, "UCX_CMA_SEG_SIZE": UCX_SEGMENT}
+    if _PIN_NOTHING.issuperset(environment.get("UCX_TLS", UCX_TRANSPORTS).split(",")):
+        # UCX rewrites the C library's memory calls, with 0.4 s of busy waiting, to notice when memory is unmapped that a
+        # network card has pinned. These transports pin none.
+        wanted["UCX_MEM_MMAP_HOOK_MODE"] = "none"
+    return {name: value for name, value in wanted.items() if name not in environment}
+
+
 def make_agent(role: str) -> Any:
     """A NIXL agent on UCX whose name no other process has. Raises TransportError when UCX cannot start."""
-    os.environ.setdefault("UCX_TLS", UCX_TRANSPORTS)
-    os.environ.setdefault("UCX_CMA_SEG_SIZE", UCX_SEGMENT)
+    os.environ.update(ucx_settings(os.environ))
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     from nixl_cu12._api import nixl_agent, nixl_agent_config
 

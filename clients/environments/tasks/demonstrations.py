@@ -99,8 +99,9 @@ _RECIPES: dict[str, list[tuple[Phase, Demonstrator]]] = {
 def write_demonstrations(task: str, seed: int, folder: Path, *, problems: int = 0, held_out: int = 0) -> None:
     """Write recipe, phases and checks into `folder`, and the first `problems` and `held_out` ones of the two splits.
 
-    The recipe is written last. Raises UsageError for an unknown task, a folder that cannot be written, or problems of a
-    task that has no one right answer.
+    The recipe is written last, and appears whole.
+
+    Raises UsageError for an unknown task, a folder that cannot be written, or problems of a task without one right answer.
     """
     make_environment(task)
     if (problems or held_out) and task != RunningSums.name:
@@ -119,7 +120,10 @@ def write_demonstrations(task: str, seed: int, folder: Path, *, problems: int = 
         if held_out:
             _write_lines(folder / "held_out.jsonl", _problems("held_out", held_out, seed))
         described = Recipe(task=task, seed=seed, phases=[phase for phase, _ in recipe], check="check.jsonl")
-        (folder / RECIPE).write_bytes(msgspec.json.format(msgspec.json.encode(described), indent=2) + b"\n")
+        # In one go: whoever waits for the folder takes its recipe for the end.
+        written = folder / f"{RECIPE}.new"
+        written.write_bytes(msgspec.json.format(msgspec.json.encode(described), indent=2) + b"\n")
+        written.replace(folder / RECIPE)
     except OSError as error:
         raise UsageError(
             f"cannot write demonstrations to {folder} ({error.strerror})", "choose another --out"

@@ -1,8 +1,9 @@
-"""The torch engine: a transformers model decoded in continuous batches with a KV cache.
+"""The torch engine: a model decoded in continuous batches with a KV cache.
 
 The reference that the tests compare against, and what runs where vLLM is not installed.
 
     TorchEngine (event loop)          DecodeLoop (thread)        Scheduler ─ KvCache ─ PolicyForward ─ Sampler
+                                                                                        └ Decoder (`load_decoder`)
       generate ──submit──────────────────► inbox ─────────────────► add
       stage ──► Receiver (weight threads; small ones here) ──► shadow memory
       commit ────────────────────────────► inbox ──between two steps──► Receiver.commit ──► ModelWeights.flip
@@ -18,18 +19,20 @@ from typing import TypeVar
 
 import structlog
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
-from transformers.utils import logging as transformers_logging
 
 from rollout_server.engines.base import EngineStatus, GenerationDelta, GenerationRequest
 from rollout_server.engines.request_check import check_request
 from rollout_server.engines.streams import DeltaStreams
 from rollout_server.engines.torch.decode_loop import DecodeLoop
+from rollout_server.engines.torch.decoder import Decoder
 from rollout_server.engines.torch.forward import PolicyForward
 from rollout_server.engines.torch.kv_cache import KvCache
+from rollout_server.engines.torch.llama import read_llama
+from rollout_server.engines.torch.llama_config import is_llama
 from rollout_server.engines.torch.sampler import Sampler
 from rollout_server.engines.torch.scheduler import Scheduler
-from services.host.process import take_over_logs
+from services.host.process import heavy_imports
+from services.host.run_folder import is_complete
 from services.wire.errors import NotReadyError, UsageError
 from services.wire.sampling import KvPolicy
 from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
@@ -44,16 +47,6 @@ _Result = TypeVar("_Result")
 
 FIRST_VERSION = 0
 _CLOSE_DEADLINE_S = 30.0
-_TOY = {
-    "vocab_size": 16,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 8,
-    "max_position_embeddings": 64,
-}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -105,14 +98,13 @@ class TorchEngine:
         return FIRST_VERSION if self._decode is None else self._decode.version
 
     def preload(self) -> None:
-        """Do what needs no model yet: set the transport up, warm torch and transformers on a toy. Blocks, about 2 s."""
+        """Set the transport up, and import what the folder's model needs, where it is there to be seen. Blocks."""
         if self._readers is not None:
             return
         self._readers = make_readers(self._transport, file_root=self._file_root)
         torch.set_num_threads(self._threads)
-        take_over_logs()
-        # Modules that transformers imports late, and the recorder of decode steps, cost most of a small model's start.
-        PolicyForward(AutoModelForCausalLM.from_config(Qwen3Config(**_TOY), attn_implementation="sdpa").eval())
+        if is_complete(self._folder) and not is_llama(self._folder):
+            import rollout_server.engines.torch.transformers_decoder  # noqa: F401
 
     async def start(self) -> None:
         """Load the model, rehearse its decoding and start the decode thread. Raises UsageError if it cannot be served."""
@@ -240,55 +232,41 @@ class TorchEngine:
     def _load(self) -> tuple[Scheduler, Receiver]:
         torch.set_num_threads(self._threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = _load_model(self._folder, self._dtype).to(device)
-        config = model.config.get_text_config()
-        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        self.max_model_len = int(config.max_position_embeddings)
-        self.eos_token_ids = _eos_token_ids(model)
-        forward = PolicyForward(model)
+        decoder = load_decoder(self._folder, self._dtype, device)
+        self._vocabulary, self.max_model_len, self.eos_token_ids = decoder.vocabulary, decoder.longest, decoder.ends
+        forward = PolicyForward(decoder)
         slots = KvCache(forward.shape, max_rows=self._max_running, dtype=self._dtype, device=device)
-        outputs = int(model.get_output_embeddings().weight.shape[0])
         batch = Scheduler(
             forward,
             slots,
-            Sampler(self._seed, outputs, device),
+            Sampler(self._seed, decoder.outputs, device),
             max_running=self._max_running,
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
-            vocabulary=outputs,
+            vocabulary=decoder.outputs,
             device=device,
             kv_policy=self._kv_policy,
         )
         readers = self._readers or make_readers(self._transport, file_root=self._file_root)
         self._readers = None
-        receiver = Receiver(ModelWeights(model), self._run_id, readers, FIRST_VERSION, self._weights_key)
+        receiver = Receiver(ModelWeights(decoder.weights), self._run_id, readers, FIRST_VERSION, self._weights_key)
         return batch, receiver
 
 
-def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    try:
-        transformers_logging.disable_progress_bar()
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"no causal language model can be loaded from {folder} ({error})", "check the folder"
-        ) from error
-    return model.eval().requires_grad_(False)
-
-
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The generation config's ids, else the model config's; one or several."""
-    generation = getattr(model, "generation_config", None)
-    found = getattr(generation, "eos_token_id", None)
-    if found is None:
-        found = model.config.get_text_config().eos_token_id
-    if found is None:
-        return ()
-    return tuple(int(token) for token in found) if isinstance(found, (list, tuple)) else (int(found),)
+def load_decoder(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The model in `folder`. Raises UsageError where there is none, or one that cannot be decoded here."""
+    found = read_llama(folder, dtype, device)
+    if found is not None:
+        return found
+    _log.info("the model is left to transformers", model=str(folder))
+    # Here, so that a server without such a model does not spend 1.6 s of CPU on it.
+    with heavy_imports():
+        from rollout_server.engines.torch.transformers_decoder import load_transformers
+    return load_transformers(folder, dtype, device)
 
 
 class ModelWeights:
-    """Double-buffered weights of a transformers model: `weight_bus.receiver.receiver.WeightTarget`.
+    """Double-buffered weights of a model: `weight_bus.receiver.receiver.WeightTarget`.
 
         live     p.data ──► storage A ╲╱ storage B        flip: each parameter changes its storage, nothing is copied
         shadow              storage B ╱╲ storage A
@@ -296,7 +274,7 @@ class ModelWeights:
     Tied weights are one parameter with several names: one storage, one flip, named once.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self._parameters = dict(model.named_parameters())
         self._live = {name: parameter.data for name, parameter in self._parameters.items()}
         # A copy, so that its pages are there before the first version is staged.

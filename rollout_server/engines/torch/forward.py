@@ -1,8 +1,8 @@
-"""Forward pass of a transformers model over `KvCache`: token ids in, next-token logits out.
+"""Forward pass of a `Decoder` over `KvCache`: token ids in, next-token logits out.
 
-    ids, starts, columns ─► positions, mask ─► model (writes its keys and values into the window) ─► logits
+    ids, starts, columns ─► Decoder (writes its keys and values into the window) ─► logits
 
-The model's own code runs, traced once (`record`). At start the engine checks that decoding with our cache, masks and
+The decoder's own code runs, traced once (`record`). At start the engine checks that decoding with our cache, masks and
 positions gives the plain model's logits, and that the trace gives the same: a model that cannot be traced runs untraced,
 one that would not decode exactly is refused.
 """
@@ -13,16 +13,18 @@ import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import structlog
 import torch
 from torch.jit._trace import TracerWarning
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from rollout_server.engines.torch.kv_cache import KvCache, KvShape, KvWindow
+from rollout_server.engines.torch.decoder import Decoder
+from rollout_server.engines.torch.kv_cache import KvCache, KvWindow
 from services.wire.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = structlog.get_logger()
 
@@ -31,230 +33,84 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, to
 
 
 class PolicyForward:
-    """Call it with ids `[rows, q]` and the window that they extend: float32 logits `[rows, vocabulary]` of the last one.
+    """Call it with ids `[rows, q]` and the window that they extend: float32 logits `[rows, outputs]` of the last one.
 
     Raises UsageError, when made, for an architecture whose cache is not plain keys and values.
     """
 
     @torch.no_grad()
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self.shape = _kv_shape(model)
+    def __init__(self, model: Decoder | PreTrainedModel) -> None:
+        self._decoder = decoder = model if isinstance(model, Decoder) else _of_transformers(model)
+        self.shape = decoder.shape
         self.recorded = False
-        self._step: Step = _choose_masks(model, self.shape)
-        self._must_match(self._plain_logits, "the plain model")
-        self._record()
+        self._step: Step = decoder
+        rehearsed = _rehearse(self, decoder)
+        self._must_match_plain(rehearsed)
+        self._record([logits for _, logits in rehearsed])
 
     def __call__(self, ids: torch.Tensor, window: KvWindow) -> torch.Tensor:
         return self._step(ids, window.starts, window.columns, window.keys, window.values)
 
-    def _plain_logits(self, sequence: list[int]) -> torch.Tensor:
-        ids = torch.tensor([sequence], device=self._model.device)
-        logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0, -1]
-        return logits.float()
-
-    def _must_match(self, reference: Callable[[list[int]], torch.Tensor], what: str) -> None:
-        for sequences, ours in _rehearse(self, self._model, self.shape):
-            theirs = torch.stack([reference(sequence) for sequence in sequences])
-            if not _close(ours, theirs, self._model.dtype):
+    def _must_match_plain(self, rehearsed: Rehearsed) -> None:
+        decoder = self._decoder
+        for sequences, ours in rehearsed:
+            theirs = torch.cat([decoder.plain(torch.tensor([each], device=decoder.device)) for each in sequences])
+            if not _close(ours, theirs, decoder.dtype):
                 raise UsageError(
-                    f"a {self._model.config.model_type} model decoded with a cache does not match {what} "
+                    f"a {decoder.kind} model decoded with a cache does not match the plain model "
                     f"(off by {float((ours - theirs).abs().max()):.1e})",
                     "use the vllm engine for this architecture",
                 )
 
-    def _record(self) -> None:
-        plain = self._step
-        # An embedding with a padding index looks at a value when it is called. The index matters to gradients alone.
-        embedding = self._model.get_input_embeddings()
-        if isinstance(embedding, torch.nn.Embedding):
-            embedding.padding_idx = None
-        expected = [logits for _, logits in _rehearse(self, self._model, self.shape)]
-        window = _slots(self.shape, self._model).scratch([3, 2, 3])
-        ids = torch.zeros(3, 2, dtype=torch.int64, device=self._model.device)
-        example = (ids, window.starts, window.columns, window.keys, window.values)
+    def _record(self, expected: list[torch.Tensor]) -> None:
+        decoder = self._decoder
+        window = _slots(decoder).scratch([3, 2, 3])
+        ids = torch.zeros(3, 2, dtype=torch.int64, device=decoder.device)
         try:
-            self._step = record(_Recordable(plain, self._model), example)
-            found = [logits for _, logits in _rehearse(self, self._model, self.shape)]
-            self.recorded = all(_close(a, b, self._model.dtype) for a, b in zip(expected, found, strict=True))
+            # The parameters belong to the traced module, so that a flip of their storage reaches the trace.
+            self._step = record(decoder, (ids, window.starts, window.columns, window.keys, window.values))
+            found = [logits for _, logits in _rehearse(self, decoder)]
+            self.recorded = all(_close(a, b, decoder.dtype) for a, b in zip(expected, found, strict=True))
             why = "the recording gives other logits"
         except (RecordingError, RuntimeError) as error:
             why = str(error).strip().partition("\n")[0]
         if not self.recorded:
-            self._step = plain
-            _log.warning("decode_step_not_recorded", model_type=self._model.config.model_type, why=why)
+            self._step = decoder
+            _log.warning("decode_step_not_recorded", model_type=decoder.kind, why=why)
 
 
-class _WindowLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of the window, as the model's attention sees it."""
+def _of_transformers(model: PreTrainedModel) -> Decoder:
+    # Here, so that a process without such a model does not import transformers.
+    from rollout_server.engines.torch.transformers_decoder import TransformersDecoder
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
-        self.keys, self.values = keys, values
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Memory is there from the start."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        del args, kwargs
-        last = slice(-key_states.shape[2], None)
-        self.keys[:, :, last].copy_(key_states)
-        self.values[:, :, last].copy_(value_states)
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        del query_length
-        return self.keys.shape[2], 0
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
+    return TransformersDecoder(model)
 
 
-class _Stepper:
-    """The step in plain Python. `mask_kinds`: None hands one mask to all layers, else one by each layer type's name."""
-
-    def __init__(self, model: PreTrainedModel, mask_kinds: dict[str, int | None] | None, window: int | None) -> None:
-        self._model = model
-        self._mask_kinds = mask_kinds
-        self._window = window
-
-    def __call__(
-        self,
-        ids: torch.Tensor,
-        starts: torch.Tensor,
-        columns: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        queries = columns[-ids.shape[1] :]
-        positions = (queries.unsqueeze(0) - starts.unsqueeze(1)).clamp_min(0)
-        mask: Any
-        if self._mask_kinds is None:
-            mask = self._mask(starts, columns, queries, self._window)
-        else:
-            mask = {kind: self._mask(starts, columns, queries, size) for kind, size in self._mask_kinds.items()}
-        cache = Cache(layers=[_WindowLayer(keys[layer], values[layer]) for layer in range(keys.shape[0])])
-        output = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits.float()
-
-    def _mask(
-        self, starts: torch.Tensor, columns: torch.Tensor, queries: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
-        """Additive `[rows, 1, q, columns]`: 0 for own tokens up to the query, the dtype's lowest number elsewhere.
-
-        Not −inf: a padded query sees nothing at all, and its softmax must stay finite.
-        """
-        visible = (columns >= starts.unsqueeze(1)).unsqueeze(1) & (columns <= queries.unsqueeze(1)).unsqueeze(0)
-        if window is not None:
-            visible = visible & (columns > queries.unsqueeze(1) - window).unsqueeze(0)
-        mask = torch.zeros(visible.shape, dtype=self._model.dtype, device=columns.device)
-        return mask.masked_fill(~visible, torch.finfo(self._model.dtype).min).unsqueeze(1)
+def _slots(decoder: Decoder) -> KvCache:
+    return KvCache(decoder.shape, max_rows=4, dtype=decoder.dtype, device=decoder.device)
 
 
-class _Recordable(torch.nn.Module):
-    """The parameters must belong to the traced module, so that a flip of their storage reaches the trace."""
-
-    def __init__(self, step: Step, model: PreTrainedModel) -> None:
-        super().__init__()
-        self._step = step
-        self.model = model
-
-    def forward(
-        self,
-        ids: torch.Tensor,
-        starts: torch.Tensor,
-        columns: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        return self._step(ids, starts, columns, keys, values)
+Rehearsed = list[tuple[list[list[int]], torch.Tensor]]
+"""Sequences and the logits after them."""
 
 
-def _choose_masks(model: PreTrainedModel, shape: KvShape) -> Step:
-    """Newer models take a ready mask for each kind of layer in a dict, older ones a single ready mask."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    sliding = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if unknown := kinds - {"full_attention", "sliding_attention"}:
-        raise UsageError(
-            f"a {config.model_type} model has layers of kind {', '.join(sorted(unknown))}, which keep no plain KV cache",
-            "use the vllm engine for this architecture",
-        )
-    if not kinds:
-        return _Stepper(model, None, sliding)
-    by_kind = _Stepper(model, {kind: sliding if kind == "sliding_attention" else None for kind in kinds}, None)
-    try:
-        window = _slots(shape, model).scratch([1])
-        ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        by_kind(ids, window.starts, window.columns, window.keys, window.values)
-    except (AttributeError, TypeError):
-        # It wants a tensor. Layers of one kind can share it.
-        if len(kinds) > 1:
-            raise UsageError(
-                f"a {config.model_type} model takes no ready mask for each kind of layer",
-                "use the vllm engine for this architecture",
-            ) from None
-        return _Stepper(model, None, sliding if kinds == {"sliding_attention"} else None)
-    return by_kind
-
-
-@torch.no_grad()
-def _kv_shape(model: PreTrainedModel) -> KvShape:
-    cache = DynamicCache()
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
-    shapes = {
-        (layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
-        for layer in cache.layers
-        if isinstance(getattr(layer, "keys", None), torch.Tensor) and layer.keys.ndim == 4
-    }
-    if len(shapes) != 1:
-        raise UsageError(
-            f"a {model.config.model_type} model does not cache keys and values of one shape in every layer",
-            "use the vllm engine for this architecture",
-        )
-    heads, key_dim, value_dim = shapes.pop()
-    return KvShape(layers=len(cache.layers), heads=heads, key_dim=key_dim, value_dim=value_dim)
-
-
-def _slots(shape: KvShape, model: PreTrainedModel) -> KvCache:
-    return KvCache(shape, max_rows=4, dtype=model.dtype, device=model.device)
-
-
-def _rehearse(
-    forward: Callable[[torch.Tensor, KvWindow], torch.Tensor], model: PreTrainedModel, shape: KvShape
-) -> list[tuple[list[list[int]], torch.Tensor]]:
-    """Sequences and their logits, for a prefill of unequal prompts and for some decode steps after it."""
-    vocabulary = int(model.config.get_text_config().vocab_size)
+def _rehearse(forward: Callable[[torch.Tensor, KvWindow], torch.Tensor], decoder: Decoder) -> Rehearsed:
+    """A prefill of unequal prompts, and some decode steps after it."""
     token = itertools.count(7, 3)
-    sequences = [[next(token) % vocabulary for _ in range(length)] for length in (9, 4, 6)]
+    sequences = [[next(token) % decoder.vocabulary for _ in range(length)] for length in (9, 4, 6)]
     lengths = [len(sequence) for sequence in sequences]
     padded = [[0] * (max(lengths) - len(sequence)) + sequence for sequence in sequences]
-    slots = _slots(shape, model)
+    slots = _slots(decoder)
     prompts = slots.scratch(lengths)
-    seen = [([*sequences], forward(torch.tensor(padded, device=model.device), prompts))]
+    seen = [([*sequences], forward(torch.tensor(padded, device=decoder.device), prompts))]
     slots.place(prompts, lengths, [1, 1, 1])
     for step in range(4):
         if step == 3:
             # The last row takes the place of one that has finished.
             slots.remove([0])
             sequences = [sequences[2], sequences[1]]
-        sequences = [[*sequence, next(token) % vocabulary] for sequence in sequences]
-        ids = torch.tensor([[sequence[-1]] for sequence in sequences], device=model.device)
+        sequences = [[*sequence, next(token) % decoder.vocabulary] for sequence in sequences]
+        ids = torch.tensor([[sequence[-1]] for sequence in sequences], device=decoder.device)
         seen.append(([*sequences], forward(ids, slots.window())))
         slots.tick()
     return seen

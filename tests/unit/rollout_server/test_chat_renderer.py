@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rollout_server.chat.answers import NoChatTemplateError, TemplateError
 from rollout_server.chat.detokenizer import TokenTable
 from rollout_server.chat.renderer import ChatRenderer, choose_config, model_names
+from rollout_server.chat.template import has_template
 from services.wire.errors import UsageError
 from tests.support.chat_policy import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, build_chat_tokenizer, save_chat_policy
 from trainer.sft.tiny_model import build_tokenizer
@@ -60,6 +61,16 @@ def test_a_prompt_is_what_the_template_says(tools: Any) -> None:
     conversation = [*ASKED, called, {"role": "tool", "tool_call_id": "c", "content": "4"}, QUESTION]
     assert decode(OWN.render(conversation, tools)) == by_template(conversation, tools)
     assert OWN.render(conversation, tools) == encode(by_template(conversation, tools))
+
+
+def test_a_template_is_seen_in_the_folder_without_its_tokenizer_being_loaded(tmp_path: Path) -> None:
+    assert not has_template(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    assert not has_template(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert has_template(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path / "as now")
+    assert has_template(tmp_path / "as now")
 
 
 @families

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from services.config.load import load_settings
 from services.config.settings import RunSettings
+from services.host.process import HUGE_PAGES, VARIABLE
 from services.host.run_folder import RunFolder, make_run_folder
 from services.policies.backoff import GiveUp, Restart, RestartPolicy
 from services.run_store.ledger import Accounts
@@ -84,6 +85,16 @@ def test_every_process_is_told_by_its_environment_where_the_keys_are_and_no_key_
     assert own.valkey is None
     assert own.trainer.environment["ROLLMESH_REDIS_PASSWORD_FILE"] == "/password"
     assert "ROLLMESH_KEYS_DIR" not in own.trainer.environment
+
+
+def test_who_computes_with_weights_has_its_tunables_from_the_start_and_no_service_else() -> None:
+    settings = load_settings(None, ["engine=torch"])
+    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=(9100,))
+    tunables = {VARIABLE: HUGE_PAGES}
+    launch = plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports, tunables=tunables)
+    for spec in (*launch.servers, launch.trainer, launch.warm_start[-1]):
+        assert spec.environment[VARIABLE] == HUGE_PAGES
+    assert not any(VARIABLE in spec.environment for spec in (launch.bus, launch.environment))
 
 
 def flag(command: object, name: str) -> str:

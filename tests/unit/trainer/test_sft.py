@@ -15,7 +15,7 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.wire.demonstrations import Question
+from services.wire.demonstrations import Demonstration, Question
 from services.wire.errors import UsageError
 from trainer.sft.accuracy import Sampled, is_right, sample_answers, sampled_accuracy
 from trainer.sft.cache import default_cache_dir, deliver, is_delivered, keep, take_cached, warm_start_key
@@ -155,6 +155,58 @@ def test_the_command_trains_once_and_needs_no_torch_the_second_time(tmp_path: Pa
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
     prompt = AutoTokenizer.from_pretrained(tmp_path / "two")("a=", return_tensors="pt")["input_ids"]
     assert build_tokenizer().decode(policy(input_ids=prompt).logits[0, -1].argmax()) == "7"
+
+
+def without_torch(tmp_path: Path, *flags: object) -> subprocess.Popen[str]:
+    """`rollmesh sft` where importing torch is an error that says so."""
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise RuntimeError('torch was imported')")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path / 'broken')!r}); from services.cli import main; main()"
+    command = [sys.executable, "-c", program, "sft", *map(str, flags)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_what_is_needed_is_imported_before_the_demonstrations_are_there_where_nothing_is_cached(tmp_path: Path) -> None:
+    flags = ("--cache-dir", tmp_path / "cache", "--out", tmp_path / "out", "--wait", 100)
+    early = without_torch(tmp_path, "--demonstrations", tmp_path / "d", *flags)
+    _, said = early.communicate(timeout=60)
+    assert "torch was imported" in said
+
+
+def test_a_cached_warm_start_waits_for_the_demonstrations_without_torch(tmp_path: Path) -> None:
+    ready, cache, made = demonstrations(tmp_path / "ready"), tmp_path / "cache", tmp_path / "made"
+    save_policy(build_model(0, hidden_size=32, layers=1), made)
+    keep(cache, warm_start_key(folder_digest(ready, read_recipe(ready)), 1), made)
+    flags = ("--cache-dir", cache, "--out", tmp_path / "out", "--wait", 100)
+    waiting = without_torch(tmp_path, "--demonstrations", tmp_path / "d", *flags)
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(timeout=2.0)
+    ready.rename(tmp_path / "d")
+    _, said = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0, said
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_demonstrations_that_do_not_come_are_misuse_after_the_wait(tmp_path: Path) -> None:
+    (tmp_path / "cache" / "other").mkdir(parents=True)
+    flags = ("--cache-dir", tmp_path / "cache", "--out", tmp_path / "out")
+    for wait in ((), ("--wait", 0.2)):
+        done = sft("--demonstrations", tmp_path / "d", *flags, *wait)
+        assert done.returncode == 2
+        assert "cannot read" in done.stderr
+
+
+def test_demonstrations_encoded_in_pieces_are_those_encoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = build_tokenizer()
+    lines = [Demonstration([(f"{number}=", False), (f"{number * 7}$", True)]) for number in range(23)]
+    whole = _Examples(tokenizer, lines)
+    monkeypatch.setattr("trainer.sft.train._ENCODED_AT_ONCE", 4)
+    pieces = _Examples(tokenizer, lines)
+    for start in (0, 5, 20, 46):
+        for one, other in zip(whole.batch(start, 6), pieces.batch(start, 6), strict=True):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    longest = max(tokenizer([line.parts[1][0] for line in lines], add_special_tokens=False)["input_ids"], key=len)
+    assert whole.longest_trained == len(longest)
 
 
 def test_concurrent_runs_and_half_written_entries_break_nothing(tmp_path: Path) -> None:

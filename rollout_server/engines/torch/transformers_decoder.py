@@ -1,0 +1,167 @@
+"""Any causal language model of transformers as a `Decoder`: the model's own code, over our cache, masks and positions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.utils import logging as transformers_logging
+
+from rollout_server.engines.torch.decoder import Decoder, mask_of, positions_of
+from rollout_server.engines.torch.kv_cache import KvCache, KvShape
+from rollout_server.engines.torch.llama_config import end_ids
+from services.wire.errors import UsageError
+
+
+class TransformersDecoder(Decoder):
+    """Raises UsageError, when made, for an architecture whose cache is not plain keys and values."""
+
+    @torch.no_grad()
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.kind, self.dtype, self.device = model.config.model_type, model.dtype, model.device
+        self.shape = _kv_shape(model)
+        config = model.config.get_text_config()
+        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self.outputs = int(model.get_output_embeddings().weight.shape[0])
+        self.longest = int(config.max_position_embeddings)
+        # The generation config's ids, else the model config's.
+        ends = end_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
+        self.ends = ends or end_ids(config.eos_token_id)
+        self._window: int | None = None
+        self._mask_kinds: dict[str, int | None] | None = None
+        self._choose_masks()
+        # An embedding with a padding index looks at a value when it is called. The index matters to gradients alone.
+        embedding = model.get_input_embeddings()
+        if isinstance(embedding, torch.nn.Embedding):
+            embedding.padding_idx = None
+
+    @property
+    def weights(self) -> torch.nn.Module:
+        named: torch.nn.Module = self.model
+        return named
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        starts: torch.Tensor,
+        columns: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        queries = columns[-ids.shape[1] :]
+        mask: Any
+        if self._mask_kinds is None:
+            mask = mask_of(starts, columns, queries, self.dtype, self._window)
+        else:
+            kinds = self._mask_kinds.items()
+            mask = {kind: mask_of(starts, columns, queries, self.dtype, size) for kind, size in kinds}
+        layers = [_WindowLayer(keys[layer], values[layer]) for layer in range(keys.shape[0])]
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions_of(starts, queries),
+            attention_mask=mask,
+            past_key_values=Cache(layers=layers),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits.float()
+
+    def plain(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits[:, -1]
+        return logits.float()
+
+    def _choose_masks(self) -> None:
+        """Newer models take a ready mask for each kind of layer in a dict, older ones a single ready mask."""
+        config = self.model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ())
+        sliding = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        if unknown := kinds - {"full_attention", "sliding_attention"}:
+            raise UsageError(
+                f"a {config.model_type} model has layers of kind {', '.join(sorted(unknown))}, "
+                "which keep no plain KV cache",
+                "use the vllm engine for this architecture",
+            )
+        if not kinds:
+            self._window = sliding
+            return
+        self._mask_kinds = {kind: sliding if kind == "sliding_attention" else None for kind in kinds}
+        try:
+            window = KvCache(self.shape, max_rows=1, dtype=self.dtype, device=self.device).scratch([1])
+            ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            self(ids, window.starts, window.columns, window.keys, window.values)
+        except (AttributeError, TypeError):
+            # It wants a tensor. Layers of one kind can share it.
+            if len(kinds) > 1:
+                raise UsageError(
+                    f"a {config.model_type} model takes no ready mask for each kind of layer",
+                    "use the vllm engine for this architecture",
+                ) from None
+            self._mask_kinds = None
+            self._window = sliding if kinds == {"sliding_attention"} else None
+
+
+class _WindowLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of the window, as the model's attention sees it."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Memory is there from the start."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        del args, kwargs
+        last = slice(-key_states.shape[2], None)
+        self.keys[:, :, last].copy_(key_states)
+        self.values[:, :, last].copy_(value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        del query_length
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def _kv_shape(model: PreTrainedModel) -> KvShape:
+    cache = DynamicCache()
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    shapes = {
+        (layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+        for layer in cache.layers
+        if isinstance(getattr(layer, "keys", None), torch.Tensor) and layer.keys.ndim == 4
+    }
+    if len(shapes) != 1:
+        raise UsageError(
+            f"a {model.config.model_type} model does not cache keys and values of one shape in every layer",
+            "use the vllm engine for this architecture",
+        )
+    heads, key_dim, value_dim = shapes.pop()
+    return KvShape(layers=len(cache.layers), heads=heads, key_dim=key_dim, value_dim=value_dim)
+
+
+def load_transformers(folder: Path, dtype: torch.dtype, device: torch.device) -> TransformersDecoder:
+    """The model in `folder`. Raises UsageError where there is none, or one that cannot be decoded here."""
+    try:
+        transformers_logging.disable_progress_bar()
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"no causal language model can be loaded from {folder} ({error})", "check the folder"
+        ) from error
+    return TransformersDecoder(model.eval().requires_grad_(False).to(device))
