@@ -43,6 +43,22 @@ async def test_batches_come_in_order_of_opening(make_bench: Callable[..., Bench]
     assert [member.payload.member for member in batch[0].members] == [0, 1]
 
 
+async def test_the_last_group_of_a_batch_wakes_who_waits_for_it(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: not when it next looks by itself, which is put off here beyond the test's patience."""
+    monkeypatch.setattr("trainer.data.stream_reader._SLICE_S", 60.0)
+    bench = make_bench()
+    waiting = asyncio.create_task(bench.take(3, deadline_s=100.0))
+    await eventually(lambda: bench.intake._wanted == 3)
+    for ordinal in range(3):
+        assert not waiting.done()
+        await bench.writer.publish(answers(bench, f"g{ordinal}", ordinal))
+    async with asyncio.timeout(10):
+        batch = await waiting
+    assert batch is not None and [group.ordinal for group in batch] == [0, 1, 2]
+
+
 async def test_what_cannot_be_trained_is_dropped_by_cause_and_admission_makes_up_for_it(
     make_bench: Callable[..., Bench],
 ) -> None:
