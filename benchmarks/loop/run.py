@@ -4,6 +4,9 @@ Each round runs the mesh (`rollmesh up`, a run like any other) and then TRL on t
 same task, problems, batch, steps and learning rate, both on all cores, one after the other. Rounds interleave the arms, so
 that a drift of the machine's speed touches both; medians and spread are over rounds.
 
+Time counts from an arm's first generation, when both trainers have done their imports: every round of ours makes its own
+warm start, for the trainer does them meanwhile. With one from the user's cache it would still be importing.
+
 `time_to_0.9_vs_trl`: seconds from the first generation to 0.9 success (trailing mean of three batches), ours ÷ TRL's.
 `steps_per_s_vs_trl`: optimizer steps a second, ours ÷ TRL's.
 `overhead_ms_per_step`: what the mesh itself costs a step: `publish` (training thread blocked), `stream` (reading, decoding
@@ -109,6 +112,7 @@ def _run_mesh(folder: Path, seed: int, steps: int, engine: str) -> tuple[Arm, Ov
     command = [sys.executable, "-P", "-m", "services", "up", "--plain", "--engine", engine]
     command += ["--seed", str(seed), "--steps", str(steps), "--run-dir", str(folder)]
     command += [f"rollout.groups_per_step={GROUPS}", f"rollout.group_size={GROUP_SIZE}"]
+    command += [f"warm_start.cache_dir={folder}-warm-start"]
     _run("the mesh", [*command, f"rollout.max_tokens={MAX_TOKENS}"])
     lines = read_metrics(folder / "metrics.jsonl")
     summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
