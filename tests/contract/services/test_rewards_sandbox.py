@@ -258,6 +258,7 @@ async def test_a_worker_that_dies_is_told_and_one_that_is_closed_leaves_nothing(
     async with worker() as calls:
         # In namespaces it is the child of the process that made them: whichever ends, the other does.
         os.kill(min(children() - before), 9)
+        await until(lambda: children() == before)
         with pytest.raises(WorkerLostError, match="has ended"):
             await calls.call(sample("fine"))
     async with worker() as calls:
