@@ -8,6 +8,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,10 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], deadline_s: float
     raise TimeoutError(f"nothing listens on port {port} after {deadline_s} s")
 
 
-@pytest.fixture(scope="session")
-def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyPlan]:
-    """One real Valkey for the whole test session; tests keep apart by run id."""
-    plan = ValkeyPlan(data_dir=tmp_path_factory.mktemp("valkey"), port=free_port())
+@contextmanager
+def running_valkey(folder: Path) -> Iterator[ValkeyPlan]:
+    """A real Valkey that keeps its data in `folder`."""
+    plan = ValkeyPlan(data_dir=folder, port=free_port())
     process = subprocess.Popen(plan.command(), stdout=subprocess.DEVNULL)
     try:
         wait_for_port(plan.port, process)
@@ -52,6 +53,13 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyPlan]:
     finally:
         process.terminate()
         process.wait(timeout=10)
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyPlan]:
+    """One real Valkey for the whole test session; tests keep apart by run id."""
+    with running_valkey(tmp_path_factory.mktemp("valkey")) as plan:
+        yield plan
 
 
 @pytest.fixture

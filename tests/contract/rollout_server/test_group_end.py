@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from services.run_store.undelivered import UndeliveredCalls, UndeliveredError
 from services.supervisor.launch_plan import ValkeyPlan
 from services.wire.errors import ConcludedError, DrainingError
 from services.wire.trajectory import Trajectory, decode_trajectory
-from tests.conftest import free_port, wait_for_port
+from tests.conftest import running_valkey
 from tests.contract.rollout_server.test_rollout_app_redis import trajectory
 from tests.support.rollout_host import hosting, small_batch
 from tests.support.scripted_engine import ScriptedEngine
@@ -331,14 +330,8 @@ async def test_who_joined_with_an_id_of_its_own_is_forgotten_with_its_finished_g
 @pytest.fixture
 def lonely_valkey(tmp_path: Path) -> Iterator[ValkeyPlan]:
     """A Valkey in which nobody else makes commands."""
-    plan = ValkeyPlan(data_dir=tmp_path, port=free_port())
-    process = subprocess.Popen(plan.command(), stdout=subprocess.DEVNULL)
-    try:
-        wait_for_port(plan.port, process)
+    with running_valkey(tmp_path) as plan:
         yield plan
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
 
 
 async def calls_of(redis: Redis) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -21,7 +20,7 @@ from services.run_store.status import WaitBoard, read_waits
 from services.run_store.stream import TrajectoryReader
 from services.supervisor.launch_plan import ValkeyPlan
 from services.wire.errors import DeadlineError, UsageError
-from tests.conftest import free_port, wait_for_port
+from tests.conftest import free_port, running_valkey
 from tests.support.black_hole import BlackHole, black_hole
 from tests.support.until import until
 from tests.unit.services.test_wire import a_trajectory
@@ -42,14 +41,8 @@ async def through(hole: BlackHole) -> AsyncIterator[Redis]:
 @pytest.fixture
 def own_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyPlan]:
     """One that a test may fill and reconfigure."""
-    plan = ValkeyPlan(data_dir=tmp_path_factory.mktemp("own-valkey"), port=free_port())
-    process = subprocess.Popen(plan.command(), stdout=subprocess.DEVNULL)
-    try:
-        wait_for_port(plan.port, process)
+    with running_valkey(tmp_path_factory.mktemp("own-valkey")) as plan:
         yield plan
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
 
 
 async def test_a_silent_redis_is_named_in_the_log_and_the_call_ends(valkey: ValkeyPlan) -> None:

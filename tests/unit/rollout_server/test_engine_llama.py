@@ -20,19 +20,8 @@ from rollout_server.engines.torch.forward import PolicyForward
 from rollout_server.engines.torch.kv_cache import KvCache
 from rollout_server.engines.torch.llama import LlamaDecoder, read_llama
 from rollout_server.engines.torch.transformers_decoder import TransformersDecoder, load_transformers
+from tests.unit.rollout_server.test_engine_torch import SMALL
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 80,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": [3, 4],
-    "pad_token_id": 0,
-}
 CPU = torch.device("cpu")
 
 
