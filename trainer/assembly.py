@@ -25,7 +25,7 @@ from services.run_store.status import WaitBoard
 from services.run_store.stream import TrajectoryReader
 from services.security.permissions import Keys
 from services.security.tls import PLAIN, Tls
-from services.wire.errors import UsageError
+from services.wire.errors import NoModelError, UsageError
 from services.wire.trajectory import vocabulary_digest
 from trainer.checkpoint.attempts import Attempts
 from trainer.checkpoint.step_log import StepLog
@@ -205,8 +205,5 @@ def load_policy(folder: Path) -> PreTrainedModel:
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(
-            f"{folder} holds no causal language model ({reason})", "give --model a Hugging Face folder"
-        ) from error
+        raise NoModelError(folder, error) from error
     return model.to(device)

@@ -6,6 +6,8 @@ HTTP answer. Anything else that escapes is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -49,6 +51,14 @@ class UsageError(RollmeshError):
     exit_code = 2
     status = 422
     code = "usage"
+
+
+class NoModelError(UsageError):
+    """A folder does not hold a language model that can be loaded: whoever of a run finds it first says the same."""
+
+    def __init__(self, folder: Path, error: Exception) -> None:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        super().__init__(f"{folder} holds no causal language model ({reason})", "give --model a Hugging Face folder")
 
 
 class ContextLengthError(RollmeshError):

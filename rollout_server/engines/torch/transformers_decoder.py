@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from rollout_server.engines.torch.decoder import Decoder, mask_of, positions_of
 from rollout_server.engines.torch.kv_cache import KvCache, KvShape
 from rollout_server.engines.torch.llama_config import end_ids
-from services.wire.errors import UsageError
+from services.wire.errors import NoModelError, UsageError
 
 
 class TransformersDecoder(Decoder):
@@ -160,8 +160,6 @@ def load_transformers(folder: Path, dtype: torch.dtype, device: torch.device) ->
     try:
         transformers_logging.disable_progress_bar()
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"no causal language model can be loaded from {folder} ({error})", "check the folder"
-        ) from error
+    except (OSError, ValueError, KeyError) as error:
+        raise NoModelError(folder, error) from error
     return TransformersDecoder(model.eval().requires_grad_(False).to(device))

@@ -234,7 +234,7 @@ async def test_an_engine_that_is_not_started_says_so(tmp_path: Path) -> None:
     with pytest.raises(NotReadyError):
         await collect(engine.generate(asked("a", [5], 4)))
     assert engine.status().failure == "not started"
-    with pytest.raises(UsageError, match="no causal language model can be loaded"):
+    with pytest.raises(UsageError, match="holds no causal language model"):
         await engine.start()
     await engine.close()
 
