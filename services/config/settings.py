@@ -127,6 +127,20 @@ class TrainerSettings(Section):
     micro_batch_tokens: int = Field(
         default=4096, ge=1, description="Tokens of a forward/backward pass; a longer row has one for itself"
     )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Of forward and backward passes; auto: bfloat16 on a GPU that has it, else float32. Weights and sums "
+        "are float32",
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="Layers that keep their input alone and are computed once more in the backward pass: none, every second, "
+        "all",
+    )
+    activation_offload: bool = Field(
+        default=False, description="On a GPU, what checkpointed layers keep is held in the host's memory"
+    )
+    tf32: bool = Field(default=False, description="On a GPU, products of float32 with 10 bits of mantissa")
     loss: LossSettings = LossSettings()
     advantage: AdvantageSettings = AdvantageSettings()
     threads: int = Field(default=1, ge=1)

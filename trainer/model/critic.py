@@ -22,6 +22,7 @@ from trainer.data.packing import MicroBatch, PackedBatch
 from trainer.model.anomaly import check_finite
 from trainer.model.forward import PackedForward
 from trainer.model.logprobs import measure
+from trainer.model.precision import Precision
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
@@ -39,11 +40,11 @@ def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> 
 class ValueModel(nn.Module):
     """A language model's layers with a head of one number."""
 
-    def __init__(self, policy: PreTrainedModel) -> None:
-        """`policy`: whose layers become this model's own; its language head is not used."""
+    def __init__(self, policy: PreTrainedModel, precision: Precision = "float32") -> None:
+        """`policy`: whose layers become this model's own; its language head is not used. `precision`: of its passes."""
         super().__init__()
         self.policy = policy.eval()
-        self._packed = PackedForward(self.policy)
+        self._packed = PackedForward(self.policy, precision)
         self.head = nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -51,7 +52,7 @@ class ValueModel(nn.Module):
     def forward(self, micro: MicroBatch) -> Tensor:
         """float32 `[N]`: the value before each fresh token."""
         before = self._packed.hidden(micro.row, micro.places[micro.chosen] - 1)
-        values: Tensor = self.head(before).squeeze(-1).float()
+        values: Tensor = self.head(before.to(self.head.weight.dtype)).squeeze(-1).float()
         return values
 
 

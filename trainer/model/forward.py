@@ -1,6 +1,6 @@
 """One forward pass over a packed row, for any Hugging Face causal language model.
 
-    PackedForward(model) ──► logits(row, places) · hidden(row, places)      what each row gives alone
+    PackedForward(model) ──► terms(row, places, tokens) · hidden(row, places)      what each row gives alone
 
 How rows are kept apart is chosen once, by trying: three short rows are run packed, and each alone.
 
@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 from trainer.data.packing import PackedRow, lay_end_to_end, lay_shared
 from trainer.data.sharing import share
 from trainer.model import packed_attention
+from trainer.model.head import Terms, head_terms, linear_head, logit_terms
+from trainer.model.precision import Precision, compute_dtype, computing
 
 Separation = Literal["within", "masked", "apart"]
 _log = structlog.get_logger()
@@ -40,13 +42,31 @@ class PackedForward:
     Its attention may be replaced; ordinary calls of it give what they gave before.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, precision: Precision = "float32") -> None:
+        """`precision`: of passes; weights keep theirs. Raises UsageError where the device does not have it."""
         self._model = model
+        self._dtype = compute_dtype(precision, model.device)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.stem_width: int | None = None
         self.separation: Separation = self._choose()
         self.stem_width = self._stem_width()
         """The hidden size, where rows may share stems (`trainer.data.sharing`); None where each is computed whole."""
+        self._head = self._linear_head()
+
+    def terms(
+        self,
+        row: PackedRow,
+        places: Tensor,
+        tokens: Tensor,
+        temperature: Tensor | None = None,
+        *,
+        entropy: bool = False,
+    ) -> Terms:
+        """What the model says of `tokens`, int64 `[N]`, behind those at `places`; as `logits` has them."""
+        if self._head is None:
+            return logit_terms(self.logits(row, places), tokens, temperature, entropy=entropy)
+        hidden = self.hidden(row, places).to(self._dtype)
+        return head_terms(hidden, self._head.weight, tokens, temperature, bias=self._head.bias, entropy=entropy)
 
     def logits(self, row: PackedRow, places: Tensor) -> Tensor:
         """The logits behind the tokens at `places`, int64 `[N]` in `0 … T − 1`: `[N, V]`; others are not computed.
@@ -54,23 +74,25 @@ class PackedForward:
         Where the row says which tokens it needs, others must not be asked for.
         """
         row, places = self._condensed(row, places)
-        if self.separation == "apart":
-            return self._apart(row, lambda inputs: self._model(**inputs).logits)[places]
-        inputs = self._inputs(row)
-        if self._keeps:
-            logits: Tensor = self._model(**inputs, logits_to_keep=places).logits[0]
-            return logits
-        every: Tensor = self._model(**inputs).logits[0]
-        return every[places]
+        with computing(self._dtype, self._model.device):
+            if self.separation == "apart":
+                return self._apart(row, lambda inputs: self._model(**inputs).logits)[places]
+            inputs = self._inputs(row)
+            if self._keeps:
+                logits: Tensor = self._model(**inputs, logits_to_keep=places).logits[0]
+                return logits
+            every: Tensor = self._model(**inputs).logits[0]
+            return every[places]
 
     def hidden(self, row: PackedRow, places: Tensor) -> Tensor:
         """What the last layer makes of the tokens at `places`, as above, the final norm included: `[N, width]`."""
         row, places = self._condensed(row, places)
         base = self._model.base_model
-        if self.separation == "apart":
-            return self._apart(row, lambda inputs: base(**inputs).last_hidden_state)[places]
-        hidden: Tensor = base(**self._inputs(row)).last_hidden_state[0]
-        return hidden[places]
+        with computing(self._dtype, self._model.device):
+            if self.separation == "apart":
+                return self._apart(row, lambda inputs: base(**inputs).last_hidden_state)[places]
+            hidden: Tensor = base(**self._inputs(row)).last_hidden_state[0]
+            return hidden[places]
 
     def _condensed(self, row: PackedRow, places: Tensor) -> tuple[PackedRow, Tensor]:
         """The row without what nobody needs, each stem once; and where in it the tokens at `places` are."""
@@ -118,6 +140,18 @@ class PackedForward:
         return int(self._model.config.get_text_config().hidden_size)
 
     @torch.no_grad()
+    def _linear_head(self) -> torch.nn.Linear | None:
+        """The head, where logits are nothing but what it makes of hidden states: tried on some tokens."""
+        head = linear_head(self._model)
+        if head is None:
+            return None
+        probe = _probe(self._model)
+        places = torch.arange(probe.input_ids.shape[1], device=self._model.device)
+        logits, linear = self.logits(probe, places), head(self.hidden(probe, places))
+        off = (linear - logits).abs().max() / logits.abs().max()
+        return head if off <= self._tolerance(logits) else None
+
+    @torch.no_grad()
     def _every(self, row: PackedRow) -> Tensor:
         return self.hidden(row, torch.arange(row.input_ids.shape[1], device=row.input_ids.device))
 
@@ -131,7 +165,10 @@ class PackedForward:
             _log.info("attention does not keep packed rows apart", way=self.separation, why=str(error))
             return False
         off = (together - alone).abs().max() / alone.abs().max()
-        return bool(off <= (_TOLERANCE if alone.dtype.itemsize >= 4 else _COARSE_TOLERANCE))
+        return bool(off <= self._tolerance(alone))
+
+    def _tolerance(self, found: Tensor) -> float:
+        return _TOLERANCE if found.dtype.itemsize >= 4 and self._dtype == torch.float32 else _COARSE_TOLERANCE
 
 
 def _probe(model: PreTrainedModel) -> PackedRow:

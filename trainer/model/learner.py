@@ -21,6 +21,7 @@ from services.wire.run_metrics import TokenStatistics
 from trainer.algorithms.losses.objective import Objective, TokenTerms
 from trainer.algorithms.losses.tokens import BatchSize
 from trainer.data.packing import MicroBatch, PackedBatch
+from trainer.model.activations import recompute_activations
 from trainer.model.anomaly import check_finite
 from trainer.model.forward import PackedForward, Separation
 from trainer.model.logprobs import sampled_terms
@@ -47,7 +48,8 @@ class Learner:
         if self.objective.needs_reference and reference is None:
             raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
         self._reference = reference if self.objective.needs_reference else None
-        self._policy = PackedForward(self.model)
+        self._policy = PackedForward(self.model, settings.dtype)
+        recompute_activations(self.model, settings.activation_checkpointing, offload=settings.activation_offload)
         state = model.state_dict(keep_vars=True)
         self._live = {name: state[name] for name in named_weights(model)}
         """These stay the same objects, whatever is loaded into them and wherever their data is moved."""
@@ -136,6 +138,8 @@ class Learner:
         return sampled_terms(self._reference, micro)[0][micro.chosen]
 
     def _accumulate(self, micro: MicroBatch, proximal: Tensor | None, size: BatchSize, sums: StepSums) -> None:
+        # Before the policy's, whose graph holds on to its activations.
+        reference = self._of_reference(micro)
         logprobs, entropy = sampled_terms(self._policy, micro, entropy=self.objective.needs_entropy)
         terms = TokenTerms(
             logprobs=logprobs[micro.chosen],
@@ -145,7 +149,7 @@ class Learner:
             staleness=micro.staleness,
             segment=micro.segment,
             segments=micro.segments,
-            reference=self._of_reference(micro),
+            reference=reference,
             entropy=None if entropy is None else entropy[micro.chosen],
         )
         judged = self.objective(terms)

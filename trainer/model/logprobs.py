@@ -1,7 +1,4 @@
-"""Log-probabilities of tokens under a causal language model: the one place where logits become logprobs.
-
-log π(x_t | x_<t) = z[x_t] / T − logsumexp(z / T)          z: the model's logits before position t
-"""
+"""Log-probabilities of tokens under a causal language model: of a micro-batch, of padded rows, of whole trajectories."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from trainer.algorithms.advantages.flat import ranges
 from trainer.data.packing import MicroBatch, micro_batch
 from trainer.data.rows import to_measure
 from trainer.model.forward import PackedForward
+from trainer.model.head import logit_terms
 
 
 def sampled_terms(policy: PackedForward, micro: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -26,8 +24,9 @@ def sampled_terms(policy: PackedForward, micro: MicroBatch, *, entropy: bool = F
 
     With `entropy` also that of the distribution that each was sampled from, in nats.
     """
-    logits = policy.logits(micro.row, micro.places - 1)
-    return _terms(logits, micro.row.input_ids[0, micro.places], micro.temperature, entropy=entropy)
+    tokens = micro.row.input_ids[0, micro.places]
+    terms = policy.terms(micro.row, micro.places - 1, tokens, micro.temperature, entropy=entropy)
+    return terms.logprobs, terms.entropy
 
 
 def token_logprobs(model: PreTrainedModel, input_ids: Tensor, first: int = 1) -> Tensor:
@@ -38,24 +37,7 @@ def token_logprobs(model: PreTrainedModel, input_ids: Tensor, first: int = 1) ->
     """
     wanted = torch.arange(first - 1, input_ids.shape[1] - 1, device=input_ids.device)
     logits = model(input_ids=input_ids, use_cache=False, logits_to_keep=wanted).logits
-    return _terms(logits, input_ids[:, first:], None, entropy=False)[0]
-
-
-def _terms(
-    logits: Tensor, tokens: Tensor, temperature: Tensor | None, *, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """`logits` `[…, V]`, `tokens` int64 `[…]`, `temperature` float32 `[…]`, None for 1 everywhere."""
-    logits = logits.float()
-    if temperature is not None:
-        logits = logits / temperature.unsqueeze(-1)
-    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    normaliser = logits.logsumexp(-1)
-    logprobs: Tensor = chosen - normaliser
-    if not entropy:
-        return logprobs, None
-    # H = log Z − Σ p·z
-    expected = ((logits - normaliser.unsqueeze(-1)).exp() * logits).sum(-1)
-    return logprobs, normaliser - expected
+    return logit_terms(logits, input_ids[:, first:], None).logprobs
 
 
 @torch.no_grad()

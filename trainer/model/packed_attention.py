@@ -74,6 +74,10 @@ def _attention(
         raise NotImplementedError(
             f"attention with {', '.join(unknown) or 'both directions'} is not done in packed rows"
         )
+    # Norms of queries and keys leave float32 behind, in a pass of 16 bits too.
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # Tokens first: [T, H, D].
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     shared = packed_row.shared

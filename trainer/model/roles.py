@@ -21,6 +21,7 @@ from trainer.algorithms.advantages.batch import Float64Array
 from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.algorithms.advantages.registry import find_estimator
 from trainer.data.packing import MicroBatch
+from trainer.model.activations import recompute_activations
 from trainer.model.critic import Critic, ValueModel
 from trainer.model.forward import PackedForward
 from trainer.model.learner import Learner
@@ -65,8 +66,8 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
     """
     trainer, advantage = settings.trainer, settings.trainer.advantage
     reference = load().eval().requires_grad_(False) if trainer.loss.kl or advantage.kl else None
-    packed = None if reference is None else PackedForward(reference)
-    critic = Critic(ValueModel(load()), trainer) if find_estimator(advantage.estimator).critic else None
+    packed = None if reference is None else PackedForward(reference, trainer.dtype)
+    critic = Critic(_value_model(load(), trainer), trainer) if find_estimator(advantage.estimator).critic else None
     learner = Learner(load(), trainer, version, packed)
 
     def of_reference(trajectories: Sequence[Trajectory]) -> Float64Array:
@@ -84,3 +85,9 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
         critic=None if critic is None else critic.values,
     )
     return Roles(learner, advantage_computer, critic)
+
+
+def _value_model(policy: PreTrainedModel, settings: TrainerSettings) -> ValueModel:
+    model = ValueModel(policy, settings.dtype)
+    recompute_activations(policy, settings.activation_checkpointing, offload=settings.activation_offload)
+    return model

@@ -1,0 +1,188 @@
+"""The language head in chunks: hidden states to logprobs, entropy and likeliest tokens, without `[M, V]` logits.
+
+    hidden [M, H] ──a chunk of rows──► z = x·Wᵀ / T ──► logprob, entropy, likeliest ──► [M]        z is let go of
+    their gradients ──a chunk──► z once more ──► ∂z ──► ∂x, added to ∂W                             in its place
+
+    log π(t) = z_t − log Σ exp z        ∂ log π(t) / ∂z_j = 1[j = t] − p_j
+    H = log Σ exp z − Σ p·z             ∂H / ∂z_j         = −p_j · (log p_j + H)
+
+Computing z again costs a matrix product of four; keeping it would cost M·V floats, 2.5 GB for 4096 tokens of a vocabulary of
+151,936, several times over. What fits a chunk as a whole is kept: there is nothing to save.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 27}
+"""Logits of a chunk: 64 MiB of float32, whose matrix products are as quick as larger ones here; GPUs want more rows."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Of `M` tokens: `logprobs` float32 `[M]`; `entropy` `[M]`, in nats, and of the `k` likeliest tokens `top_logprobs` and
+    `top_ids` `[M, k]`, the likeliest first, where they were asked for."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    top_logprobs: Tensor | None = None
+    top_ids: Tensor | None = None
+
+
+def head_terms(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    entropy: bool = False,
+    top: int = 0,
+    chunk: int | None = None,
+) -> Terms:
+    """What a linear head says of `tokens`, with gradients for `hidden`, `weight` and `bias`.
+
+    `hidden` `[M, H]`; `weight` `[V, H]`, multiplied in `hidden`'s dtype; `tokens` int64 `[M]`; `temperature` float32 `[M]`,
+    None for 1 everywhere; `bias` `[V]`. `top`: how many of the likeliest tokens are asked for. `chunk`: logits of a chunk.
+    Sums are made in float32, in float64 where `hidden` is.
+    """
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    chunk = _CHUNK.get(hidden.device.type, _CHUNK["cpu"]) if chunk is None else chunk
+    rows = max(1, chunk // weight.shape[0])
+    if temperature is not None:
+        temperature = temperature.to(wide)
+    found: tuple[Tensor, Tensor, Tensor] = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, tokens, temperature, entropy, top, rows
+    )
+    logprobs, of_entropy, ids = found
+    return Terms(
+        logprobs[:, 0],
+        of_entropy if entropy else None,
+        logprobs[:, 1:] if top else None,
+        ids[:, 1:] if top else None,
+    )
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Returns logprobs `[M, 1 + k]` of each row's token and of the `k` likeliest, entropy `[M]` (empty where it is not asked
+    for), and the ids `[M, 1 + k]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tokens: Tensor,
+        temperature: Tensor | None,
+        entropy: bool,
+        top: int,
+        rows: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        count = len(hidden)
+        cast, cast_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        logprobs = torch.empty((count, 1 + top), dtype=wide, device=hidden.device)
+        ids = torch.empty((count, 1 + top), dtype=torch.int64, device=hidden.device)
+        normaliser = torch.empty(count, dtype=wide, device=hidden.device)
+        of_entropy = torch.empty(count if entropy else 0, dtype=wide, device=hidden.device)
+        ids[:, 0] = tokens
+        kept: Tensor | None = None
+        for start in range(0, count, rows):
+            own = slice(start, start + rows)
+            logits = _logits(hidden[own], cast, cast_bias, _of(temperature, own), wide)
+            normaliser[own] = logits.logsumexp(-1)
+            if top:
+                ids[own, 1:] = logits.topk(top, dim=-1).indices
+            logprobs[own] = logits.gather(-1, ids[own]) - normaliser[own, None]
+            log_p = logits.sub_(normaliser[own, None])
+            if entropy:
+                # H = −Σ p · log p
+                of_entropy[own] = -torch.linalg.vecdot(log_p.exp(), log_p)
+            kept = log_p if count <= rows else None
+        ctx.save_for_backward(hidden, weight, bias, temperature, ids, normaliser, of_entropy, kept)
+        ctx.entropy, ctx.rows = entropy, rows
+        ctx.mark_non_differentiable(ids)
+        return logprobs, of_entropy, ids
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        to_logprobs, to_entropy, _ = gradients
+        hidden, weight, bias, temperature, ids, normaliser, of_entropy, kept = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wide = normaliser.dtype
+        cast, cast_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        to_hidden = torch.empty_like(hidden) if wants_hidden else None
+        to_weight = torch.zeros_like(weight) if wants_weight else None
+        to_bias = torch.zeros_like(bias) if wants_bias else None
+        pulled = to_logprobs.sum(1)
+        for start in range(0, len(hidden), ctx.rows):
+            own = slice(start, start + ctx.rows)
+            scale = _of(temperature, own)
+            if kept is not None:
+                log_p = kept
+            else:
+                log_p = _logits(hidden[own], cast, cast_bias, scale, wide).sub_(normaliser[own, None])
+            slopes, pull = log_p.exp(), pulled[own, None]
+            if ctx.entropy:
+                # What is kept may be asked for again.
+                toward = log_p.clone() if kept is not None else log_p
+                pull = toward.add_(of_entropy[own, None]).mul_(to_entropy[own, None]).add_(pull)
+            slopes.mul_(pull).neg_()
+            slopes.scatter_add_(1, ids[own], to_logprobs[own])
+            if scale is not None:
+                slopes.mul_(scale.reciprocal()[:, None])
+            steep = slopes.to(hidden.dtype)
+            if to_hidden is not None:
+                torch.mm(steep, cast, out=to_hidden[own])
+            if to_weight is not None:
+                if steep.dtype == to_weight.dtype:
+                    to_weight.addmm_(steep.t(), hidden[own])
+                else:
+                    to_weight += steep.t() @ hidden[own]
+            if to_bias is not None:
+                to_bias += slopes.sum(0)
+        return to_hidden, to_weight, to_bias, None, None, None, None, None
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | None, wide: torch.dtype
+) -> Tensor:
+    """`[rows, V]`, the caller's to change."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(wide)
+    return logits if temperature is None else logits.div_(temperature[:, None])
+
+
+def _of(column: Tensor | None, own: slice) -> Tensor | None:
+    return None if column is None else column[own]
+
+
+def linear_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The head of `model`, where it is one linear layer whose logits it may be that nothing changes: seen by trying.
+
+    None for a head that something is added to, such as an adapter, and for logits that are bent (`final_logit_softcapping`:
+    so little near 0 that a trial may not see it).
+    """
+    head = model.get_output_embeddings()
+    bent = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return head if type(head) is nn.Linear and not bent else None
+
+
+def logit_terms(logits: Tensor, tokens: Tensor, temperature: Tensor | None, *, entropy: bool = False) -> Terms:
+    """The same of logits that are there: `logits` `[…, V]`, `tokens` int64 `[…]`, `temperature` float32 `[…]` or None."""
+    logits = logits.float()
+    if temperature is not None:
+        logits = logits / temperature.unsqueeze(-1)
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    normaliser = logits.logsumexp(-1)
+    logprobs: Tensor = chosen - normaliser
+    if not entropy:
+        return Terms(logprobs)
+    # H = log Z − Σ p·z
+    expected = ((logits - normaliser.unsqueeze(-1)).exp() * logits).sum(-1)
+    return Terms(logprobs, normaliser - expected)
