@@ -134,8 +134,8 @@ class TrainerSettings(Section):
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="Layers that keep their input alone and are computed once more in the backward pass: none, every second, "
-        "all",
+        description="Layers that keep their input alone and are computed once more in the backward pass: none, every "
+        "second, all",
     )
     activation_offload: bool = Field(
         default=False, description="On a GPU, what checkpointed layers keep is held in the host's memory"

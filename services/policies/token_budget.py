@@ -35,6 +35,36 @@ def split_rows(lengths: Sequence[int], budget: int, *, ranks: int = 1, width: in
     return [_spread(bins, most) for bins in filled]
 
 
+def fill_sharing(
+    order: Sequence[int], common: Sequence[int], lengths: Sequence[int], budget: int, width: int
+) -> list[Bin]:
+    """The micro-batches where prefixes are computed once: of at most `budget` computed tokens, or of one longer row alone.
+
+    `order`: the rows, those that begin alike side by side; `common`: how many tokens each has in common with the one before
+    it; `lengths`: tokens by row.
+    """
+    # Rows that share stay together while the budget lasts; what they make is put where there is room, the largest first.
+    parts: list[tuple[int, Bin]] = []
+    for place, (row, same) in enumerate(zip(order, common, strict=True)):
+        own = lengths[row]
+        rests = [lengths[order[place - 1]] - same, own - same]
+        if same and saved_by_sharing(same, rests, width) > 0 and parts[-1][0] + own - same <= budget:
+            cost, rows = parts[-1]
+            parts[-1] = (cost + own - same, [*rows, row])
+        else:
+            parts.append((own, [row]))
+    bins: list[Bin] = []
+    rooms: list[int] = []
+    for cost, rows in sorted(parts, key=lambda part: -part[0]):
+        place = next((place for place, room in enumerate(rooms) if cost <= room), len(bins))
+        if place == len(bins):
+            bins.append([])
+            rooms.append(budget)
+        bins[place] += rows
+        rooms[place] -= cost
+    return bins
+
+
 def smaller_budget(lengths: Sequence[int], budget: int) -> int | None:
     """What to try where a pass of `budget` tokens over such rows does not fit: half of it; None where it held one row."""
     if len(lengths) < 2 or budget < sum(sorted(lengths)[:2]):
@@ -54,16 +84,24 @@ _CALL_UNITS = 1 << 20
 """One more call of the attention kernel, forward and backward, in units of work of width 1: it takes as long for any."""
 
 
-def saved_by_sharing(stem: int, rests: Sequence[int], width: int) -> int:
-    """The work saved by computing a stem once, of `stem` tokens, from which rows go on with `rests` tokens each; below 0
-    where that is more work.
+def saved_by_sharing(shared: int, rests: Sequence[int], width: int, before: int = 0) -> int:
+    """The work saved by computing `shared` tokens once, from which rows go on with `rests` tokens each (0: one ends there);
+    below 0 where that is more work. `before`: tokens that stand before them, and are computed elsewhere.
 
-    It saves the stem in all rows but one. It costs fetching the keys of both parts for each row, and attention over all
-    pairs of the row's rest: kernels leave out the later half of them only where a row begins with its first token.
+    It saves the shared tokens in all rows but one. It costs fetching the keys of what stands before for each piece, and
+    attention over all pairs of a piece: kernels leave out the later half of them only where a row begins with its first
+    token.
     """
-    apart = sum(work(stem + rest, width) for rest in rests)
-    pairs = sum(rest * (2 * (stem + rest) + 12 * width) for rest in rests)
-    return apart - work(stem, width) - pairs - _FETCH_UNITS * sum(stem + rest for rest in rests)
+    apart = sum(_work_behind(before, shared + rest, width) for rest in rests)
+    together = sum(_work_behind(before + shared, rest, width) for rest in rests)
+    return apart - together - _work_behind(before, shared, width)
+
+
+def _work_behind(before: int, length: int, width: int) -> int:
+    """Of a piece of `length` tokens that sees `before` others."""
+    if not before or not length:
+        return work(length, width)
+    return length * (12 * width + 2 * (before + length)) + _FETCH_UNITS * (before + length)
 
 
 def pays(saved: int, calls: int, width: int) -> bool:

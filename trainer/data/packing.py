@@ -19,13 +19,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.policies.token_budget import split_rows
+from services.policies.token_budget import fill_sharing, split_rows
 from services.wire.packed import Float32Array, Int32Array
 from trainer.algorithms.advantages.batch import Int64Array
 from trainer.algorithms.advantages.flat import ranges
 from trainer.algorithms.losses.tokens import BatchSize
 from trainer.data.rows import Row, Rows
-from trainer.data.sharing import Layout, share
+from trainer.data.sharing import Layout, by_prefix, share
 from trainer.data.staleness import NOT_SAMPLED, StalenessTally
 
 
@@ -83,13 +83,12 @@ class Condensed:
 class Needs:
     """Of each row of a packed one only some tokens are read: those after which a token was sampled.
 
-    `token_ids`: all rows', end to end; `lengths` `[rows]`. `stems`, `needed` `[rows]`: how many tokens stand before the
-    first sampled one, and before the last.
+    `token_ids`: all rows', end to end; `lengths` `[rows]`. `needed` `[rows]`: how many tokens stand before the last sampled
+    one.
     """
 
     token_ids: Int32Array
     lengths: Int64Array
-    stems: Int64Array
     needed: Int64Array
     _condensed: dict[int, Condensed] = field(default_factory=dict, compare=False)
     """By width: several models may compute one batch."""
@@ -97,8 +96,7 @@ class Needs:
     def condensed(self, width: int, device: torch.device) -> Condensed:
         """For a model of hidden size `width`, on `device`."""
         if width not in self._condensed:
-            columns = (self.lengths.tolist(), self.stems.tolist(), self.needed.tolist())
-            layout = share(self.token_ids, *columns, width)
+            layout = share(self.token_ids, self.lengths.tolist(), self.needed.tolist(), width)
             places = torch.from_numpy(layout.packed).to(device)
             self._condensed[width] = Condensed(lay_shared(layout, self.token_ids, device), places)
         return self._condensed[width]
@@ -183,14 +181,40 @@ class PackedBatch:
     tally: StalenessTally
 
 
-def pack(rows: Sequence[Row], tally: StalenessTally, budget: int, device: torch.device | None = None) -> PackedBatch:
-    """Pack rows into micro-batches of at most `budget` tokens; a longer row has one for itself."""
+def pack(
+    rows: Sequence[Row],
+    tally: StalenessTally,
+    budget: int,
+    device: torch.device | None = None,
+    stem_width: int | None = None,
+) -> PackedBatch:
+    """Pack rows into micro-batches of at most `budget` tokens; a longer row has one for itself.
+
+    `stem_width`: of the model, as `split_batch` has it.
+    """
     size = BatchSize(tokens=tally.fresh, segments=tally.segments)
     if not len(rows):
         return PackedBatch([], size, tally)
     flat = Rows.joined(rows)
-    split = split_rows(flat.lengths.tolist(), budget)[0]
+    split = split_batch(flat, budget, stem_width)
     return PackedBatch([micro_batch(flat.take(np.array(together)), device) for together in split], size, tally)
+
+
+def split_batch(rows: Rows, budget: int, stem_width: int | None = None) -> list[list[int]]:
+    """Which rows stand in one pass of at most `budget` tokens.
+
+    `stem_width`: the model's hidden size, where prefixes are computed once: then rows that begin alike stay together, and a
+    pass counts what is computed. None where each row is computed whole.
+    """
+    if stem_width is None:
+        return split_rows(rows.lengths.tolist(), budget)[0]
+    begins = rows.begins
+    # The last sampled token of each row; a row without one is computed whole.
+    places = np.where(rows.ages != NOT_SAMPLED, np.arange(len(rows.ages)), -1)
+    last = np.maximum.reduceat(places, begins) - begins
+    needed = np.where(last > 0, last, rows.lengths).tolist()
+    order, common = by_prefix(rows.token_ids, begins.tolist(), needed)
+    return fill_sharing(order, common, needed, budget, stem_width)
 
 
 def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> MicroBatch:
@@ -229,8 +253,7 @@ def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> Micr
 
 def _needs(rows: Rows, of: Int64Array, place: Int64Array) -> Needs | None:
     """`of`, `place`: the row of each sampled token, and its place there. None where a row has none."""
-    ends = np.cumsum(np.bincount(of, minlength=len(rows)))
-    begins = np.concatenate([[0], ends[:-1]])
-    if (begins == ends).any():
+    counts = np.bincount(of, minlength=len(rows))
+    if not counts.all():
         return None
-    return Needs(rows.token_ids, rows.lengths, place[begins], place[ends - 1])
+    return Needs(rows.token_ids, rows.lengths, place[np.cumsum(counts) - 1])

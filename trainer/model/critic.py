@@ -49,6 +49,10 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
+    @property
+    def stem_width(self) -> int | None:
+        return self._packed.stem_width
+
     def forward(self, micro: MicroBatch) -> Tensor:
         """float32 `[N]`: the value before each fresh token."""
         before = self._packed.hidden(micro.row, micro.places[micro.chosen] - 1)
@@ -74,7 +78,8 @@ class Critic:
 
     def values(self, trajectories: Sequence[Trajectory]) -> Float64Array:
         """`[N]`: the value before each sampled token of each segment of each trajectory, in their order."""
-        return measure(trajectories, self.model, self.settings.micro_batch_tokens, self.model.head.weight.device)
+        budget, device = self.settings.micro_batch_tokens, self.model.head.weight.device
+        return measure(trajectories, self.model, budget, device, self.model.stem_width)
 
     def step(self, batch: PackedBatch, version: int = 0) -> ValueStatistics:
         """One optimizer step towards the batch's returns. A batch without a fresh token moves nothing."""

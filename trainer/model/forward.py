@@ -31,7 +31,7 @@ Separation = Literal["within", "masked", "apart"]
 _log = structlog.get_logger()
 
 _PROBE_LENGTHS = (3, 3, 5)
-_SIBLINGS, _STEM = ((1, 2, 3, 4, 5), (1, 2, 3, 5, 4, 6), (3, 1, 2, 4)), 3
+_SIBLINGS = ((1, 2, 3, 4, 5), (1, 2, 3, 5, 4, 6), (1, 2, 3, 5, 1), (3, 1, 2, 4))
 # Of the largest hidden state; for 16-bit floats, whose kernels round differently, coarser.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-4, 0.02
 
@@ -132,7 +132,7 @@ class PackedForward:
             return None
         rows = [np.array(row, dtype=np.int32) for row in _SIBLINGS]
         tokens, lengths = np.concatenate(rows), np.array([len(row) for row in rows])
-        layout = share(tokens, lengths.tolist(), [_STEM] * len(rows), lengths.tolist(), 1 << 30)
+        layout = share(tokens, lengths.tolist(), lengths.tolist(), 1 << 30)
         alone = self._every(lay_end_to_end(rows, self._model.device))
         places = torch.from_numpy(layout.packed).to(self._model.device)
         if not self._agrees(lay_shared(layout, tokens, self._model.device), alone, places):

@@ -6,8 +6,8 @@
     log π(t) = z_t − log Σ exp z        ∂ log π(t) / ∂z_j = 1[j = t] − p_j
     H = log Σ exp z − Σ p·z             ∂H / ∂z_j         = −p_j · (log p_j + H)
 
-Computing z again costs a matrix product of four; keeping it would cost M·V floats, 2.5 GB for 4096 tokens of a vocabulary of
-151,936, several times over. What fits a chunk as a whole is kept: there is nothing to save.
+Computing z again costs a matrix product of four; keeping it would cost M·V floats several times over, 2.5 GB each for 4096
+tokens of a vocabulary of 151,936. What fits a chunk as a whole is kept: there is nothing to save.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def head_terms(
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Returns logprobs `[M, 1 + k]` of each row's token and of the `k` likeliest, entropy `[M]` (empty where it is not asked
-    for), and the ids `[M, 1 + k]`."""
+    """Returns logprobs `[M, 1 + k]` of each row's token and of the `k` likeliest, entropy `[M]` (or empty), and their ids
+    `[M, 1 + k]`."""
 
     @staticmethod
     def forward(

@@ -67,6 +67,11 @@ class Learner:
         """How rows that stand in one are kept apart."""
         return self._policy.separation
 
+    @property
+    def stem_width(self) -> int | None:
+        """As `trainer.data.packing.split_batch` takes it."""
+        return self._policy.stem_width
+
     def weights(self) -> dict[str, Tensor]:
         """The live weights by their Hugging Face names, a tied one under its first name only."""
         return {name: tensor.detach() for name, tensor in self._live.items()}

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from services.policies.token_budget import split_rows
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.algorithms.advantages.flat import ranges
-from trainer.data.packing import MicroBatch, micro_batch
+from trainer.data.packing import MicroBatch, micro_batch, split_batch
 from trainer.data.rows import to_measure
 from trainer.model.forward import PackedForward
 from trainer.model.head import logit_terms
@@ -46,18 +45,19 @@ def measure(
     model: Callable[[MicroBatch], Tensor],
     budget: int,
     device: torch.device,
+    stem_width: int | None = None,
 ) -> Float64Array:
     """`[N]`: `model`'s value for every sampled token of some trajectories, whatever its age, before they are trained on.
 
     trajectories ──► rows ──► micro-batches ──model──► [N] in the order of the trajectories' segments
 
-    `budget`: tokens of a micro-batch.
+    `budget`: tokens of a micro-batch; `stem_width`: of the model, as `split_batch` has it.
     """
     rows = to_measure(trajectories)
     sampled = np.add.reduceat(rows.ages >= 0, rows.begins, dtype=np.int64) if len(rows) else np.zeros(0, dtype=np.int64)
     ends = np.cumsum(sampled)
     found = np.zeros(int(sampled.sum()))
-    for together in split_rows(rows.lengths.tolist(), budget)[0]:
+    for together in split_batch(rows, budget, stem_width):
         chosen = np.array(together, dtype=np.int64)
         said = model(micro_batch(rows.take(chosen), device)).double().cpu().numpy()
         found[ranges((ends - sampled)[chosen], sampled[chosen])] = said

@@ -76,7 +76,8 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
         def logprobs(micro: MicroBatch) -> torch.Tensor:
             return sampled_terms(packed, micro)[0][micro.chosen]
 
-        return measure(trajectories, logprobs, learner.settings.micro_batch_tokens, reference.device)
+        budget = learner.settings.micro_batch_tokens
+        return measure(trajectories, logprobs, budget, reference.device, packed.stem_width)
 
     advantage_computer = AdvantageComputer(
         advantage,

@@ -129,7 +129,8 @@ def _steps(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> I
         rows_of(part, version + number, settings.k, credits_of_part, skip_idle=roles.skips_idle)
         for number, (part, credits_of_part) in enumerate(zip(parts, of_parts, strict=True))
     ]
-    packed = [pack(rows, tally, settings.trainer.micro_batch_tokens, learner.model.device) for rows, tally in judged]
+    budget, device = settings.trainer.micro_batch_tokens, learner.model.device
+    packed = [pack(rows, tally, budget, device, learner.stem_width) for rows, tally in judged]
     ready = time.perf_counter()
     pack_s, proximals = ready - began, learner.proximals(packed)
     for part, (rows, tally), batch, proximal in zip(of_parts, judged, packed, proximals, strict=True):
