@@ -1,4 +1,4 @@
-"""What `./dev bench trainer` reports: four figures, each a median over rounds, and what they are made of.
+"""What `./dev bench trainer` reports: some figures, each a median over rounds, and what they are made of.
 
 part of the benchmark ──► Measured ──┐
 another part          ──► Measured ──┴──► TrainerBench ──► table, JSON
@@ -14,7 +14,20 @@ from dataclasses import dataclass, field
 import msgspec
 from rich.table import Table
 
-FIGURES = ("packed_vs_padded", "vs_trl", "idle_fraction", "async_vs_sync")
+FIGURES = (
+    "packed_vs_padded",
+    "vs_trl",
+    "packed_vs_padded_32k",
+    "vs_trl_32k",
+    "vs_trl_shared",
+    "shared_prefix_time",
+    "short_prefix_time",
+    "head_peak",
+    "head_time",
+    "ckpt_peak",
+    "idle_fraction",
+    "async_vs_sync",
+)
 
 
 @dataclass(frozen=True)
@@ -30,13 +43,26 @@ class Measured:
 class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` prints. None: not measured, `missing` says why.
 
-    `packed_vs_padded`: trained tokens a second, packed ÷ a padded Hugging Face loop. `vs_trl`: ÷ TRL's GRPO step.
+    `packed_vs_padded`: trained tokens a second, packed ÷ a padded Hugging Face loop. `vs_trl`: ÷ TRL's GRPO step. `…_32k`:
+    with a vocabulary of 32,768. `vs_trl_shared`: seconds of a step ÷ TRL's, at prompts of 256 tokens.
+    `shared_prefix_time`, `short_prefix_time`: seconds of a step ÷ those where each sibling's prompt is computed, at prompts
+    and answers of 256 and 64 tokens, 64 and 256. `head_peak`: bytes of the language head, forward and backward, ÷ those of
+    all its logits; `head_time`: its CPU seconds ÷ those of the plain one. `ckpt_peak`: bytes of activations, all layers
+    checkpointed ÷ none.
     `idle_fraction`: share of the time that the training thread waits for a batch, at K = 2. `async_vs_sync`: trained tokens
     a second, K = 2 ÷ K = 0.
     """
 
     packed_vs_padded: float | None
     vs_trl: float | None
+    packed_vs_padded_32k: float | None
+    vs_trl_32k: float | None
+    vs_trl_shared: float | None
+    shared_prefix_time: float | None
+    short_prefix_time: float | None
+    head_peak: float | None
+    head_time: float | None
+    ckpt_peak: float | None
     idle_fraction: float | None
     async_vs_sync: float | None
     rounds: dict[str, list[float]]

@@ -25,6 +25,9 @@ def trainer(
     paced_rounds: Annotated[
         int, typer.Option(min=0, help="Pairs of meshes with engines that generate by the clock, some minutes each")
     ] = 1,
+    peak_rounds: Annotated[
+        int, typer.Option(min=0, help="Pairs of processes whose peak of memory is measured, two minutes each, 14 GB")
+    ] = 1,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of each arm")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths and tokens")] = 1,
     trl_python: Annotated[Path, typer.Option(help="Python of the environment that holds TRL")] = TRL_PYTHON,
@@ -32,18 +35,30 @@ def trainer(
 ) -> None:
     """Trained tokens a second on heavy-tailed lengths: packed, padded, and TRL's; asynchronous and synchronous."""
     from benchmarks.harness.processes import versions
-    from benchmarks.trainer.report import as_table, put_together
+    from benchmarks.trainer.report import Measured, as_table, put_together
     from services.host.process import heavy_imports
 
     with heavy_imports():
         from benchmarks.trainer.idleness import measure_rounds
-        from benchmarks.trainer.step_speed import SpeedPlan, measure_speed
+        from benchmarks.trainer.peaks import measure_peaks
+        from benchmarks.trainer.prefixes import measure_prefixes
+        from benchmarks.trainer.step_speed import HeavyTail, SpeedPlan, measure_speed, with_long_prompts
 
     say = progress()
     load = os.getloadavg()
-    plan = SpeedPlan(rounds, threads, seed)
-    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
-        speed = asyncio.run(measure_speed(plan, trl_python if trl_python.exists() else None, Path(scratch), say))
-    paced = asyncio.run(measure_rounds(paced_rounds, seed, say))
-    bench = put_together([speed, paced], load, versions("rollmesh", "torch", "transformers"))
+    python = trl_python if trl_python.exists() else None
+
+    def speed(plan: SpeedPlan) -> Measured:
+        with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
+            return asyncio.run(measure_speed(plan, python, Path(scratch), say))
+
+    parts = [
+        speed(SpeedPlan(rounds, threads, seed)),
+        speed(SpeedPlan(rounds, threads, seed, HeavyTail(vocabulary=32_764), suffix="_32k")),
+        with_long_prompts(speed(SpeedPlan(rounds, threads, seed, HeavyTail(prompt=256), suffix="_shared"))),
+        asyncio.run(measure_prefixes(rounds, threads, seed, say)),
+        asyncio.run(measure_peaks(peak_rounds, threads, say)),
+        asyncio.run(measure_rounds(paced_rounds, seed, say)),
+    ]
+    bench = put_together(parts, load, versions("rollmesh", "torch", "transformers"))
     show(bench, as_json, as_table(bench))

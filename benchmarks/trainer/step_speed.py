@@ -59,7 +59,7 @@ class HeavyTail:
     """A batch of answers with log-normal lengths, truncated: `median`, `sigma`, `longest` in tokens.
 
     Padded to the longest, most of it is padding. Tokens and logprobs are random, and half of each group is right.
-    `vocabulary`: how many tokens there are.
+    `vocabulary`: how many tokens there are; `prompt`: tokens of one, which a group shares.
     """
 
     groups: int = 8
@@ -68,13 +68,14 @@ class HeavyTail:
     sigma: float = 0.8
     longest: int = 1024
     vocabulary: int = 60
+    prompt: int = PROMPT_TOKENS
 
     def answers(self, seed: int) -> list[Answer]:
         """Group by group; the same seed gives the same ones."""
         numbers = np.random.default_rng(seed)
         answers = []
         for _ in range(self.groups):
-            prompt = self._tokens(numbers, PROMPT_TOKENS)
+            prompt = self._tokens(numbers, self.prompt)
             for member in range(self.group_size):
                 length = int(np.clip(numbers.lognormal(math.log(self.median), self.sigma), 1, self.longest))
                 # Near those of a policy that knows nothing, which a fresh one is.
@@ -152,13 +153,14 @@ class _Took(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """`rows`: a pass of the padded arms and of TRL's. `threads`: of torch, in each arm."""
+    """`rows`: a pass of the padded arms and of TRL's. `threads`: of torch, in each arm. `suffix`: of the figures' names."""
 
     rounds: int
     threads: int
     seed: int
     tail: HeavyTail = field(default_factory=HeavyTail)
     rows: int = 8
+    suffix: str = ""
 
 
 async def measure_speed(plan: SpeedPlan, trl_python: Path | None, folder: Path, say: Callable[[str], None]) -> Measured:
@@ -167,7 +169,7 @@ async def measure_speed(plan: SpeedPlan, trl_python: Path | None, folder: Path, 
     `trl_python`: of the environment that holds TRL, None where there is none.
     """
     answers = plan.tail.answers(plan.seed)
-    model = build_model(plan.seed, hidden_size=_HIDDEN_SIZE, layers=_LAYERS)
+    model = build_model(plan.seed, hidden_size=_HIDDEN_SIZE, layers=_LAYERS, vocabulary=plan.tail.vocabulary + 4)
     tokens = sum(len(answer.completion) for answer in answers)
     arms, trl = _own_arms(plan, model, answers), None
     async with AsyncExitStack() as stack:
@@ -196,14 +198,14 @@ def _own_arms(plan: SpeedPlan, model: PreTrainedModel, answers: list[Answer]) ->
 
     def packed() -> None:
         rows, tally = rows_of(groups, learner.version, learner.version)
-        learner.step(pack(rows, tally, settings.micro_batch_tokens))
+        learner.step(pack(rows, tally, settings.micro_batch_tokens, stem_width=learner.stem_width))
 
     padded, cut = (PaddedLoop(copy.deepcopy(model), settings, plan.rows, cut=cut) for cut in (False, True))
     arms = {PACKED: packed, PADDED: lambda: padded.step(answers), CUT: lambda: cut.step(answers)}
-    return {name: _timed(arm, plan.threads) for name, arm in arms.items()}
+    return {name: timed(arm, plan.threads) for name, arm in arms.items()}
 
 
-def _timed(arm: Callable[[], None], threads: int) -> Step:
+def timed(arm: Callable[[], None], threads: int) -> Step:
     def run() -> float:
         # Of this thread alone, where torch keeps the number.
         torch.set_num_threads(threads)
@@ -257,20 +259,32 @@ def _judge(
     plan: SpeedPlan, answers: list[Answer], speeds: Mapping[str, list[float]], why_no_trl: str, trl: str | None
 ) -> Measured:
     lengths = sorted(len(answer.completion) for answer in answers)
-    rounds = {"packed_vs_padded": _ratios(speeds[PACKED], speeds[PADDED])}
+    rounds = {f"packed_vs_padded{plan.suffix}": _ratios(speeds[PACKED], speeds[PADDED])}
     if TRL in speeds:
-        rounds["vs_trl"] = _ratios(speeds[PACKED], speeds[TRL])
+        rounds[f"vs_trl{plan.suffix}"] = _ratios(speeds[PACKED], speeds[TRL])
     cut = statistics.median(_ratios(speeds[PACKED], speeds[CUT]))
-    seen = {f"tokens/s, {name}": _words(found) for name, found in speeds.items()}
-    seen["packed ÷ padded, each pass cut"] = f"{cut:.2f}"
-    seen["batch"] = (
-        f"{len(lengths)} answers after {PROMPT_TOKENS} tokens of prompt: median {statistics.median(lengths):.0f} tokens, "
-        f"mean {statistics.fmean(lengths):.0f}, longest {lengths[-1]}; {plan.rows} rows a padded pass"
+    seen = {f"tokens/s{plan.suffix}, {name}": _words(found) for name, found in speeds.items()}
+    seen[f"packed ÷ padded, each pass cut{plan.suffix}"] = f"{cut:.2f}"
+    seen[f"batch{plan.suffix}"] = (
+        f"{len(lengths)} answers after {plan.tail.prompt} tokens of prompt: median {statistics.median(lengths):.0f}, "
+        f"mean {statistics.fmean(lengths):.0f}, longest {lengths[-1]}; {plan.rows} rows in a padded pass"
     )
-    seen["model"] = f"Qwen3 type, {_LAYERS} layers of {_HIDDEN_SIZE}, {plan.threads} thread(s)"
+    seen[f"model{plan.suffix}"] = (
+        f"Qwen3 type, {_LAYERS} layers of {_HIDDEN_SIZE}, {plan.tail.vocabulary} tokens, {plan.threads} thread(s)"
+    )
     if trl is not None:
         seen["TRL"] = trl
-    return Measured(rounds=rounds, missing={"vs_trl": why_no_trl} if why_no_trl else {}, seen=seen)
+    return Measured(rounds=rounds, missing={f"vs_trl{plan.suffix}": why_no_trl} if why_no_trl else {}, seen=seen)
+
+
+def with_long_prompts(measured: Measured) -> Measured:
+    """The figures of prompts of 256 tokens: of the time beside TRL's."""
+    shared = measured.rounds.get("vs_trl_shared")
+    return Measured(
+        rounds={} if shared is None else {"vs_trl_shared": [1.0 / speed for speed in shared]},
+        missing=measured.missing,
+        seen=measured.seen,
+    )
 
 
 def _ratios(ours: list[float], theirs: list[float]) -> list[float]:

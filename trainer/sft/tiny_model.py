@@ -37,13 +37,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(
-    seed: int, *, hidden_size: int = 64, layers: int = 2, tokenizer: PreTrainedTokenizerFast | None = None
+    seed: int,
+    *,
+    hidden_size: int = 64,
+    layers: int = 2,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    vocabulary: int | None = None,
 ) -> Qwen3ForCausalLM:
     """A freshly initialised Qwen3-type model in float32 for `tokenizer` (`build_tokenizer`'s, unless given) and its longest
-    sequence; the same seed gives the same bytes."""
+    sequence; the same seed gives the same bytes. `vocabulary`: of a larger one than the tokenizer's."""
     tokenizer = build_tokenizer() if tokenizer is None else tokenizer
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=len(tokenizer) if vocabulary is None else vocabulary,
         hidden_size=hidden_size,
         num_hidden_layers=layers,
         num_attention_heads=hidden_size // 32,

@@ -1,4 +1,4 @@
-"""The trainer's benchmark: its arms do the same work, its batch is what it says, its report has four figures."""
+"""The trainer's benchmark: its arms do the same work, its batch is what it says, its report says what is missing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.trainer.peaks import Sizes, measure_peaks
+from benchmarks.trainer.prefixes import measure_prefixes
 from benchmarks.trainer.report import FIGURES, Measured, as_table, put_together
 from benchmarks.trainer.step_speed import PROMPT_TOKENS, HeavyTail, PaddedLoop, SpeedPlan, as_groups, measure_speed
 from services.config.settings import TrainerSettings
@@ -62,12 +64,29 @@ async def test_without_trl_the_rest_is_measured_and_the_reason_told(tmp_path: Pa
     assert f"8 answers after {PROMPT_TOKENS} tokens of prompt" in measured.seen["batch"]
 
 
-def test_a_report_holds_four_figures_and_why_some_are_missing() -> None:
+async def test_what_is_shared_and_what_is_kept_is_measured() -> None:
+    threads, said = torch.get_num_threads(), list[str]()
+    prefixes = await measure_prefixes(1, 1, 1, said.append, {"shared_prefix_time": (24, 2)})
+    torch.set_num_threads(threads)
+    peaks = await measure_peaks(1, 1, said.append, Sizes(tokens=64, vocabulary=1024, hidden=16, row=512, width=64))
+    assert len(prefixes.rounds["shared_prefix_time"]) == 1 and len(said) == 3
+    assert {name: len(rounds) for name, rounds in peaks.rounds.items()} == {
+        "head_peak": 1,
+        "head_time": 1,
+        "ckpt_peak": 1,
+    }
+    assert peaks.rounds["ckpt_peak"][0] < 0.5
+
+
+def test_a_report_holds_its_figures_and_why_some_are_missing() -> None:
     parts = [
         Measured(rounds={"packed_vs_padded": [2.0, 4.0, 3.0]}, missing={"vs_trl": "no TRL"}),
         Measured(rounds={"idle_fraction": [0.01]}, seen={"paced": "by the clock"}),
     ]
     bench = put_together(parts, (0.0, 0.0, 0.0), {"torch": "2"})
-    assert [getattr(bench, name) for name in FIGURES] == [3.0, None, 0.01, None]
-    assert bench.missing == {"vs_trl": "no TRL", "async_vs_sync": "not asked for"}
+    known = {name: getattr(bench, name) for name in FIGURES if getattr(bench, name) is not None}
+    assert known == {"packed_vs_padded": 3.0, "idle_fraction": 0.01}
+    assert bench.missing == {"vs_trl": "no TRL"} | {
+        name: "not asked for" for name in FIGURES if name not in (*known, "vs_trl")
+    }
     assert as_table(bench).row_count == len(FIGURES) + 1
