@@ -38,7 +38,7 @@ class Guard(msgspec.Struct, frozen=True):
 @app.command(epilog="Example: ./dev bench guard --against HEAD~3")
 def guard(
     against: Annotated[str, typer.Option(metavar="REV", help="The commit to compare with")] = "HEAD~1",
-    pairs: Annotated[int, typer.Option(min=3, help="Runs of each checkout, in turns")] = 7,
+    pairs: Annotated[int, typer.Option(min=3, help="Runs of each checkout, in turns")] = 15,
     steps: Annotated[int, typer.Option(min=20, help="Optimizer steps a run")] = 80,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output instead of a table")] = False,
 ) -> None:
