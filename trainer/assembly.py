@@ -36,6 +36,7 @@ from trainer.loop import Identity, TrainingLoop
 from trainer.metrics.exporter import open_telemetry
 from trainer.metrics.files import RunRecords, read_metrics
 from trainer.model.learner import Learner
+from trainer.model.precision import use_tf32
 from trainer.model.roles import Roles, make_roles
 from trainer.weights import WeightUpdates, settle_deadline
 from weight_bus.client.bus_client import BusClient
@@ -87,7 +88,9 @@ class Assembly:
 
     def roles(self) -> Roles:
         # The folder holds the run's first policy, also when the trainer is restarted in the middle.
-        return make_roles(lambda: load_policy(self.arguments.model), self.arguments.settings, BASE_VERSION)
+        roles = make_roles(lambda: load_policy(self.arguments.model), self.arguments.settings, BASE_VERSION)
+        use_tf32(self.arguments.settings.trainer.tf32, roles.learner.model.device)
+        return roles
 
     def loop(self, identity: Identity, roles: Roles, log: StepLog, interrupt: Interrupt) -> TrainingLoop:
         learner = roles.learner
