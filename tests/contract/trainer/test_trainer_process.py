@@ -134,7 +134,10 @@ def undisturbed(model: Path, batches: Sequence[Sequence[Sequence[Trajectory]]]) 
     learner = Learner(load_policy(model), SETTINGS.trainer)
     for batch in batches:
         judged = [rows_of(grouped(part), learner.version + step, SETTINGS.k) for step, part in enumerate(batch)]
-        packed = [pack(rows, tally, SETTINGS.trainer.micro_batch_tokens) for rows, tally in judged]
+        packed = [
+            pack(rows, tally, SETTINGS.trainer.micro_batch_tokens, stem_width=learner.stem_width)
+            for rows, tally in judged
+        ]
         assert len(list(learner.steps(packed))) == len(batch)
     return learner.weights()
 

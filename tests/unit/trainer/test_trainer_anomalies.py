@@ -31,10 +31,13 @@ class Cramped(Qwen3ForCausalLM):
 
     room = 10**9
 
-    def forward(self, input_ids: torch.Tensor, **others: Any) -> Any:
-        if input_ids.numel() > self.room:
-            raise torch.OutOfMemoryError(f"{input_ids.numel()} tokens")
-        return super().forward(input_ids=input_ids, **others)
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.register_forward_pre_hook(self._check, with_kwargs=True)
+
+    def _check(self, _: Any, __: Any, named: dict[str, Any]) -> None:
+        if named["input_ids"].numel() > self.room:
+            raise torch.OutOfMemoryError(f"{named['input_ids'].numel()} tokens")
 
 
 @pytest.fixture(scope="module")
