@@ -65,7 +65,10 @@ class PackedForward:
         """What the model says of `tokens`, int64 `[N]`, behind those at `places`; as `logits` has them."""
         if self._head is None:
             return logit_terms(self.logits(row, places), tokens, temperature, entropy=entropy)
-        hidden = self.hidden(row, places).to(self._dtype)
+        hidden = self.hidden(row, places)
+        if self._dtype != torch.float32:
+            # The last norm leaves float32 behind. Weights of another dtype than float32 keep theirs.
+            hidden = hidden.to(self._dtype)
         return head_terms(hidden, self._head.weight, tokens, temperature, bias=self._head.bias, entropy=entropy)
 
     def logits(self, row: PackedRow, places: Tensor) -> Tensor:
