@@ -78,7 +78,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     _log.info("rows are packed", kept_apart=learner.separation)
     background.insist(lambda: assembly.ledger.begin(learner.version), "opening the ledger")
     loop = assembly.loop(identity, roles, log, interrupt)
-    _come_back(loop, environment.changes(log.environment))
+    come_back(loop, environment.changes(log.environment))
     if learner.skipped:
         skipped = learner.skipped * loop.settings.rollout.groups_per_step
         background.insist(lambda: assembly.ledger.skip_groups(skipped), "telling admission of skipped versions")
@@ -100,7 +100,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     return 0
 
 
-def _come_back(loop: TrainingLoop, changes: Sequence[str]) -> None:
+def come_back(loop: TrainingLoop, changes: Sequence[str]) -> None:
     """Bring the learner to the version that it had reached; where its bytes are others now, above all that were announced.
 
     `changes`: of libraries and device since the life before, in words. Raises DivergedError where the settings promise the
