@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -25,14 +26,14 @@ from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.attempts import Attempts
-from trainer.checkpoint.environment import Environment, model_digest
+from trainer.checkpoint.environment import Environment, model_digest, repeat_exactly
 from trainer.checkpoint.log_lines import StepRecord
 from trainer.checkpoint.recovery import DivergedError, terms_of
 from trainer.checkpoint.step_log import StepLog
 from trainer.io_loop import Background
 from trainer.loop import TrainingLoop
 from trainer.model.learner import Learner
-from trainer.model.roles import Roles
+from trainer.model.roles import Roles, make_roles
 from trainer.model.train_batch import train_batch
 from trainer.run import come_back
 from trainer.sft.tiny_model import build_model
@@ -255,6 +256,30 @@ def test_a_deterministic_run_says_where_its_bytes_are_others_and_may_go_on_witho
         assert caught.value.exit_code == 2 and "trainer.deterministic=false" in caught.value.remedy
     assert skips(tmp_path) == []
     assert live(noise=1e-3).learner.steps_made == 3
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    repeat_exactly()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("exact")
+def test_every_operator_of_a_step_has_a_deterministic_kernel() -> None:
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "what the user sets is kept"
+    advantage = AdvantageSettings(estimator="gae", kl=0.05)
+    trainer = SETTINGS.trainer.model_copy(update={"advantage": advantage, "deterministic": True})
+    settings = SETTINGS.model_copy(update={"trainer": trainer})
+    made = []
+    for _ in range(2):
+        roles = make_roles(lambda: build_model(seed=5, hidden_size=32, layers=1), settings, 0)
+        for seed in (1, 2):
+            train_batch(roles, settings, a_batch(seed), 1)
+        made.append(list(roles.learner.weights().values()))
+    assert same(*made)
 
 
 def test_another_model_is_refused_and_other_libraries_are_named(tmp_path: Path) -> None:
