@@ -73,12 +73,13 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     roles = assembly.roles()
     learner = roles.learner
     environment = present_environment(arguments.settings, arguments.model, learner.model.device)
-    log.take_environment(environment)
+    log.check_model(environment)
     _log.info("loss in force", formula=describe(arguments.settings.trainer))
     _log.info("rows are packed", kept_apart=learner.separation)
     background.insist(lambda: assembly.ledger.begin(learner.version), "opening the ledger")
     loop = assembly.loop(identity, roles, log, interrupt)
     come_back(loop, environment.changes(log.environment))
+    log.take_environment(environment)
     if learner.skipped:
         skipped = learner.skipped * loop.settings.rollout.groups_per_step
         background.insist(lambda: assembly.ledger.skip_groups(skipped), "telling admission of skipped versions")
@@ -103,6 +104,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
 def come_back(loop: TrainingLoop, changes: Sequence[str]) -> None:
     """Bring the learner to the version that it had reached; where its bytes are others now, above all that were announced.
 
+    A run without a past asks nobody: what engines serve under its id is another's, and its first version a conflict.
     `changes`: of libraries and device since the life before, in words. Raises DivergedError where the settings promise the
     same bytes, what `restore` and `repeat` raise, and DeadlineError where the bus does not answer.
     """

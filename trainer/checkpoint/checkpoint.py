@@ -46,7 +46,9 @@ class CheckpointError(RollmeshError):
 
 
 class MismatchError(CheckpointError):
-    """A checkpoint that may be sound is not of this run, or not of this model."""
+    """A checkpoint that may be sound is of another run, model or format. Exit code 2: a restart would come to the same."""
+
+    exit_code = 2
 
 
 class UnreadableError(CheckpointError):

@@ -239,11 +239,8 @@ class StepLog:
             self._write(encode_line(record))
             self._settings.append(record)
 
-    def take_environment(self, present: Environment) -> None:
-        """Write down what computes from the next batch on, where that is another than before.
-
-        Raises UsageError for a run that began with another model.
-        """
+    def check_model(self, present: Environment) -> None:
+        """Raise UsageError for a run that began with another model."""
         before = self.environment
         if before is not None and before.model != present.model:
             raise UsageError(
@@ -251,7 +248,11 @@ class StepLog:
                 f"{present.model[:16]}…)",
                 "give --model the folder that the run began with, or choose another --run-dir",
             )
-        if present != before:
+
+    def take_environment(self, present: Environment) -> None:
+        """Write down what computes from the next batch on, where that is another than before; durable when this returns."""
+        if present != self.environment:
+            self.environment = present
             with writing(self.path):
                 self._write(encode_line(EnvironmentRecord(self.next_version, present.model, present.parts)))
                 self._sync()

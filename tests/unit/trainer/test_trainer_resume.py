@@ -289,12 +289,14 @@ def test_another_model_is_refused_and_other_libraries_are_named(tmp_path: Path) 
     first = Environment("a" * 64, {"torch": "2.13.0", "device": "cpu AVX2"})
     with closing(opened()) as log:
         assert log.environment is None and first.changes(log.environment) == []
+        log.check_model(first)
         log.take_environment(first)
     with closing(opened()) as log:
         assert log.environment == first
         with pytest.raises(UsageError, match="began with another model"):
-            log.take_environment(Environment("b" * 64, first.parts))
+            log.check_model(Environment("b" * 64, first.parts))
         later = Environment(first.model, {"torch": "2.14.0", "device": "cpu AVX2"})
+        log.check_model(later)
         assert later.changes(log.environment) == ["torch: 2.13.0 → 2.14.0"]
         log.take_environment(later)
     with closing(opened()) as log:
