@@ -55,8 +55,3 @@ def after_skips(version: int, skips: Mapping[int, int]) -> int:
     while version in skips:
         version = skips[version]
     return version
-
-
-def skipped_before(version: int, skips: Mapping[int, int]) -> int:
-    """How many versions below `version` were skipped: no optimizer step made them."""
-    return sum(to - since for since, to in skips.items() if to <= version)

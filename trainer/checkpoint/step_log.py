@@ -207,6 +207,8 @@ class StepLog:
             case AnnouncedRecord():
                 self.announced = Announced(line.version, line.digest)
             case Skip():
+                if line.to <= line.version or line.version != self.next_version:
+                    raise StepLogError(f"{self.path}: {line} leads nowhere", "start a new run")
                 self.skips[line.version] = line.to
             case StepRecord():
                 expected = line.version

@@ -27,9 +27,9 @@ from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.attempts import Attempts
 from trainer.checkpoint.environment import Environment, model_digest, repeat_exactly
-from trainer.checkpoint.log_lines import StepRecord
+from trainer.checkpoint.log_lines import Outcome, Skip, StepRecord
 from trainer.checkpoint.recovery import DivergedError, terms_of
-from trainer.checkpoint.step_log import StepLog
+from trainer.checkpoint.step_log import StepLog, StepLogError
 from trainer.io_loop import Background
 from trainer.loop import TrainingLoop
 from trainer.model.learner import Learner
@@ -311,6 +311,17 @@ def test_the_digest_of_a_model_is_of_its_weights_and_configuration(tmp_path: Pat
     assert model_digest(tmp_path) == first
     (tmp_path / "model.safetensors").write_bytes(b"abd")
     assert model_digest(tmp_path) != first
+
+
+@pytest.mark.parametrize("skip", [(1, 1), (1, 0), (0, 2), (2, 3)])
+def test_a_skip_that_leads_nowhere_breaks_the_log(tmp_path: Path, skip: tuple[int, int]) -> None:
+    path = tmp_path / "steps.jsonl"
+    with closing(StepLog(path, "r", terms_of(SETTINGS))) as log:
+        log.append(StepRecord(0, ["0-0"]))
+        log.write(Outcome(version=0, made=1, micro_batch_tokens=4096))
+        log.write(Skip(*skip))
+    with pytest.raises(StepLogError, match="leads nowhere"):
+        StepLog(path, "r", terms_of(SETTINGS))
 
 
 def test_a_log_and_a_folder_of_a_later_format_are_refused_by_name(tmp_path: Path) -> None:
