@@ -123,7 +123,7 @@ class Assembly:
             background=self.background,
             intake=intake,
             reader=self.reader,
-            updates=self._updates(learner),
+            updates=self._updates(learner, attempts),
             attempts=attempts,
             records=self._records(tokenizer),
             sign=WaitSign(WaitBoard(self.redis, self.arguments.run_id, "trainer"), self.background),
@@ -133,7 +133,7 @@ class Assembly:
             files=self._stack.enter_context(ThreadPoolExecutor(1, "run-files")),
         )
 
-    def _updates(self, learner: Learner) -> WeightUpdates:
+    def _updates(self, learner: Learner, attempts: Attempts) -> WeightUpdates:
         arguments, weights = self.arguments, self.arguments.settings.weights
         exporter = make_exporter(
             weights.transport,
@@ -167,7 +167,9 @@ class Assembly:
         self._close_later(bus.close, "closing the bus client")
         lines = read_metrics(self.folder.metrics)
         committed = max((line.commits for line in lines), default=0)
-        updates = WeightUpdates(publisher, bus, self.background, settle_s, committed, arguments.tracing)
+        updates = WeightUpdates(
+            publisher, bus, self.background, settle_s, attempts.announce, committed, arguments.tracing
+        )
         self._stack.callback(updates.abandon)
         return updates
 

@@ -31,7 +31,8 @@ from services.wire.run_metrics import StepTimes
 from services.wire.trajectory import Trajectory
 from trainer.checkpoint.attempts import LOG_DEADLINE_S, Attempts, Made, drops_of
 from trainer.checkpoint.checkpoint import KEEP, Snapshot, good_versions, save, snapshot
-from trainer.checkpoint.step_log import StepLog, StepRecord
+from trainer.checkpoint.log_lines import StepRecord
+from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
 from trainer.data.tally import Arrivals, stream_order
 from trainer.io_loop import Background, Interrupt, WaitSign
@@ -86,20 +87,20 @@ class TrainingLoop:
         return self.roles.learner
 
     def run(self) -> bool:
-        """Train until `settings.steps`; False when an interrupt came first."""
-        while self.learner.version < self.settings.steps:
+        """Train until `settings.steps` are made; False when an interrupt came first."""
+        while self.learner.steps_made < self.settings.steps:
             self.background.check()
             structlog.contextvars.bind_contextvars(version=self.learner.version)
             started = time.perf_counter()
             groups = self._next_batch()
             if groups is None:
                 return False
-            version = self.learner.version
+            before = self.learner.steps_made
             with self.tracing.begin("trainer.batch") as span:
                 self._one_batch(groups, started)
                 span.note(version=self.learner.version, groups=len(groups))
             every = self.settings.trainer.checkpoint_every
-            due = self.learner.version // every > version // every
+            due = self.learner.steps_made // every > before // every
             if due or self._store_fills() or self.intake.wants_checkpoint():
                 self.checkpoint()
             if self.interrupt:
@@ -132,10 +133,10 @@ class TrainingLoop:
 
     def _updates(self) -> int:
         """Optimizer steps of the next batch: the last one may have fewer."""
-        return min(self.settings.trainer.updates_per_batch, self.settings.steps - self.learner.version)
+        return min(self.settings.trainer.updates_per_batch, self.settings.steps - self.learner.steps_made)
 
     def _next_batch(self) -> list[Group[Trajectory]] | None:
-        first, updates = self.learner.version + 1, self._updates()
+        first, updates = self.learner.steps_made + 1, self._updates()
         steps = f"step {first}" if updates == 1 else f"steps {first} to {first + updates - 1}"
         try:
             return self.intake.take(
@@ -170,6 +171,7 @@ class TrainingLoop:
         for step in trained:
             arrivals = self.intake.take_arrivals()
             line = step_metrics(
+                step=step.step,
                 version=step.version,
                 now=time.time(),
                 batch=outcome(step.batch),

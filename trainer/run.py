@@ -1,12 +1,14 @@
 """One trainer process from start to end: load the model, resume, train, conclude the run, write its report.
 
-model folder ─► learner ─► restore + replay ─► publish the first version ─► loop ─► conclude ─► verify ─► report
-                                                                             │
-                                                             interrupt ──────┴─► checkpoint, exit 128 + signal
+model folder ─► learner ─► come back ─► publish the first version ─► loop ─► conclude ─► verify ─► report
+                           │                                         │
+                           │                         interrupt ──────┴─► checkpoint, exit 128 + signal
+                           └─ checkpoint ─► replay ─► the bytes that were announced? ─► no: skip above all versions
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 
@@ -15,14 +17,16 @@ import torch
 
 from services.host.files import writing
 from services.host.process import collect_seldom
-from services.host.run_folder import wait_for_model_blocking
+from services.host.run_folder import take_format, wait_for_model_blocking
+from services.policies.versions import UNKNOWN, Announced, highest, version_to_publish
 from services.run_store.client import START_WITHIN_S, check_store
 from services.wire.weights_api import VerifyView
 from trainer.algorithms.describe import describe
-from trainer.assembly import BASE_VERSION, CALL_DEADLINE_S, Assembly, TrainerArguments
+from trainer.assembly import CALL_DEADLINE_S, Assembly, TrainerArguments
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.attempts import drops_of
-from trainer.checkpoint.recovery import Replay, fingerprint, groups_of, restore, terms_of
+from trainer.checkpoint.environment import present_environment, repeat_exactly
+from trainer.checkpoint.recovery import Replay, diverged, fingerprint, groups_of, restore, terms_of
 from trainer.checkpoint.step_log import StepLog
 from trainer.io_loop import Background, Interrupt
 from trainer.loop import Identity, TrainingLoop
@@ -42,6 +46,8 @@ def train(arguments: TrainerArguments) -> int:
     when the run cannot go on.
     """
     torch.set_num_threads(arguments.settings.trainer.threads)
+    if arguments.settings.trainer.deterministic:
+        repeat_exactly()
     interrupt = Interrupt()
     interrupt.install()
     with closing(Background()) as background, ExitStack() as stack:
@@ -59,23 +65,30 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     assembly = Assembly(arguments, background, stack)
     with writing(assembly.folder.root):
         assembly.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    take_format(assembly.folder)
     log = stack.enter_context(
         closing(StepLog(assembly.folder.checkpoints / "steps.jsonl", identity.run_id, terms_of(arguments.settings)))
     )
     wait_for_model_blocking(arguments.model, MODEL_DEADLINE_S)
     roles = assembly.roles()
     learner = roles.learner
+    environment = present_environment(arguments.settings, arguments.model, learner.model.device)
+    log.check_model(environment)
     _log.info("loss in force", formula=describe(arguments.settings.trainer))
     _log.info("rows are packed", kept_apart=learner.separation)
     background.insist(lambda: assembly.ledger.begin(learner.version), "opening the ledger")
     loop = assembly.loop(identity, roles, log, interrupt)
-    _come_back(loop)
+    come_back(loop, environment.changes(log.environment))
+    log.take_environment(environment)
+    if learner.skipped:
+        skipped = learner.skipped * loop.settings.rollout.groups_per_step
+        background.insist(lambda: assembly.ledger.skip_groups(skipped), "telling admission of skipped versions")
     trained, dropped = log.trained_entries(), {k: v for outcome in log.drops for k, v in drops_of(outcome).items()}
     loop.sign.post(f"engines to serve version {learner.version}")
     loop.updates.publish_first(learner.version, learner.weights(), ENGINES_DEADLINE_S)
     loop.sign.clear()
-    groups = (learner.version - BASE_VERSION) * loop.settings.rollout.groups_per_step
-    reading = background.spawn(loop.intake.run(trained, dropped, groups), "intake")
+    consumed = learner.steps_made * loop.settings.rollout.groups_per_step
+    reading = background.spawn(loop.intake.run(trained, dropped, consumed), "intake")
     collect_seldom()
     with interrupt.graceful():
         finished = loop.run()
@@ -88,15 +101,54 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     return 0
 
 
-def _come_back(loop: TrainingLoop) -> None:
-    """Bring the learner to the newest version that may ever have been announced."""
+def come_back(loop: TrainingLoop, changes: Sequence[str]) -> None:
+    """Bring the learner to the version that it had reached; where its bytes are others now, above all that were announced.
+
+    A run without a past asks nobody: what engines serve under its id is another's, and its first version a conflict.
+    `changes`: of libraries and device since the life before, in words. Raises DivergedError where the settings promise the
+    same bytes, what `restore` and `repeat` raise, and DeadlineError where the bus does not answer.
+    """
+    log, learner, attempts = loop.log, loop.learner, loop.attempts
     restored = restore(loop.checkpoints, loop.roles, loop.identity.run_id)
-    replay = Replay.since(loop.learner.version, loop.log.records)
-    if restored is not None or replay.records:
-        _log.info("coming back", checkpoint=restored, steps_to_repeat=len(replay.records))
+    attempts.follow_skips()
+    replay = Replay.since(learner.version, log.records)
+    if restored is None and not log.records and log.announced is None:
+        return
+    _log.info("coming back", checkpoint=restored, steps_to_repeat=len(replay.records), changed=changes)
+    _check_deterministic(loop, changes)
     for record in replay.records:
         fetched = loop.background.insist(partial(loop.reader.fetch, record.entries), "fetching a batch again")
         loop.repeat(record, groups_of(record, fetched))
+        attempts.follow_skips()
+        _check_deterministic(loop, changes)
+    heard = loop.background.call(loop.updates.known_to_bus(), "asking the bus for versions", CALL_DEADLINE_S)
+    newest = highest(log.announced, heard)
+    digest = loop.updates.digest(learner.version, learner.weights()) if _is(newest, learner.version) else UNKNOWN
+    version, to = learner.version, version_to_publish(learner.version, digest, newest)
+    if to == version:
+        return
+    if loop.settings.trainer.deterministic:
+        raise diverged(version, changes)
+    _log.warning(
+        "the repeated steps may have given other bytes than were announced: going on under another version",
+        from_version=version,
+        to_version=to,
+        changed=changes,
+    )
+    attempts.skip_to(to)
+
+
+def _check_deterministic(loop: TrainingLoop, changes: Sequence[str]) -> None:
+    """Compare with what the step log says was announced, where the learner has come to that version."""
+    announced, learner = loop.log.announced, loop.learner
+    if announced is None or not loop.settings.trainer.deterministic or not _is(announced, learner.version):
+        return
+    if loop.updates.digest(learner.version, learner.weights()) != announced.digest:
+        raise diverged(learner.version, changes)
+
+
+def _is(announced: Announced | None, version: int) -> bool:
+    return announced is not None and announced.version == version
 
 
 def _conclude(loop: TrainingLoop, assembly: Assembly) -> None:

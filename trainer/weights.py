@@ -1,7 +1,8 @@
 """Weight updates of the trainer: publish on the training thread, announce and await the commit in the background.
 
     training thread   publish(v) ─ cast into an arena, which is leased ─► Publication
-    background        step record durable? ─► manifest ─► announce(v) ─► settled: committed | superseded | failed ─► release
+    background        step record durable? ─► manifest ─► its digest in the step log ─► announce(v)
+                      ─► settled: committed | superseded | failed ─► release
 
 The publisher has two arenas: v is not published before v − 2 is released, so that no receiver reads a mixture.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ import structlog
 from torch import Tensor
 
 from services.observability.tracing import NO_TRACING, Tracing
+from services.policies.versions import Announced
 from services.wire.errors import ConflictError, NotFoundError, RollmeshError
 from services.wire.weights_api import SETTLED, UpdateView, VerifyView
 from trainer.io_loop import Background
@@ -42,7 +44,8 @@ class WeightsError(RollmeshError):
 
 
 class WeightUpdates:
-    """Publishes versions and follows their updates. `settle_s`: how long an update may take to settle.
+    """Publishes versions and follows their updates. `settle_s`: how long an update may take to settle. `write_down`: is
+    called with version and digest before a version is announced, which waits until it is done.
 
     `committed` and `newest` are read on the training thread and replaced as a whole on the background loop.
     """
@@ -53,11 +56,12 @@ class WeightUpdates:
         bus: BusClient,
         background: Background,
         settle_s: float,
+        write_down: Callable[[int, str], Future[None]],
         committed_before: int = 0,
         tracing: Tracing = NO_TRACING,
     ) -> None:
         self._publisher, self._bus, self._background = publisher, bus, background
-        self._tracing = tracing
+        self._tracing, self._write_down = tracing, write_down
         self._settle_s = settle_s
         self._following: dict[int, Future[UpdateView]] = {}
         self._base: int | None = None
@@ -73,6 +77,15 @@ class WeightUpdates:
         """Version and state of `newest`."""
         newest = self.newest
         return None if newest is None else (newest.version, newest.state)
+
+    def digest(self, version: int, weights: Mapping[str, Tensor]) -> str:
+        """The root digest that `weights` would have as `version`; nothing is published."""
+        return self._publisher.digest(version, weights)
+
+    async def known_to_bus(self) -> Announced:
+        """The newest version that the bus knows of; version 0 where it knows none. Raises DeadlineError."""
+        view = await self._bus.versions()
+        return Announced(view.newest, view.newest_digest)
 
     def publish_first(self, version: int, weights: Mapping[str, Tensor], deadline_s: float) -> None:
         """Publish `version` and wait until an engine serves it, so that engines and trainer start from the same bytes.
@@ -140,6 +153,7 @@ class WeightUpdates:
         try:
             await _result_of(durable)
             manifest = await _result_of(publication.future)
+            await _result_of(self._write_down(manifest.version, manifest.root_digest))
             started = time.perf_counter()
             view = await self._settled(manifest, self._settle_s)
         finally:
@@ -173,7 +187,9 @@ class WeightUpdates:
             return await self._bus.wait_settled(manifest.version, deadline_s)
 
     async def _first_committed(self, publication: Publication, deadline_s: float) -> None:
-        await self._until_committed(await _result_of(publication.future), deadline_s)
+        manifest = await _result_of(publication.future)
+        await _result_of(self._write_down(manifest.version, manifest.root_digest))
+        await self._until_committed(manifest, deadline_s)
 
     async def _until_committed(self, manifest: Manifest, deadline_s: float) -> None:
         """Announce until committed: an update without any engine fails at once, and engines may still be loading."""

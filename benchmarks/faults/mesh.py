@@ -12,7 +12,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
+from safetensors.numpy import load_file, save_file
 
 from benchmarks.harness.processes import LOOPBACK, PYTHON, free_port, running
 from services.host.run_folder import RunFolder
@@ -25,6 +27,7 @@ from trainer.metrics.files import read_metrics
 _LOOK_S = 0.05
 _STEPS_WITHIN_S = 240.0
 _ENDS_WITHIN_S = 600.0
+_CONFLICTS = ("published with other bytes", "which is published", "published before the bus started")
 LIVES_S = 21.0
 """How long a process has to live before it is killed: a supervisor gives a process up that keeps dying young."""
 
@@ -95,6 +98,25 @@ class MeshUnderFaults:
         """The last lines of all its logs, for an error message."""
         logs = sorted(self.folder.logs.glob("*.log"))
         return "\n".join([self._child.tail(), *(f"== {log.name}\n{log_tail(log, 8)}" for log in logs)])
+
+    def nudge_newest_checkpoint(self) -> None:
+        """Add 1e-6 to the weights that the next trainer starts from: so it repeats its steps with other bytes.
+
+        Raises RollmeshError where there is no checkpoint yet.
+        """
+        whole = sorted(self.folder.checkpoints.glob("step-*/meta.json"))
+        if not whole:
+            raise RollmeshError("the run has no checkpoint yet", "let it make more steps before the first fault")
+        path = whole[-1].with_name("model.safetensors")
+        nudged = {name: weight + np.float32(1e-6) for name, weight in load_file(path).items()}
+        making = path.with_suffix(".making")
+        save_file(nudged, making, metadata={"format": "pt"})
+        making.replace(path)
+
+    def resume_conflicts(self) -> int:
+        """How often a trainer said that a version is published already, by other bytes or as an older one."""
+        said = (self.folder.logs / "trainer.log").read_text(encoding="utf-8", errors="replace")
+        return sum(any(words in line for words in _CONFLICTS) for line in said.splitlines())
 
     def cut_append_only_file(self, valkey: psutil.Process, rng: random.Random) -> int:
         """Kill Valkey and cut the end of its newest file off at a random place; returns how many bytes.

@@ -4,6 +4,8 @@ For each kind of fault one run of the mesh with two servers, in which the fault 
 moment after the killed process has lived long enough to be started again at once. The figure is the longest gap between
 two optimizer steps that follows a fault, less the run's median gap (`excesses`). For the trainer, which is
 itself what makes the steps, the time that its next process needs to import and to load the model is taken off as well.
+`noisy-trainer`: the trainer is killed beside a newest checkpoint that was nudged, so that it repeats its steps with other
+bytes; `resume_conflicts` must be 0.
 
 At its end each run must balance: every published trajectory was trained once or dropped, no step is missing or made twice,
 no token over K was trained on, and the engines serve the trainer's bytes.
@@ -45,6 +47,7 @@ class Fault(StrEnum):
     BUS = "bus"
     VALKEY = "valkey"
     TRAINER = "trainer"
+    NOISY_TRAINER = "noisy-trainer"
     PARTITION = "partition"
     CUT_FILE = "cut-file"
 
@@ -56,6 +59,7 @@ _COMMANDS = {
     Fault.BUS: "weight-bus",
     Fault.VALKEY: "valkey",
     Fault.TRAINER: "train",
+    Fault.NOISY_TRAINER: "train",
     Fault.CUT_FILE: "valkey",
 }
 _BAR_S = 5.0
@@ -78,6 +82,10 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     starts_s: list[float] = []
     """Imports and loading of each new trainer."""
     cut_bytes: list[int] = []
+    resume_conflicts: int | None = None
+    """Of the trainer, killed beside a checkpoint that was nudged: refusals of a version at the bus."""
+    skipped_versions: int | None = None
+    """How many versions it went on above, one a restart; less where a newer checkpoint was written just before the kill."""
     wrong: list[str]
     """What does not balance at the end; empty is as it should be."""
 
@@ -166,6 +174,8 @@ async def _make(
     if kind is Fault.CUT_FILE:
         made.cut_bytes.append(mesh.cut_append_only_file(victim, rng))
     else:
+        if kind is Fault.NOISY_TRAINER:
+            mesh.nudge_newest_checkpoint()
         victim.kill()
 
 
@@ -176,7 +186,8 @@ def _latest(mesh: MeshUnderFaults, made: _Made) -> float:
 def _judge(kind: Fault, mesh: MeshUnderFaults, made: _Made, summary: Summary, plan: _Plan) -> FaultReport:
     times = mesh.step_times()
     found = excesses(times, made.at)
-    starts = _starts(mesh, made.at) if kind is Fault.TRAINER else []
+    starts = _starts(mesh, made.at) if kind in (Fault.TRAINER, Fault.NOISY_TRAINER) else []
+    noisy = kind is Fault.NOISY_TRAINER
     if starts:
         found = [excess - start for excess, start in zip(found, starts, strict=True)]
     return FaultReport(
@@ -187,6 +198,8 @@ def _judge(kind: Fault, mesh: MeshUnderFaults, made: _Made, summary: Summary, pl
         bar_s=_BAR_S + (plan.partition_s if kind is Fault.PARTITION else 0.0),
         starts_s=[round(start, 2) for start in starts],
         cut_bytes=made.cut_bytes,
+        resume_conflicts=mesh.resume_conflicts() if noisy else None,
+        skipped_versions=summary.final_version - summary.steps if noisy else None,
         wrong=_wrong(mesh, summary, plan.steps),
     )
 
@@ -212,6 +225,7 @@ def _wrong(mesh: MeshUnderFaults, summary: Summary, steps: int) -> list[str]:
         f"{len(lines)} steps in place of {steps}": [line.step for line in lines] == list(range(1, steps + 1)),
         f"a token of staleness {summary.max_staleness} over K = {summary.k}": summary.max_staleness <= summary.k,
         "engines serve other bytes than the trainer's": summary.weights_digest_match,
+        "a version was refused at the bus": mesh.resume_conflicts() == 0,
     }
     return [what for what, holds in checks.items() if not holds]
 

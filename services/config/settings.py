@@ -144,6 +144,11 @@ class TrainerSettings(Section):
     loss: LossSettings = LossSettings()
     advantage: AdvantageSettings = AdvantageSettings()
     threads: int = Field(default=1, ge=1)
+    deterministic: bool = Field(
+        default=False,
+        description="Kernels that repeat a step byte for byte; a restart that comes to other bytes than were announced is "
+        "an error, in place of going on under another version",
+    )
     checkpoint_every: int = Field(default=20, ge=1, description="Optimizer steps between checkpoints")
     updates_per_batch: int = Field(
         default=1, ge=1, description="Optimizer steps that a batch is split into; only the last is published"

@@ -7,6 +7,7 @@ runs/running-sums-…/
   curves.png       success, length, staleness        logs/                one file per service
   summary.json     the run in one object             evaluation.json, trainer_report.json   what it was made from
   model/           the policy the run started from   demonstrations/, redis/
+  format           the number of this layout
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import structlog
 
+from services.host.files import write_whole, writing
 from services.wire.errors import DeadlineError, UsageError
 
 MIN_FREE_BYTES = 256 << 20
@@ -42,6 +44,34 @@ class RunFolder:
         self.demonstrations = root / "demonstrations"
         self.redis = root / "redis"
         self.bus_state = root / "weight-bus.json"
+        self.format = root / "format"
+
+
+FORMAT = 2
+"""Of what the trainer finds in the folder of an interrupted run. 1, which has no file `format`: a version is the number of
+optimizer steps. 2: versions may be skipped, so that a line of metrics.jsonl may have a version above its step."""
+
+
+def take_format(folder: RunFolder) -> None:
+    """Note that the folder is of FORMAT from here on; older ones are read.
+
+    Raises UsageError for one of a newer format, or that cannot be written.
+    """
+    try:
+        found = folder.format.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        found = None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{folder.format} cannot be read ({error})", "choose another --run-dir") from error
+    if found == str(FORMAT):
+        return
+    if found is not None and found != "1":
+        raise UsageError(
+            f"{folder.root} is a run folder of format {found[:20]}, this rollmesh reads up to {FORMAT}",
+            "end the run with the rollmesh that began it, or choose another --run-dir",
+        )
+    with writing(folder.format):
+        write_whole(folder.format, f"{FORMAT}\n".encode())
 
 
 def make_run_folder(root: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> RunFolder:

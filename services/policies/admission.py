@@ -2,19 +2,20 @@
 
 Symbols: `batch` groups an optimizer step consumes; `v` the version an engine serves; `v0` the version the run started
 from. Of the run's account: `opened` groups ever opened (their ordinals are 0 … opened − 1), `dropped` those that will
-never be trained, `open` those that were opened and not closed, `oldest` the ordinal of the oldest that is open.
+never be trained, `open` those that were opened and not closed, `oldest` the ordinal of the oldest that is open, `skipped`
+those that skipped versions would have consumed (0 unless a restart skipped some: `services.policies.versions`).
 A group may be opened when all four rules leave a place for it:
 
-    staleness    opened − dropped  <  (v − v0 + K + 1) · batch                                          (1)
-    open groups  open              <  (K + 1) · batch                                                  (2)
-    look-ahead   opened            <  oldest + L · (K + 1) · batch            while any group is open   (3)
-    bytes        Redis holds       <  `run_store.max_bytes`                                            (4)
+    staleness    opened − dropped + skipped  <  (v − v0 + K + 1) · batch                                (1)
+    open groups  open                        <  (K + 1) · batch                                        (2)
+    look-ahead   opened                      <  oldest + L · (K + 1) · batch   while any group is open  (3)
+    bytes        Redis holds                 <  `run_store.max_bytes`                                  (4)
 
 (1) The group with ordinal `n` (not counting dropped ones) is consumed, first in first out, by the step that starts from
 version `v0 + ⌊n / batch⌋`. Started under `v`, its first token will then be `v0 + ⌊n / batch⌋ − v` steps old: ≤ K exactly
 when (1) holds. Since `v − v0` steps have consumed `(v − v0) · batch` groups, at most `(K + 1) · batch` are neither
 consumed nor dropped. K = 0 admits the next batch only when the engine serves the weights of the step before: exactly
-synchronous.
+synchronous. A skipped version consumes nothing: it counts as if its `batch` groups had been opened before all others.
 
 (2) A straggler is not consumed, so it keeps its place under (1). Not so a group that the trainer has dropped, or
 consumed, and that its server has not closed yet: (1) would let another in beside it for as long as it stays open.
@@ -62,6 +63,7 @@ class Account:
     dropped: int
     open: int
     oldest: int
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class AdmissionRules:
         return self.lookahead * self.most_open
 
     def limit(self, engine_version: int) -> int:
-        """The right-hand side of (1): how many groups (less dropped ones) may have been opened in all."""
+        """The right-hand side of (1): how many groups (less dropped, and with skipped ones) may have been opened in all."""
         if engine_version < self.base_version:
             raise ValueError(
                 f"an engine at version {engine_version} is older than the run's first version {self.base_version}"
@@ -163,7 +165,7 @@ class Places:
 def places(account: Account, rules: AdmissionRules, engine_version: int, store: StoreUse | None = None) -> Places:
     """What the four rules leave, for a server whose engine serves `engine_version`. `store`: None where (4) is off."""
     return Places(
-        staleness=rules.limit(engine_version) - (account.opened - account.dropped),
+        staleness=rules.limit(engine_version) - (account.opened - account.dropped + account.skipped),
         open_groups=rules.most_open - account.open,
         lookahead=account.oldest + rules.window - account.opened,
         full=store is not None and store.full,

@@ -32,14 +32,15 @@ LEASE_S = 2.0
 # A call repeated because its answer was lost on the way finds its groups open, and answers their ordinals again. A group
 # that another server holds open is not this one's to join.
 _ADMIT = """
-local account = redis.call('HMGET', KEYS[1], 'opened_groups', 'dropped_groups', 'oldest_open', 'newest_limit', 'concluded')
-for i = 1, 4 do account[i] = tonumber(account[i] or '0') end
+local account = redis.call('HMGET', KEYS[1], 'opened_groups', 'dropped_groups', 'oldest_open', 'newest_limit',
+  'skipped_groups', 'concluded')
+for i = 1, 5 do account[i] = tonumber(account[i] or '0') end
 local function leave(name) redis.call('ZREM', KEYS[3], name) redis.call('ZREM', KEYS[4], name) end
 
-local opened, dropped, oldest, newest = unpack(account)
+local opened, dropped, oldest, newest, skipped = unpack(account)
 local open = redis.call('HLEN', KEYS[2])
 local limit, window = tonumber(ARGV[1]), tonumber(ARGV[3])
-local free = math.min(limit - (opened - dropped), tonumber(ARGV[2]) - open)
+local free = math.min(limit - (opened - dropped + skipped), tonumber(ARGV[2]) - open)
 local straggler = ''
 -- The oldest known so far may have been closed since, but none older can have been opened: only where it is what closes
 -- admission are all open groups looked at.
@@ -60,7 +61,7 @@ local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', KEYS[4], '-inf', now)) do leave(name) end
 if limit > newest then redis.call('HSET', KEYS[1], 'newest_limit', limit) end
 
-local concluded = account[5] == '1'
+local concluded = account[6] == '1'
 local answers, before = {}, {}
 for i = 8, #ARGV, 3 do
   local name, answer, ahead = ARGV[i], -1, 0
@@ -84,7 +85,7 @@ for i = 8, #ARGV, 3 do
   answers[#answers + 1], before[#before + 1] = answer, ahead
 end
 if opened > account[1] then redis.call('HSET', KEYS[1], 'opened_groups', opened) end
-return {answers, before, {opened, dropped, open, oldest}, straggler}
+return {answers, before, {opened, dropped, open, oldest, skipped}, straggler}
 """
 
 
@@ -160,10 +161,10 @@ class AdmissionAccount:
         for each in asking:
             arguments += [each.group_id, repr(each.asked_at), "1" if each.stays else "0"]
         ordinals, ahead, counts, straggler = await self._admit(keys=self._keys, args=arguments)
-        opened, dropped, open_, oldest = (int(count) for count in counts)
+        opened, dropped, open_, oldest, skipped = (int(count) for count in counts)
         return Admitted(
             [Answer(int(ordinal), int(before)) for ordinal, before in zip(ordinals, ahead, strict=True)],
-            Account(opened=opened, dropped=dropped, open=open_, oldest=oldest),
+            Account(opened=opened, dropped=dropped, open=open_, oldest=oldest, skipped=skipped),
             decode_open_group(straggler) if straggler else None,
         )
 

@@ -6,6 +6,8 @@
 | closed_groups   | groups       | a rollout server, when a group was finished, or expired         |
 | dropped_groups  | groups       | whoever finds that an opened group will never be trained: a     |
 |                 |              | rollout server, or the trainer once some of it is in the stream |
+| skipped_groups  | groups       | the trainer, where a restart skipped versions: those that they  |
+|                 |              | would have consumed, for admission alone                        |
 | published       | trajectories | the stream, in one script with the append                       |
 | trained         | trajectories | the trainer, in one script with the acknowledgement             |
 | dropped{cause}  | trajectories | the trainer (published but never trained), by cause             |
@@ -42,6 +44,7 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
     opened_groups: int = 0
     closed_groups: int = 0
     dropped_groups: int = 0
+    skipped_groups: int = 0
     published: int = 0
     trained: int = 0
     base_version: int = 0
@@ -196,6 +199,10 @@ class Ledger:
         await self._redis.hsetnx(self._keys.accounts, "base_version", str(base_version))
         return (await self.accounts()).base_version
 
+    async def skip_groups(self, groups: int) -> None:
+        """The versions that restarts have skipped so far would have consumed so many groups; may be said twice."""
+        await self._redis.hset(self._keys.accounts, "skipped_groups", str(groups))
+
     async def conclude(self, final_version: int) -> None:
         """No new groups and no more trajectories from here on."""
         await self._redis.hset(self._keys.accounts, mapping={"concluded": 1, "final_version": final_version})
@@ -207,6 +214,7 @@ class Ledger:
             opened_groups=int(counters.get("opened_groups", 0)),
             closed_groups=int(counters.get("closed_groups", 0)),
             dropped_groups=int(counters.get("dropped_groups", 0)),
+            skipped_groups=int(counters.get("skipped_groups", 0)),
             published=int(counters.get("published", 0)),
             trained=int(counters.get("trained", 0)),
             base_version=int(counters.get("base_version", 0)),

@@ -180,6 +180,10 @@ class VersionsView(Body):
     latest: int | None
     """What engines that join are brought to."""
     versions: list[VersionView]
+    newest: int = 0
+    """The highest version that the bus has heard of: announced, also before it was started, or served by an engine."""
+    newest_digest: str = ""
+    """Root digest of `newest`; empty where the bus does not know it."""
 
 
 class RollbackOrder(Body):

@@ -20,10 +20,12 @@ import structlog
 
 from services.config.settings import RunSettings
 from services.policies.batching import Drop, DropCause, Group
+from services.policies.versions import after_skips
 from services.wire.trajectory import Trajectory
 from trainer.checkpoint.anomalies import DumpReport, describe_batch, dump
+from trainer.checkpoint.log_lines import AnnouncedRecord, Attempt, Ended, Outcome, Skip, StepRecord
 from trainer.checkpoint.recovery import LIVES, ReplayError, terms_of, under
-from trainer.checkpoint.step_log import Attempt, Ended, Outcome, StepLog, StepRecord
+from trainer.checkpoint.step_log import StepLog
 from trainer.io_loop import Background
 from trainer.model.anomaly import AnomalyError, is_out_of_memory
 from trainer.model.roles import Roles
@@ -102,6 +104,27 @@ class Attempts:
                 f"{settings.trainer.micro_batch_tokens} tokens, which fitted once ({error})",
                 "start the trainer where it has as much memory as before",
             ) from error
+
+    def announce(self, version: int, digest: str) -> Future[None]:
+        """Write down that `version` is about to be announced with these bytes; done before it may be.
+
+        It outlives this process. After a power cut it may be lost, and the bus is asked (`trainer.run`).
+        """
+        return self._journal.submit(self.log.write, AnnouncedRecord(version, digest), durable=False)
+
+    def skip_to(self, version: int) -> None:
+        """Go on as `version` with the weights as they are; durable when this returns, and all that was written before."""
+        learner = self._roles.learner
+        skip = Skip(learner.version, version)
+        learner.skip_to(version)
+        self.log.skips[skip.version] = skip.to
+        self._write(skip)
+
+    def follow_skips(self) -> None:
+        """Where an earlier life went on under another version, the repetition does, too."""
+        version = after_skips(self._roles.learner.version, self.log.skips)
+        if version != self._roles.learner.version:
+            self._roles.learner.skip_to(version)
 
     def written(self) -> Future[None]:
         """Done once all that was logged so far is durable. Its result is what kept it from that."""
@@ -197,7 +220,7 @@ class Attempts:
         )
         return dump(self._folder, self._roles, self._in_force, groups, report)
 
-    def _write(self, line: Attempt | Ended) -> None:
+    def _write(self, line: Attempt | Ended | Skip) -> None:
         """Durable when this returns, and all that was written before."""
         self._wait(self._journal.submit(self.log.write, line))
 

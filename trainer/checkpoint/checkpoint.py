@@ -1,10 +1,10 @@
-"""Checkpoints: weights and optimizer state as safetensors (no pickle), visible only when whole.
+"""Checkpoints: weights and optimizer state as safetensors (no pickle), visible only when whole. Named by version.
 
 checkpoints/
   step-00000020/   model.safetensors      weights by their Hugging Face names, training dtype
                    optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq, step
                    critic.safetensors, critic_optimizer.safetensors      the same of a critic, where there is one
-                   meta.json              {"schema", "run_id", "version", "fingerprint", "log_price", "sizes"}
+                   meta.json              {"schema", "run_id", "version", "fingerprint", "log_price", "skipped", "sizes"}
   final/           a Hugging Face folder with tokenizer, as `transformers` loads it
 
 The two newest good ones are kept: should the newest turn out broken, the one before it still leads back, through the step
@@ -46,7 +46,9 @@ class CheckpointError(RollmeshError):
 
 
 class MismatchError(CheckpointError):
-    """A checkpoint that may be sound is not of this run, or not of this model."""
+    """A checkpoint that may be sound is of another run, model or format. Exit code 2: a restart would come to the same."""
+
+    exit_code = 2
 
 
 class UnreadableError(CheckpointError):
@@ -60,6 +62,8 @@ class Meta(msgspec.Struct, frozen=True):
     fingerprint: str
     log_price: float | None = None
     """Of a cost (`trainer.algorithms.advantages.rewards`); None where there is none."""
+    skipped: int = 0
+    """Versions below `version` that no step made (`trainer.model.learner.Learner.skipped`)."""
     sizes: dict[str, int] = {}
     """Bytes of each file of tensors; empty in checkpoints of before they were written down."""
 
@@ -82,7 +86,9 @@ def snapshot(roles: Roles, run_id: str, fingerprint: str) -> Snapshot:
         weights = {key: tensor.detach().to("cpu", copy=True) for key, tensor in named_weights(model).items()}
         tensors |= {f"{name}.safetensors": weights, _optimizer_file(name): _optimizer_state(model, optimizer)}
     log_price = None if roles.advantage_computer.price is None else roles.advantage_computer.price.log_value
-    return Snapshot(Meta(SCHEMA, run_id, roles.learner.version, fingerprint, log_price), tensors)
+    learner = roles.learner
+    meta = Meta(SCHEMA, run_id, learner.version, fingerprint, log_price, learner.skipped)
+    return Snapshot(meta, tensors)
 
 
 def save(folder: Path, taken: Snapshot) -> Path:
@@ -189,7 +195,12 @@ def _meta(path: Path) -> Meta:
 def _restore(path: Path, roles: Roles, run_id: str) -> None:
     """Nothing is changed unless all of it can be read and fits."""
     meta = _meta(path)
-    if (meta.schema, meta.run_id) != (SCHEMA, run_id):
+    if meta.schema != SCHEMA:
+        raise MismatchError(
+            f"{path} is of format {meta.schema}, this rollmesh reads {SCHEMA}",
+            "end the run with the rollmesh of before",
+        )
+    if meta.run_id != run_id:
         raise MismatchError(f"{path} belongs to run {meta.run_id}", "choose another --run-dir")
     if (meta.log_price is None) != (roles.advantage_computer.price is None):
         raise MismatchError(f"{path} is of a run with another advantage.cost", "continue it with its own config.toml")
@@ -213,7 +224,7 @@ def _restore(path: Path, roles: Roles, run_id: str) -> None:
         _load_optimizer(model, optimizer, state)
     if roles.advantage_computer.price is not None and meta.log_price is not None:
         roles.advantage_computer.price.log_value = meta.log_price
-    roles.learner.version = meta.version
+    roles.learner.version, roles.learner.skipped = meta.version, meta.skipped
 
 
 def _optimizer_file(model: str) -> str:

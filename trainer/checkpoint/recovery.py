@@ -1,7 +1,8 @@
 """Recovery after a crash: the newest checkpoint, then the batches of the step log once more, read from the stream.
 
-checkpoint v ──► step log from v ──► the same batches, the same settings, the same bytes ──► the version that engines may
-                                                                                             have seen
+checkpoint v ──► step log from v ──► the same batches, the same settings ──┬── the same bytes ──► the version that engines
+                                                                           │                     may have seen
+                                                                           └── others ──► one above all that were announced
 """
 
 from __future__ import annotations
@@ -20,21 +21,42 @@ from services.run_store.stream import StreamEntry
 from services.wire.errors import RollmeshError
 from services.wire.trajectory import Trajectory, decode_trajectory
 from trainer.checkpoint.checkpoint import UnreadableError, restore_newest
-from trainer.checkpoint.step_log import StepRecord, Terms, Tunables
+from trainer.checkpoint.log_lines import StepRecord, Tunables
+from trainer.checkpoint.step_log import Terms
 from trainer.model.roles import Roles
 
 _log = structlog.get_logger()
 
 LIVES = 3
 """In so many lives of the trainer a batch is tried before its groups are dropped."""
-_NO_BYTES = {"checkpoint_every", "batch_timeout_s", "on_anomaly"}
-"""Settings of the trainer that no step's bytes depend on."""
+_NO_BYTES = {"checkpoint_every", "batch_timeout_s", "on_anomaly", "deterministic"}
+"""Settings of the trainer that no step's bytes depend on; `deterministic` is of the environment, and may change."""
 
 
 class ReplayError(RollmeshError):
     """The stream no longer holds what a step consumed, so its version cannot be made again."""
 
     code = "replay"
+
+
+class DivergedError(RollmeshError):
+    """With `trainer.deterministic`: the repeated steps gave other bytes than those that were announced.
+
+    Exit code 2: a restart would come to the same.
+    """
+
+    code = "diverged"
+    exit_code = 2
+
+
+def diverged(version: int, changes: Sequence[str]) -> DivergedError:
+    """`changes`: of the environment since the life before."""
+    now = f"; since then: {', '.join(changes)}" if changes else ""
+    return DivergedError(
+        f"trainer.deterministic: the repeated steps gave other bytes than were announced as version {version}{now}",
+        "start the trainer with the libraries and the device that it had, or set trainer.deterministic=false to go on "
+        "under another version",
+    )
 
 
 def restore(folder: Path, roles: Roles, run_id: str) -> int | None:

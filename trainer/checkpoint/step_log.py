@@ -1,16 +1,12 @@
 """The step log: which entries of the stream each batch consumed, written before its steps, durable before its ack.
 
-    header    {"schema", "run_id", "fingerprint"}
-    settings  {"kind": "settings", "version": v, "fixed", "tunables"}     in force for batches from version v on
-    record    {"version": v, "entries": ["1700000000000-0", …], "updates": U}        the U optimizer steps from version v
-    attempt   {"kind": "attempt", "version": v, "micro_batch_tokens"}      another life of the trainer tries that batch
-    ended     {"kind": "ended", "version": v, "why", "counts"}             a life ended in that batch
-    outcome   {"kind": "outcome", "version": v, "made": n, …}              n of its steps were made, and why not the others
+    record ──► steps ──► outcome ──► announced ──► the bus hears of the version              lines: `log_lines`
 
-A step is deterministic, so weights + log + stream give every later version again, byte for byte. That is why a record is
-durable before the version it leads to is announced, and why its outcome is written before that: a restarted trainer takes
-the same batch and never publishes other bytes under a version that engines have seen. A record without an outcome, at the
-end of the log, is of a batch that was announced by nobody: it may be made otherwise, or not at all.
+Weights + log + stream give every later version again, byte for byte where the same libraries compute on the same CPU. That
+is why a record is durable before the version it leads to is announced, and why its outcome is written before that: a
+restarted trainer takes the same batches. Where the repeated bytes are others than those that were announced, it goes on
+under a version above (a skip, durable before that is announced), so that no version has two sets of bytes. A record without
+an outcome, at the end of the log, is of a batch that was announced by nobody: it may be made otherwise, or not at all.
 
 The last line may be torn by a crash; it is cut off when the log is opened. Any other broken line is an error.
 """
@@ -27,72 +23,26 @@ from pathlib import Path
 import msgspec
 
 from services.host.files import sync, writing
+from services.policies.versions import Announced, after_skips
 from services.wire.errors import RollmeshError, UsageError
-
-SCHEMA = 1
-
-
-class Header(msgspec.Struct, frozen=True):
-    schema: int
-    run_id: str
-    fingerprint: str
-    """Of all settings that the bytes of a step depend on, as the run began."""
-
-
-class StepRecord(msgspec.Struct, frozen=True):
-    version: int
-    entries: list[str]
-    updates: int = 1
-    """Absent in logs of before there were several."""
-
-
-class Tunables(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the trainer that the bytes of a step depend on, and that may change between two batches of a run."""
-
-    micro_batch_tokens: int
-    learning_rate: float
-    warmup_steps: int
-    clip_grad_norm: float
-
-
-class SettingsRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="settings"):
-    """`tunables` hold from the batch at `version` on. `fixed`: fingerprint of the settings that may not change."""
-
-    version: int
-    fixed: str
-    tunables: Tunables
-
-
-class Attempt(msgspec.Struct, frozen=True, tag_field="kind", tag="attempt"):
-    """Written before another life tries the batch from `version`, with passes of so many tokens."""
-
-    version: int
-    micro_batch_tokens: int
-
-
-class Ended(msgspec.Struct, frozen=True, tag_field="kind", tag="ended"):
-    """A life ended in the batch from `version`. `counts`: the batch is to blame, as far as is known."""
-
-    version: int
-    why: str
-    counts: bool
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="outcome"):
-    """Of the batch from `version`: `made` of its steps were made, in passes of `micro_batch_tokens`.
-
-    `dropped`: entries that were not trained, for `cause` (of `services.policies.batching.DropCause`) and `why`.
-    """
-
-    version: int
-    made: int
-    micro_batch_tokens: int
-    cause: str = ""
-    why: str = ""
-    dropped: list[str] = []
-
-
-Line = SettingsRecord | Attempt | Ended | Outcome
+from trainer.checkpoint.environment import Environment
+from trainer.checkpoint.log_lines import (
+    SCHEMA,
+    AnnouncedRecord,
+    Attempt,
+    Ended,
+    EnvironmentRecord,
+    Header,
+    Line,
+    Outcome,
+    SettingsRecord,
+    Skip,
+    StepRecord,
+    Tunables,
+    decode_header,
+    decode_lines,
+    encode_line,
+)
 
 
 @dataclass(frozen=True)
@@ -109,17 +59,6 @@ class StepLogError(RollmeshError):
     """The log cannot be trusted."""
 
     code = "step_log"
-
-
-class _Kind(msgspec.Struct):
-    kind: str | None = None
-
-
-_encoder = msgspec.json.Encoder()
-_headers = msgspec.json.Decoder(Header)
-_kinds = msgspec.json.Decoder(_Kind)
-_records = msgspec.json.Decoder(StepRecord)
-_lines = msgspec.json.Decoder(Line)
 
 
 class StepLog:
@@ -140,6 +79,12 @@ class StepLog:
         """In how many lives of the trainer the last batch was begun, and why it is to blame for their end."""
         self.last_end = ""
         """How the last of these lives ended, where it could say so."""
+        self.skips: dict[int, int] = {}
+        """From → to, since the beginning of the run."""
+        self.announced: Announced | None = None
+        """The highest version that was announced by an earlier life, and its digest."""
+        self.environment: Environment | None = None
+        """What computed the batches of the life before; None where that is not known."""
         self._settings: list[SettingsRecord] = []
         self._proven = True
         self._end = 0
@@ -165,7 +110,7 @@ class StepLog:
         """The version from which the next batch begins, the unproven one included."""
         if self.unproven is not None:
             return self.unproven.version
-        return self._end_of(self.records[-1]) if self.records else 0
+        return after_skips(self._end_of(self.records[-1]) if self.records else 0, self.skips)
 
     def tunables_at(self, version: int) -> Tunables:
         """Those in force for the batch from `version`."""
@@ -174,16 +119,16 @@ class StepLog:
     def append(self, record: StepRecord) -> None:
         """Write one record; durable when this returns. Raises UsageError when the disk takes no more."""
         with writing(self.path):
-            self._write(_encoder.encode(record))
+            self._write(encode_line(record))
             self._sync()
 
-    def write(self, line: Attempt | Ended | Outcome, *, durable: bool = True) -> None:
-        """Write what became of a record. Raises UsageError when the disk takes no more.
+    def write(self, line: Attempt | Ended | Outcome | AnnouncedRecord | Skip, *, durable: bool = True) -> None:
+        """Write what became of a record, or of a version. Raises UsageError when the disk takes no more.
 
         What is not `durable` outlives this process, but not a power cut: `sync` makes it so.
         """
         with writing(self.path):
-            self._write(_encoder.encode(line))
+            self._write(encode_line(line))
             if durable:
                 self._sync()
 
@@ -227,7 +172,7 @@ class StepLog:
         self._cut_off()
         lines = whole.splitlines()
         if not lines:
-            self._write(_encoder.encode(Header(SCHEMA, run_id, terms.whole)))
+            self._write(encode_line(Header(SCHEMA, run_id, terms.whole)))
         else:
             self._read(lines, run_id, terms)
         self._take_settings(terms)
@@ -235,13 +180,13 @@ class StepLog:
 
     def _read(self, lines: Sequence[bytes], run_id: str, terms: Terms) -> None:
         try:
-            header = _headers.decode(lines[0])
-            found = [_lines.decode(line) if _kinds.decode(line).kind else _records.decode(line) for line in lines[1:]]
+            header = decode_header(lines[0])
+            found = decode_lines(lines[1:])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StepLogError(
                 f"{self.path} is broken ({error})", "the run cannot be continued; start a new one"
             ) from error
-        if (header.schema, header.run_id) != (SCHEMA, run_id):
+        if header.run_id != run_id:
             raise UsageError(f"{self.path.parent} holds run {header.run_id}", "choose another --run-dir")
         began_with = next((line.fixed for line in found if isinstance(line, SettingsRecord)), None)
         if (header.fingerprint, None) != (terms.whole, began_with) and began_with != terms.fixed:
@@ -257,8 +202,18 @@ class StepLog:
         match line:
             case SettingsRecord():
                 self._settings.append(line)
+            case EnvironmentRecord():
+                self.environment = Environment(line.model, line.parts)
+            case AnnouncedRecord():
+                self.announced = Announced(line.version, line.digest)
+            case Skip():
+                if line.to <= line.version or line.version != self.next_version:
+                    raise StepLogError(f"{self.path}: {line} leads nowhere", "start a new run")
+                self.skips[line.version] = line.to
             case StepRecord():
-                expected = self._end_of(self.records[-1]) if self.records else line.version
+                expected = line.version
+                if self.records:
+                    expected = after_skips(self._end_of(self.records[-1]), self.skips)
                 if line.version != expected:
                     raise StepLogError(
                         f"{self.path}: version {line.version} follows {self.records[-1].version}", "start a new run"
@@ -283,8 +238,26 @@ class StepLog:
         version = self.next_version if self._settings else 0
         if not self._settings or self._settings[-1].tunables != terms.tunables:
             record = SettingsRecord(version, terms.fixed, terms.tunables)
-            self._write(_encoder.encode(record))
+            self._write(encode_line(record))
             self._settings.append(record)
+
+    def check_model(self, present: Environment) -> None:
+        """Raise UsageError for a run that began with another model."""
+        before = self.environment
+        if before is not None and before.model != present.model:
+            raise UsageError(
+                f"{self.path.parent} holds a run that began with another model ({before.model[:16]}…, given is "
+                f"{present.model[:16]}…)",
+                "give --model the folder that the run began with, or choose another --run-dir",
+            )
+
+    def take_environment(self, present: Environment) -> None:
+        """Write down what computes from the next batch on, where that is another than before; durable when this returns."""
+        if present != self.environment:
+            self.environment = present
+            with writing(self.path):
+                self._write(encode_line(EnvironmentRecord(self.next_version, present.model, present.parts)))
+                self._sync()
 
     def _end_of(self, record: StepRecord) -> int:
         outcome = self.outcomes.get(record.version)

@@ -31,6 +31,7 @@ def outcome(batch: Batch) -> run_metrics.BatchOutcome:
 
 def step_metrics(
     *,
+    step: int,
     version: int,
     now: float,
     batch: run_metrics.BatchOutcome,
@@ -51,7 +52,7 @@ def step_metrics(
         **vars(credited),
         **vars(valued),
         **vars(times),
-        step=version,
+        step=step,
         version=version,
         time=now,
         rows_trained=rows_trained,

@@ -20,11 +20,11 @@ class AnomalyError(RollmeshError):
     code = "anomaly"
 
 
-def check_finite(version: int, what: str, loss: float | None, grad_norm: float | None) -> None:
-    """Raise AnomalyError unless both numbers of the step from `version` are finite. `what`: whose they are."""
+def check_finite(steps: int, what: str, loss: float | None, grad_norm: float | None) -> None:
+    """Raise AnomalyError unless both numbers of the step after so many are finite. `what`: whose they are."""
     if any(number is None or not math.isfinite(number) for number in (loss, grad_norm)):
         raise AnomalyError(
-            f"step {version + 1} is not made: the loss of the {what} is {loss}, the norm of its gradient {grad_norm}",
+            f"step {steps + 1} is not made: the loss of the {what} is {loss}, the norm of its gradient {grad_norm}",
             "look at the batch; trainer.on_anomaly=skip goes on without it, and a smaller trainer.learning_rate or "
             "trainer.clip_grad_norm may be set for the rest of the run",
         )

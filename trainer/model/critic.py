@@ -81,14 +81,14 @@ class Critic:
         budget, device = self.settings.micro_batch_tokens, self.model.head.weight.device
         return measure(trajectories, self.model, budget, device, self.model.stem_width)
 
-    def step(self, batch: PackedBatch, version: int = 0) -> ValueStatistics:
+    def step(self, batch: PackedBatch, steps: int = 0) -> ValueStatistics:
         """One optimizer step towards the batch's returns. A batch without a fresh token moves nothing."""
-        statistics = self.gradient(batch, version)
+        statistics = self.gradient(batch, steps)
         self.apply()
         return statistics
 
-    def gradient(self, batch: PackedBatch, version: int) -> ValueStatistics:
-        """Compute the gradient of one part; `apply` makes the step. `version`: of the policy, for messages.
+    def gradient(self, batch: PackedBatch, steps: int) -> ValueStatistics:
+        """Compute the gradient of one part; `apply` makes the step. `steps`: the policy's so far, for messages.
 
         Raises AnomalyError where the loss or the gradient is not finite.
         """
@@ -103,7 +103,7 @@ class Critic:
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.clip_grad_norm)
-        check_finite(version, "critic", float(total), float(grad_norm))
+        check_finite(steps, "critic", float(total), float(grad_norm))
         return ValueStatistics(value_loss=float(total), value_explained=_explained(batch.micro_batches))
 
     def apply(self) -> None:

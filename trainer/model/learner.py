@@ -4,7 +4,8 @@
     micro-batch ─► …                                              ─► backward         the split changes nothing
                                          clip ─► finite? ─► AdamW ─► policy version + 1 ─► next part
 
-Deterministic: the same weights, optimizer state and batch give the same bytes (a restarted trainer relies on it).
+The same weights, optimizer state and batch give the same bytes on a CPU, and with `trainer.deterministic`; elsewhere a
+restarted trainer may come to others (`services.policies.versions`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Learner:
         # No dropout: the ratio to the engine's policy must come from the weights alone.
         self.model = model.eval()
         self.version = version
+        self.skipped = 0
+        """Versions below it that no optimizer step made: a restart went on above them (`skip_to`)."""
         self.objective = Objective(settings.loss)
         self.settings = settings
         """Read at each step: learning rate and bound of the gradient may change between two of them."""
@@ -61,6 +64,18 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+
+    @property
+    def steps_made(self) -> int:
+        """Optimizer steps behind the weights."""
+        return self.version - self.skipped
+
+    def skip_to(self, version: int) -> None:
+        """Go on as `version`, with the weights as they are. Raises ValueError unless it is a higher one."""
+        if version <= self.version:
+            raise ValueError(f"version {version} is not above {self.version}")
+        self.skipped += version - self.version
+        self.version = version
 
     @property
     def separation(self) -> Separation:
@@ -109,12 +124,12 @@ class Learner:
                 parameter.grad = torch.zeros_like(parameter)
         grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.clip_grad_norm)
         statistics = sums.read(grad_norm)
-        check_finite(self.version, "policy", statistics.loss, statistics.grad_norm)
+        check_finite(self.steps_made, "policy", statistics.loss, statistics.grad_norm)
         return statistics
 
     def apply(self) -> None:
         """Make the step of the gradient that was computed."""
-        rate = self.learning_rate(self.version)
+        rate = self.learning_rate(self.steps_made)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # First, so that whatever fails from here on is known for more than a failed pass.
@@ -126,9 +141,9 @@ class Learner:
         """As before the last `gradient`."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def learning_rate(self, version: int) -> float:
-        """That of the step from `version`: a linear ramp over the first `warmup_steps` steps."""
-        return self.settings.learning_rate * min(1.0, (version + 1) / max(1, self.settings.warmup_steps))
+    def learning_rate(self, steps: int) -> float:
+        """That of the step after so many: a linear ramp over the first `warmup_steps` steps."""
+        return self.settings.learning_rate * min(1.0, (steps + 1) / max(1, self.settings.warmup_steps))
 
     @torch.no_grad()
     def _proximal(self, micro: MicroBatch) -> Tensor | None:

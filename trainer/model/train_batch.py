@@ -4,7 +4,7 @@
 
 Part i is judged for the step that it is consumed by, from v + i: staleness is counted in optimizer steps here too. All else
 that a part depends on (advantages, values, the proximal policy) is of the batch, before its first step. A critic takes a
-step beside each of the policy's. Deterministic: the same state, settings and groups give the same bytes.
+step beside each of the policy's. The same state, settings and groups give the same bytes where the kernels do.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ Part = Sequence[Group[Trajectory]]
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One optimizer step. `version`: that it made; `rows`: segments that gave a gradient; `given advantages`: of the
-    whole batch.
+    """One optimizer step, number `step` of the run. `version`: that it made; `rows`: segments that gave a gradient;
+    `credited`: of the whole batch.
 
     `pack_s`: seconds of computing advantages and packing the batch, 0 but for its first step; `train_s`: of the step
     itself.
     """
 
+    step: int
     version: int
     batch: Batch
     tally: StalenessTally
@@ -134,15 +135,16 @@ def _steps(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> I
     ready = time.perf_counter()
     pack_s, proximals = ready - began, learner.proximals(packed)
     for part, (rows, tally), batch, proximal in zip(of_parts, judged, packed, proximals, strict=True):
-        rate = learner.learning_rate(learner.version)
+        rate = learner.learning_rate(learner.steps_made)
         statistics = learner.gradient(batch, proximal)
         # Both gradients before either step: one that is not finite keeps the other from being made, too.
-        valued = ValueStatistics() if critic is None else critic.gradient(batch, learner.version)
+        valued = ValueStatistics() if critic is None else critic.gradient(batch, learner.steps_made)
         learner.apply()
         if critic is not None:
             critic.apply()
         ended = time.perf_counter()
         yield Trained(
+            step=learner.steps_made,
             version=learner.version,
             batch=part.batch,
             tally=tally,

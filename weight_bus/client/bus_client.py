@@ -12,7 +12,15 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from services.observability.tracing import NO_TRACING, Tracing
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import DeadlineError
-from services.wire.weights_api import SETTLED, EngineRegistered, EnginesView, RegisterEngine, UpdateView, VerifyView
+from services.wire.weights_api import (
+    SETTLED,
+    EngineRegistered,
+    EnginesView,
+    RegisterEngine,
+    UpdateView,
+    VerifyView,
+    VersionsView,
+)
 from weight_bus.client.connections import FAILURES, Connections
 from weight_bus.manifest.manifest import Manifest, encode_manifest
 
@@ -99,6 +107,10 @@ class BusClient:
 
     async def engines(self) -> EnginesView:
         return await self._call(EnginesView, "GET", "/v1/engines")
+
+    async def versions(self) -> VersionsView:
+        """What the bus knows of versions."""
+        return await self._call(VersionsView, "GET", "/v1/versions")
 
     async def verify(self) -> VerifyView:
         """Have every engine hash what it serves and compare it with the latest published bytes."""

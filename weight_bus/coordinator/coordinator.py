@@ -116,7 +116,11 @@ class Coordinator:
     @property
     def next_version(self) -> int:
         """One more than the newest version that the bus has heard of."""
-        return 1 + self.floor.known(self._machine.highest, self._machine.members.values()).newest
+        return 1 + self._newest
+
+    @property
+    def _newest(self) -> int:
+        return self.floor.known(self._machine.highest, self._machine.members.values()).newest
 
     def register(self, engine: weights_api.RegisterEngine) -> weights_api.EngineRegistered:
         """A new engine, or the heartbeat of a known one. Raises ConflictError for an engine of another run."""
@@ -229,8 +233,11 @@ class Coordinator:
         return self._record(version).view(self._machine.policy.name)
 
     def versions(self) -> weights_api.VersionsView:
-        latest, serving = self._machine.latest, self._machine.members
+        latest, serving, newest = self._machine.latest, self._machine.members, self._newest
+        record = self._records.get(newest)
         return weights_api.VersionsView(
+            newest=newest,
+            newest_digest=("" if record is None else record.root_digest) or self.floor.digest_of(newest),
             latest=None if latest is None else latest.version,
             versions=[
                 record.summary(

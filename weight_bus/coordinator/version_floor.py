@@ -87,6 +87,10 @@ class VersionFloor:
         """`highest`: announced by this process; `served`: what each live engine serves."""
         return Known(self._before, highest, max(served, default=None))
 
+    def digest_of(self, version: int) -> str:
+        """The digest of what was announced before this process started; empty for another version."""
+        return self._before.root_digest if self._before is not None and self._before.version == version else ""
+
     async def keep(self, version: int, root_digest: str) -> None:
         """Write down that a version was announced, unless a newer one is. A disk that fails is said in the log."""
         if self._path is None:

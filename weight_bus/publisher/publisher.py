@@ -118,6 +118,20 @@ class Publisher:
             self._newest, self._newest_buffer = version, buffer
         return Publication(version, self._background.submit(self._make, version, buffer, again))
 
+    def digest(self, version: int, tensors: Mapping[str, torch.Tensor]) -> str:
+        """The root digest that these weights would be published under as `version`; nobody can read them yet.
+
+        Takes the time of a publication. Raises as `publish` does, but for versions that are not newer.
+        """
+        self._check(tensors)
+        buffer = 1 - self._newest_buffer
+        self._leases.begin(buffer, version, leased=False, wait_s=self._wait_s)
+        try:
+            self._arenas[buffer].fill(tensors)
+            return self._background.submit(self._draft, version, buffer).result().root_digest
+        finally:
+            self._leases.abandon(buffer, version)
+
     def release(self, version: int) -> None:
         """The version has settled: its buffer may be overwritten. Does nothing for a version without a lease."""
         self._leases.let_go("announced and not settled", version)

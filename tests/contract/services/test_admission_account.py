@@ -49,12 +49,16 @@ def loop_and_redis(redis_url: str) -> Iterator[tuple[asyncio.Runner, Redis]]:
         runner.run(client.aclose())
 
 
-async def put(redis: Redis, run_id: str, opened: int, dropped: int, ordinals: list[int], oldest_known: int) -> None:
+async def put(
+    redis: Redis, run_id: str, opened: int, dropped: int, ordinals: list[int], oldest_known: int, skipped: int = 0
+) -> None:
     """Write an account as others may have left it."""
     keys = RunKeys(run_id)
     await redis.delete(keys.accounts, keys.open_groups)
     counters = {"opened_groups": opened, "dropped_groups": dropped, "oldest_open": oldest_known}
     await redis.hset(keys.accounts, mapping={name: str(value) for name, value in counters.items()})
+    if skipped:
+        await Ledger(redis, run_id).skip_groups(skipped)
     for ordinal in ordinals:
         await redis.hset(keys.open_groups, f"old-{ordinal}", json.dumps([ordinal, "s9", "1.5"]))
 
@@ -74,6 +78,7 @@ def test_the_script_decides_as_the_policy_does(
     version = rules.base_version + data.draw(st.integers(0, 9), "steps")
     opened = data.draw(st.integers(0, rules.limit(version) + 4), "opened")
     dropped = data.draw(st.integers(0, opened), "dropped")
+    skipped = data.draw(st.integers(0, 6), "skipped")
     ordinals = data.draw(
         st.lists(st.integers(0, opened - 1), max_size=9, unique=True) if opened else st.just([]), "open"
     )
@@ -81,12 +86,13 @@ def test_the_script_decides_as_the_policy_does(
     known = data.draw(st.integers(0, oldest), "oldest known")
 
     async def decided() -> list[int]:
-        await put(redis, run_id, opened, dropped, ordinals, known)
+        await put(redis, run_id, opened, dropped, ordinals, known, skipped)
         names = [Asking(f"new-{i}", float(i)) for i in range(asking)]
         admitted = await AdmissionAccount(redis, run_id).admit(names, "s0", rules=rules, engine_version=version)
         left = places(admitted.account, rules, version)
         counted = await Ledger(redis, run_id).accounts()
         assert counted.opened_groups == admitted.account.opened
+        assert counted.skipped_groups == admitted.account.skipped == skipped
         assert (admitted.account.dropped, admitted.account.open) == (
             dropped,
             len(await Ledger(redis, run_id).open_groups()),
@@ -97,7 +103,8 @@ def test_the_script_decides_as_the_policy_does(
                 assert straggler.ordinal == oldest
         return [answer.ordinal for answer in admitted.answers]
 
-    free = places(Account(opened=opened, dropped=dropped, open=len(ordinals), oldest=oldest), rules, version).free
+    account = Account(opened=opened, dropped=dropped, open=len(ordinals), oldest=oldest, skipped=skipped)
+    free = places(account, rules, version).free
     let_in = min(max(free, 0), asking)
     expected = [opened + i for i in range(let_in)] + [ADMISSION_CLOSED] * (asking - let_in)
     assert runner.run(decided()) == expected

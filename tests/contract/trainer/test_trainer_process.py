@@ -19,6 +19,8 @@ from redis.asyncio import Redis
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
+
 from services.config.algorithm import AdvantageSettings, CostSettings, LossSettings  # noqa: E402
 from services.config.load import dump_settings  # noqa: E402
 from services.config.settings import RolloutSettings, RunSettings, RunStoreSettings, TrainerSettings, WeightSettings  # noqa: E402
@@ -205,6 +207,42 @@ async def test_killed_stopped_and_restarted_a_run_ends_with_the_same_bytes(mesh:
     assert accounts.dropped == {"run_concluded": SIZE, "future_version": 1}
     assert accounts.published == accounts.trained + accounts.dropped_total()
     assert (accounts.concluded, accounts.final_version) == (True, STEPS)
+
+
+def nudge(checkpoint: Path) -> None:
+    """Have the steps that are repeated from a checkpoint come to other bytes, as the kernels of a GPU may."""
+    path = checkpoint / "model.safetensors"
+    nudged = {name: weight + 1e-6 for name, weight in load_file(path).items()}
+    save_file(nudged, path, metadata={"format": "pt"})
+
+
+async def test_a_restart_that_comes_to_other_bytes_goes_on_under_a_version_above(mesh: Mesh) -> None:
+    batches = mesh.steps_of_groups(STEPS)
+    for batch in batches[:3]:
+        await mesh.writer.publish(batch)
+    first = mesh.trainer()
+    await mesh.until(3, first)
+    await eventually(lambda: mesh.engine.receiver.version == 3, deadline_s=30)
+    first.send_signal(signal.SIGKILL)
+    await ended(first)
+    nudge(mesh.run_dir / "checkpoints" / "step-00000002")
+    for batch in batches[3:]:
+        await mesh.writer.publish(batch)
+    code, errors = await ended(mesh.trainer())
+    assert code == 0, errors
+    assert "conflict" not in errors.lower()
+    (warning,) = [line for line in errors.splitlines() if "going on under another version" in line]
+    assert "from_version=3" in warning and "to_version=4" in warning
+
+    report = json.loads((mesh.run_dir / "trainer_report.json").read_text())
+    assert (report["steps"], report["final_version"], report["weights_digest_match"]) == (STEPS, STEPS + 1, True)
+    assert report["max_staleness"] <= SETTINGS.k
+    assert mesh.engine.receiver.version == STEPS + 1
+    lines = read_metrics(mesh.run_dir / "metrics.jsonl")
+    assert [(line.step, line.version) for line in lines] == [(1, 1), (2, 2), (3, 3), (4, 5), (5, 6), (6, 7)]
+    accounts = await mesh.ledger.accounts()
+    assert (accounts.trained, accounts.skipped_groups) == (STEPS * GROUPS * SIZE, GROUPS)
+    assert (accounts.concluded, accounts.final_version) == (True, STEPS + 1)
 
 
 @pytest.mark.slow

@@ -45,6 +45,23 @@ async def test_a_restarted_bus_takes_no_old_manifest(fleet: BusFleet, tmp_path: 
     assert (await show(fleet, 10))[0] == 202
 
 
+async def test_the_newest_version_and_its_bytes_are_told_also_after_a_restart(fleet: BusFleet, tmp_path: Path) -> None:
+    async def newest() -> tuple[int, str]:
+        view = await fleet.bus.versions()
+        return view.newest, view.newest_digest
+
+    path = tmp_path / "bus.json"
+    await fleet.start(keys=KEYS, state_file=path)
+    assert await newest() == (0, "")
+    assert (await show(fleet, 9))[0] == 202
+    known = await newest()
+    assert known == (9, manifest_of(fleet.run_id, 9).root_digest)
+    await fleet.start(keys=KEYS, state_file=path)
+    assert await newest() == known
+    await fleet.bus.register("a", "http://127.0.0.1:9", 12)
+    assert await newest() == (12, ""), "an engine serves a version that nobody has shown to the bus"
+
+
 async def test_without_a_file_what_engines_serve_counts(fleet: BusFleet) -> None:
     await fleet.start(keys=KEYS)
     await fleet.bus.register("a", "http://127.0.0.1:9", 9)

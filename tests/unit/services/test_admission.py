@@ -29,6 +29,18 @@ def test_k_zero_is_exactly_synchronous() -> None:
     assert places(account(4), rules(), 1).free == 4
 
 
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 5), st.integers(1, 9))
+def test_versions_that_a_restart_skipped_admit_nobody(k: int, batch: int, steps: int, skipped: int) -> None:
+    """The last group let in is K steps old when its step consumes it, whether the engine serves a version before the skip
+    or after it."""
+    counted = Account(opened=steps * batch, dropped=0, open=0, oldest=steps * batch, skipped=skipped * batch)
+    for engine in (steps, steps + skipped):
+        free = places(counted, rules(k, batch, 99), engine).staleness
+        last = counted.opened + free - 1
+        consumed_from = skipped + last // batch
+        assert staleness(consumed_from, engine) == k if free > 0 else skipped > k
+
+
 def test_a_resumed_run_counts_from_its_base_version() -> None:
     assert rules(k=2, batch=16, base_version=40).limit(40) == 48
     with pytest.raises(ValueError, match="version 39 is older than the run's first version 40"):

@@ -19,8 +19,9 @@ from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.checkpoint import checkpoint
+from trainer.checkpoint.log_lines import StepRecord
 from trainer.checkpoint.recovery import Replay, ReplayError, fingerprint, restore, terms_of
-from trainer.checkpoint.step_log import StepLog, StepLogError, StepRecord
+from trainer.checkpoint.step_log import StepLog, StepLogError
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
 from trainer.loop import save_after, trim

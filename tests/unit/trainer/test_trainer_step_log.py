@@ -23,8 +23,9 @@ from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.checkpoint.anomalies import MOST, read_dump
 from trainer.checkpoint.attempts import MOST_SKIPPED, Attempts, drops_of
 from trainer.checkpoint.checkpoint import restore_newest
+from trainer.checkpoint.log_lines import Attempt, Ended, Header, StepRecord
 from trainer.checkpoint.recovery import LIVES, Replay, terms_of
-from trainer.checkpoint.step_log import Attempt, Ended, Header, StepLog, StepRecord
+from trainer.checkpoint.step_log import StepLog
 from trainer.io_loop import Background
 from trainer.model.anomaly import AnomalyError
 from trainer.model.learner import Learner

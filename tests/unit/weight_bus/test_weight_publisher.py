@@ -188,6 +188,19 @@ def test_a_version_is_one_set_of_bytes_for_ever(exporter: OpenExporter, publishe
     dense_bytes(exporter, manifest)
 
 
+def test_a_digest_is_told_before_anybody_can_read_the_bytes(exporter: OpenExporter, publisher: Publisher) -> None:
+    publisher.publish(4, weights(4), leased=True).manifest()
+    exporter.reached.clear()
+    digest = publisher.digest(5, weights(5))
+    assert not exporter.reached.is_set()
+    assert publisher.latest is not None and publisher.latest.version == 4
+    dense_bytes(exporter, publisher.latest)
+    assert publisher.publish(5, weights(5)).manifest().root_digest == digest
+    publisher.release(4)
+    assert publisher.digest(6, weights(6)) != digest
+    dense_bytes(exporter, publisher.publish(6, weights(6)).manifest())
+
+
 def test_a_manifest_that_cannot_be_made_gives_its_lease_back(exporter: OpenExporter, publisher: Publisher) -> None:
     exporter.failure = TransportError("no way out")
     failed = publisher.publish(1, weights(1), leased=True)
