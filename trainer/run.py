@@ -66,6 +66,8 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     roles = assembly.roles()
     learner = roles.learner
     _log.info("loss in force", formula=describe(arguments.settings.trainer))
+    chosen = arguments.settings.trainer
+    _log.info("optimizer in force", optimizer=chosen.optimizer.kind, schedule=chosen.schedule.kind)
     _log.info("rows are packed", kept_apart=learner.separation)
     background.insist(lambda: assembly.ledger.begin(learner.version), "opening the ledger")
     loop = assembly.loop(identity, roles, log, interrupt)

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.base import Section
+from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.rewards import RewardSettings
 from services.config.traces import TraceSettings
 from services.policies.admission import LOOKAHEAD
@@ -127,6 +128,8 @@ class TrainerSettings(Section):
     micro_batch_tokens: int = Field(
         default=4096, ge=1, description="Tokens of a forward/backward pass; a longer row has one for itself"
     )
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
     loss: LossSettings = LossSettings()
     advantage: AdvantageSettings = AdvantageSettings()
     threads: int = Field(default=1, ge=1)

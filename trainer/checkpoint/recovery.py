@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from services.config.optimizer import ScheduleSettings
 from services.config.settings import RunSettings
 from services.policies.batching import Group, Member
 from services.run_store.stream import StreamEntry
@@ -52,7 +53,7 @@ def restore(folder: Path, roles: Roles, run_id: str) -> int | None:
 
 def fingerprint(settings: RunSettings) -> str:
     """Names the settings that the bytes of a step depend on: another value, another version."""
-    return _fingerprint(settings, _NO_BYTES)
+    return _fingerprint(settings, _NO_BYTES, _schedule_steps(settings))
 
 
 def terms_of(settings: RunSettings) -> Terms:
@@ -63,6 +64,8 @@ def terms_of(settings: RunSettings) -> Terms:
         learning_rate=trainer.learning_rate,
         warmup_steps=trainer.warmup_steps,
         clip_grad_norm=trainer.clip_grad_norm,
+        schedule=trainer.schedule.model_dump(mode="json"),
+        steps=_schedule_steps(settings),
     )
     fixed = _fingerprint(settings, _NO_BYTES | {*Tunables.__struct_fields__})
     return Terms(fixed, fingerprint(settings), tunables)
@@ -71,14 +74,26 @@ def terms_of(settings: RunSettings) -> Terms:
 def under(settings: RunSettings, tunables: Tunables, micro_batch_tokens: int | None = None) -> RunSettings:
     """`settings` with the tunables of another time, and passes of so many tokens where that is given."""
     changes = msgspec.structs.asdict(tunables)
+    steps = changes.pop("steps")
+    changes["schedule"] = ScheduleSettings.model_validate(tunables.schedule)
     if micro_batch_tokens is not None:
         changes["micro_batch_tokens"] = micro_batch_tokens
-    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update=changes)})
+    trainer = settings.trainer.model_copy(update=changes)
+    return settings.model_copy(update={"trainer": trainer, "steps": settings.steps if steps is None else steps})
 
 
-def _fingerprint(settings: RunSettings, without: set[str]) -> str:
-    trainer = settings.trainer.model_dump(mode="json", exclude=without)
-    canonical = msgspec.json.encode({"k": settings.k, "seed": settings.seed, "trainer": trainer}, order="sorted")
+def _schedule_steps(settings: RunSettings) -> int | None:
+    """The run's steps, where bytes depend on them."""
+    return None if settings.trainer.schedule.kind == "constant" else settings.steps
+
+
+def _fingerprint(settings: RunSettings, without: set[str], steps: int | None = None) -> str:
+    named = {
+        "k": settings.k,
+        "seed": settings.seed,
+        "trainer": settings.trainer.model_dump(mode="json", exclude=without),
+    }
+    canonical = msgspec.json.encode(named if steps is None else named | {"steps": steps}, order="sorted")
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
 

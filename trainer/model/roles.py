@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from services.config.settings import RunSettings, TrainerSettings
+from services.config.settings import RunSettings
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.algorithms.advantages.compute import AdvantageComputer
@@ -40,11 +40,11 @@ class Roles:
         critic = {} if self.critic is None else {"critic": (self.critic.model, self.critic.optimizer)}
         return {"model": (self.learner.model, self.learner.optimizer), **critic}
 
-    def use(self, settings: TrainerSettings) -> None:
+    def use(self, settings: RunSettings) -> None:
         """Take the next steps under `settings`, of which only what may change within a run is another than before."""
-        self.learner.settings = settings
+        self.learner.settings, self.learner.run_steps = settings.trainer, settings.steps
         if self.critic is not None:
-            self.critic.settings = settings
+            self.critic.settings = settings.trainer
 
     def forget_gradients(self) -> None:
         """After a step that could not be made."""
@@ -67,7 +67,7 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
     reference = load().eval().requires_grad_(False) if trainer.loss.kl or advantage.kl else None
     packed = None if reference is None else PackedForward(reference)
     critic = Critic(ValueModel(load()), trainer) if find_estimator(advantage.estimator).critic else None
-    learner = Learner(load(), trainer, version, packed)
+    learner = Learner(load(), trainer, version, packed, settings.steps)
 
     def of_reference(trajectories: Sequence[Trajectory]) -> Float64Array:
         assert reference is not None and packed is not None

@@ -120,7 +120,7 @@ def _lengths(groups: Part) -> list[int]:
 
 
 def _steps(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> Iterator[Trained]:
-    roles.use(settings.trainer)
+    roles.use(settings)
     learner, critic, advantage_computer = roles.learner, roles.critic, roles.advantage_computer
     parts, version, began = parts_of(groups, updates), learner.version, time.perf_counter()
     credits, credited = advantage_computer.of(groups)

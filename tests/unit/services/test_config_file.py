@@ -29,6 +29,26 @@ def test_the_resolved_tree_reads_back_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        ("trainer.optimizer.muon.momentum=0.9", "no effect under optimizer.kind=adamw"),
+        ("trainer.optimizer.decay_norms_and_biases=true", "no effect under weight_decay=0"),
+        ("trainer.schedule.floor=0.1", "no effect under schedule.kind=constant"),
+        ("trainer.schedule.kind=cosine trainer.schedule.decay_share=0.1", "no effect under schedule.kind=cosine"),
+        (
+            "trainer.schedule.kind=linear steps=5",
+            "schedule linear cannot decay from step 5 of 5 on after a warm-up of 5",
+        ),
+        ("trainer.schedule.kind=wsd trainer.schedule.decay_share=0.96", "schedule wsd cannot decay from step 2 of 60"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(overrides: str, complaint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_settings(None, overrides.split())
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("override", "complaint"),
     [
         (
