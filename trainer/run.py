@@ -76,7 +76,8 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     loop.sign.post(f"engines to serve version {learner.version}")
     loop.updates.publish_first(learner.version, learner.weights(), ENGINES_DEADLINE_S)
     loop.sign.clear()
-    groups = (learner.version - BASE_VERSION) * loop.settings.rollout.groups_per_step
+    minibatches = loop.settings.trainer.shape.finished(learner.version - BASE_VERSION)
+    groups = minibatches * loop.settings.rollout.groups_per_step
     reading = background.spawn(loop.intake.run(trained, dropped, groups), "intake")
     collect_seldom()
     with interrupt.graceful():

@@ -14,18 +14,41 @@ from services.wire.errors import UsageError
 def check(settings: RunSettings) -> None:
     """Raises UsageError for settings under which a run could not go on, or of which one would have no effect."""
     _refuse_starvation(settings)
+    _refuse_epochs(settings)
     _refuse_idle_optimizer(settings.trainer)
     _refuse_schedule(settings)
 
 
 def _refuse_starvation(settings: RunSettings) -> None:
-    updates, most = settings.trainer.updates_per_batch, most_updates(settings.k)
-    if updates > most:
+    shape, most = settings.trainer.shape, most_updates(settings.k)
+    if shape.updates > most:
+        epochs = f" with trainer.epochs_per_batch={shape.epochs}" if shape.epochs > 1 else ""
+        fewer = "fewer minibatches or epochs" if epochs else f"trainer.minibatches_per_batch={most} or less"
         raise UsageError(
-            f"trainer.updates_per_batch={updates} cannot be under k={settings.k}: a batch is sampled before its "
-            f"first step, so tokens of its last would be {updates - 1} steps old",
-            f"set k={updates - 1} or more ({2 * updates - 1} lets engines generate while the trainer trains), or "
-            f"trainer.updates_per_batch={most} or less",
+            f"trainer.minibatches_per_batch={shape.minibatches}{epochs} cannot be under k={settings.k}: a batch is "
+            f"sampled before its first step, so tokens of its last would be {shape.updates - 1} steps old",
+            f"set k={shape.updates - 1} or more ({2 * shape.updates - 1} lets engines generate while the trainer "
+            f"trains), or {fewer}",
+        )
+
+
+def _refuse_epochs(settings: RunSettings) -> None:
+    """Admission counts groups by versions, so with several epochs every batch has all of its steps."""
+    trainer, shape = settings.trainer, settings.trainer.shape
+    if shape.epochs == 1:
+        return
+    if settings.steps % shape.updates:
+        fewer = settings.steps // shape.updates * shape.updates
+        raise UsageError(
+            f"steps={settings.steps} would end a run within an epoch: a batch has {shape.updates} steps "
+            f"({shape.minibatches} minibatches, {shape.epochs} epochs)",
+            f"set steps={fewer} or {fewer + shape.updates}" if fewer else f"set steps={shape.updates}",
+        )
+    if trainer.on_anomaly == "skip":
+        raise UsageError(
+            f"trainer.on_anomaly=skip cannot be with trainer.epochs_per_batch={shape.epochs}: a batch that is skipped "
+            "in a later epoch is trained already, and cannot be dropped",
+            "set trainer.on_anomaly=stop, or trainer.epochs_per_batch=1",
         )
 
 

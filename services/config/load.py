@@ -15,6 +15,8 @@ from services.config.checks import check
 from services.config.settings import RunSettings
 from services.wire.errors import UsageError
 
+_RENAMED = {"trainer.updates_per_batch": "trainer.minibatches_per_batch"}
+"""Settings by the names that older files have, with the same meaning: run folders stay readable."""
 _GONE = {
     "trainer.micro_batch": "write trainer.micro_batch_tokens: tokens of a pass instead of rows (64 rows of 40: 2560)",
 }
@@ -29,6 +31,7 @@ def load_settings(path: Path | None, overrides: Sequence[str]) -> RunSettings:
     tree: dict[str, Any] = {} if path is None else _read(path)
     for override in overrides:
         _apply(tree, override)
+    _rename(tree)
     _refuse_unknown(tree, RunSettings, "")
     try:
         settings = RunSettings.model_validate(tree)
@@ -66,6 +69,17 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(tree, dict):
             raise UsageError(f"{key!r}: {section!r} is a value, not a section", "check the key")
     tree[leaf] = value
+
+
+def _rename(tree: dict[str, Any]) -> None:
+    for old, new in _RENAMED.items():
+        section, _, key = old.rpartition(".")
+        keys = tree.get(section)
+        if isinstance(keys, dict) and key in keys:
+            name = new.rpartition(".")[2]
+            if name in keys:
+                raise UsageError(f"{old!r} is the former name of {new!r}", "write the latter alone")
+            keys[name] = keys.pop(key)
 
 
 def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str) -> None:

@@ -1,6 +1,6 @@
 """Settings of the optimizer and of the learning rate's schedule.
 
-`trainer.model.optimizer` makes the optimizer, `services.policies.schedule` has the schedule's formula.
+`trainer.model.optimizer` makes the optimizer, `services.policies.training.schedule` has the schedule's formula.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from services.config.base import Section
-from services.policies.schedule import Schedule, ScheduleKind
+from services.policies.training.schedule import Schedule, ScheduleKind
 
 
 class MuonSettings(Section):

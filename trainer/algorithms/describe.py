@@ -37,19 +37,21 @@ def describe(trainer: TrainerSettings) -> str:
     Also for bounds of a ratio that one optimizer step a batch leaves at 1.
     """
     updates, changed = trainer.updates_per_batch, changed_fields(trainer.loss)
+    remedy = "set trainer.minibatches_per_batch or epochs_per_batch, or leave it out"
     for name in _BOUNDS:
         if name in changed and trainer.loss.anchor == "proximal" and updates == 1:
             under = (
                 "loss.anchor=proximal with one optimizer step a batch: the ratio to the policy before the batch is 1"
             )
-            raise idle(f"loss.{name}", changed[name], under, "set trainer.updates_per_batch, or leave it out")
+            raise idle(f"loss.{name}", changed[name], under, remedy)
     if "clip" in changed_fields(trainer.advantage.critic) and trainer.updates_per_batch == 1:
         raise UsageError(
             f"trainer.advantage.critic.clip={trainer.advantage.critic.clip} would have no effect with one optimizer step "
             "a batch: at a batch's first step the values are those before it",
-            "set trainer.updates_per_batch, or leave it out",
+            remedy,
         )
-    steps = f";  {updates} optimizer steps a batch" if updates > 1 else ""
+    epochs = f", {trainer.epochs_per_batch} epochs" if trainer.epochs_per_batch > 1 else ""
+    steps = f";  {updates} optimizer steps a batch{epochs}" if updates > 1 else ""
     return f"{describe_loss(trainer.loss)};  {describe_advantage(trainer.advantage)}{steps}"
 
 

@@ -32,6 +32,7 @@ def outcome(batch: Batch) -> run_metrics.BatchOutcome:
 def step_metrics(
     *,
     version: int,
+    epoch: int,
     now: float,
     batch: run_metrics.BatchOutcome,
     tally: StalenessTally,
@@ -53,6 +54,7 @@ def step_metrics(
         **vars(times),
         step=version,
         version=version,
+        epoch=epoch,
         time=now,
         rows_trained=rows_trained,
         tokens=tally.fresh,

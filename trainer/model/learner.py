@@ -89,10 +89,20 @@ class Learner:
             self.apply()
             yield statistics
 
-    def proximals(self, batch: Sequence[PackedBatch]) -> list[list[Tensor | None]]:
-        """What each part is held against, where the loss asks for it: logprobs before the batch's first step."""
-        nothing: list[Tensor | None] = [None] * len(batch[0].micro_batches)
-        return [nothing, *([self._proximal(micro) for micro in part.micro_batches] for part in batch[1:])]
+    def proximals(self, batch: Sequence[PackedBatch], minibatches: int | None = None) -> list[list[Tensor | None]]:
+        """What each part is held against, where the loss asks for it: logprobs before the batch's first step.
+
+        `minibatches`: after so many parts the same ones come once more, less the tokens that have become too old.
+        """
+        found: list[list[Tensor | None]] = [[None] * len(batch[0].micro_batches)]
+        for number, part in enumerate(batch[1:], start=1):
+            before = number - (minibatches or len(batch))
+            # Tokens only ever leave: as many are the same ones. The first part's are not computed for its first step.
+            if before > 0 and batch[before].tally.fresh == part.tally.fresh:
+                found.append(found[before])
+            else:
+                found.append([self._proximal(micro) for micro in part.micro_batches])
+        return found
 
     def gradient(self, batch: PackedBatch, proximal: Sequence[Tensor | None]) -> TokenStatistics:
         """Compute the gradient of one part; `apply` makes the step. Raises AnomalyError where it is not finite."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policies.schedule import Schedule, ScheduleKind
+from services.policies.training.schedule import Schedule, ScheduleKind
 
 DECAYING: list[ScheduleKind] = ["linear", "cosine", "wsd"]
 

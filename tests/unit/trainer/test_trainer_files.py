@@ -121,7 +121,7 @@ def test_only_settings_that_change_the_bytes_are_in_the_fingerprint() -> None:
     base = RunSettings()
     assert fingerprint(base) == fingerprint(RunSettings(servers=3, trainer=TrainerSettings(checkpoint_every=1)))
     assert fingerprint(base) != fingerprint(RunSettings(k=1))
-    assert fingerprint(base) != fingerprint(RunSettings(trainer=TrainerSettings(updates_per_batch=2)))
+    assert fingerprint(base) != fingerprint(RunSettings(trainer=TrainerSettings(minibatches_per_batch=2)))
     assert fingerprint(base) != fingerprint(RunSettings(trainer=TrainerSettings(learning_rate=1e-3)))
 
 
