@@ -252,10 +252,7 @@ class RolloutServer:
             ledger,
             WaitBoard(redis, plan.run_id, plan.server_id),
             server_id=plan.server_id,
-            base_version=base_version,
-            k=plan.settings.k,
-            batch=plan.settings.rollout.groups_per_step,
-            lookahead=plan.settings.rollout.lookahead,
+            rules=plan.settings.admission_rules(base_version),
             engine_version=lambda: self._engine.policy_version,
             store=self._store_use,
         )

@@ -5,8 +5,9 @@ take ──► record the batch (disk) ──► U steps from v ──► outcom
                                                            ├── written ──► announce v + U      in the background
                                                            └── written ──► acknowledge the entries
 
-U is `trainer.updates_per_batch` (`trainer.model.train_batch`). Versions between are published to nobody, and a restart
-begins where a batch does. What becomes of a batch that cannot be trained: `trainer.checkpoint.attempts`.
+U is the batch's minibatches times its epochs (`services.policies.training.batch_shape`). Versions between are published to
+nobody, and a restart begins where a batch does. What becomes of a batch that cannot be trained:
+`trainer.checkpoint.attempts`.
 """
 
 from __future__ import annotations
@@ -137,10 +138,11 @@ class TrainingLoop:
 
     def _next_batch(self) -> list[Group[Trajectory]] | None:
         first, updates = self.learner.steps_made + 1, self._updates()
+        minibatches = self.settings.trainer.shape.of(updates).minibatches
         steps = f"step {first}" if updates == 1 else f"steps {first} to {first + updates - 1}"
         try:
             return self.intake.take(
-                updates * self.settings.rollout.groups_per_step,
+                minibatches * self.settings.rollout.groups_per_step,
                 self.settings.trainer.batch_timeout_s,
                 post=lambda missing: self.sign.post(f"the batch of {steps}: {missing}"),
                 stopped=self._must_stop,
@@ -173,6 +175,7 @@ class TrainingLoop:
             line = step_metrics(
                 step=step.step,
                 version=step.version,
+                epoch=step.epoch,
                 now=time.time(),
                 batch=outcome(step.batch),
                 tally=step.tally,

@@ -75,20 +75,23 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     environment = present_environment(arguments.settings, arguments.model, learner.model.device)
     log.check_model(environment)
     _log.info("loss in force", formula=describe(arguments.settings.trainer))
+    chosen = arguments.settings.trainer
+    _log.info("optimizer in force", optimizer=chosen.optimizer.kind, schedule=chosen.schedule.kind)
     _log.info("rows are packed", kept_apart=learner.separation)
     background.insist(lambda: assembly.ledger.begin(learner.version), "opening the ledger")
     loop = assembly.loop(identity, roles, log, interrupt)
     come_back(loop, environment.changes(log.environment))
     log.take_environment(environment)
     if learner.skipped:
-        skipped = learner.skipped * loop.settings.rollout.groups_per_step
+        skipped = loop.settings.trainer.shape.finished(learner.skipped) * loop.settings.rollout.groups_per_step
         background.insist(lambda: assembly.ledger.skip_groups(skipped), "telling admission of skipped versions")
     trained, dropped = log.trained_entries(), {k: v for outcome in log.drops for k, v in drops_of(outcome).items()}
     loop.sign.post(f"engines to serve version {learner.version}")
     loop.updates.publish_first(learner.version, learner.weights(), ENGINES_DEADLINE_S)
     loop.sign.clear()
-    consumed = learner.steps_made * loop.settings.rollout.groups_per_step
-    reading = background.spawn(loop.intake.run(trained, dropped, consumed), "intake")
+    minibatches = loop.settings.trainer.shape.finished(learner.steps_made)
+    groups = minibatches * loop.settings.rollout.groups_per_step
+    reading = background.spawn(loop.intake.run(trained, dropped, groups), "intake")
     collect_seldom()
     with interrupt.graceful():
         finished = loop.run()
@@ -124,7 +127,8 @@ def come_back(loop: TrainingLoop, changes: Sequence[str]) -> None:
     heard = loop.background.call(loop.updates.known_to_bus(), "asking the bus for versions", CALL_DEADLINE_S)
     newest = highest(log.announced, heard)
     digest = loop.updates.digest(learner.version, learner.weights()) if _is(newest, learner.version) else UNKNOWN
-    version, to = learner.version, version_to_publish(learner.version, digest, newest)
+    version, updates = learner.version, loop.settings.trainer.updates_per_batch
+    to = version_to_publish(version, digest, newest, updates)
     if to == version:
         return
     if loop.settings.trainer.deterministic:

@@ -98,7 +98,7 @@ class Arm:
 
     def settings(self, k: int) -> TrainerSettings:
         """The trainer's defaults but for the loss; no more steps a batch than K allows."""
-        return TrainerSettings(loss=self.loss, updates_per_batch=min(self.updates_per_batch, most_updates(k)))
+        return TrainerSettings(loss=self.loss, minibatches_per_batch=min(self.updates_per_batch, most_updates(k)))
 
     def formula(self, k: int) -> str:
         """Loss and advantage in force."""

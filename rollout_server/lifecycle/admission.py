@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import structlog
 from redis.exceptions import RedisError
 
-from services.policies.admission import LOOKAHEAD, AdmissionRules, Closed, Places, StoreUse, places
+from services.policies.admission import AdmissionRules, Closed, Places, StoreUse, places
 from services.policies.retry_after import UNKNOWN_S, RetryEstimate
 from services.run_store import admission_queue
 from services.run_store.ledger import Ledger
@@ -71,10 +71,7 @@ class AdmissionGate:
         board: WaitBoard,
         *,
         server_id: str,
-        base_version: int,
-        k: int,
-        batch: int,
-        lookahead: int = LOOKAHEAD,
+        rules: AdmissionRules,
         engine_version: Callable[[], int],
         store: Callable[[], StoreUse | None] = lambda: None,
         poll_s: float = POLL_S,
@@ -82,7 +79,7 @@ class AdmissionGate:
         self._ledger = ledger
         self._board = board
         self._server_id = server_id
-        self._rules = AdmissionRules(base_version=base_version, k=k, batch=batch, lookahead=lookahead)
+        self._rules = rules
         self._engine_version = engine_version
         self._store = store
         self._poll_s = poll_s

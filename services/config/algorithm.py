@@ -75,7 +75,7 @@ GREEDY_BASELINE = "remax"
 class CriticSettings(Section):
     """The value function of `estimator = gae`: the run's first policy with a head of one number."""
 
-    learning_rate: float = Field(default=1e-3, gt=0.0, description="AdamW, constant")
+    learning_rate: float = Field(default=1e-3, gt=0.0, description="Constant; the optimizer is as the policy's")
     clip: float = Field(
         default=0.2, gt=0.0, description="How far a value may move from that before the batch; inf: unbounded"
     )

@@ -11,10 +11,12 @@ from typing import Any, get_args, get_origin
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from services.config.checks import check
 from services.config.settings import RunSettings
-from services.policies.admission import most_updates
 from services.wire.errors import UsageError
 
+_RENAMED = {"trainer.updates_per_batch": "trainer.minibatches_per_batch"}
+"""Settings by the names that older files have, with the same meaning: run folders stay readable."""
 _GONE = {
     "trainer.micro_batch": "write trainer.micro_batch_tokens: tokens of a pass instead of rows (64 rows of 40: 2560)",
 }
@@ -23,34 +25,25 @@ _GONE = {
 def load_settings(path: Path | None, overrides: Sequence[str]) -> RunSettings:
     """The tree from `path` (defaults without one) with `section.key=value` overrides on top.
 
-    Raises UsageError for a file that cannot be read, an unknown key (with the nearest known one) or a bad value.
+    Raises UsageError for a file that cannot be read, an unknown key (with the nearest known one), a bad value,
+    or values that do not go together.
     """
     tree: dict[str, Any] = {} if path is None else _read(path)
     for override in overrides:
         _apply(tree, override)
+    _rename(tree)
     _refuse_unknown(tree, RunSettings, "")
     try:
         settings = RunSettings.model_validate(tree)
     except ValidationError as error:
         raise UsageError(*_explain(error)) from error
-    _refuse_starvation(settings)
+    check(settings)
     return settings
 
 
 def dump_settings(settings: RunSettings) -> str:
     """TOML text that `load_settings` reads back to the same tree."""
     return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
-
-
-def _refuse_starvation(settings: RunSettings) -> None:
-    updates, most = settings.trainer.updates_per_batch, most_updates(settings.k)
-    if updates > most:
-        raise UsageError(
-            f"trainer.updates_per_batch={updates} cannot be under k={settings.k}: a batch is sampled before its "
-            f"first step, so tokens of its last would be {updates - 1} steps old",
-            f"set k={updates - 1} or more ({2 * updates - 1} lets engines generate while the trainer trains), or "
-            f"trainer.updates_per_batch={most} or less",
-        )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -76,6 +69,17 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         if not isinstance(tree, dict):
             raise UsageError(f"{key!r}: {section!r} is a value, not a section", "check the key")
     tree[leaf] = value
+
+
+def _rename(tree: dict[str, Any]) -> None:
+    for old, new in _RENAMED.items():
+        section, _, key = old.rpartition(".")
+        keys = tree.get(section)
+        if isinstance(keys, dict) and key in keys:
+            name = new.rpartition(".")[2]
+            if name in keys:
+                raise UsageError(f"{old!r} is the former name of {new!r}", "write the latter alone")
+            keys[name] = keys.pop(key)
 
 
 def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str) -> None:

@@ -13,9 +13,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.base import Section
+from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.rewards import RewardSettings
 from services.config.traces import TraceSettings
-from services.policies.admission import LOOKAHEAD
+from services.policies.admission import LOOKAHEAD, AdmissionRules
+from services.policies.training.batch_shape import BatchShape
 from services.wire.errors import UsageError
 from services.wire.sampling import KvPolicy
 from services.wire.task_name import parse_task
@@ -141,6 +143,8 @@ class TrainerSettings(Section):
         default=False, description="On a GPU, what checkpointed layers keep is held in the host's memory"
     )
     tf32: bool = Field(default=False, description="On a GPU, products of float32 with 10 bits of mantissa")
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
     loss: LossSettings = LossSettings()
     advantage: AdvantageSettings = AdvantageSettings()
     threads: int = Field(default=1, ge=1)
@@ -150,8 +154,11 @@ class TrainerSettings(Section):
         "an error, in place of going on under another version",
     )
     checkpoint_every: int = Field(default=20, ge=1, description="Optimizer steps between checkpoints")
-    updates_per_batch: int = Field(
-        default=1, ge=1, description="Optimizer steps that a batch is split into; only the last is published"
+    minibatches_per_batch: int = Field(
+        default=1, ge=1, description="Parts of a batch, an optimizer step each; only the last is published"
+    )
+    epochs_per_batch: int = Field(
+        default=1, ge=1, description="How often a batch's minibatches are trained on, in turn"
     )
     batch_timeout_s: float = Field(default=120.0, gt=0.0, description="Longest wait for a batch before the run fails")
     on_anomaly: Literal["stop", "skip"] = Field(
@@ -159,6 +166,16 @@ class TrainerSettings(Section):
         description="A step whose loss or gradient is not finite is not made; stop: the run ends; skip: it goes on without "
         "the batch",
     )
+
+    @property
+    def shape(self) -> BatchShape:
+        """How a batch becomes optimizer steps."""
+        return BatchShape(self.minibatches_per_batch, self.epochs_per_batch)
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps of a batch: minibatches times epochs."""
+        return self.shape.updates
 
 
 class WeightSettings(Section):
@@ -227,3 +244,14 @@ class RunSettings(Section):
     weights: WeightSettings = WeightSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+
+    def admission_rules(self, base_version: int) -> AdmissionRules:
+        """What groups are admitted by, in a run that began at `base_version`."""
+        rollout = self.rollout
+        return AdmissionRules(
+            base_version=base_version,
+            k=self.k,
+            batch=rollout.groups_per_step,
+            lookahead=rollout.lookahead,
+            shape=self.trainer.shape,
+        )

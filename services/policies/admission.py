@@ -25,6 +25,11 @@ version between is published. The last step's tokens are then at least U − 1 s
 under the version before it only where K ≥ U − 1: with less the trainer would wait for ever. With K = U − 1 generating
 and training take turns; with K ≥ 2 · U − 1 the next batch is sampled whole while one is trained.
 
+Where a batch is passed over `E` times (`services.policies.training.batch_shape`), it is U/E · batch groups, and a group's
+tokens are to be no older than K in its last step too. In place of a number of steps s, (1) to (3) then have f(s), the
+minibatches that have had their last step after s: f(v − v0 + K + 1) · batch in (1), f(K + 1) · batch in (2) and (3). With
+E = 1, f(s) = s.
+
 (3) A batch does not wait for a straggler: without a bound the run would pass it for ever, and all that it has to say
 would be too old. At the bound everybody waits for that one group. It ends, at the latest by the idle time or the deadline
 of its sessions, and the wait with it. Ordinals of dropped groups count, so that a run which drops all it opens stops too.
@@ -36,9 +41,12 @@ half of the bound on (`StoreUse.filling`): a bound that holds three batches neve
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
+
+from services.policies.training.batch_shape import ONE_STEP, BatchShape
 
 LOOKAHEAD = 8
 AUTO_SHARE = 0.6
@@ -102,18 +110,19 @@ class AdmissionRules:
     batch: int
     lookahead: int = LOOKAHEAD
     """`L`: in multiples of (K + 1) · batch groups."""
+    shape: BatchShape = ONE_STEP
 
     def __post_init__(self) -> None:
-        if self.k < 0 or self.batch < 1 or self.lookahead < 1:
+        if self.k < 0 or self.batch < 1 or self.lookahead < 1 or self.most_open < 1:
             raise ValueError(
-                f"K must be ≥ 0, batch and look-ahead ≥ 1, got K={self.k}, batch={self.batch}, "
-                f"look-ahead={self.lookahead}"
+                f"K must be ≥ 0 and let a group into its last epoch, batch and look-ahead ≥ 1, got K={self.k}, "
+                f"batch={self.batch}, look-ahead={self.lookahead}, {self.shape}"
             )
 
     @property
     def most_open(self) -> int:
         """The right-hand side of (2)."""
-        return (self.k + 1) * self.batch
+        return self.shape.finished(self.k + 1) * self.batch
 
     @property
     def window(self) -> int:
@@ -126,7 +135,11 @@ class AdmissionRules:
             raise ValueError(
                 f"an engine at version {engine_version} is older than the run's first version {self.base_version}"
             )
-        return (engine_version - self.base_version + self.k + 1) * self.batch
+        return self.shape.finished(engine_version - self.base_version + self.k + 1) * self.batch
+
+    def steps_for(self, groups: int) -> int:
+        """How many optimizer steps it takes until (1) lets so many more groups in."""
+        return math.ceil(groups / self.batch) * self.shape.epochs
 
 
 def most_updates(k: int) -> int:

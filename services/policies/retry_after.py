@@ -1,7 +1,7 @@
 """Retry-After for refused groups, estimated from the pace of commits and closings so far. Pure: the caller has a clock.
 
     refused by    waits for                          judged by
-    staleness     ⌈places missing / batch⌉ commits   the intervals between the last commits
+    staleness     as many steps as make room    the intervals between the last commits
     open groups   so many closings                   the intervals between the last closings
     look-ahead    the oldest open group's end        how long the last groups were open
 
@@ -87,7 +87,7 @@ class RetryEstimate:
         missing = max(1, ahead + len(self._promised) + 1 - left.free)
         match left.closed_by:
             case Closed.STALENESS:
-                told = self._commits.until(math.ceil(missing / self._rules.batch), now)
+                told = self._commits.until(self._rules.steps_for(missing), now)
             case Closed.OPEN_GROUPS:
                 told = self._closings.until(missing, now)
             case Closed.LOOKAHEAD:

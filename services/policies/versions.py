@@ -5,7 +5,7 @@ another library, another device), the version that it comes back to may be known
 
     repeated weights of v ──► v > highest announced                 ──► published as v: nobody has heard of it
                           ──► v = highest, the digests are the same ──► published as v, as ever
-                          ──► else                                  ──► published as highest + 1: a skip from v
+                          ──► else                                  ──► published as one above it: a skip from v
 
 Engines that serve the announced bytes of v stay sound: their tokens are of v, which is below. Skipped versions count in
 staleness (tokens never look younger than they are), and in nothing that counts optimizer steps:
@@ -39,15 +39,18 @@ def highest(*known: Announced | None) -> Announced | None:
     return Announced(version, digests.pop() if len(digests) == 1 else UNKNOWN)
 
 
-def version_to_publish(version: int, digest: str, newest: Announced | None) -> int:
+def version_to_publish(version: int, digest: str, newest: Announced | None, updates: int = 1) -> int:
     """Under which version the bytes of `digest`, which steps have brought to `version`, may be published.
 
-    `newest`: the highest version ever announced; None where none was.
+    `newest`: the highest version ever announced; None where none was. `updates`: optimizer steps of a batch; whole batches
+    are skipped, so that the next one begins where admission counts that one does.
     """
     if newest is None or version > newest.version:
         return version
-    same = version == newest.version and digest == newest.digest != UNKNOWN
-    return version if same else newest.version + 1
+    if version == newest.version and digest == newest.digest != UNKNOWN:
+        return version
+    batches = (newest.version - version) // updates + 1
+    return version + batches * updates
 
 
 def after_skips(version: int, skips: Mapping[int, int]) -> int:

@@ -199,7 +199,7 @@ def environment_command(
         "--temperature": settings.rollout.temperature,
         "--max-tokens": settings.rollout.max_tokens,
         "--episode-timeout": settings.rollout.episode_timeout_s,
-        "--concurrency": (settings.k + 1) * settings.rollout.groups_per_step,
+        "--concurrency": settings.admission_rules(0).most_open,
         "--evaluation-problems": settings.evaluation.problems,
         "--run-dir": run_dir,
     }

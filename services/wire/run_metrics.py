@@ -112,6 +112,8 @@ class ValueStatistics:
 class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutcome, StepTimes):
     """`step` counts from 1; `version` is the policy version that it made. It consumed tokens for `version − 1`.
 
+    `epoch`: the pass over its batch, from 1; from the second on its trajectories are in the lines of the first, too.
+
     Since the line before, `arrived` trajectories fit to be trained came of the stream, with `arrived_length` sampled tokens
     in the mean (0 where none came), and `dropped` ones will never be trained, by cause.
 
@@ -140,6 +142,7 @@ class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutco
     commits: int
     update_version: int | None
     update_state: str | None
+    epoch: int = 1
 
 
 _lines = msgspec.json.Decoder(StepMetrics)
@@ -165,7 +168,10 @@ class LengthReport(msgspec.Struct, frozen=True):
 
 
 class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are Unix seconds, at the end of a step. Staleness is over tokens that entered a loss."""
+    """Times are Unix seconds, at the end of a step. Staleness is over tokens that entered a loss.
+
+    `tokens_trained` counts a token in each epoch that it entered the loss in; trajectories and lengths are counted once.
+    """
 
     run_id: str
     formula: str

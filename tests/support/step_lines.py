@@ -14,6 +14,7 @@ def step_metrics(step: int, **changes: object) -> StepMetrics:
     values: dict[str, object] = dict.fromkeys((field.name for field in fields(StepMetrics)), 0) | {
         "step": step,
         "version": step,
+        "epoch": 1,
         "wait_ms": 250.0,
         "step_ms": 1000.0,
         "train_ms": 700.0,

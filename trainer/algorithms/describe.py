@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 
 from services.config import algorithm
-from services.config.base import changed_fields
+from services.config.base import changed_fields, idle
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
 from trainer.algorithms.advantages.registry import AdvantageEntry, find_estimator
@@ -37,19 +37,21 @@ def describe(trainer: TrainerSettings) -> str:
     Also for bounds of a ratio that one optimizer step a batch leaves at 1.
     """
     updates, changed = trainer.updates_per_batch, changed_fields(trainer.loss)
+    remedy = "set trainer.minibatches_per_batch or epochs_per_batch, or leave it out"
     for name in _BOUNDS:
         if name in changed and trainer.loss.anchor == "proximal" and updates == 1:
             under = (
                 "loss.anchor=proximal with one optimizer step a batch: the ratio to the policy before the batch is 1"
             )
-            raise _idle(f"loss.{name}", changed[name], under, "set trainer.updates_per_batch, or leave it out")
+            raise idle(f"loss.{name}", changed[name], under, remedy)
     if "clip" in changed_fields(trainer.advantage.critic) and trainer.updates_per_batch == 1:
         raise UsageError(
             f"trainer.advantage.critic.clip={trainer.advantage.critic.clip} would have no effect with one optimizer step "
             "a batch: at a batch's first step the values are those before it",
-            "set trainer.updates_per_batch, or leave it out",
+            remedy,
         )
-    steps = f";  {updates} optimizer steps a batch" if updates > 1 else ""
+    epochs = f", {trainer.epochs_per_batch} epochs" if trainer.epochs_per_batch > 1 else ""
+    steps = f";  {updates} optimizer steps a batch{epochs}" if updates > 1 else ""
     return f"{describe_loss(trainer.loss)};  {describe_advantage(trainer.advantage)}{steps}"
 
 
@@ -111,19 +113,19 @@ def _refuse_idle_loss(loss: algorithm.LossSettings, entry: LossEntry) -> None:
     changed, correction = changed_fields(loss), changed_fields(loss.correction)
     for name in _BOUNDS:
         if name in changed and name not in entry.uses:
-            raise _idle(
+            raise idle(
                 f"loss.{name}", changed[name], f"loss.policy={loss.policy}, which does not read it", "leave it out"
             )
     if "anchor" in changed and entry.ratio is None:
         under = f"loss.policy={loss.policy}, which has no ratio"
-        raise _idle("loss.anchor", loss.anchor, under, "leave it out, or use ppo_clip")
+        raise idle("loss.anchor", loss.anchor, under, "leave it out, or use ppo_clip")
     if "fixed_length" in changed and loss.mean != "fixed":
-        raise _idle("loss.fixed_length", loss.fixed_length, f"loss.mean={loss.mean}", "set loss.mean=fixed")
+        raise idle("loss.fixed_length", loss.fixed_length, f"loss.mean={loss.mean}", "set loss.mean=fixed")
     if "kl_estimator" in changed and not loss.kl:
-        raise _idle("loss.kl_estimator", loss.kl_estimator, "loss.kl=0", "set loss.kl")
+        raise idle("loss.kl_estimator", loss.kl_estimator, "loss.kl=0", "set loss.kl")
     for name, needs in (("cap", "weight"), ("mask_low", "mask"), ("mask_high", "mask")):
         if name in correction and getattr(loss.correction, needs) == "none":
-            raise _idle(
+            raise idle(
                 f"loss.correction.{name}",
                 correction[name],
                 f"loss.correction.{needs}=none",
@@ -140,10 +142,6 @@ def _refuse_idle_loss(loss: algorithm.LossSettings, entry: LossEntry) -> None:
             f"trainer.loss.correction.mask_low={loss.correction.mask_low} lies above mask_high={loss.correction.mask_high}",
             "turn them round: every token would be left out",
         )
-
-
-def _idle(name: str, value: object, under: str, remedy: str) -> UsageError:
-    return UsageError(f"trainer.{name}={value} would have no effect under {under}", remedy)
 
 
 _KEPT = {
@@ -198,15 +196,15 @@ def _refuse_idle_advantage(advantage: algorithm.AdvantageSettings, entry: Advant
     for name in _OF_SOME_ESTIMATOR:
         if name in changed and name not in entry.uses:
             under = f"advantage.estimator={advantage.estimator}, which does not read it"
-            raise _idle(f"advantage.{name}", changed[name], under, "leave it out")
+            raise idle(f"advantage.{name}", changed[name], under, "leave it out")
     for name, value in changed_fields(advantage.critic).items():
         if not entry.critic:
             under = f"advantage.estimator={advantage.estimator}, which has no critic"
-            raise _idle(f"advantage.critic.{name}", value, under, "leave it out, or set advantage.estimator=gae")
+            raise idle(f"advantage.critic.{name}", value, under, "leave it out, or set advantage.estimator=gae")
     if "kl_estimator" in changed and not advantage.kl:
-        raise _idle("advantage.kl_estimator", advantage.kl_estimator, "advantage.kl=0", "set advantage.kl")
+        raise idle("advantage.kl_estimator", advantage.kl_estimator, "advantage.kl=0", "set advantage.kl")
     if "overlong_buffer" in changed and advantage.overlong_length is None:
-        raise _idle(
+        raise idle(
             "advantage.overlong_buffer",
             advantage.overlong_buffer,
             "no overlong_length",
@@ -221,7 +219,7 @@ def _refuse_idle_advantage(advantage: algorithm.AdvantageSettings, entry: Advant
     _refuse_idle_groups(advantage, entry)
     for name, value in changed_fields(advantage.cost).items():
         if advantage.cost.component is None:
-            raise _idle(
+            raise idle(
                 f"advantage.cost.{name}", value, "no cost.component", "name the reward component that is the cost"
             )
     if advantage.cost.price > advantage.cost.largest:
@@ -234,9 +232,7 @@ def _refuse_idle_advantage(advantage: algorithm.AdvantageSettings, entry: Advant
 def _refuse_idle_groups(advantage: algorithm.AdvantageSettings, entry: AdvantageEntry) -> None:
     if advantage.dynamic_sampling and not entry.compares:
         under = f"advantage.estimator={advantage.estimator}: a group of equal rewards has something to say there"
-        raise _idle("advantage.dynamic_sampling", True, under, "leave it out, or compare siblings (grpo, rloo …)")
+        raise idle("advantage.dynamic_sampling", True, under, "leave it out, or compare siblings (grpo, rloo …)")
     if "dynamic_sampling_most" in changed_fields(advantage) and not advantage.dynamic_sampling:
         value = advantage.dynamic_sampling_most
-        raise _idle(
-            "advantage.dynamic_sampling_most", value, "dynamic_sampling=false", "set advantage.dynamic_sampling"
-        )
+        raise idle("advantage.dynamic_sampling_most", value, "dynamic_sampling=false", "set advantage.dynamic_sampling")

@@ -150,7 +150,9 @@ class Attempts:
 
     def _train(self, settings: RunSettings, record: StepRecord, groups: Batch) -> Made:
         tried = self._try(settings, record, groups)
-        dropped = [group for part in parts_of(groups, record.updates)[len(tried.steps) :] for group in part]
+        minibatches = settings.trainer.shape.of(record.updates).minibatches
+        # A group that one epoch has trained on is trained, whatever became of the next.
+        dropped = [group for part in parts_of(groups, minibatches)[len(tried.steps) :] for group in part]
         if tried.anomaly is not None:
             return self._not_finite(tried, tried.anomaly, record, groups, dropped)
         self._skipped = 0

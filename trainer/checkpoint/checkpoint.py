@@ -2,7 +2,7 @@
 
 checkpoints/
   step-00000020/   model.safetensors      weights by their Hugging Face names, training dtype
-                   optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq, step
+                   optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq, step; momentum_buffer of Muon's
                    critic.safetensors, critic_optimizer.safetensors      the same of a critic, where there is one
                    meta.json              {"schema", "run_id", "version", "fingerprint", "log_price", "skipped", "sizes"}
   final/           a Hugging Face folder with tokenizer, as `transformers` loads it

@@ -46,6 +46,10 @@ class Tunables(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float
     warmup_steps: int
     clip_grad_norm: float
+    schedule: dict[str, str | float] = {}
+    """`trainer.schedule` by its names; empty in logs of before there was one: a constant rate."""
+    steps: int | None = None
+    """Of the run, where the schedule depends on them."""
 
 
 class SettingsRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="settings"):

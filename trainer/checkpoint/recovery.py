@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from services.config.settings import RunSettings
+from services.config.optimizer import ScheduleSettings
+from services.config.settings import RunSettings, TrainerSettings
 from services.policies.batching import Group, Member
 from services.run_store.stream import StreamEntry
 from services.wire.errors import RollmeshError
@@ -31,6 +32,16 @@ LIVES = 3
 """In so many lives of the trainer a batch is tried before its groups are dropped."""
 _NO_BYTES = {"checkpoint_every", "batch_timeout_s", "on_anomaly", "deterministic"}
 """Settings of the trainer that no step's bytes depend on; `deterministic` is of the environment, and may change."""
+_ABSENT_BEFORE = (
+    "dtype",
+    "tf32",
+    "activation_checkpointing",
+    "activation_offload",
+    "optimizer",
+    "schedule",
+    "epochs_per_batch",
+)
+"""Settings that runs of before did not know: at their defaults they leave a fingerprint as it was."""
 
 
 class ReplayError(RollmeshError):
@@ -74,7 +85,7 @@ def restore(folder: Path, roles: Roles, run_id: str) -> int | None:
 
 def fingerprint(settings: RunSettings) -> str:
     """Names the settings that the bytes of a step depend on: another value, another version."""
-    return _fingerprint(settings, _NO_BYTES)
+    return _fingerprint(settings, _NO_BYTES, _schedule_steps(settings))
 
 
 def terms_of(settings: RunSettings) -> Terms:
@@ -85,6 +96,8 @@ def terms_of(settings: RunSettings) -> Terms:
         learning_rate=trainer.learning_rate,
         warmup_steps=trainer.warmup_steps,
         clip_grad_norm=trainer.clip_grad_norm,
+        schedule=trainer.schedule.model_dump(mode="json"),
+        steps=_schedule_steps(settings),
     )
     fixed = _fingerprint(settings, _NO_BYTES | {*Tunables.__struct_fields__})
     return Terms(fixed, fingerprint(settings), tunables)
@@ -93,14 +106,29 @@ def terms_of(settings: RunSettings) -> Terms:
 def under(settings: RunSettings, tunables: Tunables, micro_batch_tokens: int | None = None) -> RunSettings:
     """`settings` with the tunables of another time, and passes of so many tokens where that is given."""
     changes = msgspec.structs.asdict(tunables)
+    steps = changes.pop("steps")
+    changes["schedule"] = ScheduleSettings.model_validate(tunables.schedule)
     if micro_batch_tokens is not None:
         changes["micro_batch_tokens"] = micro_batch_tokens
-    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update=changes)})
+    trainer = settings.trainer.model_copy(update=changes)
+    return settings.model_copy(update={"trainer": trainer, "steps": settings.steps if steps is None else steps})
 
 
-def _fingerprint(settings: RunSettings, without: set[str]) -> str:
+def _schedule_steps(settings: RunSettings) -> int | None:
+    """The run's steps, where bytes depend on them."""
+    return None if settings.trainer.schedule.kind == "constant" else settings.steps
+
+
+def _fingerprint(settings: RunSettings, without: set[str], steps: int | None = None) -> str:
     trainer = settings.trainer.model_dump(mode="json", exclude=without)
-    canonical = msgspec.json.encode({"k": settings.k, "seed": settings.seed, "trainer": trainer}, order="sorted")
+    defaults = TrainerSettings().model_dump(mode="json")
+    for name in _ABSENT_BEFORE:
+        if name in trainer and trainer[name] == defaults[name]:
+            del trainer[name]
+    # Its name of before.
+    trainer["updates_per_batch"] = trainer.pop("minibatches_per_batch")
+    named = {"k": settings.k, "seed": settings.seed, "trainer": trainer}
+    canonical = msgspec.json.encode(named if steps is None else named | {"steps": steps}, order="sorted")
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()
 
 

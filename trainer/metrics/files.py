@@ -179,7 +179,7 @@ def make_report(
     gaps = [(line.logprob_gap_mean, line.gap_tokens) for line in lines]
     measured = [(gap, count) for gap, count in gaps if gap is not None and count]
     largest = [line.logprob_gap_max for line in lines if line.logprob_gap_max is not None]
-    trained = trained_lengths(lines)
+    trained, once = trained_lengths(lines), first_epochs(lines)
     first, last = (lines[0] if lines else None), (lines[-1] if lines else None)
     return TrainerReport(
         run_id=run_id,
@@ -190,7 +190,7 @@ def make_report(
         first_step_at=None if first is None else first.time,
         last_step_at=None if last is None else last.time,
         tokens_trained=tokens,
-        trajectories_trained=sum(line.trajectories for line in lines),
+        trajectories_trained=sum(line.trajectories for line in once),
         max_staleness=max((line.staleness_max for line in lines), default=0),
         mean_staleness=sum(line.staleness_mean * line.tokens for line in lines) / max(1, tokens),
         masked_fraction=masked / max(1, masked + tokens),
@@ -198,7 +198,7 @@ def make_report(
         logprob_gap_max=max(largest, default=None),
         weights_digest_match=digest_match,
         root_digest=root_digest,
-        mixed_segments=sum(line.mixed_segments for line in lines),
+        mixed_segments=sum(line.mixed_segments for line in once),
         commits=commits,
         reward_first=None if first is None else first.reward,
         reward_last=None if last is None else last.reward,
@@ -209,14 +209,20 @@ def make_report(
         lengths_generated=_report(generated),
         lengths_trained=_report(trained),
         length_distance=distance(generated, trained),
-        lost_siblings=sum(line.lost_siblings for line in lines),
+        lost_siblings=sum(line.lost_siblings for line in once),
         dropped=dict(dropped),
     )
 
 
+def first_epochs(lines: Sequence[StepMetrics]) -> list[StepMetrics]:
+    """The lines that each trajectory is in once."""
+    return [line for line in lines if line.epoch == 1]
+
+
 def trained_lengths(lines: Sequence[StepMetrics]) -> Lengths:
-    """Of all that was trained."""
+    """Of all that was trained, once each."""
     buckets: Counter[int] = Counter()
+    lines = first_epochs(lines)
     for line in lines:
         buckets.update({int(bucket): count for bucket, count in line.response_lengths.items()})
     return Lengths(buckets, sum(round(line.response_length * line.trajectories) for line in lines))

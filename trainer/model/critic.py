@@ -22,6 +22,7 @@ from trainer.data.packing import MicroBatch, PackedBatch
 from trainer.model.anomaly import check_finite
 from trainer.model.forward import PackedForward
 from trainer.model.logprobs import measure
+from trainer.model.optimizer import make_optimizer, outer_weights
 from trainer.model.precision import Precision
 
 
@@ -68,13 +69,8 @@ class Critic:
         self.settings = settings
         """As the learner's."""
         self._parameters = [*model.policy.base_model.parameters(), *model.head.parameters()]
-        self.optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=settings.advantage.critic.learning_rate,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        outer = [*outer_weights(model.policy), *model.head.parameters()]
+        self.optimizer = make_optimizer(self._parameters, settings, settings.advantage.critic.learning_rate, outer)
 
     def values(self, trajectories: Sequence[Trajectory]) -> Float64Array:
         """`[N]`: the value before each sampled token of each segment of each trajectory, in their order."""

@@ -2,7 +2,7 @@
 
     micro-batch ─► logprobs ─► per-token loss ─► its share / N ─► backward         N: fresh tokens of the whole part, so
     micro-batch ─► …                                              ─► backward         the split changes nothing
-                                         clip ─► finite? ─► AdamW ─► policy version + 1 ─► next part
+                                         clip ─► finite? ─► optimizer ─► policy version + 1 ─► next part
 
 The same weights, optimizer state and batch give the same bytes on a CPU, and with `trainer.deterministic`; elsewhere a
 restarted trainer may come to others (`services.policies.versions`).
@@ -26,6 +26,7 @@ from trainer.model.activations import recompute_activations
 from trainer.model.anomaly import check_finite
 from trainer.model.forward import PackedForward, Separation
 from trainer.model.logprobs import sampled_terms
+from trainer.model.optimizer import make_optimizer, outer_weights
 from trainer.model.token_stats import StepSums
 
 
@@ -38,8 +39,12 @@ class Learner:
         settings: TrainerSettings,
         version: int = 0,
         reference: PackedForward | None = None,
+        run_steps: int | None = None,
     ) -> None:
-        """`reference`: the policy that the run began with. Raises UsageError where the loss needs it and there is none."""
+        """`reference`: the policy that the run began with; `run_steps`: optimizer steps of the whole run.
+
+        Raises UsageError where the loss needs the one, or the schedule the other, and there is none.
+        """
         # No dropout: the ratio to the engine's policy must come from the weights alone.
         self.model = model.eval()
         self.version = version
@@ -47,7 +52,8 @@ class Learner:
         """Versions below it that no optimizer step made: a restart went on above them (`skip_to`)."""
         self.objective = Objective(settings.loss)
         self.settings = settings
-        """Read at each step: learning rate and bound of the gradient may change between two of them."""
+        """Read at each step, as `run_steps` is: learning rate and bound of the gradient may change between two of them."""
+        self.run_steps = run_steps
         if self.objective.needs_reference and reference is None:
             raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
         self._reference = reference if self.objective.needs_reference else None
@@ -57,12 +63,8 @@ class Learner:
         self._live = {name: state[name] for name in named_weights(model)}
         """These stay the same objects, whatever is loaded into them and wherever their data is moved."""
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            fused=True,
+        self.optimizer = make_optimizer(
+            self._parameters, settings, self.learning_rate(version), outer_weights(self.model)
         )
 
     @property
@@ -109,10 +111,20 @@ class Learner:
             self.apply()
             yield statistics
 
-    def proximals(self, batch: Sequence[PackedBatch]) -> list[list[Tensor | None]]:
-        """What each part is held against, where the loss asks for it: logprobs before the batch's first step."""
-        nothing: list[Tensor | None] = [None] * len(batch[0].micro_batches)
-        return [nothing, *([self._proximal(micro) for micro in part.micro_batches] for part in batch[1:])]
+    def proximals(self, batch: Sequence[PackedBatch], minibatches: int | None = None) -> list[list[Tensor | None]]:
+        """What each part is held against, where the loss asks for it: logprobs before the batch's first step.
+
+        `minibatches`: after so many parts the same ones come once more, less the tokens that have become too old.
+        """
+        found: list[list[Tensor | None]] = [[None] * len(batch[0].micro_batches)]
+        for number, part in enumerate(batch[1:], start=1):
+            before = number - (minibatches or len(batch))
+            # Tokens only ever leave: as many are the same ones. The first part's are not computed for its first step.
+            if before > 0 and batch[before].tally.fresh == part.tally.fresh:
+                found.append(found[before])
+            else:
+                found.append([self._proximal(micro) for micro in part.micro_batches])
+        return found
 
     def gradient(self, batch: PackedBatch, proximal: Sequence[Tensor | None]) -> TokenStatistics:
         """Compute the gradient of one part; `apply` makes the step. Raises AnomalyError where it is not finite."""
@@ -142,8 +154,13 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
 
     def learning_rate(self, steps: int) -> float:
-        """That of the step after so many: a linear ramp over the first `warmup_steps` steps."""
-        return self.settings.learning_rate * min(1.0, (steps + 1) / max(1, self.settings.warmup_steps))
+        """That of the step after so many. Raises UsageError where the schedule needs the run's steps and has none."""
+        settings = self.settings
+        try:
+            schedule = settings.schedule.of_run(settings.warmup_steps, self.run_steps)
+        except ValueError as error:
+            raise UsageError(f"trainer.{error}", "give the learner the run's steps") from error
+        return settings.learning_rate * schedule.factor(steps)
 
     @torch.no_grad()
     def _proximal(self, micro: MicroBatch) -> Tensor | None:

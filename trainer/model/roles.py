@@ -41,11 +41,11 @@ class Roles:
         critic = {} if self.critic is None else {"critic": (self.critic.model, self.critic.optimizer)}
         return {"model": (self.learner.model, self.learner.optimizer), **critic}
 
-    def use(self, settings: TrainerSettings) -> None:
+    def use(self, settings: RunSettings) -> None:
         """Take the next steps under `settings`, of which only what may change within a run is another than before."""
-        self.learner.settings = settings
+        self.learner.settings, self.learner.run_steps = settings.trainer, settings.steps
         if self.critic is not None:
-            self.critic.settings = settings
+            self.critic.settings = settings.trainer
 
     def forget_gradients(self) -> None:
         """After a step that could not be made."""
@@ -68,7 +68,7 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
     reference = load().eval().requires_grad_(False) if trainer.loss.kl or advantage.kl else None
     packed = None if reference is None else PackedForward(reference, trainer.dtype)
     critic = Critic(_value_model(load(), trainer), trainer) if find_estimator(advantage.estimator).critic else None
-    learner = Learner(load(), trainer, version, packed)
+    learner = Learner(load(), trainer, version, packed, settings.steps)
 
     def of_reference(trajectories: Sequence[Trajectory]) -> Float64Array:
         assert reference is not None and packed is not None

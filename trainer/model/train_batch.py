@@ -1,10 +1,13 @@
-"""Training on one batch: advantages computed once, split by whole groups, one optimizer step a part.
+"""Training on one batch: advantages computed once, split by whole groups, an optimizer step for each part and epoch.
 
-    batch of U · n groups ──advantages──► parts of n groups ──mask, pack──► step from v ─► from v + 1 ─► … ─► v + U
+    batch of M · n groups ──advantages──► M parts of n groups ──mask, pack──► step from v ─► from v + 1 ─► … ─► v + M
+                                               │                                                             │
+                                               └── the same parts once more for each further epoch ──────────┴─► v + M · E
 
-Part i is judged for the step that it is consumed by, from v + i: staleness is counted in optimizer steps here too. All else
-that a part depends on (advantages, values, the proximal policy) is of the batch, before its first step. A critic takes a
-step beside each of the policy's. The same state, settings and groups give the same bytes where the kernels do.
+A part is judged for each step that it is consumed by: staleness is counted in optimizer steps here too, so tokens may leave
+the loss from one epoch to the next. All else that a part depends on (advantages, values, the proximal policy) is of the
+batch, before its first step. A critic takes a step beside each of the policy's. The same state, settings and groups give
+the same bytes where the kernels do.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ Part = Sequence[Group[Trajectory]]
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One optimizer step, number `step` of the run. `version`: that it made; `rows`: segments that gave a gradient;
-    `credited`: of the whole batch.
+    """One optimizer step, number `step` of the run. `version`: that it made; `epoch`: from 1; `rows`: segments that gave a
+    gradient; `credited`: of the whole batch.
 
     `pack_s`: seconds of computing advantages and packing the batch, 0 but for its first step; `train_s`: of the step
     itself.
@@ -44,6 +47,7 @@ class Trained:
 
     step: int
     version: int
+    epoch: int
     batch: Batch
     tally: StalenessTally
     rows: int
@@ -59,21 +63,22 @@ class Trained:
         return self.batch.groups
 
 
-def parts_of(groups: Part, updates: int) -> list[Part]:
-    """`updates` parts of equally many groups, in their order. Raises ValueError where they cannot be."""
-    size, left = divmod(len(groups), updates)
+def parts_of(groups: Part, minibatches: int) -> list[Part]:
+    """`minibatches` parts of equally many groups, in their order. Raises ValueError where they cannot be."""
+    size, left = divmod(len(groups), minibatches)
     if left or not size:
-        raise ValueError(f"{len(groups)} groups do not make {updates} equal parts")
+        raise ValueError(f"{len(groups)} groups do not make {minibatches} equal parts")
     return [groups[start : start + size] for start in range(0, len(groups), size)]
 
 
 def train_batch(
     roles: Roles, settings: RunSettings, groups: Part, updates: int, made: int | None = None
 ) -> list[Trained]:
-    """Train on `groups` in `updates` optimizer steps; one result for each.
+    """Train on `groups` in `updates` optimizer steps, those of all epochs; one result for each.
 
     `made`: only so many of them, where an earlier time came no further. Raises AnomalyError for a step whose loss or
-    gradient is not finite; those before it are made.
+    gradient is not finite; those before it are made. Raises ValueError where the steps make no whole epochs, or the groups
+    no equal parts.
     """
     steps = list(islice(_steps(roles, settings, groups, updates), updates if made is None else made))
     if len(steps) == updates:
@@ -121,20 +126,21 @@ def _lengths(groups: Part) -> list[int]:
 
 
 def _steps(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> Iterator[Trained]:
-    roles.use(settings.trainer)
+    roles.use(settings)
     learner, critic, advantage_computer = roles.learner, roles.critic, roles.advantage_computer
-    parts, version, began = parts_of(groups, updates), learner.version, time.perf_counter()
+    shape, version, began = settings.trainer.shape.of(updates), learner.version, time.perf_counter()
+    parts, places = parts_of(groups, shape.minibatches), shape.places()
     credits, credited = advantage_computer.of(groups)
     of_parts = [credits.part(part) for part in parts]
     judged = [
-        rows_of(part, version + number, settings.k, credits_of_part, skip_idle=roles.skips_idle)
-        for number, (part, credits_of_part) in enumerate(zip(parts, of_parts, strict=True))
+        rows_of(parts[place], version + number, settings.k, of_parts[place], skip_idle=roles.skips_idle)
+        for number, (_, place) in enumerate(places)
     ]
     budget, device = settings.trainer.micro_batch_tokens, learner.model.device
     packed = [pack(rows, tally, budget, device, learner.stem_width) for rows, tally in judged]
     ready = time.perf_counter()
-    pack_s, proximals = ready - began, learner.proximals(packed)
-    for part, (rows, tally), batch, proximal in zip(of_parts, judged, packed, proximals, strict=True):
+    pack_s, proximals = ready - began, learner.proximals(packed, shape.minibatches)
+    for (epoch, place), (rows, tally), batch, proximal in zip(places, judged, packed, proximals, strict=True):
         rate = learner.learning_rate(learner.steps_made)
         statistics = learner.gradient(batch, proximal)
         # Both gradients before either step: one that is not finite keeps the other from being made, too.
@@ -146,7 +152,8 @@ def _steps(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> I
         yield Trained(
             step=learner.steps_made,
             version=learner.version,
-            batch=part.batch,
+            epoch=epoch,
+            batch=of_parts[place].batch,
             tally=tally,
             rows=len(rows),
             learning_rate=rate,

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 
 from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.publish import Publisher
-from services.policies.admission import StoreUse
+from services.policies.admission import AdmissionRules, StoreUse
 from services.run_store.admission_queue import Admitted
 from services.run_store.client import connect
 from services.run_store.keys import RunKeys
@@ -62,10 +62,7 @@ async def gate_of(
         ledger or Ledger(redis, run_id),
         WaitBoard(redis, run_id, "s0"),
         server_id="s0",
-        base_version=base_version,
-        k=0,
-        batch=batch,
-        lookahead=lookahead,
+        rules=AdmissionRules(base_version=base_version, k=0, batch=batch, lookahead=lookahead),
         engine_version=lambda: serving.version,
         store=store,
         poll_s=poll_s,

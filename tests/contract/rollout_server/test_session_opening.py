@@ -14,6 +14,7 @@ from rollout_server.lifecycle.admission import AdmissionGate
 from rollout_server.lifecycle.open import SessionOpener
 from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.group import GroupRegistry
+from services.policies.admission import AdmissionRules
 from services.run_store.client import connect
 from services.run_store.discovery import ServiceRegistry
 from services.run_store.ledger import Ledger
@@ -52,9 +53,7 @@ async def test_a_group_that_its_opener_left_is_there_for_the_same_call(redis: Re
         ledger,
         WaitBoard(redis, run_id, "s0"),
         server_id="s0",
-        base_version=0,
-        k=1,
-        batch=4,
+        rules=AdmissionRules(base_version=0, k=1, batch=4),
         engine_version=lambda: 0,
     )
     opener = SessionOpener(registry, gate, ledger, journal, takeover, 60.0)

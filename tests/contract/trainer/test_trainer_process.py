@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from services.config.algorithm import AdvantageSettings, CostSettings, LossSettings  # noqa: E402
 from services.config.load import dump_settings  # noqa: E402
+from services.config.optimizer import OptimizerSettings, ScheduleSettings  # noqa: E402
 from services.config.settings import RolloutSettings, RunSettings, RunStoreSettings, TrainerSettings, WeightSettings  # noqa: E402
 from services.host.files import remove_shm_files  # noqa: E402
 from services.run_store.client import connect  # noqa: E402
@@ -250,7 +251,7 @@ async def test_several_steps_a_batch_are_made_again_and_published_once(mesh: Mes
     """Batches of two steps and a last one of one; killed between them, a run ends with the bytes of one in one go."""
     threads, steps = torch.get_num_threads(), 5
     torch.set_num_threads(1)
-    trainer = SETTINGS.trainer.model_copy(update={"updates_per_batch": 2, "checkpoint_every": 3})
+    trainer = SETTINGS.trainer.model_copy(update={"minibatches_per_batch": 2, "checkpoint_every": 3})
     settings = SETTINGS.model_copy(update={"steps": steps, "trainer": trainer})
     (mesh.run_dir / "config.toml").write_text(dump_settings(settings))
     parts = mesh.steps_of_groups(steps)
@@ -279,6 +280,51 @@ async def test_several_steps_a_batch_are_made_again_and_published_once(mesh: Mes
     assert (mesh.run_dir / "checkpoints" / "step-00000004" / "meta.json").exists(), "the first end of a batch after 3"
     assert mesh.engine.receiver.version == steps
     assert (await mesh.ledger.accounts()).trained == steps * GROUPS * SIZE
+
+
+@pytest.mark.slow
+async def test_epochs_of_muon_on_a_schedule_are_made_again_and_each_trajectory_counts_once(mesh: Mesh) -> None:
+    """Two minibatches, two epochs: four steps a batch. Killed after the first, of which no checkpoint holds a step."""
+    threads, steps = torch.get_num_threads(), 8
+    torch.set_num_threads(1)
+    trainer = SETTINGS.trainer.model_copy(
+        update={
+            "minibatches_per_batch": 2,
+            "epochs_per_batch": 2,
+            "checkpoint_every": 20,
+            "optimizer": OptimizerSettings(kind="muon"),
+            "schedule": ScheduleSettings(kind="cosine", floor=0.1),
+        }
+    )
+    settings = SETTINGS.model_copy(update={"steps": steps, "k": steps, "trainer": trainer})
+    (mesh.run_dir / "config.toml").write_text(dump_settings(settings))
+    parts = mesh.steps_of_groups(4)
+    for part in parts[:2]:
+        await mesh.writer.publish(part)
+    first = mesh.trainer()
+    await mesh.until(4, first)
+    assert (await mesh.waits())["trainer"] == f"the batch of steps 5 to 8: {2 * GROUPS} of {2 * GROUPS} groups"
+    await eventually(lambda: mesh.engine.receiver.version == 4, deadline_s=30)
+    first.send_signal(signal.SIGKILL)
+    await ended(first)
+    for part in parts[2:]:
+        await mesh.writer.publish(part)
+    code, errors = await ended(mesh.trainer())
+    assert code == 0, errors
+
+    roles = make_roles(lambda: load_policy(mesh.model), settings, 0)
+    made = [train_batch(roles, settings, grouped(parts[at] + parts[at + 1]), 4) for at in (0, 2)]
+    trained = named_weights(load_policy(mesh.run_dir / "checkpoints" / "final"))
+    assert all(torch.equal(trained[name], weight) for name, weight in roles.learner.weights().items())
+    torch.set_num_threads(threads)
+    lines = read_metrics(mesh.run_dir / "metrics.jsonl")
+    assert [(line.step, line.epoch) for line in lines] == [*zip(range(1, 9), [1, 1, 2, 2] * 2, strict=True)]
+    assert [line.staleness_max for line in lines] == [*range(steps)]
+    assert [line.learning_rate for line in lines] == [step.learning_rate for batch in made for step in batch]
+    report = json.loads((mesh.run_dir / "trainer_report.json").read_text())
+    accounts = await mesh.ledger.accounts()
+    assert accounts.trained == report["trajectories_trained"] == report["lengths_trained"]["episodes"]
+    assert accounts.trained == 4 * GROUPS * SIZE
 
 
 @pytest.mark.slow

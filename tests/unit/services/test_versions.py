@@ -21,6 +21,12 @@ def test_other_bytes_unknown_ones_and_older_versions_go_above_all_that_were_anno
     assert version_to_publish(5, "a", Announced(7, "a")) == 8
 
 
+def test_whole_batches_are_skipped() -> None:
+    assert version_to_publish(6, "a", Announced(6, "b"), updates=3) == 9
+    assert version_to_publish(6, "a", Announced(8, "b"), updates=3) == 9
+    assert version_to_publish(6, "a", Announced(9, "b"), updates=3) == 12
+
+
 def test_of_several_sources_the_newest_counts_and_its_digest_where_they_agree() -> None:
     assert highest(None, None) is None
     assert highest(Announced(3, "a"), None, Announced(2, "b")) == Announced(3, "a")

@@ -71,14 +71,14 @@ def test_the_formula_in_force_names_each_choice(choices: dict[str, Any], parts: 
     formula = describe_advantage(choose(**choices))
     for part in parts:
         assert part in formula
-    assert formula in describe(TrainerSettings(advantage=choose(**choices), updates_per_batch=2))
+    assert formula in describe(TrainerSettings(advantage=choose(**choices), minibatches_per_batch=2))
 
 
 def test_a_bound_on_values_needs_a_second_step_to_bind() -> None:
     bounded = choose(estimator="gae", critic={"clip": 0.1})
     with pytest.raises(UsageError, match="would have no effect with one optimizer step a batch"):
         describe(TrainerSettings(advantage=bounded))
-    assert "V_old ± 0.1" in describe(TrainerSettings(advantage=bounded, updates_per_batch=2))
+    assert "V_old ± 0.1" in describe(TrainerSettings(advantage=bounded, minibatches_per_batch=2))
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

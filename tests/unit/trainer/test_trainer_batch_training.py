@@ -52,7 +52,7 @@ def sampled_by(model: Qwen3ForCausalLM, trajectories: Sequence[Trajectory]) -> l
 
 
 def test_parts_are_whole_groups_judged_by_their_own_step(fresh_model: Qwen3ForCausalLM) -> None:
-    settings = RunSettings(k=2, trainer=TrainerSettings(updates_per_batch=3))
+    settings = RunSettings(k=2, trainer=TrainerSettings(minibatches_per_batch=3))
     roles, groups = roles_of(fresh_model, settings), grouped(random_trajectories(1, groups=6, size=3))
     trained = train_batch(roles, settings, groups, 3)
     assert [step.version for step in trained] == [1, 2, 3] and roles.learner.version == 3
@@ -68,6 +68,68 @@ def test_tokens_that_are_too_old_for_a_later_step_are_masked_there(fresh_model: 
     trained = train_batch(roles_of(fresh_model, settings), settings, groups, 3)
     assert [step.tally.fresh > 0 for step in trained] == [True, True, False]
     assert trained[2].tally.masked > 0 and trained[2].rows == 0
+
+
+def test_each_epoch_takes_the_same_parts_again_a_batch_of_steps_older(fresh_model: Qwen3ForCausalLM) -> None:
+    settings = RunSettings(k=9, trainer=TrainerSettings(minibatches_per_batch=2, epochs_per_batch=2))
+    roles, groups = roles_of(fresh_model, settings), grouped(random_trajectories(1, groups=6, size=3))
+    trained = train_batch(roles, settings, groups, 4)
+    assert [(step.version, step.epoch) for step in trained] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    assert roles.learner.version == 4
+    assert [step.groups for step in trained] == [groups[:3], groups[3:]] * 2
+    assert [dict(step.tally.histogram).keys() for step in trained] == [{0}, {1}, {2}, {3}]
+    assert trained[0].credited == trained[2].credited, "advantages are of the batch"
+
+
+def test_tokens_that_are_over_k_by_the_second_epoch_are_masked_there(fresh_model: Qwen3ForCausalLM) -> None:
+    settings = RunSettings(k=1, trainer=TrainerSettings(epochs_per_batch=3))
+    trained = train_batch(
+        roles_of(fresh_model, settings), settings, grouped(random_trajectories(1, groups=2, size=3)), 3
+    )
+    assert [step.tally.fresh > 0 for step in trained] == [True, True, False]
+    assert trained[2].tally.masked == trained[0].tally.fresh and trained[2].rows == 0
+
+
+@pytest.mark.parametrize("anchor", ["behaviour", "proximal"])
+def test_epochs_are_the_steps_of_a_batch_that_holds_its_groups_so_often(
+    fresh_model: Qwen3ForCausalLM, anchor: str
+) -> None:
+    """By hand: the parts laid one after the other, each with the advantages of the whole, and K out of the way."""
+    groups = grouped(random_trajectories(2, groups=4, size=3))
+    loss = LossSettings.model_validate({"anchor": anchor})
+    trainer = TrainerSettings(epochs_per_batch=3, loss=loss, warmup_steps=0, learning_rate=5e-3)
+    roles, by_hand = (roles_of(fresh_model, RunSettings(k=99, trainer=trainer)) for _ in range(2))
+    train_batch(roles, RunSettings(k=99, trainer=trainer), groups, 6)
+    credits, _ = by_hand.advantage_computer.of(groups)
+    parts = [
+        pack(*rows_of(part, number, 99, credits.part(part), skip_idle=by_hand.skips_idle), 4096)
+        for number, part in enumerate(parts_of(groups, 2) * 3)
+    ]
+    assert len(list(by_hand.learner.steps(parts))) == roles.learner.version == 6
+    assert all(torch.equal(weight, by_hand.learner.weights()[name]) for name, weight in roles.learner.weights().items())
+
+
+def test_the_proximal_policy_of_a_part_is_computed_once_for_all_epochs(
+    fresh_model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the first, which has none in its first step."""
+    trainer = TrainerSettings(epochs_per_batch=4, loss=LossSettings(anchor="proximal"))
+    settings = RunSettings(k=99, trainer=trainer)
+    roles, computed = roles_of(fresh_model, settings), []
+    monkeypatch.setattr(roles.learner, "_proximal", lambda micro: computed.append(micro))
+    packed = [
+        pack(*rows_of(part, number, 99), 4096)
+        for number, part in enumerate(parts_of(grouped(random_trajectories(2, groups=4, size=3)), 2) * 4)
+    ]
+    assert len(roles.learner.proximals(packed, 2)) == 8
+    assert len(computed) == 2
+
+
+def test_steps_that_make_no_whole_epochs_are_refused(fresh_model: Qwen3ForCausalLM) -> None:
+    settings = RunSettings(k=9, trainer=TrainerSettings(epochs_per_batch=2))
+    groups = grouped(random_trajectories(1, groups=3, size=3))
+    with pytest.raises(ValueError, match="3 optimizer steps do not make 2 whole epochs"):
+        train_batch(roles_of(fresh_model, settings), settings, groups, 3)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 7])

@@ -97,6 +97,6 @@ def test_bounds_of_a_ratio_that_stays_1_are_refused() -> None:
     loss = choose(anchor="proximal", clip_high=0.3, correction={"weight": "token"})
     with pytest.raises(UsageError, match=r"clip_high=0.3 would have no effect under loss.anchor=proximal with one"):
         describe(TrainerSettings(loss=loss))
-    several = describe(TrainerSettings(loss=loss, updates_per_batch=4))
+    several = describe(TrainerSettings(loss=loss, minibatches_per_batch=4))
     assert "π_prox = the policy before the batch" in several and several.endswith("4 optimizer steps a batch")
     assert "optimizer steps" not in describe(TrainerSettings())

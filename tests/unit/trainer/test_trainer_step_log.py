@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from services.config.algorithm import AdvantageSettings, LossSettings
+from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.settings import RunSettings, TrainerSettings
 from services.policies.batching import Group
 from services.wire.errors import UsageError
@@ -59,7 +60,8 @@ class Life:
         journal = stack.enter_context(ThreadPoolExecutor(1))
         background = stack.enter_context(closing(Background()))
         model = build_model(seed=5, hidden_size=32, layers=1)
-        self.roles = Roles(Learner(model, settings.trainer), AdvantageComputer(AdvantageSettings()))
+        learner = Learner(model, settings.trainer, run_steps=settings.steps)
+        self.roles = Roles(learner, AdvantageComputer(AdvantageSettings()))
         self.attempts = Attempts("r", settings, self.roles, self.log, journal, background, folder / "anomalies")
 
     def repeat(self, *batches: Batch) -> None:
@@ -247,6 +249,25 @@ def test_settings_that_may_change_hold_from_the_next_batch_on(live: Callable[...
         assert same(again.weights, expected)
 
 
+def test_the_schedule_and_the_runs_length_may_change_and_a_replay_has_those_of_then(live: Callable[..., Life]) -> None:
+    first, second, third = (a_batch(seed) for seed in (1, 2, 3))
+    shorter = changed(schedule=ScheduleSettings(kind="cosine")).model_copy(update={"steps": 4})
+    longer = shorter.model_copy(update={"steps": 400})
+    expected = undisturbed((SETTINGS, first), (shorter, second), (longer, third))
+    assert not same(expected, undisturbed((SETTINGS, first), (longer, second), (longer, third)))
+    live().train(first)
+    life = live(shorter)
+    life.repeat(first)
+    life.train(second)
+    life = live(longer)
+    life.repeat(first, second)
+    life.train(third)
+    assert same(life.weights, expected)
+    again = live()
+    again.repeat(first, second, third)
+    assert same(again.weights, expected)
+
+
 def test_a_batch_that_nobody_heard_of_is_made_under_the_new_settings(live: Callable[..., Life]) -> None:
     sound, heavy = a_batch(1), a_batch(2)
     life = live()
@@ -259,7 +280,13 @@ def test_a_batch_that_nobody_heard_of_is_made_under_the_new_settings(live: Calla
 
 
 @pytest.mark.parametrize(
-    "other", [SETTINGS.model_copy(update={"k": 1}), SETTINGS.model_copy(update={"seed": 7}), changed(betas=(0.5, 0.5))]
+    "other",
+    [
+        SETTINGS.model_copy(update={"k": 1}),
+        SETTINGS.model_copy(update={"seed": 7}),
+        changed(betas=(0.5, 0.5)),
+        changed(optimizer=OptimizerSettings(kind="muon")),
+    ],
 )
 def test_settings_that_may_not_change_are_refused(live: Callable[..., Life], other: RunSettings) -> None:
     live().train(a_batch(1))

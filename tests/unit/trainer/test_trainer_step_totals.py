@@ -14,10 +14,25 @@ from services.host.files import LineTail
 from services.observability.catalog import TRAINER_DROPPED, TRAINER_SECONDS, TRAINER_STEPS, TRAINER_TOKENS
 from services.policies.length_stats import Lengths
 from services.supervisor.live_view import MetricsTail
-from tests.support.step_lines import step_line
+from services.wire.run_metrics import StepMetrics, TrainerReport
+from tests.support.step_lines import step_line, step_metrics
 from trainer.metrics.exporter import RECENT_STEPS, StepTotals
 from trainer.metrics.files import RunRecords, make_report, plot_curves, read_metrics
 from trainer.sft.tiny_model import build_tokenizer
+
+
+def report_of(lines: list[StepMetrics]) -> TrainerReport:
+    return make_report(
+        lines,
+        run_id="r",
+        formula="",
+        final_version=3,
+        digest_match=True,
+        root_digest=None,
+        commits=1,
+        generated=Lengths.of(Counter()),
+        dropped={},
+    )
 
 
 def test_counters_add_up_over_all_steps_and_the_busy_share_is_of_the_last() -> None:
@@ -70,16 +85,12 @@ def test_no_reader_ends_at_a_line_that_lacks_a_figure(tmp_path: Path) -> None:
     records = RunRecords(path, tmp_path / "samples.jsonl", build_tokenizer().backend_tokenizer)
     assert records.steps == {1, 2}, "the step is not written once more"
     records.close()
-    report = make_report(
-        lines,
-        run_id="r",
-        formula="",
-        final_version=3,
-        digest_match=True,
-        root_digest=None,
-        commits=1,
-        generated=Lengths.of(Counter()),
-        dropped={},
-    )
-    assert report.steps == 2
+    assert report_of(lines).steps == 2
     plot_curves(lines, Lengths.of(Counter()), tmp_path / "curves.png")
+
+
+def test_a_report_counts_a_trajectory_once_and_a_token_in_each_epoch() -> None:
+    batch = {"trajectories": 4, "response_length": 8.0, "response_lengths": {"8": 4}, "lost_siblings": 1, "tokens": 30}
+    report = report_of([step_metrics(step, epoch=epoch, **batch) for step, epoch in ((1, 1), (2, 2), (3, 1), (4, 2))])
+    assert (report.steps, report.trajectories_trained, report.lost_siblings) == (4, 8, 2)
+    assert (report.lengths_trained.episodes, report.lengths_trained.mean, report.tokens_trained) == (8, 8.0, 120)

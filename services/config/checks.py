@@ -1,0 +1,87 @@
+"""What no single setting shows: settings that contradict each other, and those that would have no effect.
+
+Of the loss and the advantage: `trainer.algorithms.describe`.
+"""
+
+from __future__ import annotations
+
+from services.config.base import changed_fields, idle
+from services.config.settings import RunSettings, TrainerSettings
+from services.policies.admission import most_updates
+from services.wire.errors import UsageError
+
+
+def check(settings: RunSettings) -> None:
+    """Raises UsageError for settings under which a run could not go on, or of which one would have no effect."""
+    _refuse_starvation(settings)
+    _refuse_epochs(settings)
+    _refuse_idle_optimizer(settings.trainer)
+    _refuse_schedule(settings)
+
+
+def _refuse_starvation(settings: RunSettings) -> None:
+    shape, most = settings.trainer.shape, most_updates(settings.k)
+    if shape.updates > most:
+        epochs = f" with trainer.epochs_per_batch={shape.epochs}" if shape.epochs > 1 else ""
+        fewer = "fewer minibatches or epochs" if epochs else f"trainer.minibatches_per_batch={most} or less"
+        raise UsageError(
+            f"trainer.minibatches_per_batch={shape.minibatches}{epochs} cannot be under k={settings.k}: a batch is "
+            f"sampled before its first step, so tokens of its last would be {shape.updates - 1} steps old",
+            f"set k={shape.updates - 1} or more ({2 * shape.updates - 1} lets engines generate while the trainer "
+            f"trains), or {fewer}",
+        )
+
+
+def _refuse_epochs(settings: RunSettings) -> None:
+    """Admission counts groups by versions, so with several epochs every batch has all of its steps."""
+    trainer, shape = settings.trainer, settings.trainer.shape
+    if shape.epochs == 1:
+        return
+    if settings.steps % shape.updates:
+        fewer = settings.steps // shape.updates * shape.updates
+        raise UsageError(
+            f"steps={settings.steps} would end a run within an epoch: a batch has {shape.updates} steps "
+            f"({shape.minibatches} minibatches, {shape.epochs} epochs)",
+            f"set steps={fewer} or {fewer + shape.updates}" if fewer else f"set steps={shape.updates}",
+        )
+    if trainer.on_anomaly == "skip":
+        raise UsageError(
+            f"trainer.on_anomaly=skip cannot be with trainer.epochs_per_batch={shape.epochs}: a batch that is skipped "
+            "in a later epoch is trained already, and cannot be dropped",
+            "set trainer.on_anomaly=stop, or trainer.epochs_per_batch=1",
+        )
+
+
+def _refuse_idle_optimizer(trainer: TrainerSettings) -> None:
+    optimizer = trainer.optimizer
+    if optimizer.kind != "muon":
+        for name, value in changed_fields(optimizer.muon).items():
+            raise idle(
+                f"optimizer.muon.{name}",
+                value,
+                f"optimizer.kind={optimizer.kind}",
+                "leave it out, or set trainer.optimizer.kind=muon",
+            )
+    if optimizer.decay_norms_and_biases and not trainer.weight_decay:
+        raise idle("optimizer.decay_norms_and_biases", True, "weight_decay=0", "set trainer.weight_decay")
+
+
+def _refuse_schedule(settings: RunSettings) -> None:
+    trainer, schedule = settings.trainer, settings.trainer.schedule
+    changed = changed_fields(schedule)
+    if "decay_share" in changed and schedule.kind != "wsd":
+        under = f"schedule.kind={schedule.kind}"
+        raise idle(
+            "schedule.decay_share", schedule.decay_share, under, "leave it out, or set trainer.schedule.kind=wsd"
+        )
+    if "floor" in changed and schedule.kind == "constant":
+        remedy = "leave it out, or set trainer.schedule.kind=linear, cosine or wsd"
+        raise idle("schedule.floor", schedule.floor, "schedule.kind=constant", remedy)
+    try:
+        schedule.of_run(trainer.warmup_steps, settings.steps)
+    except ValueError as error:
+        raise UsageError(
+            f"trainer.{error}",
+            "make trainer.warmup_steps smaller, or steps more"
+            + (", or trainer.schedule.decay_share smaller" if schedule.kind == "wsd" else ""),
+        ) from error
