@@ -101,10 +101,11 @@ def test_epochs_are_the_steps_of_a_batch_that_holds_its_groups_so_often(
     roles, by_hand = (roles_of(fresh_model, RunSettings(k=99, trainer=trainer)) for _ in range(2))
     train_batch(roles, RunSettings(k=99, trainer=trainer), groups, 6)
     credits, _ = by_hand.advantage_computer.of(groups)
-    parts = [
-        pack(*rows_of(part, number, 99, credits.part(part), skip_idle=by_hand.skips_idle), 4096)
+    judged = [
+        rows_of(part, number, 99, credits.part(part), skip_idle=by_hand.skips_idle)
         for number, part in enumerate(parts_of(groups, 2) * 3)
     ]
+    parts = [pack(rows, tally, 4096, stem_width=by_hand.learner.stem_width) for rows, tally in judged]
     assert len(list(by_hand.learner.steps(parts))) == roles.learner.version == 6
     assert all(torch.equal(weight, by_hand.learner.weights()[name]) for name, weight in roles.learner.weights().items())
 
