@@ -72,7 +72,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     _come_back(loop)
     trained, dropped = log.trained_entries(), {k: v for outcome in log.drops for k, v in drops_of(outcome).items()}
     loop.sign.post(f"engines to serve version {learner.version}")
-    loop.updates.publish_first(learner.version, learner.weights(), ENGINES_DEADLINE_S)
+    loop.updates.publish_first(learner.version, learner.published(), ENGINES_DEADLINE_S)
     loop.sign.clear()
     groups = (learner.version - BASE_VERSION) * loop.settings.rollout.groups_per_step
     reading = background.spawn(loop.intake.run(trained, dropped, groups), "intake")
@@ -131,6 +131,7 @@ def _report(loop: TrainingLoop, assembly: Assembly, verified: VerifyView) -> Non
         dropped=accounts.dropped,
     )
     with writing(loop.checkpoints):
-        checkpoint.save_final(loop.checkpoints, loop.learner.model, assembly.arguments.model)
+        learner = loop.learner
+        checkpoint.save_final(loop.checkpoints, learner.model, assembly.arguments.model, learner.adapters)
     write_report(assembly.folder.trainer_report, report)
     plot_curves(lines, generated, assembly.folder.curves)

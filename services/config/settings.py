@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.base import Section
+from services.config.lora import LoraSettings
 from services.config.rewards import RewardSettings
 from services.config.traces import TraceSettings
 from services.policies.admission import LOOKAHEAD
@@ -129,6 +130,7 @@ class TrainerSettings(Section):
     )
     loss: LossSettings = LossSettings()
     advantage: AdvantageSettings = AdvantageSettings()
+    lora: LoraSettings = LoraSettings()
     threads: int = Field(default=1, ge=1)
     checkpoint_every: int = Field(default=20, ge=1, description="Optimizer steps between checkpoints")
     updates_per_batch: int = Field(

@@ -21,10 +21,13 @@ from services.wire.run_metrics import TokenStatistics
 from trainer.algorithms.losses.objective import Objective, TokenTerms
 from trainer.algorithms.losses.tokens import BatchSize
 from trainer.data.packing import MicroBatch, PackedBatch
+from trainer.model.adapters import Adapters
 from trainer.model.anomaly import check_finite
 from trainer.model.forward import PackedForward, Separation
 from trainer.model.logprobs import sampled_terms
+from trainer.model.reference import Reference
 from trainer.model.token_stats import StepSums
+from weight_bus.publisher.computed import PublishedTensor, computed
 
 
 class Learner:
@@ -35,19 +38,24 @@ class Learner:
         model: PreTrainedModel,
         settings: TrainerSettings,
         version: int = 0,
-        reference: PackedForward | None = None,
+        reference: Reference | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """`reference`: the policy that the run began with. Raises UsageError where the loss needs it and there is none."""
+        """`reference`: the policy that the run began with. Raises UsageError where the loss needs it and there is none.
+
+        `adapters`: those of `model`, where they alone are trained; with them off the model is the reference itself.
+        """
         # No dropout: the ratio to the engine's policy must come from the weights alone.
         self.model = model.eval()
         self.version = version
         self.objective = Objective(settings.loss)
         self.settings = settings
         """Read at each step: learning rate and bound of the gradient may change between two of them."""
-        if self.objective.needs_reference and reference is None:
-            raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
-        self._reference = reference if self.objective.needs_reference else None
         self._policy = PackedForward(self.model)
+        self.adapters = adapters
+        self.reference = Reference(self._policy, adapters.off) if adapters is not None else reference
+        if self.objective.needs_reference and self.reference is None:
+            raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
         state = model.state_dict(keep_vars=True)
         self._live = {name: state[name] for name in named_weights(model)}
         """These stay the same objects, whatever is loaded into them and wherever their data is moved."""
@@ -65,9 +73,17 @@ class Learner:
         """How rows that stand in one are kept apart."""
         return self._policy.separation
 
+    def published(self) -> dict[str, PublishedTensor]:
+        """The live weights by their Hugging Face names, a tied one under its first name only.
+
+        Those of layers with adapters are computed when they are copied, so that never more than one of them exists.
+        """
+        live = {name: tensor.detach() for name, tensor in self._live.items()}
+        return {**live} if self.adapters is None else self.adapters.merged(live)
+
     def weights(self) -> dict[str, Tensor]:
-        """The live weights by their Hugging Face names, a tied one under its first name only."""
-        return {name: tensor.detach() for name, tensor in self._live.items()}
+        """As published; those of layers with adapters as copies."""
+        return {name: computed(tensor) for name, tensor in self.published().items()}
 
     def step(self, batch: PackedBatch) -> TokenStatistics:
         """The one optimizer step of a batch that is not split."""
@@ -129,11 +145,10 @@ class Learner:
             return None
         return sampled_terms(self._policy, micro)[0][micro.chosen]
 
-    @torch.no_grad()
     def _of_reference(self, micro: MicroBatch) -> Tensor | None:
-        if self._reference is None:
+        if self.reference is None or not self.objective.needs_reference:
             return None
-        return sampled_terms(self._reference, micro)[0][micro.chosen]
+        return self.reference.logprobs(micro)
 
     def _accumulate(self, micro: MicroBatch, proximal: Tensor | None, size: BatchSize, sums: StepSums) -> None:
         logprobs, entropy = sampled_terms(self._policy, micro, entropy=self.objective.needs_entropy)
@@ -164,3 +179,9 @@ def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
             seen.add(tensor.data_ptr())
             weights[name] = tensor
     return weights
+
+
+def trained_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Those of `named_weights` that training may change: without frozen ones, which are those of the first policy."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: tensor for name, tensor in named_weights(model).items() if name not in frozen}
