@@ -144,11 +144,12 @@ class Assembly:
             model_folder=arguments.model,
         )
         settle_s = settle_deadline(weights.stage_timeout_s)
-        # Weights that lie as the arenas do are published by one copy.
-        lay_contiguous(learner.model.state_dict(keep_vars=True))
+        if learner.adapters is None:
+            # Weights that lie as the arenas do are published by one copy.
+            lay_contiguous(learner.model.state_dict(keep_vars=True))
         publisher = Publisher(
             arguments.run_id,
-            learner.weights(),
+            learner.published(),
             arguments.settings.model.dtype,
             exporter,
             weights.bucket_mib << 20,
@@ -206,6 +207,9 @@ class Assembly:
 def load_policy(folder: Path) -> PreTrainedModel:
     """The policy in float32 (its master weights), on the GPU where there is one. Raises UsageError."""
     transformers_logging.disable_progress_bar()
+    if (folder / "adapter_config.json").exists():
+        # transformers would load it, and weights would have other names than engines know.
+        raise UsageError(f"{folder} holds an adapter beside the weights", "merge it into them (peft: merge_and_unload)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

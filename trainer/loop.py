@@ -163,7 +163,7 @@ class TrainingLoop:
         record_steps(self.tracing, made.steps, began_ns, wait_s=taken - started)
         ended = time.perf_counter()
         if made.steps:
-            self.updates.publish(self.learner.version, self.learner.weights(), made.logged)
+            self.updates.publish(self.learner.version, self.learner.published(), made.logged)
         self._settling.append(self.background.spawn(self._settle(entries, made), "acknowledge"))
         self._settling = [future for future in self._settling if not future.done()]
         self._write(made.steps, taken - started, time.perf_counter() - ended)

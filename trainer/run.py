@@ -87,7 +87,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
         background.insist(lambda: assembly.ledger.skip_groups(skipped), "telling admission of skipped versions")
     trained, dropped = log.trained_entries(), {k: v for outcome in log.drops for k, v in drops_of(outcome).items()}
     loop.sign.post(f"engines to serve version {learner.version}")
-    loop.updates.publish_first(learner.version, learner.weights(), ENGINES_DEADLINE_S)
+    loop.updates.publish_first(learner.version, learner.published(), ENGINES_DEADLINE_S)
     loop.sign.clear()
     minibatches = loop.settings.trainer.shape.finished(learner.steps_made)
     groups = minibatches * loop.settings.rollout.groups_per_step
@@ -126,7 +126,7 @@ def come_back(loop: TrainingLoop, changes: Sequence[str]) -> None:
         _check_deterministic(loop, changes)
     heard = loop.background.call(loop.updates.known_to_bus(), "asking the bus for versions", CALL_DEADLINE_S)
     newest = highest(log.announced, heard)
-    digest = loop.updates.digest(learner.version, learner.weights()) if _is(newest, learner.version) else UNKNOWN
+    digest = loop.updates.digest(learner.version, learner.published()) if _is(newest, learner.version) else UNKNOWN
     version, updates = learner.version, loop.settings.trainer.updates_per_batch
     to = version_to_publish(version, digest, newest, updates)
     if to == version:
@@ -147,7 +147,7 @@ def _check_deterministic(loop: TrainingLoop, changes: Sequence[str]) -> None:
     announced, learner = loop.log.announced, loop.learner
     if announced is None or not loop.settings.trainer.deterministic or not _is(announced, learner.version):
         return
-    if loop.updates.digest(learner.version, learner.weights()) != announced.digest:
+    if loop.updates.digest(learner.version, learner.published()) != announced.digest:
         raise diverged(learner.version, changes)
 
 
@@ -187,6 +187,7 @@ def _report(loop: TrainingLoop, assembly: Assembly, verified: VerifyView) -> Non
         dropped=accounts.dropped,
     )
     with writing(loop.checkpoints):
-        checkpoint.save_final(loop.checkpoints, loop.learner.model, assembly.arguments.model)
+        learner = loop.learner
+        checkpoint.save_final(loop.checkpoints, learner.model, assembly.arguments.model, learner.adapters)
     write_report(assembly.folder.trainer_report, report)
     plot_curves(lines, generated, assembly.folder.curves)

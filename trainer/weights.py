@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 import structlog
-from torch import Tensor
 
 from services.observability.tracing import NO_TRACING, Tracing
 from services.policies.versions import Announced
@@ -25,6 +24,7 @@ from services.wire.weights_api import SETTLED, UpdateView, VerifyView
 from trainer.io_loop import Background
 from weight_bus.client.bus_client import BusClient
 from weight_bus.manifest.manifest import Manifest
+from weight_bus.publisher.computed import PublishedTensor
 from weight_bus.publisher.publisher import Publication, Publisher
 
 _POLL_S = 5.0
@@ -78,7 +78,7 @@ class WeightUpdates:
         newest = self.newest
         return None if newest is None else (newest.version, newest.state)
 
-    def digest(self, version: int, weights: Mapping[str, Tensor]) -> str:
+    def digest(self, version: int, weights: Mapping[str, PublishedTensor]) -> str:
         """The root digest that `weights` would have as `version`; nothing is published."""
         return self._publisher.digest(version, weights)
 
@@ -87,7 +87,7 @@ class WeightUpdates:
         view = await self._bus.versions()
         return Announced(view.newest, view.newest_digest)
 
-    def publish_first(self, version: int, weights: Mapping[str, Tensor], deadline_s: float) -> None:
+    def publish_first(self, version: int, weights: Mapping[str, PublishedTensor], deadline_s: float) -> None:
         """Publish `version` and wait until an engine serves it, so that engines and trainer start from the same bytes.
 
         Raises WeightsError when none does within `deadline_s`.
@@ -96,7 +96,7 @@ class WeightUpdates:
         publication = self._publisher.publish(version, weights)
         self._background.call(self._first_committed(publication, deadline_s), f"version {version}", deadline_s + 30)
 
-    def publish(self, version: int, weights: Mapping[str, Tensor], durable: Future[None]) -> None:
+    def publish(self, version: int, weights: Mapping[str, PublishedTensor], durable: Future[None]) -> None:
         """Publish `version`; it is announced once `durable` (the record of the step that made it) is done.
 
         Blocks for the copy, and until an update before the last has settled. Raises DeadlineError if that takes too long.

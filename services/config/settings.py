@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.base import Section
+from services.config.lora import LoraSettings
 from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.rewards import RewardSettings
 from services.config.traces import TraceSettings
@@ -147,6 +148,7 @@ class TrainerSettings(Section):
     schedule: ScheduleSettings = ScheduleSettings()
     loss: LossSettings = LossSettings()
     advantage: AdvantageSettings = AdvantageSettings()
+    lora: LoraSettings = LoraSettings()
     threads: int = Field(default=1, ge=1)
     deterministic: bool = Field(
         default=False,

@@ -45,6 +45,7 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings
     await check_task(task)
     settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
     check_installed(settings.telemetry)
+    check_adapters(settings.trainer.lora.rank)
     password = keys.read("supervisor").redis
     tls = read_tls(keys.tls)
     if tls.identity is not None:
@@ -116,6 +117,15 @@ async def check_task(task: str) -> None:
         lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
         last = lines[-1] if lines else f"exit code {process.returncode}"
         raise UsageError(last.removeprefix("rollmesh: "))
+
+
+def check_adapters(rank: int) -> None:
+    """Raises UsageError where adapters are asked for and the library for them is not installed."""
+    if rank and not _installed("peft"):
+        raise UsageError(
+            f"trainer.lora.rank={rank} needs peft, which is not installed",
+            f"use ./dev up trainer.lora.rank={rank}, or pip install 'rollmesh[lora]'",
+        )
 
 
 def choose_engine(wanted: str) -> Literal["torch", "vllm"]:

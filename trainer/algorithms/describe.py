@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 from services.config import algorithm
 from services.config.base import changed_fields, idle
+from services.config.lora import ALL_LINEAR, LoraSettings
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
 from trainer.algorithms.advantages.registry import AdvantageEntry, find_estimator
@@ -32,9 +33,9 @@ _MEANS = {
 
 
 def describe(trainer: TrainerSettings) -> str:
-    """Loss and advantage. Raises UsageError as `describe_loss` and `describe_advantage` do.
+    """Loss, advantage and what is trained. Raises UsageError as `describe_loss` and `describe_advantage` do.
 
-    Also for bounds of a ratio that one optimizer step a batch leaves at 1.
+    Also for bounds of a ratio that one optimizer step a batch leaves at 1, and for adapters of rank 0.
     """
     updates, changed = trainer.updates_per_batch, changed_fields(trainer.loss)
     remedy = "set trainer.minibatches_per_batch or epochs_per_batch, or leave it out"
@@ -52,7 +53,17 @@ def describe(trainer: TrainerSettings) -> str:
         )
     epochs = f", {trainer.epochs_per_batch} epochs" if trainer.epochs_per_batch > 1 else ""
     steps = f";  {updates} optimizer steps a batch{epochs}" if updates > 1 else ""
-    return f"{describe_loss(trainer.loss)};  {describe_advantage(trainer.advantage)}{steps}"
+    adapters = _describe_adapters(trainer.lora)
+    return f"{describe_loss(trainer.loss)};  {describe_advantage(trainer.advantage)}{steps}{adapters}"
+
+
+def _describe_adapters(lora: LoraSettings) -> str:
+    if not lora.rank:
+        for name, value in changed_fields(lora).items():
+            raise idle(f"lora.{name}", value, "lora.rank=0", "set trainer.lora.rank, or leave it out")
+        return ""
+    targets = "all linear layers" if lora.targets == ALL_LINEAR else ", ".join(lora.targets)
+    return f";  W = W_0 + {lora.alpha / lora.rank:g}·B·A of rank {lora.rank} in {targets}, all other weights frozen"
 
 
 def describe_loss(loss: algorithm.LossSettings) -> str:

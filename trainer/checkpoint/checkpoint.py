@@ -1,11 +1,12 @@
 """Checkpoints: weights and optimizer state as safetensors (no pickle), visible only when whole. Named by version.
 
 checkpoints/
-  step-00000020/   model.safetensors      weights by their Hugging Face names, training dtype
+  step-00000020/   model.safetensors      weights by their Hugging Face names, training dtype; with LoRA the adapters alone
                    optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq, step; momentum_buffer of Muon's
                    critic.safetensors, critic_optimizer.safetensors      the same of a critic, where there is one
                    meta.json              {"schema", "run_id", "version", "fingerprint", "log_price", "skipped", "sizes"}
-  final/           a Hugging Face folder with tokenizer, as `transformers` loads it
+  final/           a Hugging Face folder with tokenizer, as `transformers` loads it; adapters are merged into its weights
+  final-adapter/   the adapters alone, as `peft` loads them; with LoRA only
 
 The two newest good ones are kept: should the newest turn out broken, the one before it still leads back, through the step
 log. A broken one is written anew when its version is reached once more.
@@ -27,8 +28,10 @@ from transformers import PreTrainedModel
 
 from services.host.files import appearing, remove_unfinished, sync
 from services.wire.errors import RollmeshError
-from trainer.model.learner import named_weights
+from trainer.model.adapters import Adapters
+from trainer.model.learner import named_weights, trained_weights
 from trainer.model.roles import Roles
+from weight_bus.publisher.computed import computed
 
 SCHEMA = 1
 KEEP = 2
@@ -83,7 +86,7 @@ def snapshot(roles: Roles, run_id: str, fingerprint: str) -> Snapshot:
     """Copy the state to the host."""
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, (model, optimizer) in roles.models().items():
-        weights = {key: tensor.detach().to("cpu", copy=True) for key, tensor in named_weights(model).items()}
+        weights = {key: tensor.detach().to("cpu", copy=True) for key, tensor in trained_weights(model).items()}
         tensors |= {f"{name}.safetensors": weights, _optimizer_file(name): _optimizer_state(model, optimizer)}
     log_price = None if roles.advantage_computer.price is None else roles.advantage_computer.price.log_value
     learner = roles.learner
@@ -160,15 +163,26 @@ def restore_newest(folder: Path, roles: Roles, run_id: str) -> int | None:
     return None
 
 
-def save_final(folder: Path, model: PreTrainedModel, base: Path) -> Path:
-    """Write `folder/final`: the model, and what else its original folder `base` holds. Raises OSError."""
-    target = folder / "final"
+def save_final(folder: Path, model: PreTrainedModel, base: Path, adapters: Adapters | None = None) -> Path:
+    """Write `folder/final`: the model, and what else its original folder `base` holds; returns its path.
+
+    `adapters`: those of the model, where they alone were trained. They are merged into a copy of its weights in host
+    memory, and `folder/final-adapter` has them alone. Raises OSError.
+    """
+    target, merged = folder / "final", None
+    if adapters is not None:
+        merged = {name: computed(tensor).cpu() for name, tensor in adapters.merged(named_weights(model)).items()}
     shutil.rmtree(target, ignore_errors=True)
     with appearing(target) as making:
         for path in base.iterdir():
             if path.is_file() and path.suffix != ".safetensors" and path.name not in _WRITTEN_ANEW:
                 shutil.copy2(path, making / path.name)
-        model.save_pretrained(making)
+        model.save_pretrained(making, state_dict=merged)
+    if adapters is not None:
+        alone = folder / "final-adapter"
+        shutil.rmtree(alone, ignore_errors=True)
+        with appearing(alone) as making:
+            adapters.save(making, base)
     return target
 
 
@@ -209,7 +223,7 @@ def _restore(path: Path, roles: Roles, run_id: str) -> None:
         for name in roles.models()
     }
     for name, (model, _) in roles.models().items():
-        live, (weights, state) = named_weights(model), loaded[name]
+        live, (weights, state) = trained_weights(model), loaded[name]
         if weights.keys() != live.keys() or any(live[key].shape != tensor.shape for key, tensor in weights.items()):
             raise MismatchError(f"{path} holds other weights than the {name}", "give --model the run's own model")
         parameters = dict(model.named_parameters())
@@ -219,7 +233,7 @@ def _restore(path: Path, roles: Roles, run_id: str) -> None:
     for name, (model, optimizer) in roles.models().items():
         weights, state = loaded[name]
         with torch.no_grad():
-            for key, tensor in named_weights(model).items():
+            for key, tensor in trained_weights(model).items():
                 tensor.copy_(weights[key])
         _load_optimizer(model, optimizer, state)
     if roles.advantage_computer.price is not None and meta.log_price is not None:

@@ -40,6 +40,7 @@ _ABSENT_BEFORE = (
     "optimizer",
     "schedule",
     "epochs_per_batch",
+    "lora",
 )
 """Settings that runs of before did not know: at their defaults they leave a fingerprint as it was."""
 

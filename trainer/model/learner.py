@@ -23,11 +23,14 @@ from trainer.algorithms.losses.objective import Objective, TokenTerms
 from trainer.algorithms.losses.tokens import BatchSize
 from trainer.data.packing import MicroBatch, PackedBatch
 from trainer.model.activations import recompute_activations
+from trainer.model.adapters import Adapters
 from trainer.model.anomaly import check_finite
 from trainer.model.forward import PackedForward, Separation
 from trainer.model.logprobs import sampled_terms
 from trainer.model.optimizer import make_optimizer, outer_weights
+from trainer.model.reference import Reference
 from trainer.model.token_stats import StepSums
+from weight_bus.publisher.computed import PublishedTensor, computed
 
 
 class Learner:
@@ -38,12 +41,14 @@ class Learner:
         model: PreTrainedModel,
         settings: TrainerSettings,
         version: int = 0,
-        reference: PackedForward | None = None,
+        reference: Reference | None = None,
         run_steps: int | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """`reference`: the policy that the run began with; `run_steps`: optimizer steps of the whole run.
+        """`reference`: the policy that the run began with; `run_steps`: optimizer steps of the whole run; `adapters`: those
+        of `model`, where they alone are trained: with them off the model is the reference itself.
 
-        Raises UsageError where the loss needs the one, or the schedule the other, and there is none.
+        Raises UsageError where the loss needs a reference, or the schedule the run's steps, and there is none.
         """
         # No dropout: the ratio to the engine's policy must come from the weights alone.
         self.model = model.eval()
@@ -54,10 +59,11 @@ class Learner:
         self.settings = settings
         """Read at each step, as `run_steps` is: learning rate and bound of the gradient may change between two of them."""
         self.run_steps = run_steps
-        if self.objective.needs_reference and reference is None:
-            raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
-        self._reference = reference if self.objective.needs_reference else None
         self._policy = PackedForward(self.model, settings.dtype)
+        self.adapters = adapters
+        self.reference = Reference(self._policy, adapters.off) if adapters is not None else reference
+        if self.objective.needs_reference and self.reference is None:
+            raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
         recompute_activations(self.model, settings.activation_checkpointing, offload=settings.activation_offload)
         state = model.state_dict(keep_vars=True)
         self._live = {name: state[name] for name in named_weights(model)}
@@ -89,9 +95,17 @@ class Learner:
         """As `trainer.data.packing.split_batch` takes it."""
         return self._policy.stem_width
 
+    def published(self) -> dict[str, PublishedTensor]:
+        """The live weights by their Hugging Face names, a tied one under its first name only.
+
+        Those of layers with adapters are computed when they are copied, so that never more than one of them exists.
+        """
+        live = {name: tensor.detach() for name, tensor in self._live.items()}
+        return {**live} if self.adapters is None else self.adapters.merged(live)
+
     def weights(self) -> dict[str, Tensor]:
-        """The live weights by their Hugging Face names, a tied one under its first name only."""
-        return {name: tensor.detach() for name, tensor in self._live.items()}
+        """As published; those of layers with adapters as copies."""
+        return {name: computed(tensor) for name, tensor in self.published().items()}
 
     def step(self, batch: PackedBatch) -> TokenStatistics:
         """The one optimizer step of a batch that is not split."""
@@ -168,11 +182,10 @@ class Learner:
             return None
         return sampled_terms(self._policy, micro)[0][micro.chosen]
 
-    @torch.no_grad()
     def _of_reference(self, micro: MicroBatch) -> Tensor | None:
-        if self._reference is None:
+        if self.reference is None or not self.objective.needs_reference:
             return None
-        return sampled_terms(self._reference, micro)[0][micro.chosen]
+        return self.reference.logprobs(micro)
 
     def _accumulate(self, micro: MicroBatch, proximal: Tensor | None, size: BatchSize, sums: StepSums) -> None:
         # Before the policy's, whose graph holds on to its activations.
@@ -205,3 +218,9 @@ def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
             seen.add(tensor.data_ptr())
             weights[name] = tensor
     return weights
+
+
+def trained_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Those of `named_weights` that training may change: without frozen ones, which are those of the first policy."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: tensor for name, tensor in named_weights(model).items() if name not in frozen}

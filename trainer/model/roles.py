@@ -4,6 +4,7 @@ learner      the policy under training, and its optimizer
 advantages   what a token's reward is worth; holds the price of a cost
 critic       estimates what is still to be earned (`estimator = gae`)
 reference    the run's first policy, frozen, where a divergence from it is asked for; part of learner and advantage computer
+adapters     what is trained in place of the policy's own weights (`trainer.lora`): with them off it is the reference
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.algorithms.advantages.registry import find_estimator
-from trainer.data.packing import MicroBatch
 from trainer.model.activations import recompute_activations
+from trainer.model.adapters import Adapters
 from trainer.model.critic import Critic, ValueModel
 from trainer.model.forward import PackedForward
 from trainer.model.learner import Learner
-from trainer.model.logprobs import measure, sampled_terms
+from trainer.model.logprobs import measure
+from trainer.model.reference import Reference
 
 
 @dataclass(frozen=True)
@@ -62,27 +64,25 @@ class Roles:
 def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, version: int) -> Roles:
     """The roles that `settings` ask for. `load`: a fresh copy of the run's first policy, which has made `version` steps.
 
-    Raises UsageError for settings of which one would have no effect.
+    Raises UsageError for settings of which one would have no effect, or which do not fit the model.
     """
-    trainer, advantage = settings.trainer, settings.trainer.advantage
-    reference = load().eval().requires_grad_(False) if trainer.loss.kl or advantage.kl else None
-    packed = None if reference is None else PackedForward(reference, trainer.dtype)
+    trainer, advantage, reference = settings.trainer, settings.trainer.advantage, None
+    if not trainer.lora.rank and (trainer.loss.kl or advantage.kl):
+        reference = Reference(PackedForward(load().eval().requires_grad_(False), trainer.dtype))
     critic = Critic(_value_model(load(), trainer), trainer) if find_estimator(advantage.estimator).critic else None
-    learner = Learner(load(), trainer, version, packed, settings.steps)
+    policy = load()
+    adapters = Adapters(policy, trainer.lora, settings.seed) if trainer.lora.rank else None
+    learner = Learner(policy, trainer, version, reference, settings.steps, adapters)
 
     def of_reference(trajectories: Sequence[Trajectory]) -> Float64Array:
-        assert reference is not None and packed is not None
-
-        def logprobs(micro: MicroBatch) -> torch.Tensor:
-            return sampled_terms(packed, micro)[0][micro.chosen]
-
+        assert learner.reference is not None
         budget = learner.settings.micro_batch_tokens
-        return measure(trajectories, logprobs, budget, reference.device, packed.stem_width)
+        return measure(trajectories, learner.reference.logprobs, budget, learner.model.device, learner.stem_width)
 
     advantage_computer = AdvantageComputer(
         advantage,
         settings.seed,
-        reference=None if reference is None else of_reference,
+        reference=None if learner.reference is None else of_reference,
         critic=None if critic is None else critic.values,
     )
     return Roles(learner, advantage_computer, critic)

@@ -3,6 +3,7 @@
     weights contiguous, in the arena's layout      one memcpy        `weight_bus.publisher.contiguous`
     not contiguous, in the serving dtype           a memcpy each, the small ones together
     of another dtype or device                     torch's copy of all of them, which casts; also with several threads
+    computed                                       one after the other, each given up before the next is computed
 
 All give the same bytes: padding stays zero, whatever lies between the weights in the source.
 """
@@ -17,6 +18,7 @@ import torch
 
 from weight_bus.manifest.tensors import flat_bytes
 from weight_bus.memory.arena import Arena, copy_memory, populate, streams_well
+from weight_bus.publisher.computed import ComputedTensor, PublishedTensor
 from weight_bus.publisher.sharding import OwnerPlan, local_part
 from weight_bus.transports.base import Exporter
 
@@ -43,16 +45,24 @@ class ArenaBuffer:
     def view(self) -> memoryview:
         return memoryview(b"") if self.arena is None else self.arena.view
 
-    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def fill(self, tensors: Mapping[str, PublishedTensor]) -> None:
         """Copy the pieces in. The interpreter lock is released while bytes move."""
         if self.arena is None:
             return
-        parts = [local_part(tensors[piece.name]) for piece in self._pieces]
-        if self._same_layout(parts):
+        views, parts = [], []
+        for piece, view in zip(self._pieces, self._views, strict=True):
+            tensor = tensors[piece.name]
+            if isinstance(tensor, ComputedTensor):
+                with torch.no_grad():
+                    view.copy_(local_part(tensor.compute()))
+            else:
+                views.append(view)
+                parts.append(local_part(tensor))
+        if len(parts) == len(self._pieces) and self._same_layout(parts):
             self._copy_whole(self.arena, parts)
             return
         several = torch.get_num_threads() > 1
-        left = [pair for pair in zip(self._views, parts, strict=True) if several or not self._copied(pair[0], pair[1])]
+        left = [pair for pair in zip(views, parts, strict=True) if several or not self._copied(pair[0], pair[1])]
         if left:
             with torch.no_grad():
                 # One call for all: with thousands of small tensors Python would take as long as the copies.

@@ -18,7 +18,6 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import msgspec
 import structlog
-import torch
 
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from weight_bus.errors import TransportError
@@ -29,6 +28,7 @@ from weight_bus.manifest.tensors import dtype_of
 from weight_bus.memory.arena import Arena
 from weight_bus.publisher.arena_buffer import ArenaBuffer
 from weight_bus.publisher.buffer_leases import BUFFERS, BufferLeases
+from weight_bus.publisher.computed import PublishedTensor
 from weight_bus.publisher.sharding import Ranks, plan_owner
 from weight_bus.transports.base import Exporter
 
@@ -52,16 +52,17 @@ class Publisher:
     """One trainer's publisher, or one rank's of it. `publish` is called from one thread.
 
     `tensors` are the named weights (Hugging Face names, any shape, device or floating dtype; a tied weight under one
-    name only). Their names, order and shapes are fixed for the publisher's life. `dtype` is the serving dtype by name,
-    `key` the run's weight key. A delta is offered where it is no larger than `delta_max_ratio` of the dense bytes (0:
-    never), over nixl and shm, by one rank alone. With `ranks`, tensors may be DTensors (FSDP2) and every rank publishes
-    its own part. Raises UsageError for what cannot be served, TransportError when no arena can be had.
+    name only), or how one is computed. Their names, order and shapes are fixed for the publisher's life. `dtype` is the
+    serving dtype by name, `key` the run's weight key. A delta is offered where it is no larger than `delta_max_ratio` of
+    the dense bytes (0: never), over nixl and shm, by one rank alone. With `ranks`, tensors may be DTensors (FSDP2) and
+    every rank publishes its own part. Raises UsageError for what cannot be served, TransportError when no arena can be
+    had.
     """
 
     def __init__(
         self,
         run_id: str,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, PublishedTensor],
         dtype: str,
         exporter: Exporter,
         bucket_bytes: int,
@@ -92,7 +93,7 @@ class Publisher:
     def layout(self) -> Layout:
         return self._plan.layout
 
-    def publish(self, version: int, tensors: Mapping[str, torch.Tensor], *, leased: bool = False) -> Publication:
+    def publish(self, version: int, tensors: Mapping[str, PublishedTensor], *, leased: bool = False) -> Publication:
         """Put `version` in place; its manifest is made in the background and had from the Publication.
 
         Blocks for one cast-copy of all bytes, and until the buffer it goes into is free. `leased`: the buffer is kept until
@@ -118,7 +119,7 @@ class Publisher:
             self._newest, self._newest_buffer = version, buffer
         return Publication(version, self._background.submit(self._make, version, buffer, again))
 
-    def digest(self, version: int, tensors: Mapping[str, torch.Tensor]) -> str:
+    def digest(self, version: int, tensors: Mapping[str, PublishedTensor]) -> str:
         """The root digest that these weights would be published under as `version`; nobody can read them yet.
 
         Takes the time of a publication. Raises as `publish` does, but for versions that are not newer.
@@ -142,7 +143,7 @@ class Publisher:
         self._arenas.clear()
         self._exporter.close()
 
-    def _check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _check(self, tensors: Mapping[str, PublishedTensor]) -> None:
         if not self._arenas:
             raise UsageError("the publisher is closed", "make a new one")
         if len(tensors) != len(self.layout.tensors):

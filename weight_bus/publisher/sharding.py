@@ -23,6 +23,7 @@ from weight_bus.manifest.layout import ITEM_BYTES, aligned, place, plan_layout
 from weight_bus.manifest.manifest import Layout
 from weight_bus.manifest.manifest import Shard as ManifestShard
 from weight_bus.manifest.tensors import dtype_of
+from weight_bus.publisher.computed import PublishedTensor
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class OwnerPlan:
     shards: list[ManifestShard] | None
 
 
-def plan_owner(tensors: Mapping[str, torch.Tensor], dtype: str, rank: int | None) -> OwnerPlan:
+def plan_owner(tensors: Mapping[str, PublishedTensor], dtype: str, rank: int | None) -> OwnerPlan:
     """What rank `rank` of several owns of `tensors` served in `dtype`; None: there is no other rank.
 
     Raises UsageError for a DTensor that is placed otherwise than by Replicate and Shard(0), or that nobody shares.
@@ -82,7 +83,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _owned_rows(name: str, tensor: torch.Tensor, rank: int) -> tuple[int, tuple[int, ...]] | None:
+def _owned_rows(name: str, tensor: PublishedTensor, rank: int) -> tuple[int, tuple[int, ...]] | None:
     """First row and shape of what this rank owns; None for nothing."""
     if not isinstance(tensor, DTensor):
         return (0, tuple(tensor.shape)) if rank == 0 else None

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from services.config.algorithm import AdvantageSettings, CostSettings, LossSettings  # noqa: E402
 from services.config.load import dump_settings  # noqa: E402
+from services.config.lora import LoraSettings  # noqa: E402
 from services.config.optimizer import OptimizerSettings, ScheduleSettings  # noqa: E402
 from services.config.settings import RolloutSettings, RunSettings, RunStoreSettings, TrainerSettings, WeightSettings  # noqa: E402
 from services.host.files import remove_shm_files  # noqa: E402
@@ -71,12 +72,13 @@ class Mesh:
         self.run_dir, self.model = run_dir, model
         self.bus_url = ""
         self.engine: SmallEngine
+        self.target: PlainTarget
         self.writer, self.ledger = TrajectoryWriter(redis, run_id), Ledger(redis, run_id)
 
     async def start(self, stack: AsyncExitStack) -> None:
         self.bus_url = await stack.enter_async_context(served(build_app(self.run_id, 5.0, lease_s=600.0)))
-        loaded = named_weights(load_policy(self.model))
-        self.engine = SmallEngine("e", Receiver(PlainTarget(loaded), self.run_id, [ShmReader()]))
+        self.target = PlainTarget(named_weights(load_policy(self.model)))
+        self.engine = SmallEngine("e", Receiver(self.target, self.run_id, [ShmReader()]))
         stack.callback(self.engine.receiver.close)
         url = await stack.enter_async_context(served(self.engine.app()))
         bus = await stack.enter_async_context(BusClient(self.bus_url, self.run_id))
@@ -361,6 +363,42 @@ async def test_a_critic_and_a_price_are_brought_back_too(mesh: Mesh) -> None:
         valued, credited = step.valued, step.credited
         assert told == (valued.value_loss, credited.cost_price, credited.kl_in_reward, credited.left_out)
     assert len({line.cost_price for line in lines}) == steps and lines[-1].left_out == GROUPS
+
+
+@pytest.mark.slow
+async def test_adapters_are_brought_back_too_and_engines_get_merged_weights(mesh: Mesh) -> None:
+    """Killed after steps of which no checkpoint holds the last; in the end both exports hold what engines serve."""
+    threads, steps = torch.get_num_threads(), 5
+    torch.set_num_threads(1)
+    trainer = SETTINGS.trainer.model_copy(update={"lora": LoraSettings(rank=4), "loss": LossSettings(kl=0.1)})
+    settings = SETTINGS.model_copy(update={"steps": steps, "trainer": trainer})
+    (mesh.run_dir / "config.toml").write_text(dump_settings(settings))
+    batches = mesh.steps_of_groups(steps)
+    for batch in batches[:3]:
+        await mesh.writer.publish(batch)
+    first = mesh.trainer()
+    await mesh.until(3, first)
+    first.send_signal(signal.SIGKILL)
+    await ended(first)
+    for batch in batches[3:]:
+        await mesh.writer.publish(batch)
+    code, errors = await ended(mesh.trainer())
+    assert code == 0, errors
+
+    roles = make_roles(lambda: load_policy(mesh.model), settings, 0)
+    for batch in batches:
+        train_batch(roles, settings, grouped(batch), 1)
+    expected, checkpoints = roles.learner.weights(), mesh.run_dir / "checkpoints"
+    trained = named_weights(load_policy(checkpoints / "final"))
+    assert list(trained) == list(expected)
+    assert all(torch.equal(trained[name], weight) for name, weight in expected.items())
+    torch.set_num_threads(threads)
+    assert all(torch.equal(mesh.target.live()[name], weight) for name, weight in expected.items())
+    assert mesh.engine.receiver.version == steps
+    assert json.loads((mesh.run_dir / "trainer_report.json").read_text())["weights_digest_match"]
+    whole = (checkpoints / "final" / "model.safetensors").stat().st_size
+    assert (checkpoints / "step-00000004" / "model.safetensors").stat().st_size < whole / 3
+    assert (checkpoints / "final-adapter" / "adapter_model.safetensors").stat().st_size < whole / 3
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import pytest
 
@@ -12,6 +13,7 @@ from trainer.model.learner import named_weights  # noqa: E402
 from trainer.sft.tiny_model import build_model  # noqa: E402
 from weight_bus.manifest.layout import plan_layout  # noqa: E402
 from weight_bus.publisher.arena_buffer import ArenaBuffer  # noqa: E402
+from weight_bus.publisher.computed import PublishedTensor  # noqa: E402
 from weight_bus.publisher.contiguous import lay_contiguous  # noqa: E402
 from weight_bus.publisher.sharding import plan_owner  # noqa: E402
 from weight_bus.transports.select import make_exporter  # noqa: E402
@@ -100,7 +102,7 @@ def test_one_copy_puts_in_place_what_single_copies_do_and_nothing_that_lies_betw
         torch.set_num_threads(before)
 
 
-def filled(weights: dict[str, torch.Tensor]) -> bytes:
+def filled(weights: Mapping[str, PublishedTensor]) -> bytes:
     exporter = make_exporter("shm", "contiguous")
     try:
         buffer = ArenaBuffer(exporter, plan_owner(weights, "float32", None), torch.float32)
