@@ -1,7 +1,7 @@
 """Checkpoints: weights and optimizer state as safetensors (no pickle), visible only when whole.
 
 checkpoints/
-  step-00000020/   model.safetensors      weights by their Hugging Face names, training dtype
+  step-00000020/   model.safetensors      weights by the model's own names, training dtype
                    optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq, step
                    critic.safetensors, critic_optimizer.safetensors      the same of a critic, where there is one
                    meta.json              {"schema", "run_id", "version", "fingerprint", "log_price", "sizes"}

@@ -10,6 +10,7 @@ Deterministic: the same weights, optimizer state and batch give the same bytes (
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -24,7 +25,9 @@ from trainer.data.packing import MicroBatch, PackedBatch
 from trainer.model.anomaly import check_finite
 from trainer.model.forward import PackedForward, Separation
 from trainer.model.logprobs import sampled_terms
+from trainer.model.router_loss import RouterLoss
 from trainer.model.token_stats import StepSums
+from weight_bus.manifest.published import PublishedNames
 
 
 class Learner:
@@ -37,7 +40,8 @@ class Learner:
         version: int = 0,
         reference: PackedForward | None = None,
     ) -> None:
-        """`reference`: the policy that the run began with. Raises UsageError where the loss needs it and there is none."""
+        """`reference`: the policy that the run began with. Raises UsageError where the loss needs it and there is none, and
+        where it balances experts that the model has not."""
         # No dropout: the ratio to the engine's policy must come from the weights alone.
         self.model = model.eval()
         self.version = version
@@ -48,9 +52,11 @@ class Learner:
             raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
         self._reference = reference if self.objective.needs_reference else None
         self._policy = PackedForward(self.model)
+        self._router = RouterLoss(model) if settings.loss.router_aux else None
         state = model.state_dict(keep_vars=True)
         self._live = {name: state[name] for name in named_weights(model)}
         """These stay the same objects, whatever is loaded into them and wherever their data is moved."""
+        self._published = PublishedNames(model, self._live)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self._parameters,
@@ -66,8 +72,8 @@ class Learner:
         return self._policy.separation
 
     def weights(self) -> dict[str, Tensor]:
-        """The live weights by their Hugging Face names, a tied one under its first name only."""
-        return {name: tensor.detach() for name, tensor in self._live.items()}
+        """Views of the live weights, by the names that a Hugging Face folder of them has; a tied one under its first."""
+        return self._published.views({name: tensor.detach() for name, tensor in self._live.items()})
 
     def step(self, batch: PackedBatch) -> TokenStatistics:
         """The one optimizer step of a batch that is not split."""
@@ -136,7 +142,8 @@ class Learner:
         return sampled_terms(self._reference, micro)[0][micro.chosen]
 
     def _accumulate(self, micro: MicroBatch, proximal: Tensor | None, size: BatchSize, sums: StepSums) -> None:
-        logprobs, entropy = sampled_terms(self._policy, micro, entropy=self.objective.needs_entropy)
+        with nullcontext() if self._router is None else self._router.recording():
+            logprobs, entropy = sampled_terms(self._policy, micro, entropy=self.objective.needs_entropy)
         terms = TokenTerms(
             logprobs=logprobs[micro.chosen],
             behaviour=micro.behaviour[micro.chosen],
@@ -150,12 +157,15 @@ class Learner:
         )
         judged = self.objective(terms)
         loss = self.objective.mean(judged.loss, terms.segment, terms.segments, size)
+        if self._router is not None:
+            # It is no mean over tokens: each pass has one, which counts as its fresh tokens do.
+            loss = loss + self.settings.loss.router_aux * self._router.value() * (len(micro.chosen) / size.tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         sums.add(micro, logprobs.detach(), loss.detach(), judged)
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """What a Hugging Face folder of `model` holds: its state without second names of tied weights."""
+    """The state of `model` by its own names, without second names of tied weights."""
     state: Mapping[str, Tensor] = model.state_dict()
     seen: set[int] = set()
     weights = {}
