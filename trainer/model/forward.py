@@ -103,12 +103,12 @@ class PackedForward:
             return "apart"
         probe = _probe(model)
         self.separation = "apart"
-        whole = self._every(probe)
+        whole = self._every(probe) if limited(model) else None
         packed_attention.register()
         trials: tuple[tuple[str, Separation], ...] = ((packed_attention.NAME, "within"), (own, "masked"))
         with short_reach(model):
             alone = self._every(probe)
-            if limited(model) and _off(alone, whole) <= _tolerance(alone):
+            if whole is not None and _off(alone, whole) <= _tolerance(alone):
                 why = "its window is not read where it can be made short"
                 _log.info("packed rows are computed apart", model_type=model.config.model_type, why=why)
                 return "apart"

@@ -69,7 +69,7 @@ class PublishedNames:
 def check_folder(folder: Path, weights: Mapping[str, Tensor], prefix: str = "") -> None:
     """Raise UsageError unless the folder's own weight files have each of `weights`, of its shape.
 
-    `prefix`: of the model's layers, which some folders leave out and others add. Files of another format are not read.
+    `prefix`: of the model's layers, which some folders leave out (GPT-2). Files of another format are not read.
     """
     shapes = _shapes_in(folder)
     for name, tensor in weights.items() if shapes else ():
@@ -80,7 +80,7 @@ def check_folder(folder: Path, weights: Mapping[str, Tensor], prefix: str = "") 
             has = "no such tensor" if known is None else f"one of {list(known)}"
             raise UsageError(
                 f"{name} {list(tensor.shape)} would be published, and {folder} has {has}",
-                "give --model a folder that this version of transformers saved",
+                "load it with transformers, save that, and give --model the folder saved",
             )
 
 

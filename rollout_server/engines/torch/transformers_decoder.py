@@ -146,7 +146,7 @@ class _WindowLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def _kv_shape(model: PreTrainedModel) -> KvShape:
-    cache = DynamicCache()
+    cache = DynamicCache(config=model.config)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     model(input_ids=ids, past_key_values=cache, use_cache=True)
     shapes = {
