@@ -35,11 +35,13 @@ from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.loop import Identity, TrainingLoop
 from trainer.metrics.exporter import open_telemetry
 from trainer.metrics.files import RunRecords, read_metrics
+from trainer.model.forward import freeze_beside_text
 from trainer.model.learner import Learner
 from trainer.model.precision import use_tf32
 from trainer.model.roles import Roles, make_roles
 from trainer.weights import WeightUpdates, settle_deadline
 from weight_bus.client.bus_client import BusClient
+from weight_bus.manifest.published import check_folder
 from weight_bus.publisher.contiguous import lay_contiguous
 from weight_bus.publisher.publisher import Publisher
 from weight_bus.transports.select import make_exporter
@@ -94,7 +96,7 @@ class Assembly:
 
     def loop(self, identity: Identity, roles: Roles, log: StepLog, interrupt: Interrupt) -> TrainingLoop:
         learner = roles.learner
-        settings, config = self.arguments.settings, learner.model.config
+        settings, config = self.arguments.settings, learner.model.config.get_text_config()
         # One thread: what is logged is written in order.
         journal = self._stack.enter_context(ThreadPoolExecutor(1, "step-log"))
         attempts = Attempts(identity.run_id, settings, roles, log, journal, self.background, self.folder.anomalies)
@@ -147,9 +149,11 @@ class Assembly:
         if learner.adapters is None:
             # Weights that lie as the arenas do are published by one copy.
             lay_contiguous(learner.model.state_dict(keep_vars=True))
+        published = learner.published()
+        check_folder(arguments.model, published, f"{learner.model.base_model_prefix}.")
         publisher = Publisher(
             arguments.run_id,
-            learner.published(),
+            published,
             arguments.settings.model.dtype,
             exporter,
             weights.bucket_mib << 20,
@@ -205,7 +209,10 @@ class Assembly:
 
 
 def load_policy(folder: Path) -> PreTrainedModel:
-    """The policy in float32 (its master weights), on the GPU where there is one. Raises UsageError."""
+    """The policy in float32 (its master weights), on the GPU where there is one. Raises UsageError.
+
+    Of a multimodal model only what text goes through is trained; the rest is published as it is.
+    """
     transformers_logging.disable_progress_bar()
     if (folder / "adapter_config.json").exists():
         # transformers would load it, and weights would have other names than engines know.
@@ -215,4 +222,5 @@ def load_policy(folder: Path) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     except (OSError, ValueError, KeyError) as error:
         raise NoModelError(folder, error) from error
+    freeze_beside_text(model)
     return model.to(device)

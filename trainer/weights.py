@@ -23,8 +23,8 @@ from services.wire.errors import ConflictError, NotFoundError, RollmeshError
 from services.wire.weights_api import SETTLED, UpdateView, VerifyView
 from trainer.io_loop import Background
 from weight_bus.client.bus_client import BusClient
+from weight_bus.manifest.computed import PublishedTensor
 from weight_bus.manifest.manifest import Manifest
-from weight_bus.publisher.computed import PublishedTensor
 from weight_bus.publisher.publisher import Publication, Publisher
 
 _POLL_S = 5.0

@@ -65,6 +65,9 @@ class LossSettings(PpoClipSettings, LossChoice):
     entropy: float = Field(default=0.0, ge=0.0, description="Coefficient of the policy's entropy, which is rewarded")
     kl: float = Field(default=0.0, ge=0.0, description="Coefficient of the divergence from the run's first policy")
     kl_estimator: Literal["k2", "k3"] = "k3"
+    router_aux: float = Field(
+        default=0.0, ge=0.0, description="Coefficient of the load-balancing loss of a mixture of experts"
+    )
     correction: CorrectionSettings = CorrectionSettings()
 
 

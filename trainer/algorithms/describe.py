@@ -1,6 +1,6 @@
 """The formulas of the loss and of the advantage as text, and validation: settings without effect are refused. No torch.
 
-    L = −(1/N) Σ over fresh sampled tokens of [weight ·] term [− kl·D] [+ entropy·H]
+    L = −(1/N) Σ over fresh sampled tokens of [weight ·] term [− kl·D] [+ entropy·H] [+ router_aux·ℓ_experts]
     A = estimator(R)          R = (reward [+ length penalty] [− λ·cost])[/(1 + λ)] [− β·D]
 
 Terms: `trainer.algorithms.losses.registry`; weights and masks: `trainer.algorithms.losses.correction`. Decoupled PPO
@@ -80,7 +80,10 @@ def describe_loss(loss: algorithm.LossSettings) -> str:
     legend += [*_correction_legend(loss), "π_beh = the engine's own logprobs"]
     if loss.kl:
         legend.append("π_ref = the policy that the run began with")
-    return f"L = −{factor.format(length=loss.fixed_length)} {gain};  {', '.join(legend)}"
+    balance = f" + {loss.router_aux:g}·ℓ_experts" if loss.router_aux else ""
+    if loss.router_aux:
+        legend.append("ℓ_experts = the experts' load-balancing loss over all tokens of a pass")
+    return f"L = −{factor.format(length=loss.fixed_length)} {gain}{balance};  {', '.join(legend)}"
 
 
 def _ratio_legend(loss: algorithm.LossSettings, entry: LossEntry) -> Iterable[str]:

@@ -1,7 +1,7 @@
 """Checkpoints: weights and optimizer state as safetensors (no pickle), visible only when whole. Named by version.
 
 checkpoints/
-  step-00000020/   model.safetensors      weights by their Hugging Face names, training dtype; with LoRA the adapters alone
+  step-00000020/   model.safetensors      weights by the model's own names, training dtype; with LoRA the adapters alone
                    optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq, step; momentum_buffer of Muon's
                    critic.safetensors, critic_optimizer.safetensors      the same of a critic, where there is one
                    meta.json              {"schema", "run_id", "version", "fingerprint", "log_price", "skipped", "sizes"}
@@ -31,7 +31,7 @@ from services.wire.errors import RollmeshError
 from trainer.model.adapters import Adapters
 from trainer.model.learner import named_weights, trained_weights
 from trainer.model.roles import Roles
-from weight_bus.publisher.computed import computed
+from weight_bus.manifest.computed import computed
 
 SCHEMA = 1
 KEEP = 2

@@ -126,6 +126,8 @@ def _fingerprint(settings: RunSettings, without: set[str], steps: int | None = N
     for name in _ABSENT_BEFORE:
         if name in trainer and trainer[name] == defaults[name]:
             del trainer[name]
+    if not trainer["loss"]["router_aux"]:
+        del trainer["loss"]["router_aux"]
     # Its name of before.
     trainer["updates_per_batch"] = trainer.pop("minibatches_per_batch")
     named = {"k": settings.k, "seed": settings.seed, "trainer": trainer}

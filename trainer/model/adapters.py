@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from services.config.lora import LoraSettings
 from services.wire.errors import UsageError
-from weight_bus.publisher.computed import ComputedTensor, PublishedTensor
+from weight_bus.manifest.computed import ComputedTensor, PublishedTensor
 
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear
@@ -136,7 +136,12 @@ def _targets(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
     peft's own `all-linear` takes more: routers, and experts that are one parameter, which are no linear layers.
     """
     modules, head = dict(model.named_modules()), model.get_output_embeddings()
-    linear = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    linear = [
+        name
+        for name, module in modules.items()
+        # What is frozen, such as an encoder of images, stays as it is.
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and module.weight.requires_grad
+    ]
     if isinstance(settings.targets, str):
         return linear
     known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))

@@ -20,7 +20,7 @@ from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.data.packing import MicroBatch, PackedBatch
 from trainer.model.anomaly import check_finite
-from trainer.model.forward import PackedForward
+from trainer.model.forward import PackedForward, layers_of
 from trainer.model.logprobs import measure
 from trainer.model.optimizer import make_optimizer, outer_weights
 from trainer.model.precision import Precision
@@ -68,7 +68,8 @@ class Critic:
         self.model = model
         self.settings = settings
         """As the learner's."""
-        self._parameters = [*model.policy.base_model.parameters(), *model.head.parameters()]
+        layers = layers_of(model.policy).parameters()
+        self._parameters = [*(each for each in layers if each.requires_grad), *model.head.parameters()]
         outer = [*outer_weights(model.policy), *model.head.parameters()]
         self.optimizer = make_optimizer(self._parameters, settings, settings.advantage.critic.learning_rate, outer)
 

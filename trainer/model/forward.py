@@ -2,11 +2,13 @@
 
     PackedForward(model) ──► terms(row, places, tokens) · hidden(row, places)      what each row gives alone
 
-How rows are kept apart is chosen once, by trying: three short rows are run packed, and each alone.
+How rows are kept apart is chosen once, by trying: a few short rows are run packed, and each alone, with windows that are
+shorter still (`trainer.model.reach`).
 
     within    attention is done row by row (`trainer.model.packed_attention`)
     masked    the model's own attention under the block mask that `transformers` makes of restarting positions
-    apart     a pass a run of rows of one length: for what mixes tokens by more than attention, or makes no such mask
+    apart     a pass a run of rows of one length: for what mixes tokens by more than attention, makes no such mask, or
+              cannot be tried with short rows
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from trainer.data.sharing import share
 from trainer.model import packed_attention
 from trainer.model.head import Terms, head_terms, linear_head, logit_terms
 from trainer.model.precision import Precision, compute_dtype, computing
+from trainer.model.reach import limited, short_reach, untried
 
 Separation = Literal["within", "masked", "apart"]
 _log = structlog.get_logger()
 
-_PROBE_LENGTHS = (3, 3, 5)
+# The second row crosses the end of a chunk that begins with the first; the last is longer than a window, and than two.
+_PROBE_LENGTHS = (2, 3, 3, 8)
 _SIBLINGS = ((1, 2, 3, 4, 5), (1, 2, 3, 5, 4, 6), (1, 2, 3, 5, 1), (3, 1, 2, 4))
 # Of the largest hidden state; for 16-bit floats, whose kernels round differently, coarser.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-4, 0.02
@@ -90,7 +94,7 @@ class PackedForward:
     def hidden(self, row: PackedRow, places: Tensor) -> Tensor:
         """What the last layer makes of the tokens at `places`, as above, the final norm included: `[N, width]`."""
         row, places = self._condensed(row, places)
-        base = self._model.base_model
+        base = layers_of(self._model)
         with computing(self._dtype, self._model.device):
             if self.separation == "apart":
                 return self._apart(row, lambda inputs: base(**inputs).last_hidden_state)[places]
@@ -118,15 +122,26 @@ class PackedForward:
         model, own = self._model, self._model.config._attn_implementation
         if own == packed_attention.NAME:
             return "within"
+        why = untried(model)
+        if why is not None:
+            _log.info("packed rows are computed apart", model_type=model.config.model_type, why=why)
+            return "apart"
         probe = _probe(model)
         self.separation = "apart"
-        alone = self._every(probe)
+        whole = self._every(probe) if limited(model) else None
         packed_attention.register()
         trials: tuple[tuple[str, Separation], ...] = ((packed_attention.NAME, "within"), (own, "masked"))
-        for attention, self.separation in trials:
-            model.set_attn_implementation(attention)
-            if model.config._attn_implementation == attention and self._agrees(probe, alone):
-                return self.separation
+        with short_reach(model):
+            alone = self._every(probe)
+            if whole is not None and _off(alone, whole) <= self._tolerance(alone):
+                why = "its window is not read where it can be made short"
+                _log.info("packed rows are computed apart", model_type=model.config.model_type, why=why)
+                return "apart"
+            for attention, self.separation in trials:
+                model.set_attn_implementation(attention)
+                if model.config._attn_implementation == attention and self._agrees(probe, alone):
+                    return self.separation
+        _log.info("packed rows are computed apart", model_type=model.config.model_type, why="its tokens see other rows")
         return "apart"
 
     def _stem_width(self) -> int | None:
@@ -136,10 +151,11 @@ class PackedForward:
         rows = [np.array(row, dtype=np.int32) for row in _SIBLINGS]
         tokens, lengths = np.concatenate(rows), np.array([len(row) for row in rows])
         layout = share(tokens, lengths.tolist(), lengths.tolist(), 1 << 30)
-        alone = self._every(lay_end_to_end(rows, self._model.device))
-        places = torch.from_numpy(layout.packed).to(self._model.device)
-        if not self._agrees(lay_shared(layout, tokens, self._model.device), alone, places):
-            return None
+        with short_reach(self._model):
+            alone = self._every(lay_end_to_end(rows, self._model.device))
+            places = torch.from_numpy(layout.packed).to(self._model.device)
+            if not self._agrees(lay_shared(layout, tokens, self._model.device), alone, places):
+                return None
         return int(self._model.config.get_text_config().hidden_size)
 
     @torch.no_grad()
@@ -151,8 +167,7 @@ class PackedForward:
         probe = _probe(self._model)
         places = torch.arange(probe.input_ids.shape[1], device=self._model.device)
         logits, linear = self.logits(probe, places), head(self.hidden(probe, places))
-        off = (linear - logits).abs().max() / logits.abs().max()
-        return head if off <= self._tolerance(logits) else None
+        return head if _off(linear, logits) <= self._tolerance(logits) else None
 
     @torch.no_grad()
     def _every(self, row: PackedRow) -> Tensor:
@@ -167,11 +182,36 @@ class PackedForward:
             # The model does not take what packed attention needs, or the machine lacks the kernel: another way is slower.
             _log.info("attention does not keep packed rows apart", way=self.separation, why=str(error))
             return False
-        off = (together - alone).abs().max() / alone.abs().max()
-        return bool(off <= self._tolerance(alone))
+        return _off(together, alone) <= self._tolerance(alone)
 
     def _tolerance(self, found: Tensor) -> float:
         return _TOLERANCE if found.dtype.itemsize >= 4 and self._dtype == torch.float32 else _COARSE_TOLERANCE
+
+
+def layers_of(model: PreTrainedModel) -> PreTrainedModel:
+    """What gives the hidden states that `model`'s language head sees; `model` itself where it has none.
+
+    `base_model` is the model itself where its prefix names a module that only a larger model has (Llama 4).
+    """
+    base: PreTrainedModel = model.base_model
+    if base is not model or model.get_output_embeddings() is None:
+        return base
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return inner[0] if len(inner) == 1 else base
+
+
+def freeze_beside_text(model: PreTrainedModel) -> None:
+    """Take what no text goes through (encoders of images and sound) out of training: weight decay would move it."""
+    if model.config.get_text_config() is model.config:
+        return
+    text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    trained = {id(parameter) for module in text if module is not None for parameter in module.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
+
+
+def _off(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 def _probe(model: PreTrainedModel) -> PackedRow:

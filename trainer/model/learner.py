@@ -11,6 +11,7 @@ restarted trainer may come to others (`services.policies.versions`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -29,8 +30,10 @@ from trainer.model.forward import PackedForward, Separation
 from trainer.model.logprobs import sampled_terms
 from trainer.model.optimizer import make_optimizer, outer_weights
 from trainer.model.reference import Reference
+from trainer.model.router_loss import RouterLoss
 from trainer.model.token_stats import StepSums
-from weight_bus.publisher.computed import PublishedTensor, computed
+from weight_bus.manifest.computed import PublishedTensor, computed
+from weight_bus.manifest.published import PublishedNames
 
 
 class Learner:
@@ -48,7 +51,8 @@ class Learner:
         """`reference`: the policy that the run began with; `run_steps`: optimizer steps of the whole run; `adapters`: those
         of `model`, where they alone are trained: with them off the model is the reference itself.
 
-        Raises UsageError where the loss needs a reference, or the schedule the run's steps, and there is none.
+        Raises UsageError where the loss needs a reference, or the schedule the run's steps, and there is none, and where
+        the loss balances experts that the model has not.
         """
         # No dropout: the ratio to the engine's policy must come from the weights alone.
         self.model = model.eval()
@@ -65,9 +69,11 @@ class Learner:
         if self.objective.needs_reference and self.reference is None:
             raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
         recompute_activations(self.model, settings.activation_checkpointing, offload=settings.activation_offload)
+        self._router = RouterLoss(model) if settings.loss.router_aux else None
         state = model.state_dict(keep_vars=True)
         self._live = {name: state[name] for name in named_weights(model)}
         """These stay the same objects, whatever is loaded into them and wherever their data is moved."""
+        self._names = PublishedNames(model, self._unnamed())
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = make_optimizer(
             self._parameters, settings, self.learning_rate(version), outer_weights(self.model)
@@ -96,12 +102,11 @@ class Learner:
         return self._policy.stem_width
 
     def published(self) -> dict[str, PublishedTensor]:
-        """The live weights by their Hugging Face names, a tied one under its first name only.
+        """Views of the live weights, by the names that a Hugging Face folder of them has; a tied one under its first.
 
         Those of layers with adapters are computed when they are copied, so that never more than one of them exists.
         """
-        live = {name: tensor.detach() for name, tensor in self._live.items()}
-        return {**live} if self.adapters is None else self.adapters.merged(live)
+        return self._names.views(self._unnamed())
 
     def weights(self) -> dict[str, Tensor]:
         """As published; those of layers with adapters as copies."""
@@ -176,6 +181,11 @@ class Learner:
             raise UsageError(f"trainer.{error}", "give the learner the run's steps") from error
         return settings.learning_rate * schedule.factor(steps)
 
+    def _unnamed(self) -> dict[str, PublishedTensor]:
+        """The live weights by the names that the model has for them without adapters."""
+        live = {name: tensor.detach() for name, tensor in self._live.items()}
+        return {**live} if self.adapters is None else self.adapters.merged(live)
+
     @torch.no_grad()
     def _proximal(self, micro: MicroBatch) -> Tensor | None:
         if not self.objective.needs_proximal:
@@ -190,7 +200,8 @@ class Learner:
     def _accumulate(self, micro: MicroBatch, proximal: Tensor | None, size: BatchSize, sums: StepSums) -> None:
         # Before the policy's, whose graph holds on to its activations.
         reference = self._of_reference(micro)
-        logprobs, entropy = sampled_terms(self._policy, micro, entropy=self.objective.needs_entropy)
+        with nullcontext() if self._router is None else self._router.recording():
+            logprobs, entropy = sampled_terms(self._policy, micro, entropy=self.objective.needs_entropy)
         terms = TokenTerms(
             logprobs=logprobs[micro.chosen],
             behaviour=micro.behaviour[micro.chosen],
@@ -204,12 +215,15 @@ class Learner:
         )
         judged = self.objective(terms)
         loss = self.objective.mean(judged.loss, terms.segment, terms.segments, size)
+        if self._router is not None:
+            # It is no mean over tokens: each pass has one, which counts as its fresh tokens do.
+            loss = loss + self.settings.loss.router_aux * self._router.value() * (len(micro.chosen) / size.tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         sums.add(micro, logprobs.detach(), loss.detach(), judged)
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """What a Hugging Face folder of `model` holds: its state without second names of tied weights."""
+    """The state of `model` by its own names, without second names of tied weights."""
     state: Mapping[str, Tensor] = model.state_dict()
     seen: set[int] = set()
     weights = {}

@@ -3,6 +3,7 @@
     on a GPU, 16-bit floats      one kernel over all rows (`torch.nn.attention.varlen`)
     else                         one causal `scaled_dot_product_attention` a run of rows of one length: what each row gives
                                  alone, and no work is done for pairs of rows
+    with sinks (gpt-oss)         the same row by row, its scores written out: the kernels know no sinks
 
 Rows that share a stem (`trainer.data.sharing`) see its keys, computed once, before their own.
 
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from trainer.data.packing import PackedRow
 
 NAME = "rollmesh_packed"
-_UNKNOWN = ("softcap", "s_aux", "position_bias")
+_UNKNOWN = ("softcap", "position_bias")
 """What some models add to attention, and this function does not do."""
 _LARGEST_VARLEN_HEAD = 256
 
@@ -56,15 +57,18 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """`query` `[1, H, T, D]`, `key`, `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`.
+    """`query` `[1, H, T, D]`, `key`, `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`. `s_aux` `[H]`: the heads' sinks.
 
     Raises NotImplementedError for attention that this function does not compute.
     """
     if packed_row is None:
         if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
             raise NotImplementedError("the model does not pass on what packed rows need")
+        if s_aux is not None:
+            return _with_sinks(query, key, value, attention_mask, s_aux, dropout, scaling), None
         attended: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
         )
@@ -84,7 +88,7 @@ def _attention(
     if shared is not None:
         both = torch.cat([keys, values], dim=-1).index_select(0, shared.seen)
         keys, values = both.split_with_sizes([keys.shape[-1], values.shape[-1]], dim=-1)
-    fits_varlen = query.shape[-1] == value.shape[-1] <= _LARGEST_VARLEN_HEAD
+    fits_varlen = s_aux is None and query.shape[-1] == value.shape[-1] <= _LARGEST_VARLEN_HEAD
     if fits_varlen and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return _in_one_kernel(queries, keys, values, packed_row, scaling, sliding_window), None
     before = (0,) * len(packed_row.runs) if shared is None else shared.before
@@ -96,7 +100,10 @@ def _attention(
     for (length, count), stem, *part in zip(packed_row.runs, before, *split, strict=True):
         rows = [tensor.view(count, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in part]
         mask = _mask(length, stem, sliding_window, query.device)
-        output, _ = sdpa_attention_forward(module, *rows, mask, dropout=dropout, scaling=scaling)
+        if s_aux is not None:
+            output = _with_sinks(rows[0], rows[1], rows[2], mask, s_aux, dropout, scaling)
+        else:
+            output, _ = sdpa_attention_forward(module, *rows, mask, dropout=dropout, scaling=scaling)
         pieces.append(output.flatten(0, 1))
     return torch.cat(pieces)[None], None
 
@@ -112,6 +119,27 @@ def _mask(length: int, stem: int, sliding_window: int | None, device: torch.devi
     places = torch.arange(whole, device=device)
     behind = places[stem:, None] - places[None]
     return ((behind >= 0) & (behind < (sliding_window or whole)))[None, None]
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, dropout: float, scaling: float | None
+) -> Tensor:
+    """Attention in which part of the weight goes to nothing (gpt-oss, arXiv:2508.10925): `[B, L, H, D]`.
+
+        p = softmax([q·k₁ …, q·k_S, sink_h])          its last entry is left out
+
+    `query` `[B, H, L, D]`, `key`, `value` `[B, H_kv, S, D]`, `sinks` `[H]`; `mask`: bool, or added to the scores,
+    broadcast to `[B, H, L, S]`; None: causal, the last query sees the last key.
+    """
+    groups, length, seen = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    scores = query @ repeat_kv(key, groups).transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if mask is None:
+        mask = torch.ones((length, seen), dtype=torch.bool, device=query.device).tril(seen - length)
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(scores.shape[0], -1, length, 1)
+    weights = torch.cat([scores, sink], dim=-1).softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype)
+    attended: Tensor = torch.nn.functional.dropout(weights, dropout) @ repeat_kv(value, groups)
+    return attended.transpose(1, 2)
 
 
 def _in_one_kernel(

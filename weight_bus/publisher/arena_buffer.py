@@ -16,9 +16,9 @@ from itertools import pairwise
 
 import torch
 
+from weight_bus.manifest.computed import ComputedTensor, PublishedTensor
 from weight_bus.manifest.tensors import flat_bytes
 from weight_bus.memory.arena import Arena, copy_memory, populate, streams_well
-from weight_bus.publisher.computed import ComputedTensor, PublishedTensor
 from weight_bus.publisher.sharding import OwnerPlan, local_part
 from weight_bus.transports.base import Exporter
 

@@ -21,6 +21,7 @@ import structlog
 
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from weight_bus.errors import TransportError
+from weight_bus.manifest.computed import PublishedTensor
 from weight_bus.manifest.delta import WORD_DTYPES, changed_share, encode
 from weight_bus.manifest.layout import ITEM_BYTES, hash_bytes, plan_buckets, root_digest
 from weight_bus.manifest.manifest import Bucket, Delta, DeltaBucket, Layout, Manifest, Owner, check_manifest, sign
@@ -28,7 +29,6 @@ from weight_bus.manifest.tensors import dtype_of
 from weight_bus.memory.arena import Arena
 from weight_bus.publisher.arena_buffer import ArenaBuffer
 from weight_bus.publisher.buffer_leases import BUFFERS, BufferLeases
-from weight_bus.publisher.computed import PublishedTensor
 from weight_bus.publisher.sharding import Ranks, plan_owner
 from weight_bus.transports.base import Exporter
 

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from services.wire.errors import UsageError
 from weight_bus.errors import TransportError
+from weight_bus.manifest.computed import PublishedTensor
 from weight_bus.manifest.layout import ITEM_BYTES, aligned, place, plan_layout
 from weight_bus.manifest.manifest import Layout
 from weight_bus.manifest.manifest import Shard as ManifestShard
 from weight_bus.manifest.tensors import dtype_of
-from weight_bus.publisher.computed import PublishedTensor
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ Decoder ──┬── LlamaDecoder           models of the Llama type, without
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from rollout_server.engines.torch.kv_cache import KvShape
@@ -29,8 +31,12 @@ class Decoder(torch.nn.Module):
 
     @property
     def weights(self) -> torch.nn.Module:
-        """Whose parameters bear the names that they are published under."""
+        """Whose parameters are served."""
         raise NotImplementedError
+
+    def published(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """`tensors`, by the names of those parameters, as views by the names that they are published under."""
+        return tensors
 
     def forward(
         self,

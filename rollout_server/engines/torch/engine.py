@@ -249,7 +249,7 @@ class TorchEngine:
         )
         readers = self._readers or make_readers(self._transport, file_root=self._file_root)
         self._readers = None
-        receiver = Receiver(ModelWeights(decoder.weights), self._run_id, readers, FIRST_VERSION, self._weights_key)
+        receiver = Receiver(ModelWeights(decoder), self._run_id, readers, FIRST_VERSION, self._weights_key)
         return batch, receiver
 
 
@@ -271,22 +271,24 @@ class ModelWeights:
         live     p.data ──► storage A ╲╱ storage B        flip: each parameter changes its storage, nothing is copied
         shadow              storage B ╱╲ storage A
 
-    Tied weights are one parameter with several names: one storage, one flip, named once.
+    Tied weights are one parameter with several names: one storage, one flip, named once. Names are those that weights are
+    published under, whose tensors may be views into the parameters.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._parameters = dict(model.named_parameters())
+    def __init__(self, decoder: Decoder) -> None:
+        self._parameters = dict(decoder.weights.named_parameters())
         self._live = {name: parameter.data for name, parameter in self._parameters.items()}
         # A copy, so that its pages are there before the first version is staged.
         self._shadow = {name: tensor.clone() for name, tensor in self._live.items()}
+        self._live_views, self._shadow_views = decoder.published(self._live), decoder.published(self._shadow)
 
     def live(self) -> Mapping[str, torch.Tensor]:
         """The weights being served."""
-        return self._live
+        return self._live_views
 
     def shadow(self) -> Mapping[str, torch.Tensor]:
         """Where the next version goes, with the same names, shapes and dtypes."""
-        return self._shadow
+        return self._shadow_views
 
     def flip(self) -> None:
         """Swap live and shadow, between two steps; a second flip serves the old version again."""
@@ -295,3 +297,4 @@ class ModelWeights:
             for name, parameter in self._parameters.items():
                 parameter.data = self._shadow[name]
         self._live, self._shadow = self._shadow, self._live
+        self._live_views, self._shadow_views = self._shadow_views, self._live_views

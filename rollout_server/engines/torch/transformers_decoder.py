@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from rollout_server.engines.torch.decoder import Decoder, mask_of, positions_of
 from rollout_server.engines.torch.kv_cache import KvCache, KvShape
 from rollout_server.engines.torch.llama_config import end_ids
 from services.wire.errors import NoModelError, UsageError
+from weight_bus.manifest.published import PublishedNames
 
 
 class TransformersDecoder(Decoder):
-    """Raises UsageError, when made, for an architecture whose cache is not plain keys and values."""
+    """Raises UsageError, when made, for an architecture whose cache is not plain keys and values, or whose weights cannot
+    be replaced in place by those that its folder names."""
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel) -> None:
@@ -30,8 +33,10 @@ class TransformersDecoder(Decoder):
         self.outputs = int(model.get_output_embeddings().weight.shape[0])
         self.longest = int(config.max_position_embeddings)
         # The generation config's ids, else the model config's.
-        ends = end_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
-        self.ends = ends or end_ids(config.eos_token_id)
+        # The model config of a multimodal model may name them beside its text configuration.
+        sources = (getattr(model, "generation_config", None), model.config, config)
+        self.ends = next(filter(None, (end_ids(getattr(source, "eos_token_id", None)) for source in sources)), ())
+        self._names = PublishedNames(model, dict(model.named_parameters()))
         self._window: int | None = None
         self._mask_kinds: dict[str, int | None] | None = None
         self._choose_masks()
@@ -44,6 +49,9 @@ class TransformersDecoder(Decoder):
     def weights(self) -> torch.nn.Module:
         named: torch.nn.Module = self.model
         return named
+
+    def published(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return self._names.views(tensors)
 
     def forward(
         self,
@@ -138,7 +146,7 @@ class _WindowLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def _kv_shape(model: PreTrainedModel) -> KvShape:
-    cache = DynamicCache()
+    cache = DynamicCache(config=model.config)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     model(input_ids=ids, past_key_values=cache, use_cache=True)
     shapes = {

@@ -186,6 +186,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
 def _cache_bytes(plan: Plan) -> int:
     """Enough for every request at full length on one rank, at most 4 GiB; left alone, vLLM takes 92 % of the machine."""
     config = read_json(plan.model / "config.json")
+    config = config.get("text_config", config)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     item_bytes = 4 if plan.dtype == "float32" else 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from services.config.load import load_settings
 from services.config.lora import LoraSettings
 from services.config.settings import RunSettings, TrainerSettings
 from services.wire.errors import UsageError
+from tests.support.model_families import make_family
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.describe import describe
 from trainer.assembly import load_policy
@@ -40,7 +42,7 @@ from trainer.model.reference import Reference
 from trainer.model.roles import Roles, make_roles
 from trainer.model.train_batch import train_batch
 from trainer.sft.tiny_model import build_model, save_policy
-from weight_bus.publisher.computed import computed
+from weight_bus.manifest.computed import computed
 from weight_bus.publisher.publisher import Publisher
 from weight_bus.transports.shm import ShmExporter
 
@@ -343,3 +345,24 @@ def test_layers_with_adapters_are_computed_once_more_with_the_same_gradient(base
         train(roles, run, 4)
         found.append(roles.learner.weights())
     assert same(*found) and not same(found[0], named_weights(base))
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "Gemma 3", "gpt-oss"])
+def test_a_family_with_adapters_is_published_and_exported_under_the_names_of_its_folder(
+    family: str, tmp_path: Path
+) -> None:
+    """Experts fused in the model, an encoder of images beside it: neither gets an adapter."""
+    make_family(family).save_pretrained(tmp_path / "model")
+    first, run = load_file(tmp_path / "model/model.safetensors"), settings()
+    roles = make_roles(lambda: load_policy(tmp_path / "model"), run, 0)
+    learner = roles.learner
+    assert same(learner.weights(), first)
+    train(roles, run, 4)
+    moved = {name for name, weight in learner.weights().items() if not torch.equal(weight, first[name])}
+    assert any("q_proj" in name for name in moved) and not any(re.search("expert|vision|norm", name) for name in moved)
+    exported = checkpoint.save_final(tmp_path, learner.model, tmp_path / "model", learner.adapters)
+    assert same(load_file(exported / "model.safetensors"), learner.weights())
+    ids = torch.arange(2, 32)[None]
+    with torch.no_grad():
+        again, trained = (model(input_ids=ids, use_cache=False).logits for model in (load_policy(exported), learner.model))
+    torch.testing.assert_close(again, trained, rtol=1e-4, atol=1e-4 * float(trained.abs().max()))

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.unit.weight_bus.test_weight_contiguous import LARGE, filled, tensors  # noqa: E402
-from weight_bus.publisher.computed import ComputedTensor, PublishedTensor, computed  # noqa: E402
+from weight_bus.manifest.computed import ComputedTensor, PublishedTensor, computed  # noqa: E402
 
 
 class Making:

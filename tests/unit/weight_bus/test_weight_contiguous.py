@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 
 from trainer.model.learner import named_weights  # noqa: E402
 from trainer.sft.tiny_model import build_model  # noqa: E402
+from weight_bus.manifest.computed import PublishedTensor  # noqa: E402
 from weight_bus.manifest.layout import plan_layout  # noqa: E402
 from weight_bus.publisher.arena_buffer import ArenaBuffer  # noqa: E402
-from weight_bus.publisher.computed import PublishedTensor  # noqa: E402
 from weight_bus.publisher.contiguous import lay_contiguous  # noqa: E402
 from weight_bus.publisher.sharding import plan_owner  # noqa: E402
 from weight_bus.transports.select import make_exporter  # noqa: E402

@@ -74,8 +74,9 @@ class Objective:
 
     @property
     def idle_at_zero(self) -> bool:
-        """Whether a token's loss is exactly 0 where its advantage is."""
-        return self._entry.idle_at_zero and not self.needs_reference and not self.needs_entropy
+        """Whether a token's loss is exactly 0 where its advantage is, and nothing else is learnt from it."""
+        adds = self.needs_reference or self.needs_entropy or self._settings.router_aux > 0.0
+        return self._entry.idle_at_zero and not adds
 
     def __call__(self, terms: TokenTerms) -> Judged:
         """Per-token loss. Masked tokens have loss 0, and still count in the denominator of the mean."""
