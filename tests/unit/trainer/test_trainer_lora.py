@@ -364,5 +364,7 @@ def test_a_family_with_adapters_is_published_and_exported_under_the_names_of_its
     assert same(load_file(exported / "model.safetensors"), learner.weights())
     ids = torch.arange(2, 32)[None]
     with torch.no_grad():
-        again, trained = (model(input_ids=ids, use_cache=False).logits for model in (load_policy(exported), learner.model))
+        again, trained = (
+            model(input_ids=ids, use_cache=False).logits for model in (load_policy(exported), learner.model)
+        )
     torch.testing.assert_close(again, trained, rtol=1e-4, atol=1e-4 * float(trained.abs().max()))
