@@ -65,9 +65,12 @@ def fill_sharing(
     return bins
 
 
-def smaller_budget(lengths: Sequence[int], budget: int) -> int | None:
-    """What to try where a pass of `budget` tokens over such rows does not fit: half of it; None where it held one row."""
-    if len(lengths) < 2 or budget < sum(sorted(lengths)[:2]):
+def smaller_budget(lengths: Sequence[int], budget: int, *, sharing: bool = False) -> int | None:
+    """What to try where a pass of `budget` tokens over such rows does not fit: half of it; None where it held one row.
+
+    `sharing`: prefixes are computed once, so that any two rows that fit alone may stand in one pass.
+    """
+    if len(lengths) < 2 or budget < (min(lengths) if sharing else sum(sorted(lengths)[:2])):
         return None
     return max(1, min(budget, sum(lengths)) // 2)
 

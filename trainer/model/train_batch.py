@@ -110,7 +110,8 @@ def try_batch(roles: Roles, settings: RunSettings, groups: Part, updates: int) -
             roles.forget_gradients()
             return Tried(steps, tokens, anomaly)
         except Exception as error:
-            smaller = smaller_budget(_lengths(groups), tokens) if is_out_of_memory(error) else None
+            sharing = roles.learner.stem_width is not None
+            smaller = smaller_budget(_lengths(groups), tokens, sharing=sharing) if is_out_of_memory(error) else None
             if smaller is None or roles.learner.version != version:
                 raise
             _log.warning("memory ran out: smaller passes", micro_batch_tokens=smaller, before=tokens, why=str(error))
@@ -122,7 +123,9 @@ def try_batch(roles: Roles, settings: RunSettings, groups: Part, updates: int) -
 
 
 def _lengths(groups: Part) -> list[int]:
-    return [len(segment.loss_mask) for group in groups for one in group.members for segment in one.payload.segments]
+    """Tokens of each segment up to its last sampled one, at the least what a pass computes of it."""
+    segments = (segment for group in groups for one in group.members for segment in one.payload.segments)
+    return [max(1, len(segment.loss_mask.rstrip(b"\0")) - 1) for segment in segments]
 
 
 def _steps(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> Iterator[Trained]:

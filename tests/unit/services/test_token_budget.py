@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policies.token_budget import smaller_budget, split_rows, work
+from services.policies.token_budget import fill_sharing, smaller_budget, split_rows, work
 
 LENGTHS = st.lists(st.integers(1, 9), max_size=40) | st.lists(st.integers(1, 300), max_size=60)
 BUDGET = st.integers(1, 20) | st.integers(1, 700)
@@ -68,6 +68,20 @@ def test_smaller_passes_end_at_one_row(lengths: list[int], budget: int) -> None:
         assert 1 <= smaller < budget and smaller <= sum(lengths) / 2
         budget = smaller
     assert all(len(micro_batch) <= 1 for micro_batch in split_rows(lengths, budget)[0])
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 30), st.integers(1, 400))
+def test_smaller_passes_end_at_one_row_where_prefixes_are_shared(rests: list[int], stem: int, budget: int) -> None:
+    """Siblings with one prompt, of which a pass takes several for little more than one."""
+    lengths = [stem + rest for rest in rests]
+    order, common = [*range(len(rests))], [0, *[stem] * (len(rests) - 1)]
+    for _ in range(40):
+        smaller = smaller_budget(lengths, budget, sharing=True)
+        if smaller is None:
+            break
+        assert 1 <= smaller < budget
+        budget = smaller
+    assert all(len(rows) <= 1 for rows in fill_sharing(order, common, lengths, budget, 64))
 
 
 @pytest.mark.parametrize(("budget", "ranks"), [(0, 1), (1, 0)])
