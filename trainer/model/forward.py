@@ -83,13 +83,13 @@ class PackedForward:
         row, places = self._condensed(row, places)
         with computing(self._dtype, self._model.device):
             if self.separation == "apart":
-                return self._apart(row, lambda inputs: self._model(**inputs).logits)[places]
+                return self._apart(row, lambda inputs: self._model(**inputs).logits).index_select(0, places)
             inputs = self._inputs(row)
             if self._keeps:
                 logits: Tensor = self._model(**inputs, logits_to_keep=places).logits[0]
                 return logits
             every: Tensor = self._model(**inputs).logits[0]
-            return every[places]
+            return every.index_select(0, places)
 
     def hidden(self, row: PackedRow, places: Tensor) -> Tensor:
         """What the last layer makes of the tokens at `places`, as above, the final norm included: `[N, width]`."""
@@ -97,9 +97,10 @@ class PackedForward:
         base = layers_of(self._model)
         with computing(self._dtype, self._model.device):
             if self.separation == "apart":
-                return self._apart(row, lambda inputs: base(**inputs).last_hidden_state)[places]
+                return self._apart(row, lambda inputs: base(**inputs).last_hidden_state).index_select(0, places)
             hidden: Tensor = base(**self._inputs(row)).last_hidden_state[0]
-            return hidden[places]
+            # Not by `hidden[places]`: its gradient adds up equal places in an order that threads decide.
+            return hidden.index_select(0, places)
 
     def _condensed(self, row: PackedRow, places: Tensor) -> tuple[PackedRow, Tensor]:
         """The row without what nobody needs, each stem once; and where in it the tokens at `places` are."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd.graph import Node
 from transformers import Qwen3ForCausalLM
 
 from services.config.algorithm import LossSettings
@@ -167,6 +168,17 @@ def test_a_few_tokens_saved_are_not_worth_a_call() -> None:
     assert (pays(saved[32], 1, 32), pays(saved[4096], 1, 4096), pays(100 * saved[32], 1, 32)) == (False, True, True)
 
 
+def operations(last: Node) -> set[str]:
+    """The names of all that a gradient passes."""
+    waiting, seen = [last], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    return {node.name() for node in seen}
+
+
 @pytest.mark.parametrize("name", [name for name, (_, separation) in MODELS.items() if separation == "within"])
 def test_a_model_gives_the_same_logprobs_and_gradients(name: str) -> None:
     """Windows, grouped keys, learned positions: whatever its attention does, a stem is seen as if it stood in the row."""
@@ -190,6 +202,10 @@ def test_a_model_gives_the_same_logprobs_and_gradients(name: str) -> None:
         policy.stem_width = WIDE
         seen = micro if shares else replace(micro, row=replace(micro.row, needs=None))
         logprobs, _ = sampled_terms(policy, seen)
+        assert logprobs.grad_fn is not None
+        assert not {"IndexBackward0", "IndexPutBackward0"} & operations(logprobs.grad_fn), (
+            "several threads would add up the gradient of equal places in any order: other bytes in each process"
+        )
         (logprobs * micro.advantages.cumsum(0)).sum().backward()  # type: ignore[no-untyped-call]
         gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
         found.append([logprobs.detach(), *gradients])
