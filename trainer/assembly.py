@@ -133,6 +133,7 @@ class Assembly:
             tracing=self.arguments.tracing,
             store=self._store_use,
             files=self._stack.enter_context(ThreadPoolExecutor(1, "run-files")),
+            packing=self._stack.enter_context(ThreadPoolExecutor(1, "packing")),
         )
 
     def _updates(self, learner: Learner, attempts: Attempts) -> WeightUpdates:

@@ -5,6 +5,8 @@ take ──► record the batch (disk) ──► U steps from v ──► outcom
                                                            ├── written ──► announce v + U      in the background
                                                            └── written ──► acknowledge the entries
 
+Where the batch behind it is there as a batch begins to train, it is taken and packed meanwhile, on a thread of its own.
+
 U is the batch's minibatches times its epochs (`services.policies.training.batch_shape`). Versions between are published to
 nobody, and a restart begins where a batch does. What becomes of a batch that cannot be trained:
 `trainer.checkpoint.attempts`.
@@ -41,10 +43,11 @@ from trainer.metrics.files import RunRecords
 from trainer.metrics.step import outcome, step_metrics
 from trainer.model.learner import Learner
 from trainer.model.roles import Roles
-from trainer.model.train_batch import Trained
+from trainer.model.train_batch import PreparedBatch, Trained, prepare
 from trainer.weights import WeightUpdates
 
 ACKNOWLEDGE_DEADLINE_S = REPEAT_WITHIN_S + 30.0
+PACK_DEADLINE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,14 @@ class Identity:
 
     run_id: str
     fingerprint: str
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A batch that was taken while the one before it trained. `prepared`: of `groups`, once it is done."""
+
+    groups: list[Group[Trajectory]]
+    prepared: Future[PreparedBatch]
 
 
 @dataclass
@@ -76,8 +87,11 @@ class TrainingLoop:
     """What Redis held a moment ago; None where nothing bounds it."""
     files: ThreadPoolExecutor
     """One thread: metrics, samples and checkpoints."""
+    packing: ThreadPoolExecutor
+    """One thread: the next batch's advantages and packing."""
     _settling: list[Future[None]] = field(default_factory=list)
     _saved: Future[Path] | None = None
+    _ahead: Ahead | None = None
 
     @property
     def log(self) -> StepLog:
@@ -132,17 +146,21 @@ class TrainingLoop:
         use = self.store()
         return use is not None and use.filling and (self._saved is None or self._saved.done())
 
-    def _updates(self) -> int:
-        """Optimizer steps of the next batch: the last one may have fewer."""
-        return min(self.settings.trainer.updates_per_batch, self.settings.steps - self.learner.steps_made)
+    def _updates(self, made: int = 0) -> int:
+        """Optimizer steps of the next batch, after `made` more than there are: the last one may have fewer."""
+        return min(self.settings.trainer.updates_per_batch, self.settings.steps - self.learner.steps_made - made)
+
+    def _groups_of(self, updates: int) -> int:
+        return self.settings.trainer.shape.of(updates).minibatches * self.settings.rollout.groups_per_step
 
     def _next_batch(self) -> list[Group[Trajectory]] | None:
+        if self._ahead is not None:
+            return self._ahead.groups
         first, updates = self.learner.steps_made + 1, self._updates()
-        minibatches = self.settings.trainer.shape.of(updates).minibatches
         steps = f"step {first}" if updates == 1 else f"steps {first} to {first + updates - 1}"
         try:
             return self.intake.take(
-                minibatches * self.settings.rollout.groups_per_step,
+                self._groups_of(updates),
                 self.settings.trainer.batch_timeout_s,
                 post=lambda missing: self.sign.post(f"the batch of {steps}: {missing}"),
                 stopped=self._must_stop,
@@ -150,16 +168,31 @@ class TrainingLoop:
         finally:
             self.sign.clear()
 
+    def _take_ahead(self, record: StepRecord) -> Ahead | None:
+        """The batch behind that of `record`, where it is there and can be packed before that one is trained."""
+        updates = self._updates(record.updates)
+        if updates <= 0 or not self.roles.prepares_ahead:
+            return None
+        groups = self.intake.take_complete(self._groups_of(updates))
+        if groups is None:
+            return None
+        settings, version = self.attempts.in_force, record.version + record.updates
+        return Ahead(groups, self.packing.submit(prepare, self.roles, settings, groups, updates, version))
+
     def _must_stop(self) -> bool:
         self.background.check()
         return bool(self.interrupt)
 
     def _one_batch(self, groups: Sequence[Group[Trajectory]], started: float) -> None:
+        ahead, prepared = self._ahead, None
+        if ahead is not None:
+            prepared = self.background.result(ahead.prepared, "packing the next batch", PACK_DEADLINE_S)
         taken = time.perf_counter()
         entries = [member.entry for group in groups for member in group.members]
         record = StepRecord(self.learner.version, entries, self._updates())
+        self._ahead = self._take_ahead(record)
         began_ns = time.time_ns()
-        made = self.attempts.train(record, groups)
+        made = self.attempts.train(record, groups, prepared)
         record_steps(self.tracing, made.steps, began_ns, wait_s=taken - started)
         ended = time.perf_counter()
         if made.steps:
@@ -176,6 +209,7 @@ class TrainingLoop:
                 step=step.step,
                 version=step.version,
                 epoch=step.epoch,
+                packed_ahead=step.packed_ahead,
                 now=time.time(),
                 batch=outcome(step.batch),
                 tally=step.tally,

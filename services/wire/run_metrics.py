@@ -113,6 +113,7 @@ class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutco
     """`step` counts from 1; `version` is the policy version that it made. It consumed tokens for `version − 1`.
 
     `epoch`: the pass over its batch, from 1; from the second on its trajectories are in the lines of the first, too.
+    `packed_ahead`: its batch was packed while the one before it trained, so that `pack_ms` is nothing.
 
     Since the line before, `arrived` trajectories fit to be trained came of the stream, with `arrived_length` sampled tokens
     in the mean (0 where none came), and `dropped` ones will never be trained, by cause.
@@ -143,6 +144,7 @@ class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutco
     update_version: int | None
     update_state: str | None
     epoch: int = 1
+    packed_ahead: bool = False
 
 
 _lines = msgspec.json.Decoder(StepMetrics)

@@ -15,6 +15,7 @@ def step_metrics(step: int, **changes: object) -> StepMetrics:
         "step": step,
         "version": step,
         "epoch": 1,
+        "packed_ahead": False,
         "wait_ms": 250.0,
         "step_ms": 1000.0,
         "train_ms": 700.0,

@@ -29,7 +29,7 @@ from trainer.checkpoint.step_log import StepLog
 from trainer.io_loop import Background
 from trainer.model.anomaly import AnomalyError, is_out_of_memory
 from trainer.model.roles import Roles
-from trainer.model.train_batch import Trained, Tried, parts_of, train_batch, try_batch
+from trainer.model.train_batch import PreparedBatch, Trained, Tried, parts_of, train_batch, try_batch
 
 LOG_DEADLINE_S = 60.0
 MOST_SKIPPED = 10
@@ -77,11 +77,19 @@ class Attempts:
         """The last that was written of a batch."""
         self._skipped = 0
 
-    def train(self, record: StepRecord, groups: Batch) -> Made:
-        """Train on a new batch. Raises AnomalyError where the run is to stop at it, and what kept it from being trained."""
+    @property
+    def in_force(self) -> RunSettings:
+        """The settings that the next batch is trained under."""
+        return self._in_force
+
+    def train(self, record: StepRecord, groups: Batch, prepared: PreparedBatch | None = None) -> Made:
+        """Train on a new batch, `prepared` where that was done ahead.
+
+        Raises AnomalyError where the run is to stop at it, and what kept it from being trained.
+        """
         self.log.records.append(record)
         self._newest = self._journal.submit(self.log.append, record)
-        return self._train(self._in_force, record, groups)
+        return self._train(self._in_force, record, groups, prepared)
 
     def repeat(self, record: StepRecord, groups: Batch) -> Sequence[Trained]:
         """A batch of an earlier life once more, as the log has it; the steps that it gives.
@@ -148,8 +156,10 @@ class Attempts:
         self._wait(made.logged)
         return made.steps
 
-    def _train(self, settings: RunSettings, record: StepRecord, groups: Batch) -> Made:
-        tried = self._try(settings, record, groups)
+    def _train(
+        self, settings: RunSettings, record: StepRecord, groups: Batch, prepared: PreparedBatch | None = None
+    ) -> Made:
+        tried = self._try(settings, record, groups, prepared)
         minibatches = settings.trainer.shape.of(record.updates).minibatches
         # A group that one epoch has trained on is trained, whatever became of the next.
         dropped = [group for part in parts_of(groups, minibatches)[len(tried.steps) :] for group in part]
@@ -160,10 +170,10 @@ class Attempts:
             self._in_force = under(self._settings, self._tunables, tried.micro_batch_tokens)
         return self._conclude(record, tried.steps, dropped, tried.micro_batch_tokens)
 
-    def _try(self, settings: RunSettings, record: StepRecord, groups: Batch) -> Tried:
+    def _try(self, settings: RunSettings, record: StepRecord, groups: Batch, prepared: PreparedBatch | None) -> Tried:
         """How this life ends in a batch, if it does, is in the log before it does."""
         try:
-            return try_batch(self._roles, settings, groups, record.updates)
+            return try_batch(self._roles, settings, groups, record.updates, prepared)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
             _log.error("batch cannot be trained", version=record.version, why=why)

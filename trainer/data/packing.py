@@ -197,7 +197,12 @@ def pack(
         return PackedBatch([], size, tally)
     flat = Rows.joined(rows)
     split = split_batch(flat, budget, stem_width)
-    return PackedBatch([micro_batch(flat.take(np.array(together)), device) for together in split], size, tally)
+    micro_batches = [micro_batch(flat.take(np.array(together)), device) for together in split]
+    for micro in micro_batches:
+        if micro.row.needs is not None and stem_width is not None and device is not None:
+            # Now, while another batch may be training, and not in the pass.
+            micro.row.needs.condensed(stem_width, device)
+    return PackedBatch(micro_batches, size, tally)
 
 
 def split_batch(rows: Rows, budget: int, stem_width: int | None = None) -> list[list[int]]:

@@ -152,7 +152,7 @@ class Intake:
         with self._changed:
             self._waiting_since, self._wanted = started, groups
             try:
-                while (batch := self._assembler.take(groups)) is None:
+                while (batch := self._complete(groups)) is None:
                     if stopped():
                         return None
                     waited = time.monotonic() - started
@@ -166,11 +166,21 @@ class Intake:
                         posted, posted_at = missing, waited
                         post(missing)
                     self._changed.wait(_SLICE_S)
-                self._filter.batch_taken()
-                self._tally.take(batch)
                 return batch
             finally:
                 self._waiting_since = self._wanted = None
+
+    def take_complete(self, groups: int) -> list[Group[Trajectory]] | None:
+        """The next batch where it is there already; None where it is not."""
+        with self._changed:
+            return self._complete(groups)
+
+    def _complete(self, groups: int) -> list[Group[Trajectory]] | None:
+        batch = self._assembler.take(groups)
+        if batch is not None:
+            self._filter.batch_taken()
+            self._tally.take(batch)
+        return batch
 
     def take_arrivals(self) -> Arrivals:
         """What came since this was last asked."""

@@ -56,6 +56,11 @@ class Roles:
             self.critic.forget_gradient()
 
     @property
+    def prepares_ahead(self) -> bool:
+        """Whether a batch's advantages do not depend on the step before it, nor on a model that computes them."""
+        return self.advantage_computer.independent
+
+    @property
     def skips_idle(self) -> bool:
         """Whether nobody learns from a token whose advantage is 0."""
         return self.critic is None and self.learner.objective.idle_at_zero

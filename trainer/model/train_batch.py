@@ -25,7 +25,7 @@ from services.policies.token_budget import smaller_budget
 from services.wire.run_metrics import CreditStatistics, TokenStatistics, ValueStatistics
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.rewards import Batch
-from trainer.data.packing import pack
+from trainer.data.packing import PackedBatch, pack
 from trainer.data.rows import rows_of
 from trainer.data.staleness import StalenessTally
 from trainer.model.anomaly import AnomalyError, is_out_of_memory, release_memory
@@ -39,10 +39,10 @@ Part = Sequence[Group[Trajectory]]
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """One optimizer step, number `step` of the run. `version`: that it made; `epoch`: from 1; `rows`: segments that gave a
-    gradient; `credited`: of the whole batch.
+    gradient; `credited`: of the whole batch; `packed_ahead`: the batch came prepared.
 
-    `pack_s`: seconds of computing advantages and packing the batch, 0 but for its first step; `train_s`: of the step
-    itself.
+    `pack_s`: seconds that the training thread took to compute advantages and pack the batch, 0 but for its first step, and
+    where that was done ahead; `train_s`: of the step itself.
     """
 
     step: int
@@ -57,6 +57,7 @@ class Trained:
     valued: ValueStatistics
     pack_s: float
     train_s: float
+    packed_ahead: bool = False
 
     @property
     def groups(self) -> Part:
@@ -69,6 +70,49 @@ def parts_of(groups: Part, minibatches: int) -> list[Part]:
     if left or not size:
         raise ValueError(f"{len(groups)} groups do not make {minibatches} equal parts")
     return [groups[start : start + size] for start in range(0, len(groups), size)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedBatch:
+    """A batch of `groups`, laid out for its optimizer steps from `version` under `settings`."""
+
+    settings: RunSettings
+    groups: Part
+    version: int
+    steps: list[PreparedStep]
+    credited: CreditStatistics
+
+    def is_for(self, settings: RunSettings, groups: Part, version: int) -> bool:
+        return self.settings is settings and self.groups is groups and self.version == version
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedStep:
+    """`epoch`: from 1; `part`: of the batch; `rows`: segments that give a gradient."""
+
+    epoch: int
+    part: Batch
+    tally: StalenessTally
+    rows: int
+    packed: PackedBatch
+
+
+def prepare(roles: Roles, settings: RunSettings, groups: Part, updates: int, version: int) -> PreparedBatch:
+    """Compute the advantages of `groups`, and pack them for `updates` optimizer steps from `version`.
+
+    Where `roles.prepares_ahead`, also on another thread, while steps before `version` are made.
+    """
+    learner, shape = roles.learner, settings.trainer.shape.of(updates)
+    parts = parts_of(groups, shape.minibatches)
+    credits, credited = roles.advantage_computer.of(groups)
+    of_parts = [credits.part(part) for part in parts]
+    budget, device, steps = settings.trainer.micro_batch_tokens, learner.model.device, []
+    for number, (epoch, place) in enumerate(shape.places()):
+        of_part = of_parts[place]
+        rows, tally = rows_of(parts[place], version + number, settings.k, of_part, skip_idle=roles.skips_idle)
+        packed = pack(rows, tally, budget, device, learner.stem_width)
+        steps.append(PreparedStep(epoch=epoch, part=of_part.batch, tally=tally, rows=len(rows), packed=packed))
+    return PreparedBatch(settings=settings, groups=groups, version=version, steps=steps, credited=credited)
 
 
 def train_batch(
@@ -95,14 +139,19 @@ class Tried:
     anomaly: AnomalyError | None = None
 
 
-def try_batch(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> Tried:
+def try_batch(
+    roles: Roles, settings: RunSettings, groups: Part, updates: int, prepared: PreparedBatch | None = None
+) -> Tried:
     """`train_batch`, in smaller passes where memory runs out before the first step: half the tokens each time, down to one
-    row. Where it runs out even so, or after a step, its error is raised: the weights are no longer those of before."""
+    row. Where it runs out even so, or after a step, its error is raised: the weights are no longer those of before.
+
+    `prepared`: of these groups, taken where it is for the learner's version and these settings.
+    """
     version = roles.learner.version
     while True:
         tokens, steps = settings.trainer.micro_batch_tokens, list[Trained]()
         try:
-            for step in _steps(roles, settings, groups, updates):
+            for step in _steps(roles, settings, groups, updates, prepared):
                 steps.append(step)
             roles.advantage_computer.learn(groups)
             return Tried(steps, tokens)
@@ -128,26 +177,22 @@ def _lengths(groups: Part) -> list[int]:
     return [max(1, len(segment.loss_mask.rstrip(b"\0")) - 1) for segment in segments]
 
 
-def _steps(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> Iterator[Trained]:
+def _steps(
+    roles: Roles, settings: RunSettings, groups: Part, updates: int, prepared: PreparedBatch | None = None
+) -> Iterator[Trained]:
     roles.use(settings)
-    learner, critic, advantage_computer = roles.learner, roles.critic, roles.advantage_computer
-    shape, version, began = settings.trainer.shape.of(updates), learner.version, time.perf_counter()
-    parts, places = parts_of(groups, shape.minibatches), shape.places()
-    credits, credited = advantage_computer.of(groups)
-    of_parts = [credits.part(part) for part in parts]
-    judged = [
-        rows_of(parts[place], version + number, settings.k, of_parts[place], skip_idle=roles.skips_idle)
-        for number, (_, place) in enumerate(places)
-    ]
-    budget, device = settings.trainer.micro_batch_tokens, learner.model.device
-    packed = [pack(rows, tally, budget, device, learner.stem_width) for rows, tally in judged]
+    learner, critic, began = roles.learner, roles.critic, time.perf_counter()
+    ahead = prepared is not None and prepared.is_for(settings, groups, learner.version)
+    if prepared is None or not ahead:
+        prepared = prepare(roles, settings, groups, updates, learner.version)
     ready = time.perf_counter()
-    pack_s, proximals = ready - began, learner.proximals(packed, shape.minibatches)
-    for (epoch, place), (rows, tally), batch, proximal in zip(places, judged, packed, proximals, strict=True):
+    minibatches = settings.trainer.shape.of(updates).minibatches
+    pack_s, proximals = ready - began, learner.proximals([step.packed for step in prepared.steps], minibatches)
+    for step, proximal in zip(prepared.steps, proximals, strict=True):
         rate = learner.learning_rate(learner.steps_made)
-        statistics = learner.gradient(batch, proximal)
+        statistics = learner.gradient(step.packed, proximal)
         # Both gradients before either step: one that is not finite keeps the other from being made, too.
-        valued = ValueStatistics() if critic is None else critic.gradient(batch, learner.steps_made)
+        valued = ValueStatistics() if critic is None else critic.gradient(step.packed, learner.steps_made)
         learner.apply()
         if critic is not None:
             critic.apply()
@@ -155,15 +200,16 @@ def _steps(roles: Roles, settings: RunSettings, groups: Part, updates: int) -> I
         yield Trained(
             step=learner.steps_made,
             version=learner.version,
-            epoch=epoch,
-            batch=of_parts[place].batch,
-            tally=tally,
-            rows=len(rows),
+            epoch=step.epoch,
+            batch=step.part,
+            tally=step.tally,
+            rows=step.rows,
             learning_rate=rate,
             statistics=statistics,
-            credited=credited,
+            credited=prepared.credited,
             valued=valued,
             pack_s=pack_s,
             train_s=ended - ready,
+            packed_ahead=ahead,
         )
         pack_s, ready = 0.0, time.perf_counter()

@@ -417,7 +417,8 @@ async def test_a_batch_that_is_not_finite_reaches_no_engine_and_no_checkpoint_an
     assert (mesh.run_dir / "anomalies" / "version-00000002-anomaly" / "batch.msgpack").exists()
     assert mesh.engine.receiver.version <= 2
     assert max(versions(mesh.run_dir / "checkpoints")) == 2
-    assert [line.step for line in read_metrics(mesh.run_dir / "metrics.jsonl")] == [1, 2]
+    lines = read_metrics(mesh.run_dir / "metrics.jsonl")
+    assert [(line.step, line.packed_ahead) for line in lines] == [(1, False), (2, True)], "all batches were there"
 
     trainer = trainer.model_copy(update={"on_anomaly": "skip", "learning_rate": 1e-4})
     changed = settings.model_copy(update={"trainer": trainer})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from services.config.algorithm import AdvantageSettings, CorrectionSettings, LossSettings
+from services.config.algorithm import AdvantageSettings, CorrectionSettings, CostSettings, LossSettings
 from services.config.settings import RunSettings, TrainerSettings
 from services.policies.batching import Group
 from services.policies.token_budget import split_rows
@@ -21,8 +21,8 @@ from trainer.data.packing import PackedBatch, micro_batch, pack
 from trainer.data.rows import rows_of
 from trainer.model.learner import Learner
 from trainer.model.logprobs import token_logprobs
-from trainer.model.roles import Roles
-from trainer.model.train_batch import parts_of, train_batch
+from trainer.model.roles import Roles, make_roles
+from trainer.model.train_batch import parts_of, prepare, train_batch, try_batch
 from trainer.sft.tiny_model import build_model
 
 
@@ -60,6 +60,30 @@ def test_parts_are_whole_groups_judged_by_their_own_step(fresh_model: Qwen3ForCa
     assert [len(step.groups) for step in trained] == [2, 2, 2]
     assert [dict(step.tally.histogram).keys() for step in trained] == [{0}, {1}, {2}]
     assert [step.learning_rate for step in trained] == [roles.learner.learning_rate(version) for version in range(3)]
+
+
+def test_a_batch_that_was_prepared_ahead_gives_the_same_bytes(fresh_model: Qwen3ForCausalLM) -> None:
+    settings = RunSettings(k=9, trainer=TrainerSettings(minibatches_per_batch=2, epochs_per_batch=2))
+    first, second = (grouped(random_trajectories(seed, groups=4, size=3)) for seed in (1, 2))
+    ends = []
+    for when in ("ahead", "after", "for another version"):
+        roles = roles_of(fresh_model, settings)
+        assert roles.prepares_ahead
+        prepared = prepare(roles, settings, second, 4, 4 if when == "ahead" else 3) if when != "after" else None
+        steps = [*try_batch(roles, settings, first, 4).steps, *try_batch(roles, settings, second, 4, prepared).steps]
+        assert [step.packed_ahead for step in steps] == [False] * 4 + [when == "ahead"] * 4
+        ends.append((roles.learner.weights(), [(step.tally, step.statistics) for step in steps]))
+    for weights, told in ends[1:]:
+        assert told == ends[0][1]
+        assert all(torch.equal(weight, weights[name]) for name, weight in ends[0][0].items())
+
+
+def test_a_batch_waits_for_the_step_before_where_its_advantages_depend_on_it(fresh_model: Qwen3ForCausalLM) -> None:
+    cost = AdvantageSettings(cost=CostSettings(component="length"))
+    critic = AdvantageSettings(estimator="gae")
+    for advantage in (cost, critic, AdvantageSettings(kl=0.1)):
+        settings = RunSettings(trainer=TrainerSettings(advantage=advantage))
+        assert not make_roles(lambda: copy.deepcopy(fresh_model), settings, 0).prepares_ahead
 
 
 def test_tokens_that_are_too_old_for_a_later_step_are_masked_there(fresh_model: Qwen3ForCausalLM) -> None:

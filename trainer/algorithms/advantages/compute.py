@@ -157,6 +157,11 @@ class AdvantageComputer:
         needs_critic = find_estimator(settings.estimator).critic
         self._critic = _needed(critic, needs_critic, f"trainer.advantage.estimator={settings.estimator} needs a critic")
 
+    @property
+    def independent(self) -> bool:
+        """Whether advantages depend on the batch alone: on no model, and on no price that batches before it have moved."""
+        return self._reference is None and self._critic is None and self.price is None
+
     def of(self, groups: Sequence[Group[Trajectory]]) -> tuple[BatchCredits, CreditStatistics]:
         """Credits of the trajectories to train on, and statistics. `groups`: one batch."""
         batch = Batch.of(groups)
