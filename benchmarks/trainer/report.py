@@ -25,6 +25,10 @@ FIGURES = (
     "head_peak",
     "head_time",
     "ckpt_peak",
+    "mfu_full",
+    "mfu_adapters",
+    "vs_float32",
+    "long_row_gb",
     "idle_fraction",
     "async_vs_sync",
 )
@@ -48,7 +52,9 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     `shared_prefix_time`, `short_prefix_time`: seconds of a step ÷ those where each sibling's prompt is computed, at prompts
     and answers of 256 and 64 tokens, 64 and 256. `head_peak`: bytes of the language head, forward and backward, ÷ those of
     all its logits; `head_time`: its CPU seconds ÷ those of the plain one. `ckpt_peak`: bytes of activations, all layers
-    checkpointed ÷ none.
+    checkpointed ÷ none. On a GPU (`benchmarks.trainer.device`) `mfu_full`, `mfu_adapters`: floating-point operations a
+    second ÷ the card's, in bfloat16; `vs_float32`: tokens a second ÷ those in float32; `long_row_gb`: the most memory of
+    a step on one row of 32,768 tokens.
     `idle_fraction`: share of the time that the training thread waits for a batch, at K = 2. `async_vs_sync`: trained tokens
     a second, K = 2 ÷ K = 0.
     """
@@ -63,6 +69,10 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     head_peak: float | None
     head_time: float | None
     ckpt_peak: float | None
+    mfu_full: float | None
+    mfu_adapters: float | None
+    vs_float32: float | None
+    long_row_gb: float | None
     idle_fraction: float | None
     async_vs_sync: float | None
     rounds: dict[str, list[float]]

@@ -39,6 +39,7 @@ def trainer(
     from services.host.process import heavy_imports
 
     with heavy_imports():
+        from benchmarks.trainer.device import measure_device
         from benchmarks.trainer.idleness import measure_rounds
         from benchmarks.trainer.peaks import measure_peaks
         from benchmarks.trainer.prefixes import measure_prefixes
@@ -58,6 +59,7 @@ def trainer(
         with_long_prompts(speed(SpeedPlan(rounds, threads, seed, HeavyTail(prompt=256), suffix="_shared"))),
         asyncio.run(measure_prefixes(rounds, threads, seed, say)),
         asyncio.run(measure_peaks(peak_rounds, threads, say)),
+        measure_device(rounds, say),
         asyncio.run(measure_rounds(paced_rounds, seed, say)),
     ]
     bench = put_together(parts, load, versions("rollmesh", "torch", "transformers"))

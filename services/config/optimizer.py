@@ -30,6 +30,7 @@ class OptimizerSettings(Section):
         default="adamw",
         description="muon: for hidden matrices, with AdamW for embeddings, heads, norms and biases",
     )
+    offload: bool = Field(default=False, description="On a GPU, its state is in the host's memory between steps")
     epsilon: float = Field(default=1e-8, gt=0.0, description="Of AdamW's denominator")
     decay_norms_and_biases: bool = Field(
         default=False, description="Whether weight_decay also holds for one-dimensional weights"

@@ -143,6 +143,9 @@ class TrainerSettings(Section):
     activation_offload: bool = Field(
         default=False, description="On a GPU, what checkpointed layers keep is held in the host's memory"
     )
+    compile: bool = Field(
+        default=False, description="Layers are compiled by torch.compile; bytes are others than without"
+    )
     tf32: bool = Field(default=False, description="On a GPU, products of float32 with 10 bits of mantissa")
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()

@@ -235,7 +235,7 @@ def _restore(path: Path, roles: Roles, run_id: str) -> None:
         with torch.no_grad():
             for key, tensor in trained_weights(model).items():
                 tensor.copy_(weights[key])
-        _load_optimizer(model, optimizer, state)
+        _load_optimizer(model, optimizer, state, on_host=roles.learner.settings.optimizer.offload)
     if roles.advantage_computer.price is not None and meta.log_price is not None:
         roles.advantage_computer.price.log_value = meta.log_price
     roles.learner.version, roles.learner.skipped = meta.version, meta.skipped
@@ -254,10 +254,12 @@ def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     }
 
 
-def _load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+def _load_optimizer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor], *, on_host: bool
+) -> None:
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
     for key, value in state.items():
         name, _, field = key.rpartition("/")
         parameter = parameters[name]
-        optimizer.state[parameter][field] = value.to(parameter.device)
+        optimizer.state[parameter][field] = value if on_host else value.to(parameter.device)

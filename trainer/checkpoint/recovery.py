@@ -30,13 +30,19 @@ _log = structlog.get_logger()
 
 LIVES = 3
 """In so many lives of the trainer a batch is tried before its groups are dropped."""
-_NO_BYTES = {"checkpoint_every", "batch_timeout_s", "on_anomaly", "deterministic"}
+_NO_BYTES = {
+    "checkpoint_every",
+    "batch_timeout_s",
+    "on_anomaly",
+    "deterministic",
+    "activation_checkpointing",
+    "activation_offload",
+}
 """Settings of the trainer that no step's bytes depend on; `deterministic` is of the environment, and may change."""
 _ABSENT_BEFORE = (
     "dtype",
+    "compile",
     "tf32",
-    "activation_checkpointing",
-    "activation_offload",
     "optimizer",
     "schedule",
     "epochs_per_batch",
@@ -122,6 +128,8 @@ def _schedule_steps(settings: RunSettings) -> int | None:
 
 def _fingerprint(settings: RunSettings, without: set[str], steps: int | None = None) -> str:
     trainer = settings.trainer.model_dump(mode="json", exclude=without)
+    # Where state is kept changes no bytes.
+    trainer["optimizer"]["offload"] = False
     defaults = TrainerSettings().model_dump(mode="json")
     for name in _ABSENT_BEFORE:
         if name in trainer and trainer[name] == defaults[name]:

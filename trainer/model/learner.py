@@ -26,6 +26,7 @@ from trainer.data.packing import MicroBatch, PackedBatch
 from trainer.model.activations import recompute_activations
 from trainer.model.adapters import Adapters
 from trainer.model.anomaly import check_finite
+from trainer.model.compilation import compile_layers
 from trainer.model.forward import PackedForward, Separation
 from trainer.model.logprobs import sampled_terms
 from trainer.model.optimizer import make_optimizer, outer_weights
@@ -69,6 +70,8 @@ class Learner:
         if self.objective.needs_reference and self.reference is None:
             raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
         recompute_activations(self.model, settings.activation_checkpointing, offload=settings.activation_offload)
+        if settings.compile:
+            compile_layers(self.model)
         self._router = RouterLoss(model) if settings.loss.router_aux else None
         state = model.state_dict(keep_vars=True)
         self._live = {name: state[name] for name in named_weights(model)}

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
+from trainer.model.host_state import HostState
 
 
 class MuonWithAdamW(Optimizer):
@@ -28,7 +29,8 @@ class MuonWithAdamW(Optimizer):
     the learning rate sees one optimizer."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
-        self._parts = [(part, len(part.param_groups)) for part in parts]
+        self.parts = list(parts)
+        self._groups = [len(part.param_groups) for part in parts]
         super().__init__([group for part in parts for group in part.param_groups], {})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -36,7 +38,7 @@ class MuonWithAdamW(Optimizer):
         if closure is not None:
             raise ValueError("a closure would be called once for each part: compute the gradient before the step")
         first = 0
-        for part, groups in self._parts:
+        for part, groups in zip(self.parts, self._groups, strict=True):
             # Anew each time: `load_state_dict` replaces both.
             part.param_groups, part.state = self.param_groups[first : first + groups], self.state
             part.step()
@@ -51,11 +53,15 @@ def make_optimizer(
 ) -> Optimizer:
     """The optimizer of `parameters` that `settings` ask for. Make it after the weights were placed or sharded.
 
-    `outer`: embeddings and heads, which Muon is not for. Raises UsageError where Muon would get no weight at all.
+    `outer`: embeddings and heads, which Muon is not for. Raises UsageError where Muon would get no weight at all, and for
+    an offload without an effect.
     """
     every, chosen = list(parameters), settings.optimizer
+    if chosen.offload and not any(parameter.is_cuda for parameter in every):
+        raise UsageError("trainer.optimizer.offload without a GPU has no effect", "leave it out")
+    placed: Callable[[Optimizer], Optimizer] = HostState if chosen.offload else lambda optimizer: optimizer
     if chosen.kind == "adamw":
-        return _adamw(every, settings, learning_rate)
+        return placed(_adamw(every, settings, learning_rate))
     apart = {id(parameter) for parameter in outer}
     hidden = [parameter for parameter in every if parameter.ndim == 2 and id(parameter) not in apart]
     if not hidden:
@@ -75,7 +81,8 @@ def make_optimizer(
     )
     by_muon = {id(parameter) for parameter in hidden}
     others = [parameter for parameter in every if id(parameter) not in by_muon]
-    return MuonWithAdamW([muon, _adamw(others, settings, learning_rate)] if others else [muon])
+    parts = [muon, _adamw(others, settings, learning_rate)] if others else [muon]
+    return MuonWithAdamW([placed(part) for part in parts])
 
 
 def outer_weights(model: PreTrainedModel) -> list[nn.Parameter]:

@@ -31,9 +31,9 @@ _UNKNOWN = ("softcap", "position_bias")
 _LARGEST_VARLEN_HEAD = 256
 
 
-def register() -> None:
-    """Make the name known to `transformers`; again is harmless."""
-    AttentionInterface.register(NAME, _attention)
+def register(*, compiled: bool = False) -> None:
+    """Make the name known to `transformers`; again is harmless. `compiled`: layers are, and this is no part of it."""
+    AttentionInterface.register(NAME, torch.compiler.disable(_attention) if compiled else _attention)  # type: ignore[no-untyped-call]
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.trainer.device import FIGURES as FIGURES_OF_A_GPU
+from benchmarks.trainer.device import OF_1_7B, OF_8B, Shape, measure_device, peak_flops
 from benchmarks.trainer.peaks import Sizes, measure_peaks
 from benchmarks.trainer.prefixes import measure_prefixes
 from benchmarks.trainer.report import FIGURES, Measured, as_table, put_together
@@ -76,6 +78,24 @@ async def test_what_is_shared_and_what_is_kept_is_measured() -> None:
         "ckpt_peak": 1,
     }
     assert peaks.rounds["ckpt_peak"][0] < 0.5
+
+
+def test_operations_of_a_step_are_counted_as_by_hand() -> None:
+    shape = Shape(hidden=4, layers=2, heads=2, kv_heads=1, feed_forward=8, vocabulary=10, head_dim=2)
+    # A layer: q and o 4 × 4 each, k and v 4 × 2 each, three of 4 × 8; the head 4 × 10.
+    assert shape.weights == 2 * (16 + 16 + 8 + 8 + 3 * 32) + 40 == 328
+    # Of 6 tokens in rows of 3: products 2 · 328, attention 2 · 2 layers · 2 heads · 2 · 3 a token, forward.
+    assert shape.flops(6, 3, frozen=False) == 6 * 3 * (656 + 48)
+    assert shape.flops(6, 3, frozen=True) == 6 * (2 * 656 + 3 * 48)
+    assert round(OF_1_7B.weights / 1e9, 2) == 1.72 and round(OF_8B.weights / 1e9, 2) == 7.57
+
+
+def test_without_a_gpu_its_figures_are_missing_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    measured = measure_device(1, lambda _: None)
+    assert measured.missing == dict.fromkeys(FIGURES_OF_A_GPU, "not measured: no GPU") and not measured.rounds
+    assert set(FIGURES_OF_A_GPU) < set(FIGURES)
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and peak_flops("NVIDIA T4") is None
 
 
 def test_a_report_holds_its_figures_and_why_some_are_missing() -> None:

@@ -17,8 +17,9 @@ from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.checkpoint import checkpoint
+from trainer.model.host_state import HostState
 from trainer.model.learner import Learner
-from trainer.model.optimizer import make_optimizer, outer_weights
+from trainer.model.optimizer import MuonWithAdamW, make_optimizer, outer_weights
 from trainer.model.roles import Roles, make_roles
 from trainer.model.train_batch import train_batch
 from trainer.sft.tiny_model import build_model
@@ -146,3 +147,54 @@ def test_a_schedule_that_needs_the_runs_length_is_refused_without_one(fresh_mode
     learner = Learner(copy.deepcopy(fresh_model), settings, run_steps=105)
     rates = [learner.learning_rate(version) / settings.learning_rate for version in (0, 4, 5, 55, 105)]
     assert rates == pytest.approx([0.2, 1.0, 1.0, 0.5, 0.0])
+
+
+class Counted:
+    """Copies for a device, and how many bytes of them there are at a time."""
+
+    def __init__(self) -> None:
+        self.held = self.most = 0
+
+    def to_device(self, held: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        self.held += held.nbytes
+        self.most = max(self.most, self.held)
+        return held.clone()
+
+    def to_host(self, tensor: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
+        if held is None:
+            return tensor.clone()
+        self.held -= held.nbytes
+        return held.copy_(tensor)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_in_host_memory_gives_the_same_bytes_and_little_of_it_is_on_the_device(
+    fresh_model: Qwen3ForCausalLM, kind: str
+) -> None:
+    settings = TrainerSettings(optimizer=OptimizerSettings.model_validate({"kind": kind}), weight_decay=0.1)
+    ends, places = [], Counted()
+    for offloaded in (False, True):
+        model = copy.deepcopy(fresh_model)
+        optimizer = make_optimizer(model.parameters(), settings, 1e-2, outer_weights(model))
+        if offloaded and isinstance(optimizer, MuonWithAdamW):
+            optimizer = MuonWithAdamW([HostState(part, places, 8192) for part in optimizer.parts])
+        elif offloaded:
+            optimizer = HostState(optimizer, places, 8192)
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
+            optimizer.step()
+        state = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+        ends.append((dict(model.named_parameters()), state))
+    (weights, state), (found, kept) = ends
+    for name, weight in weights.items():
+        assert torch.equal(found[name], weight)
+        assert kept[name].keys() == state[name].keys()
+        assert all(torch.equal(kept[name][key], value) for key, value in state[name].items())
+    largest = max(weight.nbytes for weight in weights.values())
+    assert places.held == 0 < places.most <= 2 * max(8192, largest) + 64
+
+
+def test_an_offload_without_a_gpu_is_refused(fresh_model: Qwen3ForCausalLM) -> None:
+    with pytest.raises(UsageError, match=r"optimizer\.offload without a GPU has no effect"):
+        Learner(copy.deepcopy(fresh_model), TrainerSettings(optimizer=OptimizerSettings(offload=True)))
