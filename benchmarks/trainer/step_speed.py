@@ -235,7 +235,7 @@ async def _trl_arm(
         "--threads": plan.threads,
         "--learning-rate": TrainerSettings().learning_rate,
     }
-    command = [str(python), "-P", str(_ARM), *(str(part) for flag in flags.items() for part in flag)]
+    command = [str(python), "-P", str(_ARM), "step", *(str(part) for flag in flags.items() for part in flag)]
     environ = {"OMP_NUM_THREADS": str(plan.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     arm: Piped = await stack.enter_async_context(
         running_piped("trl", command, folder, start_within_s=_START_WITHIN_S, environment=environ)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -23,7 +24,8 @@ VOCABULARY = 64
 WINDOW = 12
 """Tokens of each window and chunk: fewer than the tests' rows."""
 
-_SIZES = {
+Sizes = Mapping[str, Any]
+SMALL: Sizes = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -36,7 +38,9 @@ _SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-_WITHOUT_HEAD_DIM = {name: size for name, size in _SIZES.items() if name != "head_dim"}
+FOR_VLLM: Sizes = dict(SMALL) | {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+"""vLLM's attention on a CPU knows no smaller heads."""
+
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _SECOND_LAYER_SLIDES = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
@@ -52,56 +56,63 @@ _VISION = {
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
 
 
-def _gemma3() -> PreTrainedModel:
-    text = {**_SIZES, **_FIRST_LAYER_SLIDES}
+def _no_head_dim(sizes: Sizes) -> Sizes:
+    """For families whose heads share the hidden size."""
+    return {name: size for name, size in sizes.items() if name != "head_dim"}
+
+
+def _gemma3(sizes: Sizes) -> PreTrainedModel:
+    text = {**sizes, **_FIRST_LAYER_SLIDES}
     tokens = {"boi_token_index": 60, "eoi_token_index": 61, "image_token_index": 62, "mm_tokens_per_image": 4}
     config = transformers.Gemma3Config(text_config=text, vision_config=_VISION, **tokens, eos_token_id=1)
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def _llama4() -> PreTrainedModel:
+def _llama4(sizes: Sizes) -> PreTrainedModel:
     chunks = {"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]}
     experts = {"num_local_experts": 4, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2}
-    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**_SIZES, **chunks, **experts))
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, **chunks, **experts))
 
 
-def _qwen3_next() -> PreTrainedModel:
+def _qwen3_next(sizes: Sizes) -> PreTrainedModel:
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     linear = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, **heads}
     config = transformers.Qwen3NextConfig(
-        **_SIZES, **_EXPERTS, **linear, linear_value_head_dim=8, shared_expert_intermediate_size=16
+        **sizes, **_EXPERTS, **linear, linear_value_head_dim=8, shared_expert_intermediate_size=16
     )
     return transformers.Qwen3NextForCausalLM(config)
 
 
-_MADE: dict[str, Callable[[], PreTrainedModel]] = {
-    "Qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_SIZES, tie_word_embeddings=True)),
-    "Qwen2.5": lambda: transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(**_WITHOUT_HEAD_DIM, **_SECOND_LAYER_SLIDES)
+_MADE: dict[str, Callable[[Sizes], PreTrainedModel]] = {
+    "Qwen3": lambda sizes: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, tie_word_embeddings=True)),
+    "Qwen2.5": lambda sizes: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**_no_head_dim(sizes), **_SECOND_LAYER_SLIDES)
     ),
-    "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)),
-    "Mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**_SIZES, sliding_window=WINDOW)),
-    "Gemma 2": lambda: transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(**_SIZES, sliding_window=WINDOW, query_pre_attn_scalar=8)
+    "Llama": lambda sizes: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)),
+    "Mistral": lambda sizes: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**sizes, sliding_window=WINDOW)
     ),
-    "Gemma 3, text": lambda: transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(**_SIZES, **_FIRST_LAYER_SLIDES, query_pre_attn_scalar=8)
+    "Gemma 2": lambda sizes: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**sizes, sliding_window=WINDOW, query_pre_attn_scalar=8)
+    ),
+    "Gemma 3, text": lambda sizes: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**sizes, **_FIRST_LAYER_SLIDES, query_pre_attn_scalar=8)
     ),
     "Gemma 3": _gemma3,
-    "Qwen3-MoE": lambda: transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_SIZES, **_EXPERTS)),
-    "Qwen2-MoE": lambda: transformers.Qwen2MoeForCausalLM(
+    "Qwen3-MoE": lambda sizes: transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **_EXPERTS)),
+    "Qwen2-MoE": lambda sizes: transformers.Qwen2MoeForCausalLM(
         transformers.Qwen2MoeConfig(
-            **_WITHOUT_HEAD_DIM, **_EXPERTS, **_SECOND_LAYER_SLIDES, shared_expert_intermediate_size=16
+            **_no_head_dim(sizes), **_EXPERTS, **_SECOND_LAYER_SLIDES, shared_expert_intermediate_size=16
         )
     ),
-    "Mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**_SIZES, **_LOCAL_EXPERTS, sliding_window=WINDOW)
+    "Mixtral": lambda sizes: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**sizes, **_LOCAL_EXPERTS, sliding_window=WINDOW)
     ),
-    "Phi-3.5-MoE": lambda: transformers.PhimoeForCausalLM(
-        transformers.PhimoeConfig(**_WITHOUT_HEAD_DIM, **_LOCAL_EXPERTS, sliding_window=WINDOW)
+    "Phi-3.5-MoE": lambda sizes: transformers.PhimoeForCausalLM(
+        transformers.PhimoeConfig(**_no_head_dim(sizes), **_LOCAL_EXPERTS, sliding_window=WINDOW)
     ),
-    "gpt-oss": lambda: transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(**_SIZES, **_LOCAL_EXPERTS, **_FIRST_LAYER_SLIDES, rope_parameters=_YARN)
+    "gpt-oss": lambda sizes: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**sizes, **_LOCAL_EXPERTS, **_FIRST_LAYER_SLIDES, rope_parameters=_YARN)
     ),
     "Llama 4, text": _llama4,
     "Qwen3-Next": _qwen3_next,
@@ -111,12 +122,12 @@ FAMILIES = tuple(_MADE)
 DENSE = tuple(name for name in FAMILIES if not re.search("MoE|Mixtral|oss|Llama 4|Next", name))
 
 
-def make_family(name: str) -> PreTrainedModel:
+def make_family(name: str, sizes: Sizes = SMALL) -> PreTrainedModel:
     """A model of the family, in float32; the same bytes each time. Weights are large enough for tokens to matter to each
     other, and for routers to prefer an expert."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = _MADE[name]().eval()
+        model = _MADE[name](sizes).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(3.0 if weight.ndim > 1 else 1.0)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-_CHUNK = {"cpu": 1 << 24, "cuda": 1 << 27}
-"""Logits of a chunk: 64 MiB of float32, whose matrix products are as quick as larger ones here; GPUs want more rows."""
+_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}
+"""Logits of a chunk: 32 MiB of float32, of which four are held; twice as many would save 5 to 10 % of the head's time on
+a CPU. GPUs want more rows."""
 
 
 @dataclass(frozen=True)
