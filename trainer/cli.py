@@ -37,7 +37,7 @@ def train(
     # Publishing is one copy of all weights, for which training waits.
     begin_again_with_tunables()
 
-    from services.host.process import heavy_imports
+    from services.host.process import heavy_imports, usable_cores
     from services.http.startup import read_context
     from services.security.keys import read_key
     from trainer.algorithms.describe import describe
@@ -63,7 +63,7 @@ def train(
 
     arguments = TrainerArguments(
         run_id=run_id,
-        settings=context.settings,
+        settings=context.settings.with_threads(usable_cores()),
         redis_url=redis_url,
         bus_url=bus_url,
         model=model,

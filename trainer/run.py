@@ -45,7 +45,7 @@ def train(arguments: TrainerArguments) -> int:
     Raises UsageError for what the user can mend (no Redis, a full disk, the folder of another run), other RollmeshErrors
     when the run cannot go on.
     """
-    torch.set_num_threads(arguments.settings.trainer.threads)
+    torch.set_num_threads(arguments.settings.trainer.thread_count)
     if arguments.settings.trainer.deterministic:
         repeat_exactly()
     interrupt = Interrupt()

@@ -19,6 +19,7 @@ from services.config.rewards import RewardSettings
 from services.config.traces import TraceSettings
 from services.policies.admission import LOOKAHEAD, AdmissionRules
 from services.policies.training.batch_shape import BatchShape
+from services.policies.training.threads import threads_left
 from services.wire.errors import UsageError
 from services.wire.sampling import KvPolicy
 from services.wire.task_name import parse_task
@@ -152,7 +153,10 @@ class TrainerSettings(Section):
     loss: LossSettings = LossSettings()
     advantage: AdvantageSettings = AdvantageSettings()
     lora: LoraSettings = LoraSettings()
-    threads: int = Field(default=1, ge=1)
+    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="Torch threads on a CPU; auto: one for a built-in task's policy, else what engines leave",
+    )
     deterministic: bool = Field(
         default=False,
         description="Kernels that repeat a step byte for byte; a restart that comes to other bytes than were announced is "
@@ -171,6 +175,13 @@ class TrainerSettings(Section):
         description="A step whose loss or gradient is not finite is not made; stop: the run ends; skip: it goes on without "
         "the batch",
     )
+
+    @property
+    def thread_count(self) -> int:
+        """Raises ValueError while `threads` is auto (`RunSettings.with_threads`)."""
+        if self.threads == "auto":
+            raise ValueError("trainer.threads is not resolved yet")
+        return self.threads
 
     @property
     def shape(self) -> BatchShape:
@@ -249,6 +260,14 @@ class RunSettings(Section):
     weights: WeightSettings = WeightSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+
+    def with_threads(self, cores: int) -> RunSettings:
+        """With a number in place of `trainer.threads = auto`, on a machine of so many cores."""
+        if self.trainer.threads != "auto":
+            return self
+        beside = self.servers * self.rollout.threads
+        threads = threads_left(cores, beside, tiny=self.model.path is None)
+        return self.model_copy(update={"trainer": self.trainer.model_copy(update={"threads": threads})})
 
     def admission_rules(self, base_version: int) -> AdmissionRules:
         """What groups are admitted by, in a run that began at `base_version`."""

@@ -66,6 +66,14 @@ def begin_again_with_tunables() -> None:
         os.execve(sys.executable, sys.orig_argv, os.environ | missing)
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
 def give_memory_back() -> None:
     """Return what is free to the system, where glibc would keep it: a few ms. For after something large; not on a loop."""
     with suppress(OSError, AttributeError):

@@ -132,7 +132,7 @@ def plan_launch(
         trainer=commands.command(
             *("trainer", "train", *mesh, "--run-dir", str(folder.root)),
             role="job",
-            threads=settings.trainer.threads,
+            threads=settings.trainer.thread_count,
             environ=tunables,
         ),
         environment=commands.command(

@@ -19,6 +19,7 @@ from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings
 from services.config.traces import with_environ
 from services.host.files import write_whole
+from services.host.process import usable_cores
 from services.host.run_folder import RunFolder, is_complete, make_run_folder
 from services.observability.setup import check_installed
 from services.run_store.client import check_store, reached_by
@@ -44,6 +45,7 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings
         raise UsageError(f"task {task} has nobody to judge its answers", "set rewards.enabled and its components")
     await check_task(task)
     settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
+    settings = settings.with_threads(usable_cores())
     check_installed(settings.telemetry)
     check_adapters(settings.trainer.lora.rank)
     password = keys.read("supervisor").redis
@@ -160,6 +162,13 @@ def _installed(package: str) -> bool:
 _log = structlog.get_logger()
 
 
+def _with_threads_of(settings: RunSettings, other: RunSettings) -> RunSettings:
+    if settings.trainer.threads != "auto":
+        return settings
+    trainer = settings.trainer.model_copy(update={"threads": other.trainer.threads})
+    return settings.model_copy(update={"trainer": trainer})
+
+
 def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False) -> RunFolder:
     """Make the run folder: the resolved settings, and a policy to start from. Returns once the run can be started.
 
@@ -177,10 +186,13 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
     check_first_policy(settings.model.path, settings.task)
     folder = RunFolder(root)
     if folder.config.exists():
-        _refuse_others(settings, load_settings(folder.config, []), folder)
+        began_with = load_settings(folder.config, [])
+        # This machine may have other cores than that where the run began.
+        _refuse_others(_with_threads_of(settings, began_with), began_with, folder)
         _log.info("settings are there", config=str(folder.config))
     else:
         make_run_folder(root)
+        settings = settings.with_threads(usable_cores())
         write_whole(folder.config, dump_settings(settings).encode())
         _log.info("settings resolved", config=str(folder.config))
     if not settings_only and settings.model.path is None and not is_complete(folder.model):
