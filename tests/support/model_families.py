@@ -56,7 +56,7 @@ _VISION = {
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
 
 
-def _no_head_dim(sizes: Sizes) -> Sizes:
+def _no_head_dim(sizes: Sizes) -> dict[str, Any]:
     """For families whose heads share the hidden size."""
     return {name: size for name, size in sizes.items() if name != "head_dim"}
 
@@ -86,7 +86,7 @@ def _qwen3_next(sizes: Sizes) -> PreTrainedModel:
 _MADE: dict[str, Callable[[Sizes], PreTrainedModel]] = {
     "Qwen3": lambda sizes: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, tie_word_embeddings=True)),
     "Qwen2.5": lambda sizes: transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(**_no_head_dim(sizes), **_SECOND_LAYER_SLIDES)
+        transformers.Qwen2Config(**(_SECOND_LAYER_SLIDES | _no_head_dim(sizes)))
     ),
     "Llama": lambda sizes: transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)),
     "Mistral": lambda sizes: transformers.MistralForCausalLM(
