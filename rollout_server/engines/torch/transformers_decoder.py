@@ -167,7 +167,14 @@ def load_transformers(folder: Path, dtype: torch.dtype, device: torch.device) ->
     """The model in `folder`. Raises UsageError where there is none, or one that cannot be decoded here."""
     try:
         transformers_logging.disable_progress_bar()
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
         raise NoModelError(folder, error) from error
+    # transformers' own choice, where the model can.
+    if model.config._attn_implementation != "sdpa":
+        raise UsageError(
+            f"the attention of a {model.config.model_type} model is not scaled_dot_product_attention, which the torch "
+            "engine decodes with",
+            "use the vllm engine for this architecture",
+        )
     return TransformersDecoder(model.eval().requires_grad_(False).to(device))

@@ -38,6 +38,12 @@ def test_weights_are_replaced_under_the_names_of_the_folder(family: str, tmp_pat
     assert torch.equal(decoded(decoder), before)
 
 
+def test_attention_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+    make_family("gpt-oss").save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"the attention of a gpt_oss model is not scaled_dot_product_attention"):
+        load_decoder(tmp_path, torch.float32, CPU)
+
+
 @pytest.mark.parametrize("family", ["Qwen3-Next", "Llama 4, text"])
 def test_layers_without_a_plain_cache_are_refused_by_name(family: str, tmp_path: Path) -> None:
     make_family(family).save_pretrained(tmp_path)
