@@ -144,6 +144,10 @@ class TrainerSettings(Section):
     activation_offload: bool = Field(
         default=False, description="On a GPU, what checkpointed layers keep is held in the host's memory"
     )
+    offload_idle: bool = Field(
+        default=False,
+        description="On a GPU, weights of reference and critic are in the host's memory while they are not used",
+    )
     compile: bool = Field(
         default=False, description="Layers are compiled by torch.compile; bytes are others than without"
     )

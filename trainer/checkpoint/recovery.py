@@ -37,6 +37,7 @@ _NO_BYTES = {
     "deterministic",
     "activation_checkpointing",
     "activation_offload",
+    "offload_idle",
 }
 """Settings of the trainer that no step's bytes depend on; `deterministic` is of the environment, and may change."""
 _ABSENT_BEFORE = (

@@ -8,6 +8,7 @@ One optimizer step of its own for each of the policy's, on the same tokens: none
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from trainer.algorithms.advantages.batch import Float64Array
 from trainer.data.packing import MicroBatch, PackedBatch
 from trainer.model.anomaly import check_finite
 from trainer.model.forward import PackedForward, layers_of
+from trainer.model.host_state import Places
+from trainer.model.host_weights import HostWeights
 from trainer.model.logprobs import measure
 from trainer.model.optimizer import make_optimizer, outer_weights
 from trainer.model.precision import Precision
@@ -64,19 +67,22 @@ class ValueModel(nn.Module):
 class Critic:
     """The value function under training and its optimizer. Deterministic, as the learner is."""
 
-    def __init__(self, model: ValueModel, settings: TrainerSettings) -> None:
-        self.model = model
+    def __init__(self, model: ValueModel, settings: TrainerSettings, places: Places | None = None) -> None:
+        """`places`: where its weights are held with `trainer.offload_idle`."""
+        self.model, self._device = model, model.head.weight.device
         self.settings = settings
         """As the learner's."""
         layers = layers_of(model.policy).parameters()
         self._parameters = [*(each for each in layers if each.requires_grad), *model.head.parameters()]
         outer = [*outer_weights(model.policy), *model.head.parameters()]
         self.optimizer = make_optimizer(self._parameters, settings, settings.advantage.critic.learning_rate, outer)
+        self._host = HostWeights(model, places) if settings.offload_idle else None
 
     def values(self, trajectories: Sequence[Trajectory]) -> Float64Array:
         """`[N]`: the value before each sampled token of each segment of each trajectory, in their order."""
-        budget, device = self.settings.micro_batch_tokens, self.model.head.weight.device
-        return measure(trajectories, self.model, budget, device, self.model.stem_width)
+        budget = self.settings.micro_batch_tokens
+        with nullcontext() if self._host is None else self._host.used():
+            return measure(trajectories, self.model, budget, self._device, self.model.stem_width)
 
     def step(self, batch: PackedBatch, steps: int = 0) -> ValueStatistics:
         """One optimizer step towards the batch's returns. A batch without a fresh token moves nothing."""
@@ -91,8 +97,10 @@ class Critic:
         """
         if not batch.micro_batches:
             return ValueStatistics()
+        if self._host is not None:
+            self._host.load()
         tokens = sum(len(micro.chosen) for micro in batch.micro_batches)
-        total = torch.zeros((), device=self.model.head.weight.device)
+        total = torch.zeros((), device=self._device)
         for micro in batch.micro_batches:
             before, returns = _targets(micro)
             losses = value_loss(self.model(micro), before, returns, self.settings.advantage.critic.clip)
@@ -106,10 +114,15 @@ class Critic:
     def apply(self) -> None:
         """Make the step of the gradient that was computed; nothing where there was no fresh token."""
         self.optimizer.step()
-        self.forget_gradient()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._host is not None:
+            self._host.store(changed=True)
 
     def forget_gradient(self) -> None:
+        """As before the last `gradient`."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self._host is not None:
+            self._host.store()
 
 
 def _targets(micro: MicroBatch) -> tuple[Tensor, Tensor]:

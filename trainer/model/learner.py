@@ -151,8 +151,10 @@ class Learner:
     def gradient(self, batch: PackedBatch, proximal: Sequence[Tensor | None]) -> TokenStatistics:
         """Compute the gradient of one part; `apply` makes the step. Raises AnomalyError where it is not finite."""
         sums = StepSums(self.model.device)
-        for micro, before in zip(batch.micro_batches, proximal, strict=True):
-            self._accumulate(micro, before, batch.size, sums)
+        # Before all passes of the policy, whose graphs hold on to their activations.
+        references = self._of_reference(batch)
+        for micro, before, reference in zip(batch.micro_batches, proximal, references, strict=True):
+            self._accumulate(micro, before, reference, batch.size, sums)
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -195,14 +197,15 @@ class Learner:
             return None
         return sampled_terms(self._policy, micro)[0][micro.chosen]
 
-    def _of_reference(self, micro: MicroBatch) -> Tensor | None:
+    def _of_reference(self, batch: PackedBatch) -> list[Tensor | None]:
         if self.reference is None or not self.objective.needs_reference:
-            return None
-        return self.reference.logprobs(micro)
+            return [None] * len(batch.micro_batches)
+        with self.reference.within():
+            return [self.reference.logprobs(micro) for micro in batch.micro_batches]
 
-    def _accumulate(self, micro: MicroBatch, proximal: Tensor | None, size: BatchSize, sums: StepSums) -> None:
-        # Before the policy's, whose graph holds on to its activations.
-        reference = self._of_reference(micro)
+    def _accumulate(
+        self, micro: MicroBatch, proximal: Tensor | None, reference: Tensor | None, size: BatchSize, sums: StepSums
+    ) -> None:
         with nullcontext() if self._router is None else self._router.recording():
             logprobs, entropy = sampled_terms(self._policy, micro, entropy=self.objective.needs_entropy)
         terms = TokenTerms(

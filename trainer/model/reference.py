@@ -14,13 +14,14 @@ from trainer.model.logprobs import sampled_terms
 
 
 class Reference:
-    """A frozen model of its own, or the policy under training where `within` makes it the first one again."""
+    """A frozen model of its own, or the policy under training, which is the first one again while `within` lasts."""
 
     def __init__(self, policy: PackedForward, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        self._policy, self._within = policy, within
+        self._policy = policy
+        self.within = within
+        """Around all passes: the adapters off, or the weights on the device."""
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch) -> Tensor:
-        """float32 `[N]`: of each fresh token, at the temperature that it was sampled with."""
-        with self._within():
-            return sampled_terms(self._policy, micro)[0][micro.chosen]
+        """float32 `[N]`: of each fresh token, at the temperature that it was sampled with. Call it `within`."""
+        return sampled_terms(self._policy, micro)[0][micro.chosen]

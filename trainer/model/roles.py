@@ -4,6 +4,8 @@ learner      the policy under training, and its optimizer
 advantages   what a token's reward is worth; holds the price of a cost
 critic       estimates what is still to be earned (`estimator = gae`)
 reference    the run's first policy, frozen, where a divergence from it is asked for; part of learner and advantage computer
+
+With `trainer.offload_idle` the weights of critic and reference are in the host's memory while they are not used.
 adapters     what is trained in place of the policy's own weights (`trainer.lora`): with them off it is the reference
 """
 
@@ -17,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from services.config.settings import RunSettings, TrainerSettings
+from services.wire.errors import UsageError
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.algorithms.advantages.compute import AdvantageComputer
@@ -25,6 +28,7 @@ from trainer.model.activations import recompute_activations
 from trainer.model.adapters import Adapters
 from trainer.model.critic import Critic, ValueModel
 from trainer.model.forward import PackedForward
+from trainer.model.host_weights import HostWeights
 from trainer.model.learner import Learner
 from trainer.model.logprobs import measure
 from trainer.model.reference import Reference
@@ -72,17 +76,21 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
     Raises UsageError for settings of which one would have no effect, or which do not fit the model.
     """
     trainer, advantage, reference = settings.trainer, settings.trainer.advantage, None
-    if not trainer.lora.rank and (trainer.loss.kl or advantage.kl):
-        reference = Reference(PackedForward(load().eval().requires_grad_(False), trainer.dtype))
-    critic = Critic(_value_model(load(), trainer), trainer) if find_estimator(advantage.estimator).critic else None
     policy = load()
+    _check_offload(trainer, policy)
+    if not trainer.lora.rank and (trainer.loss.kl or advantage.kl):
+        first = load().eval().requires_grad_(False)
+        packed = PackedForward(first, trainer.dtype)
+        reference = Reference(packed, HostWeights(first).used) if trainer.offload_idle else Reference(packed)
+    critic = Critic(_value_model(load(), trainer), trainer) if find_estimator(advantage.estimator).critic else None
     adapters = Adapters(policy, trainer.lora, settings.seed) if trainer.lora.rank else None
     learner = Learner(policy, trainer, version, reference, settings.steps, adapters)
 
     def of_reference(trajectories: Sequence[Trajectory]) -> Float64Array:
         assert learner.reference is not None
         budget = learner.settings.micro_batch_tokens
-        return measure(trajectories, learner.reference.logprobs, budget, learner.model.device, learner.stem_width)
+        with learner.reference.within():
+            return measure(trajectories, learner.reference.logprobs, budget, learner.model.device, learner.stem_width)
 
     advantage_computer = AdvantageComputer(
         advantage,
@@ -91,6 +99,18 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
         critic=None if critic is None else critic.values,
     )
     return Roles(learner, advantage_computer, critic)
+
+
+def _check_offload(trainer: TrainerSettings, policy: PreTrainedModel) -> None:
+    if not trainer.offload_idle:
+        return
+    if policy.device.type == "cpu":
+        raise UsageError("trainer.offload_idle without a GPU has no effect", "leave it out")
+    reference = not trainer.lora.rank and (trainer.loss.kl or trainer.advantage.kl)
+    if not reference and not find_estimator(trainer.advantage.estimator).critic:
+        raise UsageError(
+            "trainer.offload_idle would have no effect: there is no reference of its own, and no critic", "leave it out"
+        )
 
 
 def _value_model(policy: PreTrainedModel, settings: TrainerSettings) -> ValueModel:
