@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.trainer.report import Measured
 from services.wire.errors import RollmeshError
-from trainer.model.activations import recompute_activations
+from trainer.memory.activations import recompute_activations
 from trainer.model.head import head_terms, logit_terms
 from trainer.sft.tiny_model import build_model
 

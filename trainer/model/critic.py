@@ -20,10 +20,10 @@ from services.wire.run_metrics import ValueStatistics
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.data.packing import MicroBatch, PackedBatch
+from trainer.memory.host_state import Places
+from trainer.memory.host_weights import HostWeights
 from trainer.model.anomaly import check_finite
 from trainer.model.forward import PackedForward, layers_of
-from trainer.model.host_state import Places
-from trainer.model.host_weights import HostWeights
 from trainer.model.logprobs import measure
 from trainer.model.optimizer import make_optimizer, outer_weights
 from trainer.model.precision import Precision

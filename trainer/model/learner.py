@@ -23,14 +23,13 @@ from services.wire.run_metrics import TokenStatistics
 from trainer.algorithms.losses.objective import Objective, TokenTerms
 from trainer.algorithms.losses.tokens import BatchSize
 from trainer.data.packing import MicroBatch, PackedBatch
-from trainer.model.activations import recompute_activations
+from trainer.memory.activations import recompute_activations
 from trainer.model.adapters import Adapters
 from trainer.model.anomaly import check_finite
 from trainer.model.compilation import compile_layers
 from trainer.model.forward import PackedForward, Separation
-from trainer.model.logprobs import sampled_terms
+from trainer.model.logprobs import Reference, sampled_terms
 from trainer.model.optimizer import make_optimizer, outer_weights
-from trainer.model.reference import Reference
 from trainer.model.router_loss import RouterLoss
 from trainer.model.token_stats import StepSums
 from weight_bus.manifest.computed import PublishedTensor, computed

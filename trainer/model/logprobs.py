@@ -1,8 +1,10 @@
-"""Log-probabilities of tokens under a causal language model: of a micro-batch, of padded rows, of whole trajectories."""
+"""Log-probabilities of tokens under a causal language model: of a micro-batch, of padded rows, of whole trajectories; and
+under the reference, the policy that the run began with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -62,3 +64,17 @@ def measure(
         said = model(micro_batch(rows.take(chosen), device)).double().cpu().numpy()
         found[ranges((ends - sampled)[chosen], sampled[chosen])] = said
     return found
+
+
+class Reference:
+    """A frozen model of its own, or the policy under training, which is the first one again while `within` lasts."""
+
+    def __init__(self, policy: PackedForward, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._policy = policy
+        self.within = within
+        """Around all passes: the adapters off, or the weights on the device."""
+
+    @torch.no_grad()
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        """float32 `[N]`: of each fresh token, at the temperature that it was sampled with. Call it `within`."""
+        return sampled_terms(self._policy, micro)[0][micro.chosen]

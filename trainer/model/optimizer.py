@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
-from trainer.model.host_state import HostState
+from trainer.memory.host_state import HostState
 
 
 class MuonWithAdamW(Optimizer):

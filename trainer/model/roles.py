@@ -24,14 +24,13 @@ from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.algorithms.advantages.registry import find_estimator
-from trainer.model.activations import recompute_activations
+from trainer.memory.activations import recompute_activations
+from trainer.memory.host_weights import HostWeights
 from trainer.model.adapters import Adapters
 from trainer.model.critic import Critic, ValueModel
 from trainer.model.forward import PackedForward
-from trainer.model.host_weights import HostWeights
 from trainer.model.learner import Learner
-from trainer.model.logprobs import measure
-from trainer.model.reference import Reference
+from trainer.model.logprobs import Reference, measure
 
 
 @dataclass(frozen=True)

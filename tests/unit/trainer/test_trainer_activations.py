@@ -12,7 +12,7 @@ from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
-from trainer.model.activations import Checkpointing, recompute_activations
+from trainer.memory.activations import Checkpointing, recompute_activations
 from trainer.model.learner import Learner
 
 LAYERS = 4

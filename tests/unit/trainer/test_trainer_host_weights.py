@@ -14,11 +14,11 @@ from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.checkpoint import checkpoint
+from trainer.memory.host_weights import HostWeights
 from trainer.model.critic import Critic, ValueModel
 from trainer.model.forward import PackedForward
-from trainer.model.host_weights import HostWeights
 from trainer.model.learner import Learner
-from trainer.model.reference import Reference
+from trainer.model.logprobs import Reference
 from trainer.model.roles import Roles, make_roles
 from trainer.model.train_batch import train_batch
 from trainer.sft.tiny_model import build_model

@@ -38,7 +38,7 @@ from trainer.data.rows import rows_of
 from trainer.model.adapters import Adapters
 from trainer.model.forward import PackedForward
 from trainer.model.learner import Learner, named_weights
-from trainer.model.reference import Reference
+from trainer.model.logprobs import Reference
 from trainer.model.roles import Roles, make_roles
 from trainer.model.train_batch import train_batch
 from trainer.sft.tiny_model import build_model, save_policy

@@ -17,7 +17,7 @@ from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.checkpoint import checkpoint
-from trainer.model.host_state import HostState
+from trainer.memory.host_state import HostState
 from trainer.model.learner import Learner
 from trainer.model.optimizer import MuonWithAdamW, make_optimizer, outer_weights
 from trainer.model.roles import Roles, make_roles

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from trainer.model.host_state import PinnedMemory, Places
+from trainer.memory.host_state import PinnedMemory, Places
 
 
 class HostWeights:
