@@ -30,6 +30,9 @@ class OptimizerSettings(Section):
         default="adamw",
         description="muon: for hidden matrices, with AdamW for embeddings, heads, norms and biases",
     )
+    state_bits: Literal[32, 8] = Field(
+        default=32, description="Of AdamW's two moments: 8 keeps codes with a scale for every 256"
+    )
     offload: bool = Field(default=False, description="On a GPU, its state is in the host's memory between steps")
     epsilon: float = Field(default=1e-8, gt=0.0, description="Of AdamW's denominator")
     decay_norms_and_biases: bool = Field(

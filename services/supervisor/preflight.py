@@ -16,7 +16,7 @@ from typing import Literal
 import structlog
 
 from services.config.load import dump_settings, load_settings
-from services.config.settings import RunSettings
+from services.config.settings import RunSettings, TrainerSettings
 from services.config.traces import with_environ
 from services.host.files import write_whole
 from services.host.process import usable_cores
@@ -47,7 +47,7 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings
     settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
     settings = settings.with_threads(usable_cores())
     check_installed(settings.telemetry)
-    check_adapters(settings.trainer.lora.rank)
+    check_libraries(settings.trainer)
     password = keys.read("supervisor").redis
     tls = read_tls(keys.tls)
     if tls.identity is not None:
@@ -121,13 +121,18 @@ async def check_task(task: str) -> None:
         raise UsageError(last.removeprefix("rollmesh: "))
 
 
-def check_adapters(rank: int) -> None:
-    """Raises UsageError where adapters are asked for and the library for them is not installed."""
-    if rank and not _installed("peft"):
-        raise UsageError(
-            f"trainer.lora.rank={rank} needs peft, which is not installed",
-            f"use ./dev up trainer.lora.rank={rank}, or pip install 'rollmesh[lora]'",
-        )
+def check_libraries(trainer: TrainerSettings) -> None:
+    """Raises UsageError where a setting needs a library of an extra that is not installed."""
+    needed = [
+        (f"trainer.lora.rank={trainer.lora.rank}", trainer.lora.rank > 0, "peft", "lora"),
+        ("trainer.optimizer.state_bits=8", trainer.optimizer.state_bits == 8, "torchao", "adam8bit"),
+    ]
+    for setting, wanted, library, extra in needed:
+        if wanted and not _installed(library):
+            raise UsageError(
+                f"{setting} needs {library}, which is not installed",
+                f"use ./dev up {setting}, or pip install 'rollmesh[{extra}]'",
+            )
 
 
 def choose_engine(wanted: str) -> Literal["torch", "vllm"]:

@@ -34,8 +34,8 @@ def a_learner(layers: int = 2, hidden_size: int = 128, **settings: Any) -> Learn
     return Learner(model, chosen, adapters=Adapters(model, chosen.lora, 1) if chosen.lora.rank else None)
 
 
-def a_batch(learner: Learner, groups: int = 8) -> PackedBatch:
-    rows, tally = rows_of(grouped(random_trajectories(3, groups=groups, size=6)), 0, 9)
+def a_batch(learner: Learner, groups: int = 8, seed: int = 3) -> PackedBatch:
+    rows, tally = rows_of(grouped(random_trajectories(seed, groups=groups, size=6)), 0, 9)
     return pack(rows, tally, 8192, learner.model.device, learner.stem_width)
 
 
@@ -105,6 +105,24 @@ def test_optimizer_state_in_host_memory_gives_the_same_bytes() -> None:
     state = [tensor for each in offloaded.optimizer.state.values() for tensor in each.values()]
     assert state and all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in state)
     assert held[1] < held[0] / 10
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_moments_in_8_bits_take_a_quarter_of_the_memory_and_train_alike(offload: bool) -> None:
+    held, ends = [], []
+    for bits in (32, 8):
+        chosen = OptimizerSettings.model_validate(
+            {"state_bits": bits, "offload": offload and bits == 8, "epsilon": 1e-6}
+        )
+        learner = a_learner(4, 256, optimizer=chosen)
+        first = {name: weight.clone() for name, weight in learner.weights().items()}
+        before = torch.cuda.memory_allocated()
+        for seed in range(4):
+            learner.step(a_batch(learner, seed=seed))
+        held.append(torch.cuda.memory_allocated() - before)
+        ends.append(torch.cat([(weight - first[name]).flatten() for name, weight in learner.weights().items()]))
+    assert held[1] < held[0] / (10 if offload else 3)
+    assert float((ends[1] - ends[0]).norm() / ends[0].norm()) < 0.1
 
 
 def test_adapters_on_a_gpu_are_published_merged() -> None:

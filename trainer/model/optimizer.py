@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
 from trainer.memory.host_state import HostState
+from trainer.memory.quantized_state import AdamW8bit
 
 
 class MuonWithAdamW(Optimizer):
@@ -94,14 +95,11 @@ def outer_weights(model: PreTrainedModel) -> list[nn.Parameter]:
     return [parameter for module in outer for parameter in module.parameters()]
 
 
-def _adamw(parameters: Sequence[nn.Parameter], settings: TrainerSettings, learning_rate: float) -> AdamW:
-    return AdamW(
-        _groups(parameters, settings),
-        lr=learning_rate,
-        betas=settings.betas,
-        eps=settings.optimizer.epsilon,
-        fused=True,
-    )
+def _adamw(parameters: Sequence[nn.Parameter], settings: TrainerSettings, learning_rate: float) -> Optimizer:
+    groups, epsilon = _groups(parameters, settings), settings.optimizer.epsilon
+    if settings.optimizer.state_bits == 8:
+        return AdamW8bit(groups, learning_rate, settings.betas, epsilon)
+    return AdamW(groups, lr=learning_rate, betas=settings.betas, eps=epsilon, fused=True)
 
 
 def _groups(parameters: Sequence[nn.Parameter], settings: TrainerSettings) -> list[dict[str, Any]]:
