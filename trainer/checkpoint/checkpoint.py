@@ -2,8 +2,8 @@
 
 checkpoints/
   step-00000020/   model.safetensors      weights by the model's own names, training dtype; with LoRA the adapters alone
-                   optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq (parts of each with state_bits = 8), step;
-                                          momentum_buffer of Muon's
+                   optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq (their parts where they are in 8 bits),
+                                          step; momentum_buffer of Muon's
                    critic.safetensors, critic_optimizer.safetensors      the same of a critic, where there is one
                    meta.json              {"schema", "run_id", "version", "fingerprint", "log_price", "skipped", "sizes"}
   final/           a Hugging Face folder with tokenizer, as `transformers` loads it; adapters are merged into its weights

@@ -44,7 +44,7 @@ class AdamW8bit(Optimizer):
         """One step. `closure` is refused: the gradient is there already."""
         if closure is not None:
             raise ValueError("compute the gradient before the step")
-        # torchao compiles the step of each shape, for which a rate must be a tensor. On a CPU that takes longer than it saves.
+        # torchao compiles the step of each shape, and wants the rate as a tensor. On a CPU that costs more than it saves.
         self._inner.param_groups = [{**group, "lr": torch.tensor(group["lr"])} for group in self.param_groups]
         self._inner.state = self.state
         weights = [weight for group in self.param_groups for weight in group["params"]]
