@@ -105,6 +105,7 @@ COMMANDS = {
         "services.supervisor.cli:prepare_app", "Make the run folder of a mesh that is started part by part"
     ),
     "sft": Command("trainer.sft.cli:app", "Warm-start a tiny policy by a short supervised run"),
+    "models": Command("trainer.fetch.cli:app", "Fetch a model by its name"),
     "train": Command("trainer.cli:app", "Run the trainer"),
     "rollout-server": Command("rollout_server.cli:app", "Run a rollout server"),
     "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers"),

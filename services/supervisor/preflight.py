@@ -125,7 +125,7 @@ def check_libraries(trainer: TrainerSettings) -> None:
     """Raises UsageError where a setting needs a library of an extra that is not installed."""
     needed = [
         (f"trainer.lora.rank={trainer.lora.rank}", trainer.lora.rank > 0, "peft", "lora"),
-        ("trainer.optimizer.state_bits=8", trainer.optimizer.state_bits == 8, "torchao", "adam8bit"),
+        ("trainer.optimizer.state_bits=8", trainer.optimizer.state_bits == 8, "bitsandbytes", "adam8bit"),
     ]
     for setting, wanted, library, extra in needed:
         if wanted and not _installed(library):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 import time
@@ -24,6 +25,8 @@ from services.wire.errors import RollmeshError, UsageError
 Role = Literal["service", "job"]
 # -P: the folder that the user stands in must not shadow our packages.
 OURS = (sys.executable, "-P", "-m", "services")
+MARK = "ROLLMESH_SUPERVISOR"
+"""The environment variable by which the reaper finds children that it was not told of."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,15 @@ class Reaper:
 
     def __init__(self, shm_prefix: Path) -> None:
         self._shm_prefix = shm_prefix
+        self.mark = secrets.token_hex(8)
+        """Of this run's processes: the value of MARK among their environment variables."""
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Reaper:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", reaper.__file__, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
+        self._tell(f"mark {MARK}={self.mark}")
         self._tell(f"shm {self._shm_prefix}")
         return self
 
@@ -92,7 +98,7 @@ class Child:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **spec.environment},
+                env={**os.environ, **spec.environment, MARK: reaper.mark},
                 start_new_session=True,
             )
         reaper.started(process.pid)

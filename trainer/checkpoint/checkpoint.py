@@ -2,8 +2,7 @@
 
 checkpoints/
   step-00000020/   model.safetensors      weights by the model's own names, training dtype; with LoRA the adapters alone
-                   optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq (their parts where they are in 8 bits),
-                                          step; momentum_buffer of Muon's
+                   optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq, step; others of Muon's and 8 bits'
                    critic.safetensors, critic_optimizer.safetensors      the same of a critic, where there is one
                    meta.json              {"schema", "run_id", "version", "fingerprint", "log_price", "skipped", "sizes"}
   final/           a Hugging Face folder with tokenizer, as `transformers` loads it; adapters are merged into its weights
@@ -29,7 +28,6 @@ from transformers import PreTrainedModel
 
 from services.host.files import appearing, remove_unfinished, sync
 from services.wire.errors import RollmeshError
-from trainer.memory.quantized_state import plain, quantized
 from trainer.model.adapters import Adapters
 from trainer.model.learner import named_weights, trained_weights
 from trainer.model.roles import Roles
@@ -252,7 +250,7 @@ def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return {
         f"{names[id(parameter)]}/{key}": value.detach().to("cpu", copy=True)
         for parameter, values in optimizer.state.items()
-        for key, value in plain(values).items()
+        for key, value in values.items()
     }
 
 
@@ -261,9 +259,7 @@ def _load_optimizer(
 ) -> None:
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
-    fields: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
         name, _, field = key.rpartition("/")
-        fields.setdefault(name, {})[field] = value if on_host else value.to(parameters[name].device)
-    for name, values in fields.items():
-        optimizer.state[parameters[name]] = quantized(values)
+        parameter = parameters[name]
+        optimizer.state[parameter][field] = value if on_host else value.to(parameter.device)

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer.memory.quantized_state import mapped
-
 PART_BYTES = 256 << 20
 """Of weights, of which the state is on the device at a time."""
 
@@ -77,15 +75,10 @@ class HostState(Optimizer):
     def _step_of(self, group: dict[str, Any]) -> None:
         held = {weight: dict(self.state.get(weight, {})) for weight in group["params"]}
         for weight, state in held.items():
-            self._inner.state[weight] = {
-                name: mapped(tensor, lambda held, like=weight: self._places.to_device(held, like))
-                for name, tensor in state.items()
-            }
+            self._inner.state[weight] = {name: self._places.to_device(tensor, weight) for name, tensor in state.items()}
         self._inner.param_groups = [group]
         self._inner.step()
         for weight, before in held.items():
             after = self._inner.state.pop(weight, {})
             if after:
-                self.state[weight] = {
-                    name: mapped(one, self._places.to_host, before.get(name)) for name, one in after.items()
-                }
+                self.state[weight] = {name: self._places.to_host(one, before.get(name)) for name, one in after.items()}

@@ -8,14 +8,13 @@ No torch here: the cache is asked before it would be imported.
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
 import shutil
 from pathlib import Path
 
 import structlog
 
 from services.host.files import appearing
+from services.host.models import cache_folder
 from services.wire.errors import UsageError
 
 RECIPE_VERSION = 1
@@ -33,14 +32,8 @@ def warm_start_key(demonstrations_digest: str, seed: int) -> str:
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/rollmesh/warm-start`, or the platform's own cache folder."""
-    if configured := os.environ.get("XDG_CACHE_HOME"):
-        base = Path(configured)
-    elif platform.system() == "Darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path.home() / ".cache"
-    return base / "rollmesh" / "warm-start"
+    """`warm-start` in our cache folder."""
+    return cache_folder() / "warm-start"
 
 
 def is_empty(cache_dir: Path) -> bool:

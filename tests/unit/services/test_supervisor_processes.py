@@ -153,6 +153,8 @@ from services.supervisor.processes import Child, Reaper, ProcessSpec
 async def main():
     folder = Path(sys.argv[1])
     async with Reaper(folder / "shm-run-") as reaper:
+        if sys.argv[3] == "untold":  # as if it were killed just before
+            reaper.started = lambda group: None
         await Child.start(ProcessSpec("child", (sys.executable, "-c", sys.argv[2])), folder / "child.log", reaper)
         await asyncio.sleep(600)
 
@@ -160,10 +162,17 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("code", [_FAMILY, _STUBBORN], ids=["obedient", "stubborn"])
-def test_a_killed_supervisor_leaves_no_process_and_no_shared_memory(code: str, tmp_path: Path) -> None:
+_UNTOLD = pytest.param(
+    _FAMILY, "untold", marks=pytest.mark.skipif(sys.platform != "linux", reason="such a child is found in /proc")
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [(_FAMILY, "told"), (_STUBBORN, "told"), _UNTOLD], ids=["obedient", "stubborn", "untold"]
+)
+def test_a_killed_supervisor_leaves_no_process_and_no_shared_memory(code: str, told: str, tmp_path: Path) -> None:
     log = tmp_path / "child.log"
-    supervisor = subprocess.Popen([sys.executable, "-c", _SUPERVISOR, str(tmp_path), code])
+    supervisor = subprocess.Popen([sys.executable, "-c", _SUPERVISOR, str(tmp_path), code, told])
     try:
         deadline = time.monotonic() + 20.0
         while not (log.exists() and log.read_text().endswith("\n")):

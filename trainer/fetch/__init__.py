@@ -1,0 +1,1 @@
+"""Model folders by name: from a Python package, or from the Hugging Face Hub."""
