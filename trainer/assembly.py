@@ -134,6 +134,7 @@ class Assembly:
             store=self._store_use,
             files=self._stack.enter_context(ThreadPoolExecutor(1, "run-files")),
             packing=self._stack.enter_context(ThreadPoolExecutor(1, "packing")),
+            unknown_token=_unknown_token(tokenizer),
         )
 
     def _updates(self, learner: Learner, attempts: Attempts) -> WeightUpdates:
@@ -207,6 +208,14 @@ class Assembly:
             await close()
 
         self._stack.callback(lambda: self.background.call(closing(), name, CALL_DEADLINE_S))
+
+
+def _unknown_token(tokenizer: Tokenizer) -> int | None:
+    """None where every text has tokens, as with bytes to fall back on."""
+    name = getattr(tokenizer.model, "unk_token", None)
+    if name is None or getattr(tokenizer.model, "byte_fallback", False):
+        return None
+    return tokenizer.token_to_id(name)
 
 
 def load_policy(folder: Path) -> PreTrainedModel:

@@ -18,7 +18,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
@@ -28,9 +28,10 @@ from services.host.files import writing
 from services.observability.tracing import Tracing
 from services.policies.admission import StoreUse
 from services.policies.batching import Group
+from services.policies.training.health import signs
 from services.run_store.patience import REPEAT_WITHIN_S, repeated
 from services.run_store.stream import TrajectoryReader
-from services.wire.run_metrics import StepTimes
+from services.wire.run_metrics import StepMetrics, StepTimes
 from services.wire.trajectory import Trajectory
 from trainer.checkpoint.attempts import LOG_DEADLINE_S, Attempts, Made, drops_of
 from trainer.checkpoint.checkpoint import KEEP, Snapshot, good_versions, save, snapshot
@@ -48,6 +49,8 @@ from trainer.weights import WeightUpdates
 
 ACKNOWLEDGE_DEADLINE_S = REPEAT_WITHIN_S + 30.0
 PACK_DEADLINE_S = 600.0
+
+_log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,13 @@ class TrainingLoop:
     """One thread: metrics, samples and checkpoints."""
     packing: ThreadPoolExecutor
     """One thread: the next batch's advantages and packing."""
+    unknown_token: int | None = None
+    """What the tokenizer puts for text that its vocabulary has not."""
     _settling: list[Future[None]] = field(default_factory=list)
     _saved: Future[Path] | None = None
     _ahead: Ahead | None = None
+    _line: StepMetrics | None = None
+    """Of the step before."""
 
     @property
     def log(self) -> StepLog:
@@ -211,7 +218,7 @@ class TrainingLoop:
                 epoch=step.epoch,
                 packed_ahead=step.packed_ahead,
                 now=time.time(),
-                batch=outcome(step.batch),
+                batch=outcome(step.batch, self.unknown_token),
                 tally=step.tally,
                 rows_trained=step.rows,
                 learning_rate=step.learning_rate,
@@ -228,7 +235,17 @@ class TrainingLoop:
                 commits=self.updates.committed,
                 update=self.updates.newest_state,
             )
+            self._line = line = self._watched(line)
             self.background.watch(self.files.submit(self.records.write, line, step.groups), "metrics")
+
+    def _watched(self, line: StepMetrics) -> StepMetrics:
+        """With the signs that the run cannot learn; each is logged when it comes up."""
+        found = signs(self._line, line, self.settings.trainer.clip_grad_norm)
+        known = {} if self._line is None else self._line.warnings
+        for kind, words in found.items():
+            if kind not in known:
+                _log.warning("this run may not learn", sign=kind, step=line.step, why=words)
+        return replace(line, warnings=found) if found else line
 
     def _times(self, step: Trained, wait_s: float, publish_s: float, arrivals: Arrivals) -> StepTimes:
         update = self.updates.newest

@@ -33,7 +33,7 @@ def run_environment(
     run_dir: Annotated[Path, typer.Option(help="evaluation.json is written here")],
     seed: options.Seed = 1,
     group_size: Annotated[int, typer.Option(min=1, help="Answers to each problem")] = 8,
-    temperature: Annotated[float, typer.Option(min=0.0, help="For training groups; evaluation is greedy")] = 1.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="For training groups")] = 1.0,
     greedy_baseline: Annotated[
         bool, typer.Option("--greedy-baseline", help="The first answer of a training group is sampled greedily (ReMax)")
     ] = False,
@@ -42,6 +42,7 @@ def run_environment(
         int, typer.Option(min=1, help="Groups in play at once; (K + 1) · batch keeps all busy")
     ] = 48,
     evaluation_problems: Annotated[int, typer.Option(min=1, help="Held-out problems, before and after")] = 256,
+    evaluation_temperature: Annotated[float, typer.Option(min=0.0, help="For those problems; 0: greedily")] = 0.0,
     episode_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that an episode may take")] = 600.0,
     retries: Annotated[int, typer.Option(min=0, help="How often a problem is played again whose group was lost")] = 2,
     name: Annotated[
@@ -93,6 +94,7 @@ def run_environment(
         max_tokens=max_tokens,
         concurrency=concurrency,
         evaluation_problems=evaluation_problems,
+        evaluation_temperature=evaluation_temperature,
         run_dir=run_dir,
         episode_timeout_s=episode_timeout,
         retries=retries,

@@ -1,4 +1,4 @@
-"""Evaluation: held-out problems, answered greedily, before the first training group and after the run has concluded."""
+"""Evaluation: held-out problems, answered before the first training group and after the run has concluded."""
 
 from __future__ import annotations
 
@@ -40,13 +40,17 @@ async def evaluate(
     problems: int,
     max_tokens: int,
     limits: EpisodeLimits,
+    temperature: float = 0.0,
     runner_id: str | None = None,
     groups_at_once: int = 64,
 ) -> Measured:
-    """Answer held-out problems 0 … `problems` − 1 greedily. An agent's episode that is lost counts as not solved."""
+    """Answer held-out problems 0 … `problems` − 1, greedily at temperature 0.
+
+    An agent's episode that is lost counts as not solved.
+    """
     held_out = [environment.problem("held_out", index, seed) for index in range(problems)]
     groups = [held_out[first : first + GROUP_SIZE] for first in range(0, problems, GROUP_SIZE)]
-    sampling = SamplingBody(max_tokens=max_tokens, temperature=0.0)
+    sampling = SamplingBody(max_tokens=max_tokens, temperature=temperature)
     room = asyncio.Semaphore(groups_at_once)
 
     async def play(group: list[Problem]) -> list[Played]:

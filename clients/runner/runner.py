@@ -73,6 +73,7 @@ class RunnerPlan:
     concurrency: int
     evaluation_problems: int
     run_dir: Path
+    evaluation_temperature: float = 0.0
     dialect: Dialect = "text"
     greedy_baseline: bool = False
     episode_timeout_s: float = 600.0
@@ -145,6 +146,7 @@ async def _evaluate(pool: ServerPool, environment: AnyEnvironment, plan: RunnerP
             seed=plan.seed,
             problems=plan.evaluation_problems,
             max_tokens=plan.max_tokens,
+            temperature=plan.evaluation_temperature,
             limits=plan.limits,
             runner_id=runner_id,
             groups_at_once=max(1, plan.concurrency * plan.group_size // GROUP_SIZE),

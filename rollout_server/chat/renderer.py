@@ -196,8 +196,9 @@ class ChatRenderer:
             self._family, self.name, self.table, frozenset(self.stop_token_ids), text_tools=self._text_tools
         )
 
-    def check_tools(self, messages: Sequence[Message]) -> None:
-        """Raise TemplateError where tools would be left out of the prompt of such messages: nobody else would notice.
+    def check_tools(self, messages: Sequence[Message]) -> bool:
+        """Whether the prompt of such messages holds the tools. Raises TemplateError where it does not and is to be refused:
+        nobody else would notice.
 
         Some templates render tools in the system's message alone, so the two kinds of conversations are told apart.
         """
@@ -213,6 +214,7 @@ class ChatRenderer:
             self._warn_once(what, "describe them in a message")
         if not self._reads_calls:
             self._warn_once("tool calls in answers stay text: no parser reads them", "set rollout.tool_parser")
+        return not unrendered
 
     def heeds_effort(self, reasoning_effort: str) -> bool:
         """Whether the folder's template renders a prompt otherwise for this `reasoning_effort`."""

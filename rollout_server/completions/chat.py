@@ -115,7 +115,7 @@ class ChatCalls:
     ) -> Context:
         """The prompt of a call. CPU work: about 0.2 ms for a short conversation."""
         if tools:
-            self._chat.check_tools(messages)
+            session.unrendered_tools |= not self._chat.check_tools(messages)
         match = session.memory.conversations.match(messages, tools, digests)
         reason = match.reason
         if match.node is not None:

@@ -52,6 +52,7 @@ def trajectory_of(origin: Origin, group: Group, session: Session) -> Trajectory:
         opened_at=group.opened_at,
         finished_at=time.time(),
         finish_reason=session.finish_reason,
+        unrendered_tools=session.unrendered_tools,
         metadata=dict(terms.metadata),
         trace=terms.trace,
     )

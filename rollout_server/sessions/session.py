@@ -196,6 +196,7 @@ class Session:
     tokens_reserved: int = 0
     """Tokens that calls in flight may still generate: what they leave of the budget is for others."""
     finish_reason: FinishReason = "stop"
+    unrendered_tools: bool = False
     taken_over: bool = False
     """It was another server's, or an earlier life's: what calls it may repeat is in the journal."""
     end: SessionEnd | None = None

@@ -50,7 +50,10 @@ ByteBound = Annotated[int | Literal["auto", "off"], BeforeValidator(_byte_bound)
 
 
 class ModelSettings(Section):
-    path: Path | None = Field(default=None, description="Hugging Face folder; empty: a tiny model is warm-started")
+    path: Path | None = Field(
+        default=None,
+        description="Hugging Face folder, or a name (`rollmesh models`); empty: a tiny model is warm-started",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Serving dtype")
 
 
@@ -242,7 +245,8 @@ class TelemetrySettings(TraceSettings):
 
 
 class EvaluationSettings(Section):
-    problems: int = Field(default=256, ge=1, description="Held-out problems, answered greedily before and after")
+    problems: int = Field(default=256, ge=1, description="Held-out problems, answered before and after")
+    temperature: float = Field(default=0.0, ge=0.0, description="Of those answers; 0: greedily")
 
 
 class RunSettings(Section):

@@ -96,6 +96,8 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     effective_samples: float | None
     dropped: dict[str, int]
     """Trajectories of the whole run that will never be trained, by cause."""
+    warnings: dict[str, str] = {}
+    """Signs at the last step that the run cannot learn, by kind, in words."""
 
 
 async def post_trainer_status(redis: Redis, run_id: str, status: TrainerStatus) -> None:

@@ -83,6 +83,8 @@ def _figures(report: MeshReport) -> RenderableType:
         table.add_row("staleness", f"{spread}, over K {trainer.masked_fraction:.1%}  (tokens by steps: {ages})")
         if trainer.effective_samples is not None:
             table.add_row("effective samples", f"{trainer.effective_samples:.2f}")
+        for sign, words in trainer.warnings.items():
+            table.add_row("may not learn", Text(f"{sign}: {words}", style=_BAD))
         if trainer.dropped:
             table.add_row("dropped", ", ".join(f"{cause} {count}" for cause, count in trainer.dropped.items()))
     if queue is not None:

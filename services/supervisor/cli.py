@@ -26,6 +26,7 @@ Every setting has a dotted name (see docs/configuration.md) and can follow as an
 Examples:
   rollmesh up
   rollmesh up --task guess-number --seed 2 --servers 2
+  rollmesh up --recipe smollm2
   rollmesh up --engine vllm --steps 20 --run-dir runs/mine trainer.learning_rate=1e-4
 """
 
@@ -56,10 +57,16 @@ def up(
     ] = None,
     tls_dir: options.TlsDir = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings as TOML; flags go before it")] = None,
+    recipe: Annotated[str | None, typer.Option(metavar="NAME", help="Settings of a recipe, such as smollm2")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view")] = False,
 ) -> None:
     from services.config.load import load_settings
+    from services.config.recipes import find_recipe
 
+    if recipe is not None:
+        if config is not None:
+            raise UsageError("--recipe and --config both say the settings", "give one of them")
+        config = find_recipe(recipe)
     flags = {
         "task": task,
         "seed": seed,

@@ -201,6 +201,7 @@ def environment_command(
         "--episode-timeout": settings.rollout.episode_timeout_s,
         "--concurrency": settings.admission_rules(0).most_open,
         "--evaluation-problems": settings.evaluation.problems,
+        "--evaluation-temperature": settings.evaluation.temperature,
         "--run-dir": run_dir,
     }
     pairs = [part for flag, value in flags.items() for part in (flag, str(value))]

@@ -51,6 +51,7 @@ class PlainView:
         self._console, self._steps, self._k = console, steps, k
         self._began = self._said_at = time.monotonic()
         self._said_step = 0
+        self._warned: set[str] = set()
 
     def __enter__(self) -> PlainView:
         return self
@@ -69,6 +70,10 @@ class PlainView:
         facts = [f"{name} {value}" for name, value in _facts(snapshot, self._steps, self._k)]
         waits = [f"{component} waits for {what}" for component, what in _waits(snapshot)]
         self.say(" · ".join(facts + waits))
+        for sign, words in _warnings(snapshot):
+            if sign not in self._warned:
+                self.say(f"this run may not learn ({sign}): {words}")
+        self._warned = {sign for sign, _ in _warnings(snapshot)}
 
 
 class LiveView:
@@ -95,6 +100,8 @@ class LiveView:
             table.add_row(Text(name, style="bold"), value)
         for component, what in _waits(snapshot):
             table.add_row(Text(component, style="yellow"), Text(f"waits for {what}", style="yellow"))
+        for sign, words in _warnings(snapshot):
+            table.add_row(Text("may not learn", style="red"), Text(f"{sign}: {words}", style="red"))
         self._live.update(table, refresh=True)
 
 
@@ -127,6 +134,10 @@ def _waits(snapshot: Snapshot) -> list[tuple[str, str]]:
         (component, f"{wait.waiting_for} ({max(0.0, now - wait.since):.1f} s)")
         for component, wait in sorted(snapshot.waits.items())
     ]
+
+
+def _warnings(snapshot: Snapshot) -> list[tuple[str, str]]:
+    return [] if snapshot.metrics is None else sorted(snapshot.metrics.warnings.items())
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings, TrainerSettings
 from services.config.traces import with_environ
 from services.host.files import write_whole
+from services.host.models import is_folder
 from services.host.process import usable_cores
 from services.host.run_folder import RunFolder, is_complete, make_run_folder
 from services.observability.setup import check_installed
@@ -40,6 +41,7 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings
     """
     engine = choose_engine(settings.engine)
     task = find_task(settings.task)
+    settings = await asyncio.to_thread(with_model_folder, settings)
     check_first_policy(settings.model.path, task)
     if parse_task(task).kind == "prompts" and not settings.rewards.enabled:
         raise UsageError(f"task {task} has nobody to judge its answers", "set rewards.enabled and its components")
@@ -62,6 +64,23 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
     folder = make_run_folder(root)
     return settings.model_copy(update={"engine": engine, "run_dir": root, "task": task}), folder, run_id
+
+
+def with_model_folder(settings: RunSettings) -> RunSettings:
+    """With a folder in place of a model's name: where it is not there, `rollmesh models fetch` makes it, with progress.
+
+    Raises RollmeshError where that fails; it says why.
+    """
+    model = settings.model.path
+    if model is None or is_folder(model):
+        return settings
+    done = subprocess.run([*OURS, "models", "fetch", str(model)], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise RollmeshError(
+            f"there is no model {model} to start from", "see what is said above, or set model.path=FOLDER"
+        )
+    folder = Path(done.stdout.strip().splitlines()[-1])
+    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
 
 
 def check_first_policy(model: Path | None, task: str) -> None:
@@ -187,7 +206,7 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
     model is given; RollmeshError when the warm start fails.
     """
     root = run_dir.expanduser().absolute()
-    settings = settings.model_copy(update={"run_dir": root})
+    settings = with_model_folder(settings.model_copy(update={"run_dir": root}))
     check_first_policy(settings.model.path, settings.task)
     folder = RunFolder(root)
     if folder.config.exists():

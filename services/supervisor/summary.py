@@ -58,6 +58,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trajectories_dropped: int
     dropped_by_cause: dict[str, int]
     restarts: int
+    warnings: dict[str, int]
+    """Steps with a sign that the run cannot learn, by kind (`services.policies.training.health`)."""
     http_ms_per_step: float
     """CPU of the servers' event loops a step, all servers and both evaluations included."""
 
@@ -122,6 +124,7 @@ def summarise(
         trajectories_dropped=accounts.dropped_total(),
         dropped_by_cause=accounts.dropped,
         restarts=restarts,
+        warnings=trainer.warnings,
         http_ms_per_step=round(1e3 * sum(engine.http_cpu_s for engine in engines) / max(1, trainer.steps), 3),
     )
 
@@ -151,5 +154,8 @@ def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
         "curves": str(folder.curves),
         "summary": str(folder.summary),
     }
+    if summary.warnings:
+        seen = ", ".join(f"{kind} in {steps} steps" for kind, steps in summary.warnings.items())
+        rows["may not have learned"] = f"{seen}: see {folder.metrics}"
     widest = max(map(len, rows))
     return [f"{name:{widest}}  {value}" for name, value in rows.items()]

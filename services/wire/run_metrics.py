@@ -6,7 +6,7 @@ benchmarks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -30,6 +30,20 @@ class BatchOutcome:
     """Segments in which a weight commit fell between two sampled tokens of one answer or of two turns."""
     first_opened_at: float
     """Unix seconds: when the first of its groups was opened."""
+    reward_spread: float = 0.0
+    """Standard deviation over trajectories."""
+    components: dict[str, float] = field(default_factory=dict)
+    """Mean of each reward component, over the trajectories that have it."""
+    equal_groups: float = 0.0
+    """Share of the groups in which all rewards are equal."""
+    truncated: float = 0.0
+    """Share of the trajectories that ended at the token limit."""
+    entropy: float | None = None
+    """Nats a token: the mean of −logprob over sampled tokens, as engines sampled them; None without one."""
+    unknown_tokens: int = 0
+    """Tokens of prompts that stand for text that the vocabulary has not."""
+    unrendered_tools: int = 0
+    """Trajectories that were offered tools that the chat template leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +159,8 @@ class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutco
     update_state: str | None
     epoch: int = 1
     packed_ahead: bool = False
+    warnings: dict[str, str] = field(default_factory=dict)
+    """Signs that the run cannot learn (`services.policies.training.health`), by kind, in words."""
 
 
 _lines = msgspec.json.Decoder(StepMetrics)
@@ -211,6 +227,8 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories that groups were trained without."""
     dropped: dict[str, int]
     """Published trajectories that were never trained, by cause."""
+    warnings: dict[str, int] = {}
+    """Steps with a sign that the run cannot learn, by kind."""
 
 
 class EvaluationReport(msgspec.Struct, frozen=True):

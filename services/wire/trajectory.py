@@ -117,6 +117,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Unix seconds."""
     finished_at: float
     finish_reason: str = "stop"
+    unrendered_tools: bool = False
+    """A call offered tools that the chat template leaves out (`rollout.unrendered_tools = "warn"`)."""
     trace: str = ""
     """`traceparent` of the call that opened its session, where that is recorded (`services.observability.tracing`)."""
 

@@ -22,6 +22,8 @@ def step_metrics(step: int, **changes: object) -> StepMetrics:
         "response_lengths": {},
         "staleness_histogram": {"0": 10, "1": 5},
         "dropped": {"late": 1},
+        "components": {},
+        "warnings": {},
         "effective_samples": None,
         "update_state": None,
     }

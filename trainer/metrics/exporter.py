@@ -232,6 +232,7 @@ class StepTotals:
             masked_fraction=line.masked_fraction,
             effective_samples=line.effective_samples,
             dropped=dict(sorted(self._dropped.items())),
+            warnings=line.warnings,
         )
 
     def readings(self) -> Iterator[Reading]:

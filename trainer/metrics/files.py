@@ -211,6 +211,7 @@ def make_report(
         length_distance=distance(generated, trained),
         lost_siblings=sum(line.lost_siblings for line in once),
         dropped=dict(dropped),
+        warnings=dict(sorted(Counter(kind for line in lines for kind in line.warnings).items())),
     )
 
 

@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+
+import numpy as np
 
 from services.policies.length_stats import Lengths
 from services.wire import run_metrics
+from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.rewards import Batch
 from trainer.data.staleness import StalenessTally
 from trainer.data.tally import Arrivals
 
 
-def outcome(batch: Batch) -> run_metrics.BatchOutcome:
+def outcome(batch: Batch, unknown_token: int | None = None) -> run_metrics.BatchOutcome:
+    """`unknown_token`: what the tokenizer puts for text that its vocabulary has not; None where there is no such text."""
     groups, trajectories, sampled = batch.groups, batch.trajectories, batch.lengths.tolist()
     count = len(trajectories)
     solved = [one.reward_components.get("success", float(one.reward > 0)) for one in trajectories]
     lengths = Lengths.of(Counter(sampled))
+    rewards = [one.reward for one in trajectories]
+    segments = batch.segments
+    said = segments.logprobs[segments.places]
+    # None of those that were sampled: a policy may say whatever it likes.
+    unknown = 0
+    if unknown_token is not None:
+        found = segments.token_ids == unknown_token
+        unknown = int(np.count_nonzero(found) - np.count_nonzero(found[segments.places]))
     return run_metrics.BatchOutcome(
         groups=len(groups),
         trajectories=count,
-        reward=sum(trajectory.reward for trajectory in trajectories) / count,
+        reward=sum(rewards) / count,
         success=sum(solved) / count,
         response_length=sum(sampled) / count,
         response_lengths={str(bucket): count for bucket, count in sorted(lengths.buckets.items())},
         lost_siblings=sum(group.lost for group in groups),
         mixed_segments=batch.segments.of_several_versions(),
         first_opened_at=min(trajectory.opened_at for trajectory in trajectories),
+        reward_spread=pstdev(rewards),
+        components=_components(trajectories),
+        equal_groups=sum(len({each.payload.reward for each in group.members}) == 1 for group in groups) / len(groups),
+        truncated=sum(one.finish_reason == "length" for one in trajectories) / count,
+        entropy=-float(said.mean(dtype=np.float64)) if len(said) else None,
+        unknown_tokens=unknown,
+        unrendered_tools=sum(one.unrendered_tools for one in trajectories),
     )
+
+
+def _components(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    found = defaultdict[str, list[float]](list)
+    for one in trajectories:
+        for name, value in one.reward_components.items():
+            found[name].append(value)
+    return {name: fmean(values) for name, values in sorted(found.items())}
 
 
 def step_metrics(
