@@ -37,6 +37,7 @@ def train(
     # Publishing is one copy of all weights, for which training waits.
     begin_again_with_tunables()
 
+    from services.config.fitting import threads_of
     from services.host.process import heavy_imports, usable_cores
     from services.http.startup import read_context
     from services.security.keys import read_key
@@ -63,7 +64,7 @@ def train(
 
     arguments = TrainerArguments(
         run_id=run_id,
-        settings=context.settings.with_threads(usable_cores()),
+        settings=threads_of(context.settings, model, usable_cores()),
         redis_url=redis_url,
         bus_url=bus_url,
         model=model,

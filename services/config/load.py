@@ -41,6 +41,26 @@ def load_settings(path: Path | None, overrides: Sequence[str]) -> RunSettings:
     return settings
 
 
+def origins_of(path: Path | None, overrides: Sequence[str]) -> dict[str, str]:
+    """Where settings of `load_settings(path, overrides)` come from: dotted name → file's name, command line or default."""
+    origins = dict.fromkeys(known_keys(), "default")
+    tree: dict[str, Any] = {}
+    for source, text in [] if path is None else [(path.name, _read(path))]:
+        _rename(text)
+        origins |= dict.fromkeys(_leaves(text, ""), source)
+    for override in overrides:
+        _apply(tree, override)
+    _rename(tree)
+    return origins | dict.fromkeys(_leaves(tree, ""), "command line")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> list[str]:
+    names = []
+    for key, value in tree.items():
+        names += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
+    return names
+
+
 def dump_settings(settings: RunSettings) -> str:
     """TOML text that `load_settings` reads back to the same tree."""
     return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))

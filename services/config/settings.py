@@ -162,7 +162,7 @@ class TrainerSettings(Section):
     lora: LoraSettings = LoraSettings()
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Torch threads on a CPU; auto: one for a built-in task's policy, else what engines leave",
+        description="Torch threads on a CPU; auto: one for a tiny policy, else what engines leave",
     )
     deterministic: bool = Field(
         default=False,
@@ -269,12 +269,12 @@ class RunSettings(Section):
     evaluation: EvaluationSettings = EvaluationSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 
-    def with_threads(self, cores: int) -> RunSettings:
-        """With a number in place of `trainer.threads = auto`, on a machine of so many cores."""
+    def with_threads(self, cores: int, *, tiny: bool) -> RunSettings:
+        """With a number in place of `trainer.threads = auto`, on a machine of so many cores. `tiny`: the policy."""
         if self.trainer.threads != "auto":
             return self
         beside = self.servers * self.rollout.threads
-        threads = threads_left(cores, beside, tiny=self.model.path is None)
+        threads = threads_left(cores, beside, tiny=tiny)
         return self.model_copy(update={"trainer": self.trainer.model_copy(update={"threads": threads})})
 
     def admission_rules(self, base_version: int) -> AdmissionRules:

@@ -60,7 +60,7 @@ def up(
     recipe: Annotated[str | None, typer.Option(metavar="NAME", help="Settings of a recipe, such as smollm2")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view")] = False,
 ) -> None:
-    from services.config.load import load_settings
+    from services.config.load import load_settings, origins_of
     from services.config.recipes import find_recipe
 
     if recipe is not None:
@@ -81,11 +81,14 @@ def up(
     overrides = [
         f"{key}={json.dumps(value) if key in texts else value}" for key, value in flags.items() if value is not None
     ]
-    settings = load_settings(config, [*overrides, *_overrides(context.args)])
+    overrides += _overrides(context.args)
+    settings, origins = load_settings(config, overrides), origins_of(config, overrides)
 
     from services.supervisor.foreground import run_in_foreground
 
-    raise SystemExit(run_in_foreground(settings, KeyPlaces(keys_dir, redis_password_file, tls_dir), plain=plain))
+    raise SystemExit(
+        run_in_foreground(settings, origins, KeyPlaces(keys_dir, redis_password_file, tls_dir), plain=plain)
+    )
 
 
 def _overrides(arguments: Sequence[str]) -> list[str]:

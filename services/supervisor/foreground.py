@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Mapping
 
 from rich.console import Console
 
+from services.config.fitting import value_of
 from services.config.settings import RunSettings
 from services.security.keys import KeyPlaces
 from services.supervisor.live_view import make_view
@@ -21,18 +23,25 @@ from services.supervisor.summary import closing_lines
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run_in_foreground(settings: RunSettings, keys: KeyPlaces, *, plain: bool) -> int:
-    """Run a mesh until it has ended; returns the exit code. Raises RollmeshError where the run cannot be begun or fails."""
-    return asyncio.run(_run(settings, keys, plain=plain))
+def run_in_foreground(settings: RunSettings, origins: Mapping[str, str], keys: KeyPlaces, *, plain: bool) -> int:
+    """Run a mesh until it has ended; returns the exit code. Raises RollmeshError where the run cannot be begun or fails.
+
+    `origins`: dotted name → where the setting comes from, for the run's config.toml.
+    """
+    return asyncio.run(_run(settings, origins, keys, plain=plain))
 
 
-async def _run(settings: RunSettings, keys: KeyPlaces, *, plain: bool) -> int:
+async def _run(settings: RunSettings, origins: Mapping[str, str], keys: KeyPlaces, *, plain: bool) -> int:
     console = Console(soft_wrap=True)
-    settings, folder, run_id = await preflight(settings, keys)
+    resolved = await preflight(settings, keys)
+    settings, folder, run_id = resolved.settings, resolved.folder, resolved.run_id
     received: list[signal.Signals] = []
     with make_view(console, settings.steps, settings.k, plain=plain) as view:
         view.say(f"run {run_id}: {settings.task}, seed {settings.seed}, {settings.engine} engine, in {folder.root}")
-        mesh = Mesh(settings, folder, run_id, view, keys)
+        for name, why in resolved.found.items():
+            if name != "trainer.threads":
+                view.say(f"{name} = {value_of(settings, name)}, {why}")
+        mesh = Mesh(settings, folder, run_id, view, keys, {**origins, **resolved.found})
         running = asyncio.create_task(mesh.run())
 
         def on_signal(which: signal.Signals) -> None:

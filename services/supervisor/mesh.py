@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import httpx
 import msgspec
@@ -21,6 +23,7 @@ import psutil
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from services.config.fitting import annotated
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
 from services.host.aio import to_its_end
@@ -88,14 +91,24 @@ class Mesh:
     """One run. Use `run` once; cancelling it stops everything before it returns."""
 
     def __init__(
-        self, settings: RunSettings, folder: RunFolder, run_id: str, view: View, keys: KeyPlaces = NO_PLACES
+        self,
+        settings: RunSettings,
+        folder: RunFolder,
+        run_id: str,
+        view: View,
+        keys: KeyPlaces = NO_PLACES,
+        origins: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`settings` are resolved; `folder` was made by preflight. `keys`: what every process is told."""
+        """`settings` are resolved; `folder` was made by preflight. `keys`: what every process is told.
+
+        `origins`: dotted name → where the setting comes from, for config.toml.
+        """
         self._settings = settings
         self._folder = folder
         self._run_id = run_id
         self._view = view
         self._key_places = keys
+        self._origins = origins
         self._keys = keys.read("supervisor")
         self._trust = read_trust(keys.tls)
         self._processes: MeshProcesses | None = None
@@ -106,7 +119,8 @@ class Mesh:
     async def run(self) -> Summary:
         """Raises RollmeshError, of which the message is for the user, when the run fails."""
         self._folder.redis.mkdir(exist_ok=True)
-        self._folder.config.write_text(dump_settings(self._settings), encoding="utf-8")
+        text = annotated(dump_settings(self._settings), self._origins)
+        self._folder.config.write_text(text, encoding="utf-8")
         if self._settings.redis_url is None and self._keys.redis is not None:
             write_users(self._folder.redis, self._keys.redis)
         with PortReservation() as ports:

@@ -9,12 +9,13 @@ import os
 import secrets
 import shutil
 import subprocess
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import structlog
 
+from services.config.fitting import annotated, as_begun, fit, read_facts
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings, TrainerSettings
 from services.config.traces import with_environ
@@ -34,8 +35,19 @@ from services.wire.task_name import parse_task
 _TASK_CHECK_S = 120.0
 
 
-async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings, RunFolder, str]:
-    """Settings with everything resolved, a run folder made for them (config.toml is not written yet), and a run id.
+@dataclass(frozen=True)
+class Resolved:
+    """`settings`: with nothing left open; `folder`: made for them (config.toml is not written yet). `found`: dotted name →
+    why, of settings that were found here."""
+
+    settings: RunSettings
+    folder: RunFolder
+    run_id: str
+    found: dict[str, str]
+
+
+async def preflight(settings: RunSettings, keys: KeyPlaces) -> Resolved:
+    """See whether a mesh of these settings can be started, and make its run folder.
 
     Raises UsageError, with nothing left behind, for environment variables in which the run cannot work.
     """
@@ -47,7 +59,7 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings
         raise UsageError(f"task {task} has nobody to judge its answers", "set rewards.enabled and its components")
     await check_task(task)
     settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
-    settings = settings.with_threads(usable_cores())
+    settings, found = fitted(settings)
     check_installed(settings.telemetry)
     check_libraries(settings.trainer)
     password = keys.read("supervisor").redis
@@ -63,7 +75,8 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> tuple[RunSettings
     run_id = new_run_id(parse_task(task).label)
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
     folder = make_run_folder(root)
-    return settings.model_copy(update={"engine": engine, "run_dir": root, "task": task}), folder, run_id
+    settings = settings.model_copy(update={"engine": engine, "run_dir": root, "task": task})
+    return Resolved(settings, folder, run_id, found)
 
 
 def with_model_folder(settings: RunSettings) -> RunSettings:
@@ -81,6 +94,13 @@ def with_model_folder(settings: RunSettings) -> RunSettings:
         )
     folder = Path(done.stdout.strip().splitlines()[-1])
     return settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
+
+
+def fitted(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:
+    """With what suits the model and this machine, where nobody set it; dotted name → why. Raises UsageError."""
+    model = settings.model.path
+    facts = None if model is None else read_facts(model)
+    return fit(settings, facts, cores=usable_cores(), gpu=has_gpu())
 
 
 def check_first_policy(model: Path | None, task: str) -> None:
@@ -186,13 +206,6 @@ def _installed(package: str) -> bool:
 _log = structlog.get_logger()
 
 
-def _with_threads_of(settings: RunSettings, other: RunSettings) -> RunSettings:
-    if settings.trainer.threads != "auto":
-        return settings
-    trainer = settings.trainer.model_copy(update={"threads": other.trainer.threads})
-    return settings.model_copy(update={"trainer": trainer})
-
-
 def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False) -> RunFolder:
     """Make the run folder: the resolved settings, and a policy to start from. Returns once the run can be started.
 
@@ -211,14 +224,13 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
     folder = RunFolder(root)
     if folder.config.exists():
         began_with = load_settings(folder.config, [])
-        # This machine may have other cores than that where the run began.
-        _refuse_others(_with_threads_of(settings, began_with), began_with, folder)
+        _refuse_others(as_begun(settings, began_with), began_with, folder)
         _log.info("settings are there", config=str(folder.config))
     else:
         make_run_folder(root)
-        settings = settings.with_threads(usable_cores())
-        write_whole(folder.config, dump_settings(settings).encode())
-        _log.info("settings resolved", config=str(folder.config))
+        settings, found = fitted(settings)
+        write_whole(folder.config, annotated(dump_settings(settings), found).encode())
+        _log.info("settings resolved", config=str(folder.config), **{name: found[name] for name in sorted(found)})
     if not settings_only and settings.model.path is None and not is_complete(folder.model):
         for command in warm_start_commands(settings, folder):
             _run(command)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.config.settings import ModelSettings, RolloutSettings, RunSettings, TrainerSettings
+from services.config.settings import RolloutSettings, RunSettings, TrainerSettings
 from services.policies.training.threads import MOST, threads_left
 
 
@@ -20,11 +18,10 @@ def test_a_trainer_has_a_thread_and_never_more_than_cores(cores: int, engines: i
 
 
 def test_auto_becomes_a_number_by_cores_engines_and_model() -> None:
-    mine = ModelSettings(path=Path("models/mine"))
-    assert RunSettings().with_threads(8).trainer.thread_count == 1
-    assert RunSettings(model=mine).with_threads(2).trainer.thread_count == 2
-    crowded = RunSettings(model=mine, servers=4, rollout=RolloutSettings(threads=2))
-    assert crowded.with_threads(16).trainer.thread_count == 12
-    assert RunSettings(model=mine, trainer=TrainerSettings(threads=3)).with_threads(8).trainer.threads == 3
+    assert RunSettings().with_threads(8, tiny=True).trainer.thread_count == 1
+    assert RunSettings().with_threads(2, tiny=False).trainer.thread_count == 2
+    crowded = RunSettings(servers=4, rollout=RolloutSettings(threads=2))
+    assert crowded.with_threads(16, tiny=False).trainer.thread_count == 12
+    assert RunSettings(trainer=TrainerSettings(threads=3)).with_threads(8, tiny=True).trainer.threads == 3
     with pytest.raises(ValueError, match="not resolved"):
         _ = RunSettings().trainer.thread_count
