@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from clients.environments.base import AnyEnvironment, Dialect, Environment
 from clients.environments.tasks.guess_number import GuessNumber
 from clients.environments.tasks.running_sums import RunningSums
+from clients.environments.tasks.sums import Sums
 from services.wire.errors import UsageError
 from services.wire.task_name import BUILT_IN as TASKS
 from services.wire.task_name import LIBRARIES, TaskName, parse_task
@@ -35,7 +36,7 @@ def make_task(text: str, rewards: RewardsAddress | None = None) -> Task:
     """
     name = parse_task(text)
     if name.built_in:
-        return Task(make_environment(name.kind), "text")
+        return Task(make_environment(name.kind), "text" if name.demonstrated else "chat")
     options = dict(name.options)
     dialect = _dialect(name, options.pop("dialect", None))
     try:
@@ -54,6 +55,8 @@ def make_environment(name: str) -> Environment:
             return RunningSums()
         case GuessNumber.name:
             return GuessNumber()
+        case Sums.name:
+            return Sums()
         case _:
             parse_task(name)
             raise UsageError(f"task {name!r} is not built in", f"built in: {', '.join(TASKS)}")

@@ -107,7 +107,7 @@ def check_first_policy(model: Path | None, task: str) -> None:
     """Raises UsageError where a run of `task` would have no policy to start from: `model`, or a warm start."""
     if model is not None and not is_complete(model):
         raise UsageError(f"{model} is no Hugging Face model folder", "it must hold a config.json")
-    if model is None and not parse_task(task).built_in:
+    if model is None and not parse_task(task).demonstrated:
         raise UsageError(f"task {task} has no demonstrations to warm-start a model with", "name one: model.path=FOLDER")
 
 

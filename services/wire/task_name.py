@@ -1,6 +1,7 @@
 """Names of tasks: what `rollmesh up --task` takes, checked without importing anything that could play them.
 
 running-sums · guess-number                      built in, with demonstrations for a warm start
+sums                                             built in, for a language model that chats
 reasoning-gym:chain_sum?max_terms=4              a data set of the library, options as its configuration names them
 textarena:GuessTheNumber-v0?max_turns=5          a one-player game of the library
 verifiers:my-environment?split=easy              an environment of the library
@@ -19,8 +20,10 @@ from urllib.parse import parse_qsl
 
 from services.wire.errors import UsageError
 
-BUILT_IN = ("running-sums", "guess-number")
-"""Tasks of our own; they alone have demonstrations."""
+DEMONSTRATED = ("running-sums", "guess-number")
+"""Tasks of our own that have demonstrations, for a policy that knows nothing yet."""
+BUILT_IN = (*DEMONSTRATED, "sums")
+"""Tasks of our own."""
 
 EXTRA = "rollmesh[environments]"
 
@@ -59,6 +62,11 @@ class TaskName:
     @property
     def built_in(self) -> bool:
         return self.kind in BUILT_IN
+
+    @property
+    def demonstrated(self) -> bool:
+        """Whether a tiny model can be warm-started for it."""
+        return self.kind in DEMONSTRATED
 
     @property
     def python(self) -> tuple[str, str]:

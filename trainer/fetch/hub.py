@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from services.wire.errors import RollmeshError, UsageError
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -56,8 +58,6 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
 
 def _is_whole(folder: Path) -> bool:
     """Whether configuration and all weights are there: an interrupted download leaves a folder without some of them."""
-    import msgspec
-
     if not (folder / "config.json").exists():
         return False
     index = folder / "model.safetensors.index.json"

@@ -104,6 +104,8 @@ def write_demonstrations(task: str, seed: int, folder: Path, *, problems: int = 
     Raises UsageError for an unknown task, a folder that cannot be written, or problems of a task without one right answer.
     """
     make_environment(task)
+    if task not in _RECIPES:
+        raise UsageError(f"{task} has no demonstrations", f"those of {', '.join(_RECIPES)} can be written")
     if (problems or held_out) and task != RunningSums.name:
         raise UsageError(f"{task} has no one right answer that could be written down", "leave the problems out")
     recipe = _RECIPES[task]

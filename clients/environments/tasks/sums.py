@@ -1,11 +1,10 @@
-"""Sums for a language model: the right number, and nothing beside it.
+"""Sums for a language model that chats.
 
     prompt    What is 3 + 8? Reply with the number only.
-    answer    3 + 8 = 11        reward 0.5: the last number is right
-              11                reward 1, and success: it is the whole answer
+    answer    3 + 8 = 11        reward 1: the last number is right
+              This is easy.     reward 0
 
-A model that adds well and chats learns to follow the format. Without the half reward for the number alone every reward of
-a fresh chat model would be 0, and nothing would be learned.
+`exact` among the components says whether the answer was that number and nothing beside it; it is not rewarded.
 
 Held out: pairs of numbers. Each belongs to one split for good.
 """
@@ -16,23 +15,17 @@ import re
 from dataclasses import dataclass
 
 from clients.environments.base import Answer, Ended, Problem, Split, problem_rng, split_of
-from services.wire.errors import UsageError
+
+LARGEST = 9
 
 
 class Sums:
-    """`largest`: of both numbers; the smallest is 1."""
-
     name = "sums"
-
-    def __init__(self, largest: int = 9) -> None:
-        if largest < 3:
-            raise UsageError(f"largest={largest} leaves no pair for each split", "write 3 or more")
-        self.largest = largest
 
     def problem(self, split: Split, index: int, seed: int) -> Problem:
         numbers = problem_rng(self.name, split, index, seed)
         while True:
-            first, second = numbers.randint(1, self.largest), numbers.randint(1, self.largest)
+            first, second = numbers.randint(1, LARGEST), numbers.randint(1, LARGEST)
             if split_of(f"{first}+{second}") == split:
                 prompt = f"What is {first} + {second}? Reply with the number only."
                 return Problem(split=split, index=index, prompt=prompt, solution=str(first + second))
@@ -50,9 +43,7 @@ class SumEpisode:
         return self.problem.prompt
 
     def respond(self, answer: Answer) -> Ended:
-        text = answer.text.strip()
-        numbers = re.findall(r"\d+", text)
+        numbers = re.findall(r"\d+", answer.text)
         right = bool(numbers) and numbers[-1] == self.problem.solution
-        exact = answer.complete and text == self.problem.solution
-        reward = 0.5 * right + 0.5 * exact
-        return Ended(reward, success=exact, components={"right": float(right), "exact": float(exact)})
+        exact = answer.text.strip() == self.problem.solution
+        return Ended(float(right), success=right, components={"exact": float(exact)})
