@@ -18,8 +18,10 @@ import torch
 from services.host.files import writing
 from services.host.process import collect_seldom
 from services.host.run_folder import take_format, wait_for_model_blocking
+from services.policies.length_stats import Lengths
 from services.policies.versions import UNKNOWN, Announced, highest, version_to_publish
 from services.run_store.client import START_WITHIN_S, check_store
+from services.wire.run_metrics import StepMetrics
 from services.wire.weights_api import VerifyView
 from trainer.algorithms.describe import describe
 from trainer.assembly import CALL_DEADLINE_S, Assembly, TrainerArguments
@@ -97,6 +99,9 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
         finished = loop.run()
     if not finished:
         loop.checkpoint().result()
+        loop.files.submit(loop.records.flush).result()
+        lines, generated = _so_far(assembly)
+        plot_curves(lines, generated, assembly.folder.curves)
         structlog.contextvars.bind_contextvars(version=learner.version)
         return interrupt.exit_code
     reading.cancel()
@@ -171,9 +176,13 @@ def _conclude(loop: TrainingLoop, assembly: Assembly) -> None:
     background.check()
 
 
+def _so_far(assembly: Assembly) -> tuple[list[StepMetrics], Lengths]:
+    generated = assembly.background.insist(assembly.ledger.lengths, "reading the lengths of answers")
+    return read_metrics(assembly.folder.metrics), generated
+
+
 def _report(loop: TrainingLoop, assembly: Assembly, verified: VerifyView) -> None:
-    lines = read_metrics(assembly.folder.metrics)
-    generated = loop.background.insist(assembly.ledger.lengths, "reading the lengths of answers")
+    lines, generated = _so_far(assembly)
     accounts = loop.background.insist(assembly.ledger.accounts, "reading the run's accounts")
     report = make_report(
         lines,

@@ -7,15 +7,18 @@ runs/running-sums-…/
   curves.png       success, length, staleness        logs/                one file per service
   summary.json     the run in one object             evaluation.json, trainer_report.json   what it was made from
   model/           the policy the run started from   demonstrations/, redis/
-  format           the number of this layout
+  format           the number of this layout          run-id               its name in Redis and on the wire
+  lock             held by the `rollmesh up` that works in it
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
@@ -45,6 +48,8 @@ class RunFolder:
         self.redis = root / "redis"
         self.bus_state = root / "weight-bus.json"
         self.format = root / "format"
+        self.run_id = root / "run-id"
+        self.lock = root / "lock"
 
 
 FORMAT = 2
@@ -81,7 +86,10 @@ def make_run_folder(root: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> RunF
     """
     folder = RunFolder(root)
     if folder.config.exists():
-        raise UsageError(f"{root} holds a run already", "choose another --run-dir, or remove that folder")
+        raise UsageError(
+            f"{root} holds a run already",
+            f"`rollmesh up --resume {root}` goes on with it; else choose another --run-dir",
+        )
     made = _missing(root)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -99,6 +107,24 @@ def make_run_folder(root: Path, *, min_free_bytes: int = MIN_FREE_BYTES) -> RunF
             f"cannot write the run folder {root} ({error.strerror})", "choose another --run-dir"
         ) from error
     return folder
+
+
+@contextmanager
+def held(folder: RunFolder) -> Iterator[None]:
+    """Hold the folder, alone, until the block is left or the process has ended.
+
+    Raises UsageError where another process does.
+    """
+    with writing(folder.lock):
+        file = folder.lock.open("a")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"another `rollmesh up` works in {folder.root}", "wait for its end, or choose another --run-dir"
+            ) from error
+        yield
 
 
 def free_bytes(path: Path) -> int:

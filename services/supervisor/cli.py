@@ -27,6 +27,7 @@ Examples:
   rollmesh up
   rollmesh up --task guess-number --seed 2 --servers 2
   rollmesh up --recipe smollm2
+  rollmesh up --resume runs/mine
   rollmesh up --engine vllm --steps 20 --run-dir runs/mine trainer.learning_rate=1e-4
 """
 
@@ -58,11 +59,15 @@ def up(
     tls_dir: options.TlsDir = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="Settings as TOML; flags go before it")] = None,
     recipe: Annotated[str | None, typer.Option(metavar="NAME", help="Settings of a recipe, such as smollm2")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Go on with the interrupted run in this run folder")
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view")] = False,
 ) -> None:
     from services.config.load import load_settings, origins_of
     from services.config.recipes import find_recipe
 
+    places = KeyPlaces(keys_dir, redis_password_file, tls_dir)
     if recipe is not None:
         if config is not None:
             raise UsageError("--recipe and --config both say the settings", "give one of them")
@@ -82,13 +87,17 @@ def up(
         f"{key}={json.dumps(value) if key in texts else value}" for key, value in flags.items() if value is not None
     ]
     overrides += _overrides(context.args)
+    if resume is not None:
+        if overrides or config is not None:
+            raise UsageError("--resume goes on under the settings that the run began with", "leave other settings out")
+        from services.supervisor.foreground import resume_in_foreground
+
+        raise SystemExit(resume_in_foreground(resume, places, plain=plain))
     settings, origins = load_settings(config, overrides), origins_of(config, overrides)
 
     from services.supervisor.foreground import run_in_foreground
 
-    raise SystemExit(
-        run_in_foreground(settings, origins, KeyPlaces(keys_dir, redis_password_file, tls_dir), plain=plain)
-    )
+    raise SystemExit(run_in_foreground(settings, origins, places, plain=plain))
 
 
 def _overrides(arguments: Sequence[str]) -> list[str]:

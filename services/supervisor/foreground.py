@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
 
 from rich.console import Console
 
 from services.config.fitting import value_of
 from services.config.settings import RunSettings
+from services.host.run_folder import RunFolder
 from services.security.keys import KeyPlaces
-from services.supervisor.live_view import make_view
+from services.supervisor.live_view import MetricsTail, make_view
 from services.supervisor.mesh import Mesh
-from services.supervisor.preflight import preflight
+from services.supervisor.preflight import Resolved, find_interrupted, preflight
 from services.supervisor.summary import closing_lines
+from services.wire.errors import RollmeshError
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -28,12 +31,20 @@ def run_in_foreground(settings: RunSettings, origins: Mapping[str, str], keys: K
 
     `origins`: dotted name → where the setting comes from, for the run's config.toml.
     """
-    return asyncio.run(_run(settings, origins, keys, plain=plain))
+    return asyncio.run(_run(preflight(settings, keys), origins, keys, plain=plain))
 
 
-async def _run(settings: RunSettings, origins: Mapping[str, str], keys: KeyPlaces, *, plain: bool) -> int:
+def resume_in_foreground(root: Path, keys: KeyPlaces, *, plain: bool) -> int:
+    """Go on with the interrupted run in this folder, as `run_in_foreground` does."""
+    folder = RunFolder(root.expanduser().absolute())
+    return asyncio.run(_run(find_interrupted(folder, keys), {}, keys, plain=plain))
+
+
+async def _run(
+    resolving: Coroutine[None, None, Resolved], origins: Mapping[str, str], keys: KeyPlaces, *, plain: bool
+) -> int:
     console = Console(soft_wrap=True)
-    resolved = await preflight(settings, keys)
+    resolved = await resolving
     settings, folder, run_id = resolved.settings, resolved.folder, resolved.run_id
     received: list[signal.Signals] = []
     with make_view(console, settings.steps, settings.k, plain=plain) as view:
@@ -61,6 +72,20 @@ async def _run(settings: RunSettings, origins: Mapping[str, str], keys: KeyPlace
             if not received:
                 raise
             view.say("everything has stopped")
+            _say_how_to_go_on(console, folder, settings.steps)
             return 128 + received[0]
+        except RollmeshError:
+            _say_how_to_go_on(console, folder, settings.steps)
+            raise
     console.print("", *closing_lines(folder, summary), sep="\n", markup=False, highlight=False)
     return 0
+
+
+def _say_how_to_go_on(console: Console, folder: RunFolder, steps: int) -> None:
+    """What there is so far, and the command that goes on. Nothing for a run that another process works on."""
+    line = MetricsTail(folder.metrics).read()
+    if line is not None:
+        so_far = f"{line.step} of {steps} steps are made, success of the last batch {line.success:.0%}"
+        console.print(f"{so_far}; curves: {folder.curves}", markup=False, highlight=False)
+    if folder.run_id.exists():
+        console.print(f"go on with: rollmesh up --resume {folder.root}", markup=False, highlight=False)

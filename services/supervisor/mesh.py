@@ -27,9 +27,9 @@ from services.config.fitting import annotated
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
 from services.host.aio import to_its_end
-from services.host.files import remove_shm_files, shm_directory, shm_prefix
+from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole
 from services.host.process import missing_tunables
-from services.host.run_folder import RunFolder, free_bytes
+from services.host.run_folder import RunFolder, free_bytes, held
 from services.run_store.client import connect, reached_by, without_password
 from services.run_store.ledger import Ledger
 from services.security.keys import NO_PLACES, KeyPlaces
@@ -42,6 +42,8 @@ from services.wire.errors import UNDECODABLE, RollmeshError
 from services.wire.run_metrics import EvaluationReport, TrainerReport
 
 STOP_DEADLINE_S = 8.0
+TRAINER_STOP_DEADLINE_S = 60.0
+"""It ends its step, writes a checkpoint and plots the curves."""
 REDIS_DEADLINE_S = 15.0
 START_DEADLINE_S = 300.0
 """For a server to load its model, the warm start included (vLLM on a loaded machine takes over a minute)."""
@@ -101,7 +103,8 @@ class Mesh:
     ) -> None:
         """`settings` are resolved; `folder` was made by preflight. `keys`: what every process is told.
 
-        `origins`: dotted name → where the setting comes from, for config.toml.
+        `origins`: dotted name → where the setting comes from, for config.toml. A folder that has one is of a run that was
+        interrupted, which goes on.
         """
         self._settings = settings
         self._folder = folder
@@ -115,12 +118,20 @@ class Mesh:
         self._starting: list[str] = []
         # The command began before Python had imported this module.
         self._began_at = psutil.Process().create_time()
+        if folder.config.exists():
+            self._began_at = folder.config.stat().st_mtime
 
     async def run(self) -> Summary:
         """Raises RollmeshError, of which the message is for the user, when the run fails."""
+        with held(self._folder):
+            return await self._run()
+
+    async def _run(self) -> Summary:
         self._folder.redis.mkdir(exist_ok=True)
-        text = annotated(dump_settings(self._settings), self._origins)
-        self._folder.config.write_text(text, encoding="utf-8")
+        if not self._folder.config.exists():
+            self._folder.run_id.write_text(f"{self._run_id}\n", encoding="utf-8")
+            text = annotated(dump_settings(self._settings), self._origins)
+            write_whole(self._folder.config, text.encode())
         if self._settings.redis_url is None and self._keys.redis is not None:
             write_users(self._folder.redis, self._keys.redis)
         with PortReservation() as ports:
@@ -279,7 +290,12 @@ class Mesh:
 
     async def _stop(self, processes: MeshProcesses) -> None:
         for rank in processes.in_order_of_stopping:
-            await asyncio.gather(*(managed.stop(STOP_DEADLINE_S) for managed in rank))
+            await asyncio.gather(
+                *(
+                    managed.stop(TRAINER_STOP_DEADLINE_S if managed is processes.trainer else STOP_DEADLINE_S)
+                    for managed in rank
+                )
+            )
         remove_shm_files(self._run_id)
 
 

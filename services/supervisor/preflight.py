@@ -35,6 +35,42 @@ from services.wire.task_name import parse_task
 _TASK_CHECK_S = 120.0
 
 
+async def _check_surroundings(settings: RunSettings, keys: KeyPlaces) -> None:
+    """Libraries, keys, certificates and a Redis of the user's."""
+    check_installed(settings.telemetry)
+    check_libraries(settings.trainer)
+    password = keys.read("supervisor").redis
+    tls = read_tls(keys.tls)
+    if tls.identity is not None:
+        tls.identity.check(LOOPBACK, tls.trust)
+    if settings.redis_url is not None:
+        await check_store(reached_by(settings.redis_url, password, tls.trust))
+    elif keys.redis_password is not None:
+        raise UsageError("a Redis password without a Redis of yours", "give --redis-url, or leave the password out")
+    elif keys.folder is not None and password is None:
+        raise UsageError(f"{keys.folder} has no redis.key", f"`rollmesh keys init {keys.folder}` adds what is missing")
+
+
+async def find_interrupted(folder: RunFolder, keys: KeyPlaces) -> Resolved:
+    """The run that was interrupted in `folder`, to go on with under the settings that it began with.
+
+    Raises UsageError where the folder holds none, or one that has ended.
+    """
+    try:
+        run_id = folder.run_id.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UsageError(
+            f"{folder.root} holds no run of `rollmesh up` to go on with ({error.strerror})", "name its run folder"
+        ) from error
+    if folder.summary.exists():
+        raise UsageError(f"the run in {folder.root} has ended: see {folder.summary}", "start another one")
+    settings = load_settings(folder.config, [])
+    if settings.redis_url is None and not any(folder.redis.glob("appendonlydir/*")):
+        raise UsageError(f"{folder.redis} is gone, where the run was kept", "start another run")
+    await _check_surroundings(settings, keys)
+    return Resolved(settings, folder, run_id, {})
+
+
 @dataclass(frozen=True)
 class Resolved:
     """`settings`: with nothing left open; `folder`: made for them (config.toml is not written yet). `found`: dotted name →
@@ -60,18 +96,7 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> Resolved:
     await check_task(task)
     settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
     settings, found = fitted(settings)
-    check_installed(settings.telemetry)
-    check_libraries(settings.trainer)
-    password = keys.read("supervisor").redis
-    tls = read_tls(keys.tls)
-    if tls.identity is not None:
-        tls.identity.check(LOOPBACK, tls.trust)
-    if settings.redis_url is not None:
-        await check_store(reached_by(settings.redis_url, password, tls.trust))
-    elif keys.redis_password is not None:
-        raise UsageError("a Redis password without a Redis of yours", "give --redis-url, or leave the password out")
-    elif keys.folder is not None and password is None:
-        raise UsageError(f"{keys.folder} has no redis.key", f"`rollmesh keys init {keys.folder}` adds what is missing")
+    await _check_surroundings(settings, keys)
     run_id = new_run_id(parse_task(task).label)
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
     folder = make_run_folder(root)

@@ -15,6 +15,7 @@ log. A broken one is written anew when its version is reached once more.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,21 +170,65 @@ def save_final(folder: Path, model: PreTrainedModel, base: Path, adapters: Adapt
     `adapters`: those of the model, where they alone were trained. They are merged into a copy of its weights in host
     memory, and `folder/final-adapter` has them alone. Raises OSError.
     """
-    target, merged = folder / "final", None
-    if adapters is not None:
-        merged = {name: computed(tensor).cpu() for name, tensor in adapters.merged(named_weights(model)).items()}
+    target = folder / "final"
     shutil.rmtree(target, ignore_errors=True)
-    with appearing(target) as making:
-        for path in base.iterdir():
-            if path.is_file() and path.suffix != ".safetensors" and path.name not in _WRITTEN_ANEW:
-                shutil.copy2(path, making / path.name)
-        model.save_pretrained(making, state_dict=merged)
+    save_model(target, model, base, adapters)
     if adapters is not None:
         alone = folder / "final-adapter"
         shutil.rmtree(alone, ignore_errors=True)
         with appearing(alone) as making:
             adapters.save(making, base)
     return target
+
+
+def save_model(
+    target: Path,
+    model: PreTrainedModel,
+    base: Path,
+    adapters: Adapters | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 50_000_000_000,
+) -> None:
+    """Write the folder `target`, which must not be there: the model, adapters merged, in files of `shard_bytes` at most, and
+    what else its original folder `base` holds. `dtype`: of floating weights, None for their own. Raises OSError.
+    """
+    weights = None
+    if adapters is not None or dtype is not None:
+        named = named_weights(model)
+        named = named if adapters is None else adapters.merged(named)
+        weights = {name: _as(computed(tensor).detach().cpu(), dtype) for name, tensor in named.items()}
+    with appearing(target) as making:
+        for path in base.iterdir():
+            if path.is_file() and path.suffix != ".safetensors" and path.name not in _WRITTEN_ANEW:
+                shutil.copy2(path, making / path.name)
+        if dtype is not None:
+            model.config.dtype = dtype
+        model.save_pretrained(making, state_dict=weights, max_shard_size=shard_bytes)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def load_weights(folder: Path, version: int, model: PreTrainedModel) -> None:
+    """The weights of a checkpoint under `folder` into `model`, with its adapters where there are any.
+
+    Raises UnreadableError for one that is not there or not whole, MismatchError for one of another model.
+    """
+    path = _path(folder, version)
+    if not is_good(path):
+        there = ", ".join(map(str, good_versions(folder))) or "none"
+        raise UnreadableError(f"{folder} has no whole checkpoint of version {version}", f"there are: {there}")
+    live, weights = trained_weights(model), load_file(path / "model.safetensors")
+    _check_fit(path, "model", live, weights)
+    with torch.no_grad():
+        for key, tensor in live.items():
+            tensor.copy_(weights[key])
+
+
+def _check_fit(path: Path, name: str, live: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    if weights.keys() != live.keys() or any(live[key].shape != tensor.shape for key, tensor in weights.items()):
+        raise MismatchError(f"{path} holds other weights than the {name}", "give --model the run's own model")
 
 
 def _path(folder: Path, version: int) -> Path:
@@ -223,9 +268,8 @@ def _restore(path: Path, roles: Roles, run_id: str) -> None:
         for name in roles.models()
     }
     for name, (model, _) in roles.models().items():
-        live, (weights, state) = trained_weights(model), loaded[name]
-        if weights.keys() != live.keys() or any(live[key].shape != tensor.shape for key, tensor in weights.items()):
-            raise MismatchError(f"{path} holds other weights than the {name}", "give --model the run's own model")
+        weights, state = loaded[name]
+        _check_fit(path, name, trained_weights(model), weights)
         parameters = dict(model.named_parameters())
         for key in state:
             if key.rpartition("/")[0] not in parameters:

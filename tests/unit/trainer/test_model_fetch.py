@@ -54,8 +54,8 @@ def a_wheel(folder: Path) -> tuple[Path, LlamaForCausalLM]:
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     layer = {
         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     }  # fmt: skip
     names |= {f"model.layers.0.{theirs}": f"blk.0.{ours}" for theirs, ours in layer.items()}
     for name, weight in model.state_dict().items():

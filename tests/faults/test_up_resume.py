@@ -1,0 +1,75 @@
+"""`rollmesh up --resume`: a run goes on after Ctrl-C and after the supervisor's death, to the end that it was to have."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.mesh_command import left_behind, run_command, running_up, summary_of
+
+STEPS = 14
+SMALL = ("--engine", "torch", "--steps", str(STEPS), "evaluation.problems=32", "rollout.groups_per_step=4")
+
+
+def interrupt(run_dir: Path, cache: str, which: signal.Signals, after: int) -> str:
+    """Start a run, end it by the signal after so many steps; returns what it said."""
+    with running_up(run_dir, *SMALL, "trainer.deterministic=true", cache) as mesh:
+        mesh.wait_for_steps(after)
+        started = mesh.descendants()
+        mesh.process.send_signal(which)
+        done = mesh.finish(60.0)
+        assert left_behind(started) == []
+    return done.out
+
+
+def end_of(run_dir: Path) -> None:
+    """The run was made to its end, each step once, nothing lost."""
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+    summary = summary_of(run_dir)
+    assert summary["steps"] == summary["final_version"] == STEPS, "deterministic: no version was skipped"
+    assert summary["weights_digest_match"] is True
+    assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
+    assert summary["max_staleness"] <= 2
+
+
+@pytest.mark.e2e
+def test_a_run_goes_on_after_ctrl_c_by_the_command_that_it_prints(tmp_path: Path, warm_cache: str) -> None:
+    run_dir = tmp_path / "run"
+    said = interrupt(run_dir, warm_cache, signal.SIGINT, 4)
+    printed = re.search(r"go on with: rollmesh (up --resume \S+)", said)
+    assert printed is not None, said
+    assert re.search(rf"\d+ of {STEPS} steps are made", said)
+    assert (run_dir / "curves.png").exists()
+    assert list((run_dir / "checkpoints").glob("step-*"))
+    done = run_command([*printed[1].split(), "--plain"], deadline_s=120.0)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    end_of(run_dir)
+    ended = run_command(["up", "--resume", str(run_dir)])
+    assert (ended.code, "has ended" in ended.err) == (2, True)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_run_goes_on_after_its_supervisor_was_killed(tmp_path: Path, warm_cache: str) -> None:
+    run_dir = tmp_path / "run"
+    interrupt(run_dir, warm_cache, signal.SIGKILL, 6)
+    done = run_command(["up", "--resume", str(run_dir), "--plain"], deadline_s=120.0)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    end_of(run_dir)
+
+
+def test_what_cannot_be_gone_on_with_is_refused(tmp_path: Path) -> None:
+    nothing = run_command(["up", "--resume", str(tmp_path)])
+    assert (nothing.code, "holds no run" in nothing.err) == (2, True)
+    others = run_command(["up", "--resume", str(tmp_path), "--steps", "5"])
+    assert (others.code, "settings that the run began with" in others.err) == (2, True)
+    (tmp_path / "run-id").write_text("r\n")
+    (tmp_path / "config.toml").write_text("steps = 5\n")
+    gone = run_command(["up", "--resume", str(tmp_path)])
+    assert (gone.code, "is gone, where the run was kept" in gone.err) == (2, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "run-id"]
