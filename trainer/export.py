@@ -16,8 +16,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(
-    help="Write the policy of a run as a Hugging Face folder: safetensors in the serving dtype, configuration, tokenizer, chat "
-    "template. Adapters are merged. Prints the folder.\n\n"
+    help="Write the policy of a run as a Hugging Face folder: safetensors in the serving dtype, configuration, tokenizer, "
+    "chat template. Adapters are merged. Prints the folder.\n\n"
     "Example: rollmesh export runs/mine --at 40"
 )
 def export(

@@ -189,8 +189,8 @@ def save_model(
     dtype: torch.dtype | None = None,
     shard_bytes: int = 50_000_000_000,
 ) -> None:
-    """Write the folder `target`, which must not be there: the model, adapters merged, in files of `shard_bytes` at most, and
-    what else its original folder `base` holds. `dtype`: of floating weights, None for their own. Raises OSError.
+    """Write the folder `target`, which must not be there: the model, adapters merged, and what else its original folder
+    `base` holds. `dtype`: of floating weights, None for their own; `shard_bytes`: of a file, at most. Raises OSError.
     """
     weights = None
     if adapters is not None or dtype is not None:
