@@ -32,7 +32,7 @@ from services.wire.errors import RollmeshError
 from trainer.model.adapters import Adapters
 from trainer.model.learner import named_weights, trained_weights
 from trainer.model.roles import Roles
-from weight_bus.manifest.computed import computed
+from weight_bus.manifest.computed import PublishedTensor, computed
 
 SCHEMA = 1
 KEEP = 2
@@ -194,8 +194,8 @@ def save_model(
     """
     weights = None
     if adapters is not None or dtype is not None:
-        named = named_weights(model)
-        named = named if adapters is None else adapters.merged(named)
+        own = named_weights(model)
+        named: Mapping[str, PublishedTensor] = own if adapters is None else adapters.merged(own)
         weights = {name: _as(computed(tensor).detach().cpu(), dtype) for name, tensor in named.items()}
     with appearing(target) as making:
         for path in base.iterdir():
