@@ -48,6 +48,7 @@ def test_the_accounts_balance_and_the_weights_are_equal(trained: Path) -> None:
     assert 30 <= summary["commits"] <= 60
     assert summary["tokens_generated"] >= summary["tokens_trained"] > 60 * 128
     assert summary["logprob_gap_mean"] <= 1e-5
+    assert summary["warnings"] == {}, "nothing keeps it from learning"
 
 
 def test_commits_happen_inside_requests(trained: Path) -> None:
@@ -84,6 +85,7 @@ def test_two_servers_and_the_other_task_run_the_same_way(tmp_path: Path) -> None
     assert done.code == 0, f"{done.out}\n{done.err}"
     summary = summary_of(run_dir)
     assert summary["max_staleness"] <= 1
+    assert summary["warnings"] == {}
     assert summary["weights_digest_match"] is True
     assert 10 <= summary["commits"] <= 20, "up to ten on each server"
     # One address in front of both, and the environment knew no other.
