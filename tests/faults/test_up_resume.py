@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mesh_command import left_behind, run_command, running_up, summary_of
+from tests.support.mesh_command import left_behind, run_command, running_up, summary_of, warm_start
 
 STEPS = 14
 SMALL = ("--engine", "torch", "--steps", str(STEPS), "evaluation.problems=32", "rollout.groups_per_step=4")
 
 
-def interrupt(run_dir: Path, cache: str, which: signal.Signals, after: int) -> str:
+def interrupt(run_dir: Path, which: signal.Signals, after: int) -> str:
     """Start a run, end it by the signal after so many steps; returns what it said."""
-    with running_up(run_dir, *SMALL, "trainer.deterministic=true", cache) as mesh:
+    with running_up(run_dir, *SMALL, "trainer.deterministic=true", warm_start()) as mesh:
         mesh.wait_for_steps(after)
         started = mesh.descendants()
         mesh.process.send_signal(which)
@@ -38,9 +38,9 @@ def end_of(run_dir: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_run_goes_on_after_ctrl_c_by_the_command_that_it_prints(tmp_path: Path, warm_cache: str) -> None:
+def test_a_run_goes_on_after_ctrl_c_by_the_command_that_it_prints(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    said = interrupt(run_dir, warm_cache, signal.SIGINT, 4)
+    said = interrupt(run_dir, signal.SIGINT, 4)
     printed = re.search(r"go on with: rollmesh (up --resume \S+)", said)
     assert printed is not None, said
     assert re.search(rf"\d+ of {STEPS} steps are made", said)
@@ -55,9 +55,9 @@ def test_a_run_goes_on_after_ctrl_c_by_the_command_that_it_prints(tmp_path: Path
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_a_run_goes_on_after_its_supervisor_was_killed(tmp_path: Path, warm_cache: str) -> None:
+def test_a_run_goes_on_after_its_supervisor_was_killed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    interrupt(run_dir, warm_cache, signal.SIGKILL, 6)
+    interrupt(run_dir, signal.SIGKILL, 6)
     done = run_command(["up", "--resume", str(run_dir), "--plain"], deadline_s=120.0)
     assert done.code == 0, f"{done.out}\n{done.err}"
     end_of(run_dir)

@@ -190,7 +190,9 @@ def save_model(
     shard_bytes: int = 50_000_000_000,
 ) -> None:
     """Write the folder `target`, which must not be there: the model, adapters merged, and what else its original folder
-    `base` holds. `dtype`: of floating weights, None for their own; `shard_bytes`: of a file, at most. Raises OSError.
+    `base` holds. Raises OSError.
+
+    `dtype`: of floating weights, and of `model` from then on; None for their own. `shard_bytes`: of a file, at most.
     """
     weights = None
     if adapters is not None or dtype is not None:
@@ -202,7 +204,8 @@ def save_model(
             if path.is_file() and path.suffix != ".safetensors" and path.name not in _WRITTEN_ANEW:
                 shutil.copy2(path, making / path.name)
         if dtype is not None:
-            model.config.dtype = dtype
+            # What the configuration says is taken from the model itself.
+            model.to(dtype)
         model.save_pretrained(making, state_dict=weights, max_shard_size=shard_bytes)
 
 

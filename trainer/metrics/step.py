@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from statistics import fmean, pstdev
+from statistics import fmean
 
 import numpy as np
 
@@ -40,7 +40,7 @@ def outcome(batch: Batch, unknown_token: int | None = None) -> run_metrics.Batch
         lost_siblings=sum(group.lost for group in groups),
         mixed_segments=batch.segments.of_several_versions(),
         first_opened_at=min(trajectory.opened_at for trajectory in trajectories),
-        reward_spread=pstdev(rewards),
+        reward_spread=float(np.std(rewards)),
         components=_components(trajectories),
         equal_groups=sum(len({each.payload.reward for each in group.members}) == 1 for group in groups) / len(groups),
         truncated=sum(one.finish_reason == "length" for one in trajectories) / count,
