@@ -13,7 +13,8 @@ from services.config.base import Section
 ComponentName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-_OF_FUNCTIONS = ("workers", "time_limit_s", "memory_mib", "network", "processes", "readable")
+VerifierName = Literal["math", "choice", "json-schema", "tags", "code"]
+_OF_FUNCTIONS = ("workers", "time_limit_s", "memory_mib", "network", "processes", "readable", "options")
 
 
 class ModelScoring(Section):
@@ -44,7 +45,7 @@ class ModelScoring(Section):
 
 
 class RewardComponent(Section):
-    """One named part of the reward: a function of yours, or a reward model."""
+    """One named part of the reward: a verifier of ours, a function of yours, or a reward model."""
 
     name: ComponentName
     weight: Finite = 1.0
@@ -52,8 +53,15 @@ class RewardComponent(Section):
         default=None, description="Recorded instead where the component fails; empty: the reward fails with it"
     )
     deadline_s: float = Field(default=30.0, gt=0.0, description="Longest time a sample may take, waiting included")
+    clip: tuple[Finite, Finite] | None = Field(
+        default=None, description="Least and largest value that counts; what is recorded is not clipped"
+    )
+    verifier: VerifierName | None = Field(default=None, description="One of `services.rewards.verifiers`")
     function: FunctionName | None = Field(default=None, description="module:function")
     model: ModelScoring | None = None
+    options: dict[str, str | bool | int | Finite] = Field(
+        default={}, description="verifier, function: parameters that a sample's metadata does not say"
+    )
     workers: int = Field(default=1, ge=1, le=256, description="function: calls at once")
     time_limit_s: float = Field(default=5.0, gt=0.0, description="function: longest time a call may run")
     memory_mib: int = Field(default=1024, ge=64, description="function: address space of a call")
@@ -63,13 +71,28 @@ class RewardComponent(Section):
 
     @model_validator(mode="after")
     def _one_kind(self) -> RewardComponent:
-        if (self.function is None) == (self.model is None):
-            raise ValueError(f"component {self.name!r} needs exactly one of function and model")
+        if sum(each is not None for each in (self.verifier, self.function, self.model)) != 1:
+            raise ValueError(f"component {self.name!r} needs exactly one of verifier, function and model")
+        if self.clip is not None and self.clip[0] > self.clip[1]:
+            raise ValueError(f"component {self.name!r}: clip = [{self.clip[0]:g}, {self.clip[1]:g}] holds no value")
         fields = type(self).model_fields
         idle = [name for name in _OF_FUNCTIONS if getattr(self, name) != fields[name].default]
-        if self.function is None and idle:
+        if self.model is not None and idle:
             raise ValueError(f"component {self.name!r} is a model: {', '.join(idle)} would have no effect")
         return self
+
+    @property
+    def called(self) -> str:
+        """`module:function` of a verifier or a function."""
+        if self.verifier is not None:
+            return f"services.rewards.verifiers.{self.verifier.replace('-', '_')}:judge"
+        assert self.function is not None
+        return self.function
+
+    @property
+    def starts_processes(self) -> bool:
+        """Whether its calls may start processes: code is run in one."""
+        return self.processes or self.verifier == "code"
 
 
 class RewardSettings(Section):

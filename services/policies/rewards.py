@@ -52,11 +52,20 @@ class Failure:
 
 @dataclass(frozen=True)
 class Term:
-    """One component of the formula. `substitute`: stands in for a missing value; None: the reward fails with it."""
+    """One component of the formula. `substitute`: stands in for a missing value; None: the reward fails with it.
+
+    `clip`: the least and the largest value that count.
+    """
 
     name: str
     weight: float = 1.0
     substitute: float | None = None
+    clip: tuple[float, float] | None = None
+
+    @property
+    def shown(self) -> str:
+        """As it stands in the formula."""
+        return self.name if self.clip is None else f"clip({self.name}, {self.clip[0]:g}, {self.clip[1]:g})"
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,9 @@ class NotComposed:
 def describe_formula(combine: Combine, terms: Sequence[Term]) -> str:
     """`reward = 1·exact + 0.2·helpful`."""
     if combine == "sum":
-        return "reward = " + " + ".join(f"{term.weight:g}·{term.name}" for term in terms)
+        return "reward = " + " + ".join(f"{term.weight:g}·{term.shown}" for term in terms)
     return "reward = " + " · ".join(
-        term.name if term.weight == 1.0 else f"{term.name}^{term.weight:g}" for term in terms
+        term.shown if term.weight == 1.0 else f"{term.shown}^{term.weight:g}" for term in terms
     )
 
 
@@ -111,6 +120,8 @@ def compose(combine: Combine, terms: Sequence[Term], values: Mapping[str, float 
 
 
 def _part(combine: Combine, term: Term, value: float) -> float | Failure:
+    if term.clip is not None:
+        value = min(max(value, term.clip[0]), term.clip[1])
     try:
         part = term.weight * value if combine == "sum" else math.pow(value, term.weight)
     except (ValueError, OverflowError):

@@ -38,7 +38,7 @@ class Judge:
         models = (each.model for each in settings.components)
         self._hidden = [*hidden, *(model.key_file for model in models if model is not None and model.key_file)]
         self._metrics = metrics
-        self._terms = [rewards.Term(each.name, each.weight, each.substitute) for each in settings.components]
+        self._terms = [rewards.Term(each.name, each.weight, each.substitute, each.clip) for each in settings.components]
         self._scorers: Mapping[str, Scorer] = {each.name: self._make(each) for each in settings.components}
         self._deadlines = {each.name: each.deadline_s for each in settings.components}
 
@@ -116,10 +116,11 @@ def describe_component(component: RewardComponent) -> str:
         what = f"{describe_model(component.model)}, up to {component.model.max_batch} samples a call"
     else:
         allowed = [
-            word for word, given in (("network", component.network), ("processes", component.processes)) if given
+            word for word, given in (("network", component.network), ("processes", component.starts_processes)) if given
         ]
+        kind = f"verifier {component.verifier}" if component.verifier else f"function {component.function}"
         what = (
-            f"function {component.function}, {component.workers} at once, {component.time_limit_s:g} s, "
+            f"{kind}, {component.workers} at once, {component.time_limit_s:g} s, "
             f"{component.memory_mib} MiB, {' and '.join(allowed) or 'no network, no processes'}"
         )
     return f"{component.name}: {what}; within {component.deadline_s:g} s; without a value: {failing}"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from services.config.rewards import RewardComponent
@@ -36,14 +37,13 @@ class FunctionScorer:
     def __init__(
         self, component: RewardComponent, max_waiting: int, *, hidden: Sequence[Path] = (), must_hold: bool = True
     ) -> None:
-        assert component.function is not None
-        self._name, self._function = component.name, component.function
+        self._name, self._function, self._options = component.name, component.called, component.options
         self._workers = component.workers
         self._limits = Limits(
             time_s=component.time_limit_s,
             memory_mib=component.memory_mib,
             network=component.network,
-            processes=component.processes,
+            processes=component.starts_processes,
         )
         self._files = Files(
             folder=str(Path.cwd()),
@@ -68,6 +68,8 @@ class FunctionScorer:
 
     def submit(self, sample: Sample) -> asyncio.Future[Score]:
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+        if self._options:
+            sample = msgspec.structs.replace(sample, metadata={**self._options, **sample.metadata})
         self._waiting.append((sample, future))
         self._some_wait.set()
         return future

@@ -249,3 +249,48 @@ async def test_a_model_that_is_away_or_silent_is_counted_and_never_a_zero() -> N
     causes = ("late", "unreachable")
     failed = [figure(told, "rollmesh_rewards_failed_samples_total", component="helpful", cause=why) for why in causes]
     assert sum(failed) >= 2.0
+
+
+async def test_verifiers_judge_in_the_sandbox_with_their_options() -> None:
+    components = [
+        {"name": "math", "verifier": "math", "options": {"precision": 1}},
+        {"name": "form", "verifier": "tags", "options": {"tags": "answer"}, "weight": 0.5},
+    ]
+    async with judging(*components) as http:
+        given = await judge(http, "<answer>$\\boxed{\\frac{1}{3}}$</answer>", solution="0.33")
+        assert given.json()["components"] == {"math": 1.0, "form": 1.0}, "one third is 0.33 to one digit"
+        wrong = await judge(http, "a third", solution="0.33")
+        assert (wrong.status_code, wrong.json()["reward"]) == (200, 0.0)
+        unreadable = await judge(http, "<answer>3</answer>", solution="see the book")
+        assert unreadable.status_code == 424, "the task is at fault, not the answer"
+        assert "(raised)" in unreadable.json()["error"]["message"]
+        missing = await judge(http, "3")
+        assert "has no 'solution'" in missing.json()["error"]["message"]
+        in_force = (await http.get("/v1/rewards")).json()
+        assert in_force["components"][0].startswith("math: verifier math, 1 at once")
+
+
+async def test_code_of_a_policy_is_run_in_processes_that_end_with_the_call() -> None:
+    cases = [{"input": "3 4", "output": "7"}]
+    async with judging({"name": "code", "verifier": "code", "time_limit_s": 10.0}, not_confined="warn") as http:
+        right = await judge(http, "```python\nprint(sum(map(int, input().split())))\n```", cases=cases)
+        assert right.json()["reward"] == 1.0, right.text
+        for hostile in (
+            "while True: pass",
+            "import os\nwhile True: os.fork()",
+            "x = 'x' * 10**12",
+            "import os; os.kill(0, 9)",
+        ):
+            judged = await judge(http, hostile, cases=cases)
+            # Wrong, or a failure with its name: never right, and never a zero for a verifier that died.
+            assert judged.status_code == 424 or judged.json()["reward"] == 0.0, judged.text
+        again = await judge(http, "print(7)", cases=cases)
+        assert again.json()["reward"] == 1.0, "the service has outlived them"
+
+
+async def test_a_clipped_component_counts_no_more_than_its_bounds() -> None:
+    async with judging(WORDS | {"clip": [0.0, 2.0]}) as http:
+        given = (await judge(http, "a b c d e")).json()
+        assert given["reward"] == 1.0
+        assert given["components"] == {"words": 5.0}, "what is recorded is not clipped"
+        assert (await http.get("/v1/rewards")).json()["formula"] == "reward = 0.5·clip(words, 0, 2)"
