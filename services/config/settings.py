@@ -258,6 +258,10 @@ class RunSettings(Section):
     k: int = Field(default=2, ge=0, description="Largest staleness, in optimizer steps, of a token in the loss")
     run_dir: Path | None = Field(default=None, description="Run folder; empty: runs/<task>-<time>")
     redis_url: str | None = Field(default=None, description="Empty: an embedded Valkey")
+    notify: str | None = Field(
+        default=None,
+        description="Command that `rollmesh up` runs when the run has ended, well or not (docs/the-loop.md)",
+    )
     run_store: RunStoreSettings = RunStoreSettings()
     model: ModelSettings = ModelSettings()
     warm_start: WarmStartSettings = WarmStartSettings()

@@ -7,6 +7,7 @@ SIGTERM), everything stopped.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from services.supervisor.preflight import Resolved, find_interrupted, preflight
 from services.supervisor.summary import closing_lines
 from services.wire.errors import RollmeshError
 
+_NOTIFY_WITHIN_S = 30.0
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -73,10 +75,13 @@ async def _run(
                 raise
             view.say("everything has stopped")
             _say_how_to_go_on(console, folder, settings.steps)
+            await _notify(console, settings.notify, folder, "interrupted")
             return 128 + received[0]
         except RollmeshError:
             _say_how_to_go_on(console, folder, settings.steps)
+            await _notify(console, settings.notify, folder, "failed")
             raise
+    await _notify(console, settings.notify, folder, "done")
     console.print("", *closing_lines(folder, summary), sep="\n", markup=False, highlight=False)
     return 0
 
@@ -89,3 +94,24 @@ def _say_how_to_go_on(console: Console, folder: RunFolder, steps: int) -> None:
         console.print(f"{so_far}; curves: {folder.curves}", markup=False, highlight=False)
     if folder.run_id.exists():
         console.print(f"go on with: rollmesh up --resume {folder.root}", markup=False, highlight=False)
+
+
+async def _notify(console: Console, command: str | None, folder: RunFolder, outcome: str) -> None:
+    """Run the user's command; one that fails is told of, and changes nothing."""
+    if command is None:
+        return
+    environ = {**os.environ, "ROLLMESH_RUN_DIR": str(folder.root), "ROLLMESH_OUTCOME": outcome}
+    try:
+        # A shell, as the user would type it.
+        process = await asyncio.create_subprocess_shell(command, stdin=asyncio.subprocess.DEVNULL, env=environ)
+        try:
+            async with asyncio.timeout(_NOTIFY_WITHIN_S):
+                code = await process.wait()
+        except TimeoutError:
+            process.kill()
+            code = await process.wait()
+    except OSError as error:
+        console.print(f"notify: {command!r} cannot be run ({error.strerror})", markup=False, highlight=False)
+        return
+    if code:
+        console.print(f"notify: {command!r} ended with exit code {code}", markup=False, highlight=False)

@@ -14,10 +14,12 @@ from tests.support.mesh_command import left_behind, run_command, running_up, sum
 STEPS = 14
 SMALL = ("--engine", "torch", "--steps", str(STEPS), "evaluation.problems=32", "rollout.groups_per_step=4")
 
+NOTIFY = 'notify=echo "$ROLLMESH_OUTCOME" >> "$ROLLMESH_RUN_DIR/outcomes"'
+
 
 def interrupt(run_dir: Path, which: signal.Signals, after: int) -> str:
     """Start a run, end it by the signal after so many steps; returns what it said."""
-    with running_up(run_dir, *SMALL, "trainer.deterministic=true", warm_start()) as mesh:
+    with running_up(run_dir, *SMALL, "trainer.deterministic=true", NOTIFY, warm_start()) as mesh:
         mesh.wait_for_steps(after)
         started = mesh.descendants()
         mesh.process.send_signal(which)
@@ -49,6 +51,7 @@ def test_a_run_goes_on_after_ctrl_c_by_the_command_that_it_prints(tmp_path: Path
     done = run_command([*printed[1].split(), "--plain"], deadline_s=120.0)
     assert done.code == 0, f"{done.out}\n{done.err}"
     end_of(run_dir)
+    assert (run_dir / "outcomes").read_text().split() == ["interrupted", "done"]
     ended = run_command(["up", "--resume", str(run_dir)])
     assert (ended.code, "has ended" in ended.err) == (2, True)
 
