@@ -39,7 +39,7 @@ PLANTED = [
     ("no_signal", "hopeless", []),
     ("unknown_tokens", "foreign", []),
     ("truncated", "plain", ["rollout.max_tokens=2"]),
-    ("entropy", "plain", ["rollout.temperature=0.01"]),
+    ("entropy", "plain", ["rollout.temperature=0.0001"]),
     ("gradient", "huge", ["trainer.advantage.std=false"]),
     ("ratios", "plain", ["trainer.learning_rate=0.3", "trainer.warmup_steps=0", "trainer.clip_grad_norm=1e9"]),
 ]
