@@ -72,7 +72,7 @@ class RolloutSettings(Section):
     min_group_size: int = Field(
         default=2, ge=2, description="A group that lost siblings is trained with those that finished, if so many did"
     )
-    temperature: float = Field(default=1.0, gt=0.0)
+    temperature: float = Field(default=1.0, ge=0.01, le=2.0, description="What calls may ask for, but 0")
     max_tokens: int = Field(default=24, ge=1, description="Longest answer, in tokens, a turn")
     lookahead: int = Field(
         default=LOOKAHEAD, ge=1, description="How far the run may pass its oldest open group, in (k + 1) · batch groups"

@@ -39,7 +39,7 @@ PLANTED = [
     ("no_signal", "hopeless", []),
     ("unknown_tokens", "foreign", []),
     ("truncated", "plain", ["rollout.max_tokens=2"]),
-    ("entropy", "plain", ["rollout.temperature=0.0001"]),
+    ("entropy", "plain", ["rollout.temperature=0.01"]),
     ("gradient", "huge", ["trainer.advantage.std=false"]),
     ("ratios", "plain", ["trainer.learning_rate=0.3", "trainer.warmup_steps=0", "trainer.clip_grad_norm=1e9"]),
 ]
@@ -50,7 +50,11 @@ PLANTED = [
 @pytest.mark.parametrize(("kind", "task", "settings"), PLANTED, ids=[kind for kind, *_ in PLANTED])
 def test_a_planted_cause_is_named(kind: str, task: str, settings: list[str], tmp_path: Path) -> None:
     (tmp_path / "tasks.py").write_text(TASKS)
-    save_policy(build_model(seed=5, hidden_size=32, layers=1), tmp_path / "model")
+    model = build_model(seed=5, hidden_size=32, layers=1)
+    if kind == "entropy":
+        # A fresh model's logits are so close to each other that even this temperature leaves a choice.
+        model.get_output_embeddings().weight.data *= 30
+    save_policy(model, tmp_path / "model")
     run_dir = tmp_path / "run"
     small = [f"model.path={tmp_path / 'model'}", "evaluation.problems=4", "rollout.groups_per_step=4"]
     # Off-policy tokens come with the second step; what chance may bring about is named at the second one that shows it.
