@@ -22,7 +22,7 @@ from services.supervisor.live_view import MetricsTail, make_view
 from services.supervisor.mesh import Mesh
 from services.supervisor.preflight import Resolved, find_interrupted, preflight
 from services.supervisor.summary import closing_lines
-from services.wire.errors import RollmeshError
+from services.wire.errors import RollmeshError, UsageError
 
 _NOTIFY_WITHIN_S = 30.0
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -77,8 +77,10 @@ async def _run(
             _say_how_to_go_on(console, folder, settings.steps)
             await _notify(console, settings.notify, folder, "interrupted")
             return 128 + received[0]
-        except RollmeshError:
-            _say_how_to_go_on(console, folder, settings.steps)
+        except RollmeshError as error:
+            # Misuse is told of before anything has begun; the same again would come to the same.
+            if not isinstance(error, UsageError):
+                _say_how_to_go_on(console, folder, settings.steps)
             await _notify(console, settings.notify, folder, "failed")
             raise
     await _notify(console, settings.notify, folder, "done")
@@ -87,7 +89,7 @@ async def _run(
 
 
 def _say_how_to_go_on(console: Console, folder: RunFolder, steps: int) -> None:
-    """What there is so far, and the command that goes on. Nothing for a run that another process works on."""
+    """What there is so far, and the command that goes on."""
     line = MetricsTail(folder.metrics).read()
     if line is not None:
         so_far = f"{line.step} of {steps} steps are made, success of the last batch {line.success:.0%}"

@@ -115,7 +115,8 @@ def with_model_folder(settings: RunSettings) -> RunSettings:
     done = subprocess.run([*OURS, "models", "fetch", str(model)], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise RollmeshError(
-            f"there is no model {model} to start from", "see what is said above, or set model.path=FOLDER"
+            f"there is no folder {model}, and no model of that name could be fetched",
+            "see what is said above, or set model.path=FOLDER",
         )
     folder = Path(done.stdout.strip().splitlines()[-1])
     return settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
