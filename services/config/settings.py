@@ -246,7 +246,7 @@ class TelemetrySettings(TraceSettings):
 
 class EvaluationSettings(Section):
     problems: int = Field(default=256, ge=1, description="Held-out problems, answered before and after")
-    temperature: float = Field(default=0.0, ge=0.0, description="Of those answers; 0: greedily")
+    temperature: float = Field(default=0.0, ge=0.0, le=2.0, description="Of those answers; 0: greedily")
 
 
 class RunSettings(Section):

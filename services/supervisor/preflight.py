@@ -244,6 +244,8 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
     Raises UsageError for a folder that holds a run of other settings, and for a task without demonstrations where no
     model is given; RollmeshError when the warm start fails.
     """
+    if settings.notify is not None:
+        raise UsageError("notify is read by `rollmesh up` alone", "leave it out")
     root = run_dir.expanduser().absolute()
     settings = with_model_folder(settings.model_copy(update={"run_dir": root}))
     check_first_policy(settings.model.path, settings.task)
