@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from services.config.settings import RunSettings
 from services.host.run_folder import is_complete
 from services.policies.training.model_defaults import FITTED, ModelFacts, fitting
-from services.wire.errors import UNDECODABLE, UsageError
+from services.wire.errors import UNDECODABLE, NoModelError
 
 
 class _Text(msgspec.Struct):
@@ -32,16 +32,15 @@ class _Tensor(msgspec.Struct):
 
 
 def read_facts(folder: Path) -> ModelFacts:
-    """What the folder's files say. Raises UsageError for files that cannot be read, or without any weights."""
+    """What the folder's files say: without safetensors, that it has no parameters. Whoever loads it says what it lacks.
+
+    Raises NoModelError for files that cannot be read.
+    """
     try:
         configuration = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Configuration)
         parameters = sum(_parameters(file) for file in sorted(folder.glob("*.safetensors")))
     except (OSError, *UNDECODABLE) as error:
-        raise UsageError(
-            f"{folder} cannot be read as a model ({error})", "check its config.json and safetensors"
-        ) from error
-    if not parameters:
-        raise UsageError(f"{folder} holds no safetensors", "save the model as such: save_pretrained(folder)")
+        raise NoModelError(folder, error) from error
     context = configuration.max_position_embeddings or configuration.text_config.max_position_embeddings
     return ModelFacts(parameters, context)
 

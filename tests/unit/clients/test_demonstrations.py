@@ -116,5 +116,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write demonstrations"):
         write_demonstrations("running-sums", 1, tmp_path / "file" / "below")
     with pytest.raises(UsageError, match="no task"):
+        write_demonstrations("running-sum", 1, tmp_path)
+    with pytest.raises(UsageError, match="sums has no demonstrations"):
         write_demonstrations("sums", 1, tmp_path)
     assert make_environment("running-sums").name == "running-sums"

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.environments.base import Answer, Ended, Environment, NextTurn, Problem, split_of
-from clients.environments.registry import TASKS, make_environment
+from clients.environments.registry import make_environment
 from clients.environments.tasks.guess_number import HIGHEST, LOWEST, TURNS, GuessNumber, GuessNumberEpisode
 from clients.environments.tasks.running_sums import RunningSums, running_sums
 from services.wire.errors import UsageError
+from services.wire.task_name import DEMONSTRATED
 from tests.support.examples import examples
 
 indices = st.integers(min_value=0, max_value=10**9)
@@ -26,7 +27,7 @@ def end_of(environment: Environment, problem: Problem, *answers: str, complete: 
     raise AssertionError(f"the episode goes on after {answers}")
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", DEMONSTRATED)
 @given(index=indices, seed=seeds)
 @examples(200)
 def test_splits_never_share_a_prompt_whatever_the_seed(task: str, index: int, seed: int) -> None:
@@ -39,7 +40,7 @@ def test_splits_never_share_a_prompt_whatever_the_seed(task: str, index: int, se
     assert environment.start(train).first_turn == train.prompt
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", DEMONSTRATED)
 def test_problems_differ_between_indices_and_seeds(task: str) -> None:
     environment = make_environment(task)
     first = [environment.problem("held_out", index, 1) for index in range(256)]

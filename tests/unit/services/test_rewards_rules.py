@@ -184,8 +184,8 @@ MODEL = '[[rewards.components]]\nname = "b"\nmodel = { url = "http://127.0.0.1:1
     ("text", "words"),
     [
         (FUNCTION + FUNCTION, "two components are named 'a'"),
-        (FUNCTION + 'model = { url = "http://x" }\n', "exactly one of function and model"),
-        ('[[rewards.components]]\nname = "a"\n', "exactly one of function and model"),
+        (FUNCTION + 'model = { url = "http://x" }\n', "exactly one of verifier, function and model"),
+        ('[[rewards.components]]\nname = "a"\n', "exactly one of verifier, function and model"),
         (MODEL + "workers = 3\n", "workers would have no effect"),
         ('[rewards]\ncombine = "product"\n' + FUNCTION + "weight = -1.0\n", "above 0"),
         ("[rewards]\nenabled = true\n", "without a component"),
