@@ -47,6 +47,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
     finisher = server.ready(lambda parts: parts.finisher)
     runners = server.ready(lambda parts: parts.runners)
     ledger = server.ready(lambda parts: parts.ledger)
+    evaluations = server.ready(lambda parts: parts.evaluations)
     completions = server.ready(lambda parts: parts.completions)
     answers = server.ready(lambda parts: parts.answer_service)
     turns = server.ready(lambda parts: parts.turns)
@@ -103,7 +104,9 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
         group_routes(
             access, opener, takeover, groups, turns, finisher, engine, check, rollout.group_timeout_s, size.check
         ),
-        report_routes(access, groups, gate, ledger, engine, plan.run_id, plan.server_id, server.http_cpu_s),
+        report_routes(
+            access, groups, gate, ledger, evaluations, engine, plan.run_id, plan.server_id, server.http_cpu_s
+        ),
         session_routes(access, opener, takeover, groups, finisher, engine, check, plan.url),
         runner_routes(access, runners),
         trajectory_routes(access, takeover, groups, renderer, ledger, log),

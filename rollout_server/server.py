@@ -46,6 +46,7 @@ from services.observability.tracing import NO_TRACING, Tracing
 from services.policies.admission import StoreUse, store_use
 from services.run_store.client import connect
 from services.run_store.discovery import Heartbeat, ServerRecord, ServiceRegistry
+from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Ledger
 from services.run_store.publishing import TrajectoryWriter
 from services.run_store.runners import RunnerRegistry
@@ -108,6 +109,7 @@ class Parts:
     publisher: Publisher
     finisher: Finisher
     runners: RunnerWatch
+    evaluations: EvaluationStore
     log: TrajectoryLog
 
 
@@ -294,6 +296,7 @@ class RolloutServer:
             runners=RunnerWatch(
                 registry, finisher, RunnerRegistry(redis, plan.run_id), servers, plan.settings.rollout.runner_lease_s
             ),
+            evaluations=EvaluationStore(redis, plan.run_id),
             log=log,
         )
 

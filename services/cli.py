@@ -105,6 +105,7 @@ COMMANDS = {
         "services.supervisor.cli:prepare_app", "Make the run folder of a mesh that is started part by part"
     ),
     "sft": Command("trainer.sft.cli:app", "Warm-start a tiny policy by a short supervised run"),
+    "eval": Command("services.supervisor.cli:eval_app", "Measure a policy on held-out problems"),
     "export": Command("trainer.cli:export_app", "Write a run's policy as a Hugging Face folder"),
     "models": Command("trainer.fetch.cli:app", "Fetch a model by its name"),
     "train": Command("trainer.cli:app", "Run the trainer"),

@@ -20,6 +20,7 @@ from services.observability.tracing import NO_TRACING, Tracing
 from services.policies.admission import StoreUse, store_use
 from services.policies.batching import GroupFilter
 from services.run_store.client import connect
+from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Ledger
 from services.run_store.status import WaitBoard
 from services.run_store.stream import TrajectoryReader
@@ -86,6 +87,7 @@ class Assembly:
         asked = Keys(peer=arguments.bus_key, metrics=arguments.metrics_key)
         self.telemetry = open_telemetry(self.redis, *told, background, stack, asked, arguments.tls)
         self.ledger = Ledger(self.redis, arguments.run_id)
+        self.evaluations = EvaluationStore(self.redis, arguments.run_id)
         self.reader = self._open_reader()
 
     def roles(self) -> Roles:
@@ -132,7 +134,10 @@ class Assembly:
             interrupt=interrupt,
             tracing=self.arguments.tracing,
             store=self._store_use,
+            evaluations=lambda: self.telemetry.evaluations,
+            evaluations_file=self.folder.evaluations,
             files=self._stack.enter_context(ThreadPoolExecutor(1, "run-files")),
+            saving=self._stack.enter_context(ThreadPoolExecutor(1, "checkpoints")),
             packing=self._stack.enter_context(ThreadPoolExecutor(1, "packing")),
             unknown_token=_unknown_token(tokenizer),
         )

@@ -91,7 +91,8 @@ def train(
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder")],
     at: Annotated[
-        int | None, typer.Option(min=0, metavar="VERSION", help="Of a checkpoint (default: the newest there is)")
+        str | None,
+        typer.Option(metavar="VERSION", help="Of a checkpoint, or `best`: the best evaluated (default: the newest)"),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: RUN/export-VERSION")] = None,
     dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Default: the run's model.dtype")] = None,
@@ -111,12 +112,19 @@ def export(
         from transformers.utils import logging as transformers_logging
 
         from trainer.assembly import load_policy
-        from trainer.checkpoint import checkpoint
+        from trainer.checkpoint import checkpoint, evaluated
         from trainer.model.adapters import Adapters
 
     transformers_logging.disable_progress_bar()
     there = checkpoint.good_versions(folder.checkpoints)
-    version = at if at is not None else max(there, default=None)
+    final, ended = folder.checkpoints / "final", evaluated.final_version(folder)
+    version = max(there, default=None) if ended is None else ended
+    if at == "best":
+        version = evaluated.best_checkpoint(folder, settings.evaluation.every)
+    elif at is not None:
+        if not at.isdecimal():
+            raise UsageError(f"{at!r} is no version", "write a number, or best")
+        version = int(at)
     if version is None:
         raise UsageError(
             f"{folder.checkpoints} has no checkpoint yet", "wait for one, or interrupt the run: it writes one"
@@ -125,10 +133,14 @@ def export(
     if target.exists():
         raise UsageError(f"{target} is there already", "name another --out, or remove it")
     base = settings.model.path or folder.model
-    model = load_policy(base)
-    lora = settings.trainer.lora
-    adapters = Adapters(model, lora, settings.seed) if lora.rank else None
-    checkpoint.load_weights(folder.checkpoints, version, model)
+    adapters = None
+    if version == ended:
+        model = load_policy(final)
+    else:
+        model = load_policy(base)
+        lora = settings.trainer.lora
+        adapters = Adapters(model, lora, settings.seed) if lora.rank else None
+        checkpoint.load_weights(evaluated.find(folder.checkpoints, version), model)
     wanted = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype or settings.model.dtype]
     with writing(target):
         checkpoint.save_model(target, model, base, adapters, wanted, shard_mib << 20)

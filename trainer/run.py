@@ -101,7 +101,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
         loop.checkpoint().result()
         loop.files.submit(loop.records.flush).result()
         lines, generated = _so_far(assembly)
-        plot_curves(lines, generated, assembly.folder.curves)
+        plot_curves(lines, generated, assembly.folder.curves, loop.evaluations())
         structlog.contextvars.bind_contextvars(version=learner.version)
         return interrupt.exit_code
     reading.cancel()
@@ -172,6 +172,8 @@ def _conclude(loop: TrainingLoop, assembly: Assembly) -> None:
     verified = background.call(loop.updates.verify(), "verifying the engines' weights", VERIFY_DEADLINE_S)
     _log.info("concluded", version=version, dropped_at_the_end=dropped, weights_match=verified.match)
     loop.files.submit(loop.records.flush).result()
+    if loop.settings.evaluation.every:
+        loop.heed_last_evaluations(background.insist(assembly.evaluations.read, "reading the evaluations"))
     _report(loop, assembly, verified)
     background.check()
 
@@ -199,4 +201,4 @@ def _report(loop: TrainingLoop, assembly: Assembly, verified: VerifyView) -> Non
         learner = loop.learner
         checkpoint.save_final(loop.checkpoints, learner.model, assembly.arguments.model, learner.adapters)
     write_report(assembly.folder.trainer_report, report)
-    plot_curves(lines, generated, assembly.folder.curves)
+    plot_curves(lines, generated, assembly.folder.curves, loop.evaluations())

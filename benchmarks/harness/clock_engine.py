@@ -14,7 +14,9 @@ import asyncio
 import math
 import zlib
 from bisect import bisect_right
+from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -59,7 +61,7 @@ class ClockEngine:
         self._pace = pace
         self._vocabulary = vocabulary
         self._chance = Random(seed)
-        self._places = asyncio.Semaphore(pace.places)
+        self._places = Places(pace.places)
         self._asked = 0
         self._sampling: dict[object, float] = {}
         self._tokens = 0
@@ -101,7 +103,7 @@ class ClockEngine:
     async def _sample(self, request: GenerationRequest, index: int) -> GenerationDelta:
         planned = self._pace.length(self._chance)
         length = min(planned, request.sampling.max_tokens)
-        async with self._places:
+        async with self._places.one(background=request.background):
             clock = asyncio.get_running_loop().time
             began = self._sampling[request.request_id, index] = clock()
             try:
@@ -179,6 +181,42 @@ class ClockEngine:
 
     async def close(self) -> None:
         await self._weights.close()
+
+
+class Places:
+    """So many at once; those in the background begin after all that wait and are not."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: dict[bool, deque[asyncio.Future[None]]] = {False: deque(), True: deque()}
+
+    @asynccontextmanager
+    async def one(self, *, background: bool) -> AsyncIterator[None]:
+        if self._free:
+            self._free -= 1
+        else:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting[background].append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._give()
+                raise
+        try:
+            yield
+        finally:
+            self._give()
+
+    def _give(self) -> None:
+        """A place to the next that still waits."""
+        for waiting in (self._waiting[False], self._waiting[True]):
+            while waiting:
+                turn = waiting.popleft()
+                if not turn.done():
+                    turn.set_result(None)
+                    return
+        self._free += 1
 
 
 app = typer.Typer(add_completion=False)

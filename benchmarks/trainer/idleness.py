@@ -98,9 +98,20 @@ async def make_policy(plan: PacedPlan, folder: Path) -> Path:
 
 
 async def run_paced(
-    plan: PacedPlan, *, k: int, token_s: float, steps: int, warm_up: int, model: Path, folder: Path
+    plan: PacedPlan,
+    *,
+    k: int,
+    token_s: float,
+    steps: int,
+    warm_up: int,
+    model: Path,
+    folder: Path,
+    evaluation: Sequence[str] = ("--evaluation-problems", "1"),
 ) -> PacedRun:
-    """Train `warm_up` and then `steps` steps under K in a mesh of its own. Raises RollmeshError when a process fails."""
+    """Train `warm_up` and then `steps` steps under K in a mesh of its own. Raises RollmeshError when a process fails.
+
+    `evaluation`: flags of the environment.
+    """
     run_id = folder.name
     run = await asyncio.to_thread(_prepare, folder, _settings(plan, k, warm_up + steps))
     common = ["--run-id", run_id, "--config", str(run.config)]
@@ -118,7 +129,15 @@ async def run_paced(
                 flags = [*mesh, "--model", str(model), "--server-id", f"s{number}", "--port", str(port)]
                 command = [*PYTHON, "benchmarks.harness.clock_engine", *flags, *_pace(plan, token_s)]
                 others.append(await stack.enter_async_context(running(f"server {number}", command, folder)))
-            command = [*PYTHON, "services", "run-environment", "--run-id", run_id, *_playing(plan, k, run, urls)]
+            command = [
+                *PYTHON,
+                "services",
+                "run-environment",
+                "--run-id",
+                run_id,
+                *_playing(plan, k, run, urls),
+                *evaluation,
+            ]
             others.append(await stack.enter_async_context(running("environment", command, folder)))
             command = [*PYTHON, "services", "train", *mesh, "--model", str(model), "--run-dir", str(run.root)]
             trainer = await stack.enter_async_context(running("trainer", command, folder))
@@ -161,7 +180,7 @@ def _pace(plan: PacedPlan, token_s: float) -> list[str]:
 def _playing(plan: PacedPlan, k: int, run: RunFolder, urls: Sequence[str]) -> list[str]:
     flags = ["--task", _TASK, "--run-dir", str(run.root), "--group-size", str(plan.group_size)]
     flags += ["--max-tokens", str(plan.longest), "--concurrency", str((k + 1) * plan.groups_per_step)]
-    flags += ["--evaluation-problems", "1", "--seed", str(plan.seed)]
+    flags += ["--seed", str(plan.seed)]
     return [*flags, *(part for url in urls for part in ("--rollout-url", url))]
 
 
@@ -264,16 +283,7 @@ def _describe(measured: Idleness) -> str:
 async def measure_idleness(plan: PacedPlan, *, stretch: float, steps: int, sync_steps: int, folder: Path) -> Idleness:
     """Run the three meshes, one after the other. `folder`: for models, logs and runs; empty. Raises RollmeshError."""
     model = await make_policy(plan, folder)
-    quick = await run_paced(
-        plan,
-        k=0,
-        token_s=_QUICK_TOKEN_S,
-        steps=_QUICK_STEPS,
-        warm_up=_QUICK_WARM_UP,
-        model=model,
-        folder=folder / "quick",
-    )
-    busy_s = statistics.median(line.step_ms - line.wait_ms for line in quick.lines) / 1e3
+    busy_s = await busy_seconds(plan, model, folder / "quick")
     longest = typical_longest(plan.median, plan.sigma, plan.longest, plan.batch)
     token_s = stretch * busy_s / longest
     synchronous = await run_paced(
@@ -284,6 +294,20 @@ async def measure_idleness(plan: PacedPlan, *, stretch: float, steps: int, sync_
         plan, k=K, token_s=token_s, steps=steps, warm_up=2 * (K + 1), model=model, folder=folder / "async"
     )
     return Idleness(busy_s, longest, token_s, asynchronous, synchronous)
+
+
+async def busy_seconds(plan: PacedPlan, model: Path, folder: Path) -> float:
+    """What a step takes without waiting, in a mesh whose engines are much faster. Raises RollmeshError."""
+    quick = await run_paced(
+        plan,
+        k=0,
+        token_s=_QUICK_TOKEN_S,
+        steps=_QUICK_STEPS,
+        warm_up=_QUICK_WARM_UP,
+        model=model,
+        folder=folder,
+    )
+    return statistics.median(line.step_ms - line.wait_ms for line in quick.lines) / 1e3
 
 
 def typical_longest(median: float, sigma: float, cut: int, answers: int) -> float:

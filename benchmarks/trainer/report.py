@@ -31,6 +31,7 @@ FIGURES = (
     "long_row_gb",
     "idle_fraction",
     "async_vs_sync",
+    "eval_cost",
 )
 
 
@@ -56,7 +57,8 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     second ÷ the card's, in bfloat16; `vs_float32`: tokens a second ÷ those in float32; `long_row_gb`: the most memory of
     a step on one row of 32,768 tokens.
     `idle_fraction`: share of the time that the training thread waits for a batch, at K = 2. `async_vs_sync`: trained tokens
-    a second, K = 2 ÷ K = 0.
+    a second, K = 2 ÷ K = 0. `eval_cost`: share of trained tokens a second that evaluations of 256 problems every 20
+    versions take away.
     """
 
     packed_vs_padded: float | None
@@ -75,6 +77,7 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     long_row_gb: float | None
     idle_fraction: float | None
     async_vs_sync: float | None
+    eval_cost: float | None
     rounds: dict[str, list[float]]
     missing: dict[str, str]
     seen: dict[str, str]

@@ -40,6 +40,7 @@ def trainer(
 
     with heavy_imports():
         from benchmarks.trainer.device import measure_device
+        from benchmarks.trainer.evaluating import measure_evaluating
         from benchmarks.trainer.idleness import measure_rounds
         from benchmarks.trainer.peaks import measure_peaks
         from benchmarks.trainer.prefixes import measure_prefixes
@@ -61,6 +62,7 @@ def trainer(
         asyncio.run(measure_peaks(peak_rounds, threads, say)),
         measure_device(rounds, say),
         asyncio.run(measure_rounds(paced_rounds, seed, say)),
+        asyncio.run(measure_evaluating(paced_rounds, say)),
     ]
     bench = put_together(parts, load, versions("rollmesh", "torch", "transformers"))
     show(bench, as_json, as_table(bench))

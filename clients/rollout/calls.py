@@ -78,6 +78,14 @@ def run_state() -> Call[rollout_api.RunState]:
     return _get("/run", rollout_api.RunState)
 
 
+def tell_evaluation(body: rollout_api.EvaluationAnswers) -> Call[None]:
+    return Call("POST", "/evaluations", _json(body), lambda _: None)
+
+
+def evaluations() -> Call[rollout_api.Evaluations]:
+    return _get("/evaluations", rollout_api.Evaluations)
+
+
 def join_runner(runner: rollout_api.Runner) -> Call[rollout_api.RunnerLease]:
     return Call("POST", "/runners", _json(runner), rollout_api.RunnerLease.model_validate_json)
 

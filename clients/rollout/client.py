@@ -87,6 +87,14 @@ class RolloutClient:
         """How far the run is. `patience_s` overrides the client's, for waiting until a server has started."""
         return await self._transport.call(calls.run_state(), patience_s)
 
+    async def tell_evaluation(self, body: rollout_api.EvaluationAnswers) -> None:
+        """Record an evaluation of the run; a version that has one keeps it."""
+        await self._transport.call(calls.tell_evaluation(body))
+
+    async def evaluations(self) -> list[rollout_api.Evaluation]:
+        """The run's evaluations so far, in the order of their versions."""
+        return (await self._transport.call(calls.evaluations())).evaluations
+
     async def join_runner(self, runner: rollout_api.Runner) -> rollout_api.RunnerLease:
         """Take a runner's name; the groups of an earlier process of that name are given up."""
         return await self._transport.call(calls.join_runner(runner))

@@ -72,6 +72,12 @@ class SyncRolloutClient:
     def leave_runner(self, runner: rollout_api.Runner) -> None:
         self._call(calls.leave_runner(runner))
 
+    def tell_evaluation(self, body: rollout_api.EvaluationAnswers) -> None:
+        self._call(calls.tell_evaluation(body))
+
+    def evaluations(self) -> list[rollout_api.Evaluation]:
+        return self._call(calls.evaluations()).evaluations
+
     def open_session(self, body: session_api.OpenSession) -> session_api.SessionOpened:
         return self._call(calls.open_session(body))
 

@@ -43,6 +43,11 @@ def run_environment(
     ] = 48,
     evaluation_problems: Annotated[int, typer.Option(min=1, help="Held-out problems, before and after")] = 256,
     evaluation_temperature: Annotated[float, typer.Option(min=0.0, help="For those problems; 0: greedily")] = 0.0,
+    evaluation_samples: Annotated[int, typer.Option(min=1, help="Answers to each of them")] = 1,
+    evaluate_every: Annotated[int, typer.Option(min=0, help="Versions between evaluations beside training")] = 0,
+    evaluate_only: Annotated[
+        bool, typer.Option("--evaluate-only", help="Evaluate what is served, write it to evaluation.json, and end")
+    ] = False,
     episode_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that an episode may take")] = 600.0,
     retries: Annotated[int, typer.Option(min=0, help="How often a problem is played again whose group was lost")] = 2,
     name: Annotated[
@@ -67,7 +72,8 @@ def run_environment(
     """
     from clients.environments.registry import make_task
     from clients.environments.rewards import RewardsAddress
-    from clients.runner.runner import RunnerPlan, run_environment
+    from clients.runner.evaluation import Terms
+    from clients.runner.runner import RunnerPlan, evaluate_once, run_environment
     from services.config.traces import TraceSettings, with_environ
     from services.observability.setup import open_tracing
     from services.security.keys import read_keys
@@ -93,8 +99,7 @@ def run_environment(
         greedy_baseline=greedy_baseline,
         max_tokens=max_tokens,
         concurrency=concurrency,
-        evaluation_problems=evaluation_problems,
-        evaluation_temperature=evaluation_temperature,
+        evaluation=Terms(evaluation_problems, evaluation_temperature, evaluation_samples, evaluate_every),
         run_dir=run_dir,
         episode_timeout_s=episode_timeout,
         retries=retries,
@@ -105,7 +110,7 @@ def run_environment(
     )
 
     async def until_terminated() -> None:
-        playing = asyncio.create_task(run_environment(rollout_url, plan))
+        playing = asyncio.create_task((evaluate_once if evaluate_only else run_environment)(rollout_url, plan))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
         await playing
 

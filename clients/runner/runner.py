@@ -3,6 +3,7 @@
     evaluate ──► open ──► play ──► finish ──┐ × concurrency ──► (run concluded) ──► final weights served ──► evaluate
                   ▲──────────┬──────────────┘
                   └── lost ──┘  counted by cause; its problem is played again, a bounded number of times
+                  beside: evaluate, every so many versions
 
 It only uses the rollout API. With one address (a gateway) calls wait until that is back, and no group is lost. With several
 a group whose server dies is dropped (admission opens another in its place), the server is skipped for a while, and the
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,15 @@ from clients.rollout.client import RolloutClient
 from clients.rollout.server_pool import ServerPool
 from clients.rollout.transport import OUTAGE_S, ServerUnreachableError
 from clients.runner.agent_episodes import EpisodeLimits, open_group
-from clients.runner.evaluation import GROUP_SIZE, EvaluationRecord, Measured, evaluate
+from clients.runner.evaluation import (
+    GROUP_SIZE,
+    EvaluationRecord,
+    Measured,
+    PeriodicEvaluation,
+    Terms,
+    as_told,
+    evaluate,
+)
 from clients.runner.failures import GroupFailures, GroupLostError
 from clients.runner.groups import in_dialect, play_to_end
 from clients.runner.lease import Lease, new_runner
@@ -71,9 +80,8 @@ class RunnerPlan:
     temperature: float
     max_tokens: int
     concurrency: int
-    evaluation_problems: int
+    evaluation: Terms
     run_dir: Path
-    evaluation_temperature: float = 0.0
     dialect: Dialect = "text"
     greedy_baseline: bool = False
     episode_timeout_s: float = 600.0
@@ -97,6 +105,18 @@ async def run_environment(urls: Sequence[str], plan: RunnerPlan) -> None:
     Raises DeadlineError when no server starts, or when all stay out of reach, TooManyLostError for an environment that
     only ever fails, ConflictError when another process takes its name. Cancelling it leaves no task and no session behind.
     """
+    await _with_servers(urls, plan, _play_run)
+
+
+async def evaluate_once(urls: Sequence[str], plan: RunnerPlan) -> None:
+    """Evaluate what is served and write it to `evaluation.json`, as `EvaluationAnswers`.
+
+    Raises as `run_environment` does.
+    """
+    await _with_servers(urls, plan, _evaluate_alone)
+
+
+async def _with_servers(urls: Sequence[str], plan: RunnerPlan, play: _Play) -> None:
     runner = new_runner(plan.name)
     async with AsyncExitStack() as stack:
         clients = [
@@ -116,7 +136,10 @@ async def run_environment(urls: Sequence[str], plan: RunnerPlan) -> None:
         _log.info("waiting", waiting_for="rollout servers to start", urls=list(urls))
         await asyncio.gather(*(client.run_state(patience_s=plan.start_deadline_s) for client in clients))
         lease = await stack.enter_async_context(Lease(runner, clients, plan.api_key, plan.trust))
-        await lease.while_held(_play_run(clients, plan, runner.runner_id))
+        await lease.while_held(play(clients, plan, runner.runner_id))
+
+
+_Play = Callable[[Sequence[RolloutClient], RunnerPlan, str], Coroutine[None, None, None]]
 
 
 async def _play_run(clients: Sequence[RolloutClient], plan: RunnerPlan, runner_id: str) -> None:
@@ -131,11 +154,27 @@ async def _play_run(clients: Sequence[RolloutClient], plan: RunnerPlan, runner_i
             before = await _evaluate(pool, environment, plan, runner_id)
             record.write_before(before)
         _log.info("evaluated", when="before", success=before.success, mean_length=before.mean_length)
-        await _Players(pool, environment, plan, runner_id).play_until_concluded()
+
+        async def measure() -> Measured:
+            return await _evaluate(pool, environment, plan, runner_id)
+
+        beside = PeriodicEvaluation(pool, environment.name, plan.evaluation, measure)
+        await _Players(pool, environment, plan, runner_id, beside).play_until_concluded()
         await _wait_for_final_weights(clients)
         after = await _evaluate(pool, environment, plan, runner_id)
-        record.write_report(before, after, plan.evaluation_problems)
+        record.write_report(before, after, plan.evaluation.problems, plan.evaluation.samples)
         _log.info("evaluated", when="after", success=after.success, mean_length=after.mean_length)
+
+
+async def _evaluate_alone(clients: Sequence[RolloutClient], plan: RunnerPlan, runner_id: str) -> None:
+    async with AsyncExitStack() as stack:
+        if isinstance(plan.environment, AbstractAsyncContextManager):
+            await stack.enter_async_context(plan.environment)
+        pool, began = ServerPool(clients), time.monotonic()
+        environment = await in_dialect(clients[0], plan.environment, plan.dialect)
+        measured = await _evaluate(pool, environment, plan, runner_id)
+        told = as_told(measured, environment.name, plan.evaluation, measured.first_version, began)
+        EvaluationRecord(plan.run_dir).write_alone(told)
 
 
 async def _evaluate(pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan, runner_id: str) -> Measured:
@@ -144,9 +183,10 @@ async def _evaluate(pool: ServerPool, environment: AnyEnvironment, plan: RunnerP
             pool,
             environment,
             seed=plan.seed,
-            problems=plan.evaluation_problems,
+            problems=plan.evaluation.problems,
             max_tokens=plan.max_tokens,
-            temperature=plan.evaluation_temperature,
+            temperature=plan.evaluation.temperature,
+            samples=plan.evaluation.samples,
             limits=plan.limits,
             runner_id=runner_id,
             groups_at_once=max(1, plan.concurrency * plan.group_size // GROUP_SIZE),
@@ -174,7 +214,15 @@ class _Next:
 class _Players:
     """`concurrency` players, each with one group in play at a time."""
 
-    def __init__(self, pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan, runner_id: str) -> None:
+    def __init__(
+        self,
+        pool: ServerPool,
+        environment: AnyEnvironment,
+        plan: RunnerPlan,
+        runner_id: str,
+        evaluation: PeriodicEvaluation,
+    ) -> None:
+        self._evaluation = evaluation
         self._left_behind = LeftBehind(pool.clients)
         self._pool, self._environment, self._plan = pool, environment, plan
         self._failures = GroupFailures(plan.retries, plan.concurrency)
@@ -193,7 +241,7 @@ class _Players:
         try:
             async with asyncio.TaskGroup() as tasks:
                 players = [tasks.create_task(self._keep_playing()) for _ in range(self._plan.concurrency)]
-                telling = tasks.create_task(self._progress.run())
+                beside = [tasks.create_task(self._progress.run()), tasks.create_task(self._evaluation.run())]
                 if isinstance(self._environment, AgentEnvironment):
                     # An agent may still run for minutes, although no trajectory is accepted any more.
                     watching = tasks.create_task(self._until_concluded())
@@ -201,7 +249,7 @@ class _Players:
                     players.append(watching)
                 else:
                     await asyncio.wait(players)
-                for task in (*players, telling):
+                for task in (*players, *beside):
                     task.cancel()
         except BaseExceptionGroup as failed:
             # The first error cancelled the others, and is the cause.
@@ -239,6 +287,7 @@ class _Players:
         if group is None:
             return
         playing = next_up.owed or _Owed(group.ordinal, 0)
+        self._evaluation.serves(group.policy_version)
         span.note(group=group.group_id, ordinal=group.ordinal, problem=playing.index, attempt=playing.attempt)
         try:
             with structlog.contextvars.bound_contextvars(group=group.group_id):

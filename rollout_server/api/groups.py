@@ -22,6 +22,7 @@ from rollout_server.lifecycle.runners import RunnerWatch
 from rollout_server.lifecycle.takeover import Takeover
 from rollout_server.sessions.access import Access
 from rollout_server.sessions.group import GroupRegistry
+from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Ledger
 from services.wire import rollout_api
 from services.wire.rollout_api import Runner, RunnerLease
@@ -101,6 +102,7 @@ def report_routes(
     groups: Ready[GroupRegistry],
     gate: Ready[AdmissionGate],
     ledger: Ready[Ledger],
+    evaluations: Ready[EvaluationStore],
     engine: Engine,
     run_id: str,
     server_id: str,
@@ -122,6 +124,19 @@ def report_routes(
                 final_version=accounts.final_version,
             )
         )
+
+    @router.post("/evaluations", status_code=204)
+    async def tell_evaluation(call: rollout_api.EvaluationAnswers, request: Request) -> Response:
+        """An evaluation of the run. A version that has one keeps it."""
+        access().require_agent(request)
+        await evaluations().keep(call)
+        return Response(status_code=204)
+
+    @router.get("/evaluations", response_model=rollout_api.Evaluations)
+    async def read_run_evaluations(request: Request) -> Response:
+        """The run's evaluations so far."""
+        access().require_agent(request, "reading")
+        return answer(rollout_api.Evaluations(evaluations=await evaluations().read()))
 
     @router.get("/engine", response_model=rollout_api.EngineReport)
     async def read_engine(request: Request) -> Response:

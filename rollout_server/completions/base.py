@@ -72,6 +72,7 @@ class AnswerContext:
     def generate(self, request: GenerationRequest, prompt: int = 0) -> AsyncGenerator[GenerationDelta, None]:
         """Deltas of prompt number `prompt`; those of a partial answer are given out once they are in the journal."""
         deps, partial = self.deps, self.partial
+        request = replace(request, background=self.session.terms.purpose == "evaluate")
         if partial is None:
             return resume(deps.engine, request, deps.until_accepting)
         streamed = request.stream

@@ -88,7 +88,7 @@ class TurnTaker:
         with group.reserved([turn.session_id for turn in call.turns]) as sessions:
             additions = await self._encode(call.turns)
             samplings = [_sampling_in(group, session, sampling) for session in sessions]
-            plans = self._plan(group.group_id, sessions, additions, samplings)
+            plans = self._plan(group, sessions, additions, samplings)
             with generating(self._tracing, sessions[0].terms.trace) as span:
                 sampled = await self._run_all(plans)
                 if span.context:
@@ -145,7 +145,7 @@ class TurnTaker:
 
     def _plan(
         self,
-        group_id: str,
+        group: Group,
         sessions: Sequence[Session],
         additions: Sequence[list[int]],
         samplings: Sequence[SamplingParams],
@@ -156,10 +156,11 @@ class TurnTaker:
         return [
             Plan(
                 GenerationRequest(
-                    request_id=f"{group_id}:{next(self._count)}",
+                    request_id=f"{group.group_id}:{next(self._count)}",
                     prompt_token_ids=list(prompt),
                     sampling=self._fit(sampling, len(prompt)),
                     n=len(positions),
+                    background=group.purpose == "evaluate",
                 ),
                 positions,
             )

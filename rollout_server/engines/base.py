@@ -38,7 +38,7 @@ class GenerationRequest:
     counts from here on. With the torch engine the result equals that of an uninterrupted request. With vLLM it does
     not: presence and frequency penalties ignore resumed tokens, and a seed starts over. `first_index`: with a seed, the
     samples are numbers `first_index`, `first_index + 1` … of the uninterrupted request; deltas are numbered from 0 all
-    the same.
+    the same. `background`: it begins after all that wait and are not (evaluations).
     """
 
     request_id: str
@@ -52,6 +52,7 @@ class GenerationRequest:
     gather_s: float = 0.010
     resumed: int = 0
     first_index: int = 0
+    background: bool = False
 
 
 @dataclass(frozen=True)

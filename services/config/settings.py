@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.base import Section
@@ -245,8 +245,28 @@ class TelemetrySettings(TraceSettings):
 
 
 class EvaluationSettings(Section):
-    problems: int = Field(default=256, ge=1, description="Held-out problems, answered before and after")
+    """Held-out problems, answered before and after training, and beside it every so many versions."""
+
+    problems: int = Field(default=256, ge=1, description="Held-out problems")
     temperature: float = Field(default=0.0, ge=0.0, le=2.0, description="Of those answers; 0: greedily")
+    samples: int = Field(default=1, ge=1, le=64, description="Answers to each problem, for pass@k")
+    every: int = Field(
+        default=0, ge=0, description="Policy versions between evaluations beside training; 0: before and after alone"
+    )
+    stop_at: float | None = Field(
+        default=None, gt=0.0, le=1.0, description="The run ends once an evaluation beside training finds this success"
+    )
+    keep_best: bool = Field(
+        default=True, description="The checkpoint of the best evaluation is kept, whatever comes after it"
+    )
+
+    @model_validator(mode="after")
+    def _reachable(self) -> EvaluationSettings:
+        if self.stop_at is not None and not self.every:
+            raise ValueError("evaluation.stop_at needs evaluation.every: nothing would measure it")
+        if self.samples > 1 and self.temperature == 0.0:
+            raise ValueError("several greedy answers are all the same: give evaluation.temperature with samples")
+        return self
 
 
 class RunSettings(Section):

@@ -6,6 +6,7 @@ runs/running-sums-…/
   anomalies/       batches that could not be trained
   curves.png       success, length, staleness        logs/                one file per service
   summary.json     the run in one object             evaluation.json, trainer_report.json   what it was made from
+                                                     evaluations.json     those made beside training
   model/           the policy the run started from   demonstrations/, redis/
   format           the number of this layout          run-id               its name in Redis and on the wire
   lock             held by the `rollmesh up` that works in it
@@ -42,6 +43,7 @@ class RunFolder:
         self.curves = root / "curves.png"
         self.summary = root / "summary.json"
         self.evaluation = root / "evaluation.json"
+        self.evaluations = root / "evaluations.json"
         self.trainer_report = root / "trainer_report.json"
         self.model = root / "model"
         self.demonstrations = root / "demonstrations"

@@ -38,6 +38,8 @@ class RunKeys:
         """Hash: component → what it is waiting for, since when."""
         self.trainer_status = self._key("trainer-report")
         """What the trainer tells of its last steps."""
+        self.evaluations = self._key("evaluations")
+        """Hash: version → its evaluation on held-out problems."""
         self.services = self._key("services")
         """Hash: service → its record, alive or not."""
         self.service_heartbeats = self._key("service-heartbeats")

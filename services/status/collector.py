@@ -23,12 +23,14 @@ from services.policies.admission import StoreUse
 from services.policies.wait_causes import Cause, ProbeOutcome, SeenGroup, SeenService, find_causes
 from services.run_store.client import as_text
 from services.run_store.discovery import Listed, ServerRecord, ServiceRegistry
+from services.run_store.evaluations import EvaluationStore
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Accounts, Ledger
 from services.run_store.status import TrainerStatus, Wait, read_trainer_status, read_waits
 from services.security.tls import PUBLIC, Trust
-from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
+from services.status.report import CauseView, EvaluationView, GroupView, MeshReport, QueueView, ServiceView, WaitView
 from services.wire.errors import UNDECODABLE, DeadlineError, UsageError
+from services.wire.rollout_api import Evaluation
 
 PART_WITHIN_S = 2.0
 COLLECT_AGAIN_S = 2.2
@@ -50,6 +52,7 @@ class _Parts:
     asking: int = 0
     waits: Mapping[str, Wait] = field(default_factory=dict)
     report: TrainerStatus | None = None
+    evaluations: Sequence[Evaluation] = ()
     unread: list[str] = field(default_factory=list)
 
 
@@ -148,12 +151,15 @@ class StatusCollector:
             groups = tasks.create_task(self._part(parts, "open groups", self._groups(), list[SeenGroup]()))
             asking = tasks.create_task(self._part(parts, "admission", self._asking(), 0))
             waits = tasks.create_task(self._part(parts, "waits", read_waits(self._redis, self._run_id), _NO_WAITS))
+            evaluations = tasks.create_task(
+                self._part(parts, "evaluations", EvaluationStore(self._redis, self._run_id).read(), list[Evaluation]())
+            )
             report = tasks.create_task(
                 self._part(parts, "trainer", read_trainer_status(self._redis, self._run_id), None)
             )
         parts.listed, parts.accounts = listed.result(), accounts.result()
         parts.groups, parts.asking, parts.waits = groups.result(), asking.result(), waits.result()
-        parts.report = report.result()
+        parts.report, parts.evaluations = report.result(), evaluations.result()
         return parts
 
     async def _part(self, parts: _Parts, name: str, reading: Awaitable[_Part], instead: _Part) -> _Part:
@@ -206,6 +212,7 @@ def _report(
         trainer=parts.report,
         trainer_waits=next((wait for wait in waits if wait.component == TRAINER), None),
         waits=waits,
+        evaluation=_evaluation(parts.evaluations[-1]) if parts.evaluations else None,
         causes=[_cause(cause) for cause in causes],
         unread=parts.unread,
     )
@@ -256,6 +263,10 @@ def _queue(accounts: Accounts, open_groups: int, asking: int) -> QueueView:
         unaccounted=accounts.unaccounted,
         corrected=accounts.corrected,
     )
+
+
+def _evaluation(newest: Evaluation) -> EvaluationView:
+    return EvaluationView(**{name: getattr(newest, name) for name in EvaluationView.__struct_fields__})
 
 
 def _cause(cause: Cause) -> CauseView:

@@ -87,6 +87,11 @@ def _figures(report: MeshReport) -> RenderableType:
             table.add_row("may not learn", Text(f"{sign}: {words}", style=_BAD))
         if trainer.dropped:
             table.add_row("dropped", ", ".join(f"{cause} {count}" for cause, count in trainer.dropped.items()))
+    held_out = report.evaluation
+    if held_out is not None:
+        success = f"{held_out.success:.1%} ({held_out.low:.1%} to {held_out.high:.1%}) of {held_out.problems} problems"
+        versions = f"versions {held_out.first_version} to {held_out.last_version}"
+        table.add_row("held out", f"{success}, {versions}, {report.at - held_out.at:.0f} s ago")
     if queue is not None:
         table.add_row("queue", f"{queue.in_stream} trajectories in the stream, {queue.trained} trained")
         if queue.unaccounted or queue.corrected:

@@ -78,6 +78,18 @@ class QueueView(msgspec.Struct, frozen=True, kw_only=True):
     """By how many they were corrected in all."""
 
 
+class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
+    """Success on held-out problems, with its interval, of the versions that were served meanwhile."""
+
+    first_version: int
+    last_version: int
+    at: float
+    problems: int
+    success: float
+    low: float
+    high: float
+
+
 class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
     """`at`: Unix seconds. `unread`: parts that could not be had, and why. None for what is not there yet, or unread."""
 
@@ -88,6 +100,8 @@ class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerStatus | None
     trainer_waits: WaitView | None
     waits: list[WaitView]
+    evaluation: EvaluationView | None
+    """The newest one beside training."""
     causes: list[CauseView]
     """Why the trainer waits, or will: the one that holds up most first."""
     unread: list[str]

@@ -15,6 +15,7 @@ from services.wire.errors import UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 prepare_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+eval_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 play_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 redis_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -114,6 +115,48 @@ def _overrides(arguments: Sequence[str]) -> list[str]:
                 f"{argument!r} is no setting", "write section.key=value, such as trainer.learning_rate=1e-4"
             )
     return overrides
+
+
+@eval_app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    help="Measure a policy on held-out problems: rollout servers serve it, nothing is trained. Prints success with its "
+    "interval, pass@k and lengths. Settings (docs/configuration.md) may follow; those of a checkpoint's run hold else.\n\n"
+    "\b\nExamples:\n"
+    "  rollmesh eval --checkpoint runs/mine --at best\n"
+    "  rollmesh eval --task sums --samples 4 --temperature 1 model.path=smollm2-135m",
+)
+def evaluate(
+    context: typer.Context,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="A run folder, or RUN/checkpoints/step-…; else set model.path")
+    ] = None,
+    at: Annotated[
+        str | None, typer.Option(metavar="VERSION", help="Of the run's checkpoints, or `best` (default: the newest)")
+    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="Default: the run's")] = None,
+    problems: Annotated[int | None, typer.Option(min=1, metavar="N", help="Held-out problems")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="Answers to each, for pass@k")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, metavar="T", help="0: greedily")] = None,
+    engine: Annotated[str | None, typer.Option(metavar="NAME", help="auto, torch or vllm")] = None,
+    servers: Annotated[int | None, typer.Option(min=1, metavar="N", help="Rollout servers")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    flags = {
+        "task": None if task is None else json.dumps(task),
+        "engine": None if engine is None else json.dumps(engine),
+        "servers": servers,
+        "evaluation.problems": problems,
+        "evaluation.samples": samples,
+        "evaluation.temperature": temperature,
+    }
+    overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    overrides += _overrides(context.args)
+    if checkpoint is None and at is not None:
+        raise UsageError("--at names a checkpoint of a run", "name the run with --checkpoint")
+
+    from services.supervisor.evaluate import Asked, evaluate_in_foreground
+
+    raise SystemExit(evaluate_in_foreground(Asked(checkpoint, at, overrides), as_json=as_json))
 
 
 @prepare_app.command(

@@ -76,11 +76,14 @@ def plan_launch(
     ports: MeshPorts,
     keys: KeyPlaces = NO_PLACES,
     tunables: Mapping[str, str] = MappingProxyType({}),
+    *,
+    fixed: bool = False,
 ) -> LaunchPlan:
     """The mesh for resolved settings (`engine` is no longer `auto`). Every process is told where its keys are.
 
     `tunables`: environment variables for those that compute with weights (`services.host.process`): trainer and servers
-    would each begin again for lack of them.
+    would each begin again for lack of them. `fixed`: the policy stays as it is: servers know no bus, and the environment
+    evaluates it and ends.
     """
     valkey = None
     if settings.redis_url is None:
@@ -96,7 +99,8 @@ def plan_launch(
     model = settings.model.path or folder.model
     commands = _Commands(run_id, keys)
     run = ("--run-id", run_id, "--config", str(folder.config))
-    mesh = (*run, "--redis-url", redis_url, "--bus-url", bus_url, "--model", str(model))
+    mesh = (*run, "--redis-url", redis_url, "--model", str(model))
+    bus = () if fixed else ("--bus-url", bus_url)
     return LaunchPlan(
         redis_url=redis_url,
         bus_url=bus_url,
@@ -113,6 +117,7 @@ def plan_launch(
                 f"rollout-server-{index}",
                 "rollout-server",
                 *mesh,
+                *bus,
                 *("--server-id", f"s{index}", "--engine", settings.engine),
                 *("--host", LOOPBACK, "--port", str(port)),
                 threads=settings.rollout.threads,
@@ -130,7 +135,7 @@ def plan_launch(
         if rewards_url is None
         else commands.command("rewards", "rewards", *run, "--host", LOOPBACK, "--port", str(ports.rewards)),
         trainer=commands.command(
-            *("trainer", "train", *mesh, "--run-dir", str(folder.root)),
+            *("trainer", "train", *mesh, *bus, "--run-dir", str(folder.root)),
             role="job",
             threads=settings.trainer.thread_count,
             environ=tunables,
@@ -138,6 +143,7 @@ def plan_launch(
         environment=commands.command(
             "environment",
             *environment_command(settings, run_id, folder.root, server_urls if gateway_url is None else (gateway_url,)),
+            *(("--evaluate-only",) if fixed else ()),
             role="job",
             # It reads no configuration; all others learn from there whether traces are wanted.
             environ={**judged, **as_environ(settings.telemetry)},
@@ -202,6 +208,8 @@ def environment_command(
         "--concurrency": settings.admission_rules(0).most_open,
         "--evaluation-problems": settings.evaluation.problems,
         "--evaluation-temperature": settings.evaluation.temperature,
+        "--evaluation-samples": settings.evaluation.samples,
+        "--evaluate-every": settings.evaluation.every,
         "--run-dir": run_dir,
     }
     pairs = [part for flag, value in flags.items() for part in (flag, str(value))]
@@ -312,6 +320,11 @@ class PortReservation:
         else:
             holder.close()
         return port
+
+    def of_mesh(self, servers: int) -> MeshPorts:
+        """All ports of a mesh with so many rollout servers."""
+        redis, bus, gateway, rewards, *others = (self.reserve() for _ in range(4 + servers))
+        return MeshPorts(redis=redis, bus=bus, gateway=gateway, rewards=rewards, servers=tuple(others))
 
     def __enter__(self) -> PortReservation:
         return self

@@ -19,8 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from services.host.files import LineTail
+from services.run_store.evaluations import EvaluationStore
 from services.run_store.status import Wait, read_waits
-from services.wire.rollout_api import EngineReport
+from services.wire.rollout_api import EngineReport, Evaluation
 from services.wire.run_metrics import StepMetrics, decode_step_metrics
 
 PLAIN_EVERY_S = 5.0
@@ -116,10 +117,14 @@ def _facts(snapshot: Snapshot, steps: int, k: int) -> list[tuple[str, str]]:
     if metrics is None:
         starting = [("starting", ", ".join(snapshot.starting))] if snapshot.starting else []
         return [("step", f"0/{steps}"), *starting]
-    stall = snapshot.stall_ms
+    stall, found = snapshot.stall_ms, snapshot.evaluation
+    held_out = []
+    if found is not None:
+        held_out = [("held out", f"{found.success:.2f} ({found.low:.2f} to {found.high:.2f}) at v{found.due}")]
     return [
         ("step", f"{metrics.step}/{steps}"),
         ("success", f"{metrics.success:.2f}"),
+        *held_out,
         ("length", f"{metrics.response_length:.1f}"),
         ("tokens/s", f"{metrics.tokens_per_s:,.0f}"),
         ("staleness", f"{metrics.staleness_mean:.2f} (max {metrics.staleness_max} of {k})"),
@@ -152,6 +157,8 @@ class Snapshot:
     engines: Sequence[EngineReport] = ()
     waits: dict[str, Wait] = field(default_factory=dict)
     starting: Sequence[str] = ()
+    evaluation: Evaluation | None = None
+    """The newest one beside training."""
 
     @property
     def stall_ms(self) -> float | None:
@@ -191,8 +198,9 @@ class Observer:
         self._urls = urls
 
     async def collect(self, starting: Sequence[str] = ()) -> Snapshot:
-        engines, waits = await asyncio.gather(self._engines(), self._waits())
-        return Snapshot(time.time() - self._began_at, self._tail.read(), engines, waits, starting)
+        engines, waits, evaluation = await asyncio.gather(self._engines(), self._waits(), self._evaluation())
+        elapsed_s = time.time() - self._began_at
+        return Snapshot(elapsed_s, self._tail.read(), engines, waits, starting, evaluation)
 
     async def _engines(self) -> list[EngineReport]:
         reports = await asyncio.gather(*(read_engine(self._http, url) for url in self._urls))
@@ -204,6 +212,13 @@ class Observer:
                 return await read_waits(self._redis, self._run_id)
         except (RedisError, OSError, TimeoutError):
             return {}
+
+    async def _evaluation(self) -> Evaluation | None:
+        try:
+            async with asyncio.timeout(1.0):
+                return next(reversed(await EvaluationStore(self._redis, self._run_id).read()), None)
+        except (RedisError, OSError, TimeoutError):
+            return None
 
 
 async def read_engine(http: httpx.AsyncClient, url: str) -> EngineReport | None:

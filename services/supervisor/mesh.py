@@ -31,10 +31,11 @@ from services.host.files import remove_shm_files, shm_directory, shm_prefix, wri
 from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder, free_bytes, held
 from services.run_store.client import connect, reached_by, without_password
+from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Ledger
 from services.security.keys import NO_PLACES, KeyPlaces
 from services.security.tls import read_trust
-from services.supervisor.launch_plan import LaunchPlan, MeshPorts, PortReservation, plan_launch, write_users
+from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch, write_users
 from services.supervisor.live_view import Observer, View, read_engine
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, ServiceFailedError
 from services.supervisor.summary import Summary, read_report, summarise, write_summary
@@ -135,14 +136,7 @@ class Mesh:
         if self._settings.redis_url is None and self._keys.redis is not None:
             write_users(self._folder.redis, self._keys.redis)
         with PortReservation() as ports:
-            servers = tuple(ports.reserve() for _ in range(self._settings.servers))
-            reserved = MeshPorts(
-                redis=ports.reserve(),
-                bus=ports.reserve(),
-                gateway=ports.reserve(),
-                rewards=ports.reserve(),
-                servers=servers,
-            )
+            reserved = ports.of_mesh(self._settings.servers)
             plan = plan_launch(
                 self._settings, self._folder, self._run_id, reserved, self._key_places, missing_tunables()
             )
@@ -211,7 +205,7 @@ class Mesh:
                     for task in lasting:
                         task.cancel()
             except BaseExceptionGroup as failed:
-                raise _first_cause(failed) from failed
+                raise first_cause(failed) from failed
         return summary
 
     async def _warm_start(self, processes: MeshProcesses) -> None:
@@ -279,6 +273,7 @@ class Mesh:
             self._run_id,
             trainer=read_report(self._folder.trainer_report, TrainerReport),
             evaluation=read_report(self._folder.evaluation, EvaluationReport),
+            evaluations=await EvaluationStore(redis, self._run_id).read(),
             accounts=await Ledger(redis, self._run_id).accounts(),
             engines=[report for report in reports if report is not None],
             began_at=self._began_at,
@@ -309,14 +304,14 @@ def _named_urls(plan: LaunchPlan) -> list[tuple[str, str]]:
     return named
 
 
-def _first_cause(failed: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_cause(failed: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error to tell of: one of ours before anything else."""
     first: BaseException = failed.exceptions[0]
     for error in failed.exceptions:
         if isinstance(error, RollmeshError):
             first = error
             break
-    return _first_cause(first) if isinstance(first, BaseExceptionGroup) else first
+    return first_cause(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 # Readiness waits: each has a name and a deadline, and says what was still missing.

@@ -12,12 +12,25 @@ import msgspec
 from services.config.settings import RunSettings
 from services.host.files import write_whole
 from services.host.run_folder import RunFolder
+from services.policies.evaluation import interval, ks_of, pass_at
 from services.run_store.ledger import Accounts
 from services.wire.errors import UNDECODABLE, WireError
-from services.wire.rollout_api import EngineReport
+from services.wire.rollout_api import EngineReport, Evaluation
 from services.wire.run_metrics import EvaluationReport, TrainerReport
 
 ReportT = TypeVar("ReportT")
+
+
+class EvaluationPoint(msgspec.Struct, frozen=True):
+    """Held-out success, within `low` and `high`, of the versions from the first to the last."""
+
+    due: int
+    first_version: int
+    last_version: int
+    success: float
+    low: float
+    high: float
+    mean_length: float
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +48,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     k: int
     success_before: float
     success_after: float
+    success_interval_before: tuple[float, float]
+    success_interval_after: tuple[float, float]
+    pass_at_before: dict[int, float]
+    pass_at_after: dict[int, float]
+    """k → share of held-out problems that k answers solve."""
+    evaluations: list[EvaluationPoint]
+    """Those beside training, in order."""
     response_length_before: float
     response_length_after: float
     evaluation_problems: int
@@ -80,6 +100,7 @@ def summarise(
     *,
     trainer: TrainerReport,
     evaluation: EvaluationReport,
+    evaluations: Sequence[Evaluation] = (),
     accounts: Accounts,
     engines: Sequence[EngineReport],
     began_at: float,
@@ -92,6 +113,7 @@ def summarise(
     """
     if trainer.first_step_at is None:
         raise WireError("the trainer's report is of no step", "see the trainer's log")
+    samples = evaluation.samples
     stalls = [stall for engine in engines for stall in engine.stalls_ms]
     return Summary(
         run_id=run_id,
@@ -102,6 +124,11 @@ def summarise(
         k=settings.k,
         success_before=evaluation.success_before,
         success_after=evaluation.success_after,
+        success_interval_before=_within(evaluation.solved_before, samples),
+        success_interval_after=_within(evaluation.solved_after, samples),
+        pass_at_before=_pass_at(evaluation.solved_before, samples),
+        pass_at_after=_pass_at(evaluation.solved_after, samples),
+        evaluations=[_point(each) for each in evaluations],
         response_length_before=round(evaluation.mean_length_before, 3),
         response_length_after=round(evaluation.mean_length_after, 3),
         evaluation_problems=evaluation.problems,
@@ -129,8 +156,27 @@ def summarise(
     )
 
 
+def _within(solved: Sequence[int], samples: int) -> tuple[float, float]:
+    if not solved:
+        return 0.0, 1.0
+    found = interval(solved, samples)
+    return found.low, found.high
+
+
+def _pass_at(solved: Sequence[int], samples: int) -> dict[int, float]:
+    return {k: pass_at(solved, samples, k) for k in ks_of(samples)} if solved else {}
+
+
+def _point(evaluation: Evaluation) -> EvaluationPoint:
+    return EvaluationPoint(*(getattr(evaluation, name) for name in EvaluationPoint.__struct_fields__))
+
+
 def write_summary(folder: RunFolder, summary: Summary) -> None:
     write_whole(folder.summary, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+
+
+def _success(success: float, interval: tuple[float, float]) -> str:
+    return f"{success:.0%} ({interval[0]:.0%} to {interval[1]:.0%})"
 
 
 def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
@@ -141,7 +187,8 @@ def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
         "–" if summary.stall_ms_p50 is None else f"{summary.stall_ms_p50:.1f} ms p50, {summary.stall_ms_max:.1f} max"
     )
     rows = {
-        "success, held out": f"{summary.success_before:.0%} → {summary.success_after:.0%}",
+        "success, held out": f"{_success(summary.success_before, summary.success_interval_before)} → "
+        f"{_success(summary.success_after, summary.success_interval_after)}",
         "answer length": f"{summary.response_length_before:.1f} → {summary.response_length_after:.1f} tokens",
         "optimizer steps": f"{summary.steps}, the first after {summary.first_step_s:.1f} s, all in {summary.wall_s:.1f} s",
         "tokens": f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",

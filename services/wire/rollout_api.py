@@ -213,3 +213,58 @@ class RunnerLease(Body):
 
     lease_s: float
     """Seconds for which the runner may be silent."""
+
+
+# Evaluations beside training. Whoever plays a run's task measures the policy and tells the run, at any of its servers.
+
+
+class EvaluationAnswers(Body):
+    """Held-out problems, answered by one version, or by those that were served meanwhile. Lengths in sampled tokens."""
+
+    due: int = Field(ge=0)
+    """The version that it was to be of."""
+    first_version: int = Field(ge=0)
+    last_version: int = Field(ge=0)
+    """What servers served from its first call to its last answer. One version answered all where both are the same."""
+    task: str = Field(min_length=1, max_length=200)
+    samples: int = Field(default=1, ge=1, le=1024)
+    """Answers to each problem."""
+    solved: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=1_000_000)
+    """For each problem, how many of them were right."""
+    temperature: float = Field(ge=0.0, le=2.0)
+    mean_length: float = Field(ge=0.0)
+    seconds: float = Field(ge=0.0)
+    at: float
+    """Unix seconds, at its end."""
+
+    @model_validator(mode="after")
+    def _no_more_than_all(self) -> EvaluationAnswers:
+        if max(self.solved) > self.samples:
+            raise ValueError(f"a problem with {max(self.solved)} right answers of {self.samples}")
+        return self
+
+
+class Evaluation(Body):
+    """What was found, of `EvaluationAnswers`. `success`: pass@1, which lies between `low` and `high` at 95 %."""
+
+    due: int
+    first_version: int
+    last_version: int
+    task: str
+    problems: int
+    samples: int
+    temperature: float
+    success: float
+    low: float
+    high: float
+    pass_at: dict[int, float]
+    """k → share of problems that k answers solve."""
+    mean_length: float
+    seconds: float
+    at: float
+
+
+class Evaluations(Body):
+    """`GET /evaluations`: those of the run, in the order of their versions."""
+
+    evaluations: list[Evaluation]

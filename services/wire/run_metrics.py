@@ -239,3 +239,8 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     mean_length_before: float
     mean_length_after: float
     problems: int
+    solved_before: list[int] = []
+    solved_after: list[int] = []
+    """Right answers to each problem; empty in reports of before they were written down."""
+    samples: int = 1
+    """Answers to each problem."""

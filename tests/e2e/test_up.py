@@ -127,3 +127,35 @@ def test_the_same_job_runs_on_vllm(tmp_path: Path) -> None:
     assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
     assert processes_of_runs_in(run_dir) == []
     assert shared_memory_files(summary["run_id"]) == []
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_beside_training_and_its_best_policy_is_evaluated_alone(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    chosen = ["every=10", "samples=2", "temperature=1.0", "problems=64", "stop_at=0.7"]
+    arguments = ["up", "--engine", "torch", "--run-dir", str(run_dir), *(f"evaluation.{each}" for each in chosen)]
+    done = run_command(arguments, deadline_s=240.0)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    summary = summary_of(run_dir)
+    found = summary["evaluations"]
+    assert [each["due"] for each in found] == [10 * number for number in range(1, len(found) + 1)] and found
+    for each in found:
+        assert each["due"] <= each["first_version"] <= each["last_version"] <= summary["final_version"]
+        assert each["low"] <= each["success"] <= each["high"]
+    # It ended within a second or two of the first that was good enough, and nothing was lost by that.
+    assert any(each["success"] >= 0.7 for each in found) and summary["steps"] < 60
+    assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
+    assert summary["success_interval_after"][0] <= summary["success_after"] <= summary["success_interval_after"][1]
+    assert summary["pass_at_after"]["2"] >= summary["pass_at_after"]["1"] == summary["success_after"]
+    told = json.loads((run_dir / "evaluations.json").read_text(encoding="utf-8"))["evaluations"]
+    assert [each["success"] for each in told] == [each["success"] for each in found]
+    # The evaluation after training was of the last policy: what is measured again of it is the same.
+    again = ["eval", "--checkpoint", str(run_dir), "--problems", "64", "--json"]
+    measured = run_command(again, deadline_s=120.0)
+    assert measured.code == 0, f"{measured.out}\n{measured.err}"
+    alone = json.loads(measured.out)
+    assert (alone["success"], alone["mean_length"]) == (summary["success_after"], summary["response_length_after"])
+    best = run_command([*again, "--at", "best"], deadline_s=120.0)
+    assert best.code == 0, f"{best.out}\n{best.err}"
+    assert json.loads(best.out)["success"] >= max(each["success"] for each in found) - 0.15
+    assert processes_of_runs_in(tmp_path) == []

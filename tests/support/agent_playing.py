@@ -12,6 +12,7 @@ import aiohttp
 from clients.environments.base import AgentEndpoint, AnyEnvironment, Ended, Problem, Split
 from clients.environments.chat import chat
 from clients.rollout.client import RolloutClient
+from clients.runner.evaluation import Terms
 from clients.runner.runner import RunnerPlan
 from services.wire.errors import RollmeshError
 from services.wire.rollout_api import GroupOpened, OpenGroup, Purpose, SamplingBody
@@ -47,7 +48,7 @@ def plan_for(environment: AnyEnvironment, run_dir: Path, **changes: object) -> R
         "temperature": 1.0,
         "max_tokens": 8,
         "concurrency": 2,
-        "evaluation_problems": 4,
+        "evaluation": Terms(4),
         "run_dir": run_dir,
         "start_deadline_s": 20.0,
     }

@@ -36,7 +36,7 @@ from weight_bus.manifest.computed import PublishedTensor, computed
 
 SCHEMA = 1
 KEEP = 2
-_PREFIX = "step-"
+PREFIX = "step-"
 # Written anew with the model; everything else of its folder (tokenizer, chat template …) is carried over.
 _WRITTEN_ANEW = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
@@ -83,16 +83,30 @@ class Snapshot:
     tensors: dict[str, dict[str, Tensor]]
 
 
-def snapshot(roles: Roles, run_id: str, fingerprint: str) -> Snapshot:
-    """Copy the state to the host."""
+def snapshot(roles: Roles, run_id: str, fingerprint: str, over: Snapshot | None = None) -> Snapshot:
+    """Copy the state to the host.
+
+    `over`: an earlier snapshot, which nobody reads any more: its memory is written over, so that no new pages are needed.
+    """
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, (model, optimizer) in roles.models().items():
-        weights = {key: tensor.detach().to("cpu", copy=True) for key, tensor in trained_weights(model).items()}
-        tensors |= {f"{name}.safetensors": weights, _optimizer_file(name): _optimizer_state(model, optimizer)}
+        parts = {
+            f"{name}.safetensors": trained_weights(model),
+            _optimizer_file(name): _optimizer_state(model, optimizer),
+        }
+        for file, live in parts.items():
+            held = {} if over is None else over.tensors.get(file, {})
+            tensors[file] = {key: _copied(tensor, held.get(key)) for key, tensor in live.items()}
     log_price = None if roles.advantage_computer.price is None else roles.advantage_computer.price.log_value
     learner = roles.learner
     meta = Meta(SCHEMA, run_id, learner.version, fingerprint, log_price, learner.skipped)
     return Snapshot(meta, tensors)
+
+
+def _copied(tensor: Tensor, held: Tensor | None) -> Tensor:
+    if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+        return tensor.detach().to("cpu", copy=True)
+    return held.copy_(tensor.detach())
 
 
 def save(folder: Path, taken: Snapshot) -> Path:
@@ -100,7 +114,7 @@ def save(folder: Path, taken: Snapshot) -> Path:
 
     One that is there already and good is left alone: the same version has the same bytes.
     """
-    target = _path(folder, taken.meta.version)
+    target = path_of(folder, taken.meta.version)
     if not is_good(target):
         _set_aside(target)
         with appearing(target) as making:
@@ -113,19 +127,19 @@ def save(folder: Path, taken: Snapshot) -> Path:
     kept = good_versions(folder)[-KEEP:]
     for version in versions(folder):
         if version not in kept and version < taken.meta.version:
-            shutil.rmtree(_path(folder, version), ignore_errors=True)
+            shutil.rmtree(path_of(folder, version), ignore_errors=True)
     return target
 
 
 def versions(folder: Path) -> list[int]:
     """Versions of the checkpoints under `folder`, oldest first."""
-    found = (path.name.removeprefix(_PREFIX) for path in folder.glob(f"{_PREFIX}*"))
+    found = (path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*"))
     return sorted(int(version) for version in found if version.isdigit())
 
 
 def good_versions(folder: Path) -> list[int]:
     """Those of `versions` that are whole, as far as their headers tell."""
-    return [version for version in versions(folder) if is_good(_path(folder, version))]
+    return [version for version in versions(folder) if is_good(path_of(folder, version))]
 
 
 def is_good(path: Path) -> bool:
@@ -151,7 +165,7 @@ def restore_newest(folder: Path, roles: Roles, run_id: str) -> int | None:
     known = versions(folder)
     for version in reversed(known):
         try:
-            _restore(_path(folder, version), roles, run_id)
+            _restore(path_of(folder, version), roles, run_id)
             return version
         except MismatchError as error:
             mismatch = mismatch or error
@@ -213,15 +227,14 @@ def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def load_weights(folder: Path, version: int, model: PreTrainedModel) -> None:
-    """The weights of a checkpoint under `folder` into `model`, with its adapters where there are any.
+def load_weights(path: Path, model: PreTrainedModel) -> None:
+    """The weights of the checkpoint `path` into `model`, with its adapters where there are any.
 
     Raises UnreadableError for one that is not there or not whole, MismatchError for one of another model.
     """
-    path = _path(folder, version)
     if not is_good(path):
-        there = ", ".join(map(str, good_versions(folder))) or "none"
-        raise UnreadableError(f"{folder} has no whole checkpoint of version {version}", f"there are: {there}")
+        there = ", ".join(map(str, good_versions(path.parent))) or "none"
+        raise UnreadableError(f"{path} is no whole checkpoint", f"versions there are: {there}")
     live, weights = trained_weights(model), load_file(path / "model.safetensors")
     _check_fit(path, "model", live, weights)
     with torch.no_grad():
@@ -234,8 +247,9 @@ def _check_fit(path: Path, name: str, live: Mapping[str, Tensor], weights: Mappi
         raise MismatchError(f"{path} holds other weights than the {name}", "give --model the run's own model")
 
 
-def _path(folder: Path, version: int) -> Path:
-    return folder / f"{_PREFIX}{version:08d}"
+def path_of(folder: Path, version: int) -> Path:
+    """Where the checkpoint of `version` is, or would be."""
+    return folder / f"{PREFIX}{version:08d}"
 
 
 def _aside(target: Path) -> Path:
@@ -295,7 +309,7 @@ def _optimizer_file(model: str) -> str:
 def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        f"{names[id(parameter)]}/{key}": value.detach().to("cpu", copy=True)
+        f"{names[id(parameter)]}/{key}": value
         for parameter, values in optimizer.state.items()
         for key, value in values.items()
     }

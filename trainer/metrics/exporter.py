@@ -30,11 +30,13 @@ from services.http.auth import AuthMiddleware, Authorizer
 from services.observability import catalog
 from services.observability.metrics import Metrics, Reading
 from services.run_store.discovery import Heartbeat, ServiceRecord, StoreState, announced
+from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Accounts, Ledger
 from services.run_store.status import TrainerStatus, Wait, post_trainer_status, read_waits
 from services.security.permissions import NO_KEYS, Keys, lacking
 from services.security.tls import PLAIN, Identity, Tls
 from services.wire.errors import DeadlineError, UsageError
+from services.wire.rollout_api import Evaluation
 from services.wire.run_metrics import StepMetrics, decode_step_metrics
 from trainer.io_loop import Background
 
@@ -74,7 +76,13 @@ def open_telemetry(
         ServiceRecord(name="weight-bus", kind="weight-bus", url=bus_url, told_by=NAME),
     )
     telemetry = Telemetry(
-        redis, run_id, metrics, StepTotals(settings.steps, settings.k), Authorizer(keys), tls.identity
+        redis,
+        run_id,
+        metrics,
+        StepTotals(settings.steps, settings.k),
+        Authorizer(keys),
+        tls.identity,
+        evaluates=settings.evaluation.every > 0,
     )
     background.spawn(telemetry.run(listener, records), "telemetry", essential=False)
 
@@ -99,8 +107,12 @@ class Telemetry:
         totals: StepTotals,
         authorizer: Authorizer,
         identity: Identity | None = None,
+        *,
+        evaluates: bool = False,
     ) -> None:
+        """`evaluates`: whether the run is evaluated beside training."""
         self._redis, self._run_id, self._identity = redis, run_id, identity
+        self._evaluates = evaluates
         self._tail, self._totals = LineTail(metrics), totals
         self._authorizer = authorizer
         self._wait: Wait | None = None
@@ -108,6 +120,9 @@ class Telemetry:
         self._failing = False
         self._ledger, self._accounts = Ledger(redis, run_id), Accounts()
         self._heartbeat: Heartbeat | None = None
+        self._evaluations = EvaluationStore(redis, run_id)
+        self.evaluations: Sequence[Evaluation] = ()
+        """Those that were told so far. For any thread."""
         self._unpublished = False
         """Steps were made that the status in Redis does not hold yet."""
 
@@ -150,6 +165,8 @@ class Telemetry:
         try:
             self._wait = (await read_waits(self._redis, self._run_id)).get(NAME)
             self._accounts = await self._ledger.accounts()
+            if self._evaluates:
+                self.evaluations = await self._evaluations.read()
             status = self._totals.status()
             if self._unpublished and status is not None:
                 await post_trainer_status(self._redis, self._run_id, status)

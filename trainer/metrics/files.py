@@ -19,6 +19,7 @@ from services.host.files import writing
 from services.policies.batching import Group
 from services.policies.length_stats import Lengths, distance
 from services.wire.packed import unpack_tokens
+from services.wire.rollout_api import Evaluation
 from services.wire.run_metrics import LengthReport, StepMetrics, TrainerReport, decode_step_metrics
 from services.wire.trajectory import Segment, Trajectory
 
@@ -242,7 +243,9 @@ def write_report(path: Path, report: TrainerReport) -> None:
         making.replace(path)
 
 
-def plot_curves(lines: Sequence[StepMetrics], generated: Lengths, path: Path) -> None:
+def plot_curves(
+    lines: Sequence[StepMetrics], generated: Lengths, path: Path, evaluations: Sequence[Evaluation] = ()
+) -> None:
     """Plot a run's steps. `generated`: lengths of all answers, shown beside those that were trained.
 
     matplotlib is imported here: it takes a second, and nobody should wait for it before a run.
@@ -256,6 +259,13 @@ def plot_curves(lines: Sequence[StepMetrics], generated: Lengths, path: Path) ->
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 6), layout="constrained")
     success, length, shares, staleness, times, left_out = axes.flat
     success.plot(steps, [line.success for line in lines])
+    if evaluations:
+        below = [max(0.0, each.success - each.low) for each in evaluations]
+        above = [max(0.0, each.high - each.success) for each in evaluations]
+        found = [each.success for each in evaluations]
+        at = [each.due for each in evaluations]
+        success.errorbar(at, found, yerr=(below, above), fmt="o", capsize=3, label="held out, 95 %")
+        success.legend()
     success.set(title="success of the batch", ylim=(0, 1.02))
     length.plot(steps, [line.response_length for line in lines], label="trained")
     came = [line for line in lines if line.arrived]

@@ -125,10 +125,15 @@ class Scheduler:
         return self._prefill.computed
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request; first come, first served."""
+        """Queue a request; first come, first served, but for those in the background."""
         sampling = request.sampling
         limit = min(sampling.max_tokens, self._max_model_len - len(request.prompt_token_ids))
-        self._waiting.append(_Ticket(request, limit, reachable_stops(sampling, self._vocabulary, self._eos)))
+        ticket = _Ticket(request, limit, reachable_stops(sampling, self._vocabulary, self._eos))
+        place = len(self._waiting)
+        if not request.background:
+            while place and self._waiting[place - 1].request.background:
+                place -= 1
+        self._waiting.insert(place, ticket)
 
     def step(self, version: int, *, admit: bool, before_forward: Callable[[], None] = lambda: None) -> int:
         """Extend every running sample by one token, start waiting ones if `admit`; returns how many tokens were sampled.

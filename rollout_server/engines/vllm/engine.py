@@ -153,7 +153,7 @@ class VllmEngine:
         buffered: dict[int, GenerationDelta] = {}
         try:
             prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
-            collector = await llm.add_request(request.request_id, prompt, parameters)
+            collector = await llm.add_request(request.request_id, prompt, parameters, priority=int(request.background))
             due, clock = 0.0, asyncio.get_running_loop().time
             while unfinished:
                 # vLLM joins what comes until it is asked for.

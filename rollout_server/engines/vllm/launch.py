@@ -168,6 +168,8 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "enable_prefix_caching": plan.kv_policy != "keep",
         # A commit between two overlapping steps would mis-tag one of them.
         "async_scheduling": False,
+        # Requests in the background come after the others.
+        "scheduling_policy": "priority",
         "tensor_parallel_size": plan.tensor_parallel,
         # A single rank lives in the engine core; of several, each is a process of its own.
         "distributed_executor_backend": "uni" if plan.tensor_parallel == 1 else "mp",

@@ -27,7 +27,7 @@ from clients.runner.runner import run_environment
 from rollout_server.lifecycle.expire import LEFT_AFTER_S
 from services.wire.errors import ContextLengthError, NotFoundError, RollmeshError
 from services.wire.packed import unpack_mask
-from services.wire.rollout_api import GroupOpened, OpenGroup
+from services.wire.rollout_api import GroupOpened, OpenGroup, RunState
 from services.wire.session_api import FinishSession, SessionFinished, SessionStatus
 from tests.support.agent_playing import (
     A_PROBLEM,
@@ -278,6 +278,11 @@ class Server(RolloutClient):
         names = [f"s{number}" for number in range(body.group_size)]
         return GroupOpened(group_id="g", ordinal=-1, session_ids=names, api_keys=names, policy_version=0)
 
+    async def run_state(self, patience_s: float | None = None) -> RunState:
+        if self._refuses is not None:
+            raise self._refuses
+        return RunState(run_id="r", policy_version=7, concluded=False, final_version=None)
+
     async def finish_session(self, session_id: str, body: FinishSession) -> SessionFinished:
         if self._forgets:
             raise NotFoundError(f"no session {session_id}")
@@ -304,7 +309,8 @@ UNREACHABLE = ServerUnreachableError("http://a-server", "refused", sent=False)
 
 async def test_an_evaluation_group_is_played_again_at_a_server_that_does_not_lose_it() -> None:
     unreachable, started_anew, good = Server(refuses=UNREACHABLE), Server(forgets=True), Server()
-    assert await measure(unreachable, started_anew, good) == Measured(success=1.0, mean_length=3.0)
+    measured = await measure(unreachable, started_anew, good)
+    assert measured == Measured(success=1.0, mean_length=3.0, solved=[1, 1], first_version=0, last_version=7)
     assert [len(server.opened) for server in (unreachable, started_anew, good)] == [1, 1, 1]
     assert {group.purpose for group in good.opened} == {"evaluate"}
 

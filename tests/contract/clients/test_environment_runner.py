@@ -14,6 +14,7 @@ import pytest
 from clients.environments.registry import make_environment
 from clients.rollout.client import RolloutClient
 from clients.rollout.transport import ServerUnreachableError
+from clients.runner.evaluation import Terms
 from clients.runner.runner import RunnerPlan, run_environment
 from services.config.settings import RunSettings
 from services.wire.errors import CapacityError, ConcludedError, ContextLengthError, NotFoundError
@@ -35,7 +36,7 @@ def plan_for(run_dir: Path, task: str = "running-sums", *, concurrency: int = 4)
         temperature=1.0,
         max_tokens=8,
         concurrency=concurrency,
-        evaluation_problems=40,
+        evaluation=Terms(40),
         run_dir=run_dir,
         start_deadline_s=20.0,
     )

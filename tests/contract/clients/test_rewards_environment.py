@@ -20,6 +20,7 @@ from clients.environments.registry import make_task
 from clients.environments.rewards import RewardsAddress, RewardsClient, recorded
 from clients.rollout.client import RolloutClient
 from clients.runner.agent_episodes import EpisodeLimits, Lost
+from clients.runner.evaluation import Terms
 from clients.runner.failures import GroupLostError
 from clients.runner.groups import evaluate_group, play_to_end
 from clients.runner.runner import RunnerPlan, run_environment
@@ -84,7 +85,7 @@ async def test_a_run_without_reward_code_records_components_and_never_trains_on_
             temperature=1.0,
             max_tokens=4,
             concurrency=4,
-            evaluation_problems=8,
+            evaluation=Terms(8),
             run_dir=folder,
             retries=1,
             start_deadline_s=20.0,

@@ -21,6 +21,7 @@ from structlog.testing import capture_logs
 
 from clients.environments.registry import make_environment
 from clients.rollout.client import RolloutClient
+from clients.runner.evaluation import Terms
 from clients.runner.lease import Lease, new_runner
 from clients.runner.runner import RunnerPlan, run_environment
 from services.run_store.runners import RunnerRegistry
@@ -190,7 +191,7 @@ def plan_for(run_dir: Path) -> RunnerPlan:
         temperature=1.0,
         max_tokens=8,
         concurrency=4,
-        evaluation_problems=2,
+        evaluation=Terms(2),
         run_dir=run_dir,
         start_deadline_s=20.0,
     )

@@ -161,3 +161,23 @@ def test_siblings_that_come_as_requests_of_their_own_are_prefilled_once(
     alike = [answer for answer in answers if answer.request_id != "other"]
     assert len({tuple(answer.token_ids) for answer in alike}) == 1
     assert {span.kv for answer in answers for span in answer.versions} == {policy}
+
+
+@torch.inference_mode()
+def test_requests_in_the_background_begin_after_all_others(forward: PolicyForward) -> None:
+    batch = Scheduler(
+        forward,
+        slots_for(forward),
+        Sampler(0, 64, CPU),
+        max_running=1,
+        max_model_len=256,
+        eos_token_ids=(),
+        vocabulary=64,
+        device=CPU,
+    )
+    one = SamplingParams(max_tokens=1, temperature=0.0)
+    for name in ("b1", "b2", "f1", "b3", "f2"):
+        batch.add(GenerationRequest(name, tokens(3, 1), one, background=name.startswith("b")))
+    for _ in range(5):
+        batch.step(0, admit=True)
+    assert [outcome.request_id for outcome in batch.take_outbox()] == ["f1", "f2", "b1", "b2", "b3"]

@@ -262,7 +262,7 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
         RunSettings(engine="torch").with_threads(2, tiny=True),
         "run-1",
         trainer=trainer,
-        evaluation=EvaluationReport(0.2, 0.98, 3.1, 11.9, 256),
+        evaluation=EvaluationReport(0.2, 0.98, 3.1, 11.9, 50, [1] * 10 + [0] * 40, [1] * 49 + [0]),
         accounts=Accounts(published=7800, trained=7680, dropped={"run_concluded": 100, "expired": 20}),
         engines=[report(0, [1.0, 3.0]), report(1, [2.0])],
         began_at=100.0,
@@ -282,7 +282,7 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
     write_summary(folder, summary)
     assert '"success_after": 0.98' in folder.summary.read_text()
     lines = closing_lines(folder, summary)
-    assert lines[0].endswith("20% → 98%")
+    assert lines[0].endswith("20% (11% to 33%) → 98% (90% to 100%)")
     assert any(line.endswith(str(folder.curves)) for line in lines)
 
 

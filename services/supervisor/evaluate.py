@@ -1,0 +1,181 @@
+"""`rollmesh eval`: a policy's success on held-out problems, measured by rollout servers that serve it and train nothing.
+
+run folder ─ export ─► model folder ─► Valkey, rollout servers, (gateway, rewards) ─► environment ─► Evaluation
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from services.config.load import dump_settings, load_settings
+from services.config.settings import RunSettings
+from services.host.aio import to_its_end
+from services.host.files import shm_directory, shm_prefix, write_whole
+from services.host.process import missing_tunables
+from services.host.run_folder import RunFolder
+from services.run_store.client import connect
+from services.run_store.evaluations import evaluation_of
+from services.security.keys import NO_PLACES
+from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch
+from services.supervisor.mesh import REDIS_DEADLINE_S, STOP_DEADLINE_S, first_cause, wait_for_redis
+from services.supervisor.preflight import preflight
+from services.supervisor.processes import OURS, ManagedProcess, ProcessSpec, Reaper
+from services.wire.errors import RollmeshError, UsageError
+from services.wire.rollout_api import Evaluation, EvaluationAnswers
+
+_EXPORT_WITHIN_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`checkpoint`: a run folder, or a checkpoint in one; None where settings name a model. `at`: a version, or best."""
+
+    checkpoint: Path | None
+    at: str | None
+    overrides: list[str]
+
+
+def evaluate_in_foreground(asked: Asked, *, as_json: bool) -> int:
+    """Measure and print; returns the exit code. Raises RollmeshError."""
+    say = Console(stderr=True, soft_wrap=True, highlight=False)
+    with tempfile.TemporaryDirectory(prefix="rollmesh-eval-") as scratch:
+        evaluation = asyncio.run(_until_stopped(asked, Path(scratch), say))
+    if evaluation is None:
+        return 128 + signal.SIGINT
+    if as_json:
+        sys.stdout.write(evaluation.model_dump_json(indent=2, exclude={"due", "first_version", "last_version"}) + "\n")
+    else:
+        Console(soft_wrap=True, highlight=False).print(*_lines(evaluation), sep="\n", markup=False)
+    return 0
+
+
+def _lines(found: Evaluation) -> list[str]:
+    how = "greedily" if found.temperature == 0.0 else f"at temperature {found.temperature:g}"
+    rows = {
+        "task": found.task,
+        "success": f"{found.success:.1%} ({found.low:.1%} to {found.high:.1%} at 95 %)",
+        **{f"pass@{k}": f"{share:.1%}" for k, share in found.pass_at.items() if k > 1},
+        "problems": f"{found.problems}, {found.samples} answers each, {how}",
+        "answer length": f"{found.mean_length:.1f} tokens",
+        "took": f"{found.seconds:.1f} s",
+    }
+    widest = max(map(len, rows))
+    return [f"{name:{widest}}  {value}" for name, value in rows.items()]
+
+
+async def _until_stopped(asked: Asked, scratch: Path, say: Console) -> Evaluation | None:
+    """None after Ctrl-C."""
+    measuring = asyncio.create_task(_measure(asked, scratch, say))
+    loop = asyncio.get_running_loop()
+    for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(which, measuring.cancel)
+    try:
+        return await measuring
+    except asyncio.CancelledError:
+        return None
+
+
+async def _measure(asked: Asked, scratch: Path, say: Console) -> Evaluation:
+    settings = await _settings(asked, scratch, say)
+    resolved = await preflight(settings, NO_PLACES)
+    settings, folder = resolved.settings, resolved.folder
+    write_whole(folder.config, dump_settings(settings).encode())
+    folder.redis.mkdir(exist_ok=True)
+    say.print(f"{settings.servers} × {settings.engine} engine, {settings.task}", markup=False)
+    with PortReservation() as ports:
+        plan = plan_launch(
+            settings,
+            folder,
+            resolved.run_id,
+            ports.of_mesh(settings.servers),
+            NO_PLACES,
+            missing_tunables(),
+            fixed=True,
+        )
+        async with Reaper(shm_directory() / shm_prefix(resolved.run_id)) as reaper:
+            return await _play(plan, folder, reaper, say)
+
+
+async def _settings(asked: Asked, scratch: Path, say: Console) -> RunSettings:
+    """Those of the checkpoint's run, its policy as a model folder, and what was asked for over them."""
+    run = None if asked.checkpoint is None else _run_of(asked.checkpoint)
+    if run is None:
+        return _alone(load_settings(None, asked.overrides), scratch)
+    folder, at = run
+    model = scratch / "model"
+    command = [*OURS, "export", str(folder.root), "--out", str(model)]
+    version = asked.at or at
+    say.print(f"exporting {'the newest checkpoint' if version is None else f'checkpoint {version}'} of {folder.root}")
+    process = await asyncio.create_subprocess_exec(
+        *command, *([] if version is None else ["--at", version]), stdout=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(_EXPORT_WITHIN_S):
+            code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if code:
+        raise UsageError(f"no checkpoint of {folder.root} could be exported", "see what is said above")
+    return _alone(load_settings(folder.config, [*asked.overrides, f"model.path={json.dumps(str(model))}"]), scratch)
+
+
+def _alone(settings: RunSettings, scratch: Path) -> RunSettings:
+    """Without what belongs to training, and in a folder and a Redis of its own."""
+    once = settings.evaluation.model_copy(update={"every": 0, "stop_at": None})
+    return settings.model_copy(update={"run_dir": scratch / "run", "redis_url": None, "evaluation": once})
+
+
+def _run_of(path: Path) -> tuple[RunFolder, str | None]:
+    """The run, and the version where a checkpoint of one was named. Raises UsageError for what is neither."""
+    path = path.expanduser().absolute()
+    if (path / "config.toml").exists():
+        return RunFolder(path), None
+    version = path.name.rpartition("-")[2]
+    if (path / "meta.json").exists() and version.isdecimal():
+        return RunFolder(path.parent.parent), str(int(version))
+    raise UsageError(
+        f"{path} is neither a run folder nor a checkpoint of one", "for a model of yours, set model.path=FOLDER"
+    )
+
+
+async def _stop(*ranks: list[ManagedProcess]) -> None:
+    for rank in ranks:
+        await asyncio.gather(*(managed.stop(STOP_DEADLINE_S) for managed in rank))
+
+
+async def _play(plan: LaunchPlan, folder: RunFolder, reaper: Reaper, say: Console) -> Evaluation:
+    def manage(spec: ProcessSpec | None) -> list[ManagedProcess]:
+        return [] if spec is None else [ManagedProcess(spec, folder.logs, reaper, say.print)]
+
+    valkey, environment = manage(plan.valkey), manage(plan.environment)
+    services = [*(one for spec in plan.servers for one in manage(spec)), *manage(plan.gateway), *manage(plan.rewards)]
+    try:
+        async with AsyncExitStack() as stack:
+            redis = connect(plan.redis_url)
+            stack.push_async_callback(redis.aclose)
+            async with asyncio.TaskGroup() as tasks:
+                lasting = [tasks.create_task(each.run()) for each in valkey]
+                await wait_for_redis(redis, REDIS_DEADLINE_S)
+                lasting += [tasks.create_task(each.run()) for each in services]
+                await asyncio.wait([tasks.create_task(each.run()) for each in environment])
+                for task in lasting:
+                    task.cancel()
+    except BaseExceptionGroup as failed:
+        raise first_cause(failed) from failed
+    finally:
+        await to_its_end(_stop(environment, services, valkey))
+    try:
+        return evaluation_of(EvaluationAnswers.model_validate_json(folder.evaluation.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise RollmeshError(f"{folder.evaluation} holds no evaluation ({error})", f"see {folder.logs}") from error

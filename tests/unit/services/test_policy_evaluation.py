@@ -1,0 +1,85 @@
+"""What answers to held-out problems say: pass@k against counting, intervals that hold their level."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from statistics import fmean
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.policies.evaluation import LEVEL, best_of, interval, ks_of, pass_at, success_of
+from services.run_store.evaluations import evaluation_of
+from services.wire.rollout_api import EvaluationAnswers
+
+RUNS = 4000
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(1, 6))
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(solved: list[int], k: int) -> None:
+    """Against all ways to choose k of the six answers."""
+    counted = []
+    for right in solved:
+        answers = [place < right for place in range(6)]
+        counted.append(fmean(any(chosen) for chosen in combinations(answers, k)))
+    assert pass_at(solved, 6, k) == pytest.approx(fmean(counted))
+
+
+def test_pass_at_one_is_the_success_and_more_than_there_are_is_refused() -> None:
+    assert pass_at([1, 0, 2], 2, 1) == pytest.approx(success_of([1, 0, 2], 2)) == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="pass@3 cannot be told from 2"):
+        pass_at([1], 2, 3)
+    assert [ks_of(samples) for samples in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+
+
+@pytest.mark.parametrize("success", [0.02, 0.2, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("problems", [64, 256])
+def test_the_interval_holds_its_level_with_one_answer_a_problem(success: float, problems: int) -> None:
+    drawn = np.random.default_rng(1).random((RUNS, problems)) < success
+    held = [_holds(row.astype(int).tolist(), 1, success) for row in drawn]
+    # The level of Wilson's interval wanders about its nominal one with success and count.
+    assert LEVEL - 0.025 < fmean(held) < 0.99
+
+
+@pytest.mark.parametrize("samples", [2, 8])
+@pytest.mark.parametrize(("a", "b"), [(0.3, 0.3), (0.5, 2.0), (5.0, 1.0), (1000.0, 1000.0)])
+def test_the_interval_holds_its_level_where_problems_differ(samples: int, a: float, b: float) -> None:
+    """Problems are drawn anew, each with a success of its own, from nearly always or never to nearly all alike."""
+    chance = np.random.default_rng(2)
+    shares = chance.beta(a, b, (RUNS // 4, 128))
+    solved = chance.binomial(samples, shares)
+    held = [_holds(row.tolist(), samples, a / (a + b)) for row in solved]
+    assert fmean(held) > LEVEL - 0.025
+
+
+def _holds(solved: list[int], samples: int, success: float) -> bool:
+    found = interval(solved, samples)
+    return found.low <= success <= found.high
+
+
+@given(st.integers(1, 8), st.data())
+def test_the_interval_holds_what_was_measured(samples: int, data: st.DataObject) -> None:
+    solved = data.draw(st.lists(st.integers(0, samples), min_size=1, max_size=40))
+    told = EvaluationAnswers(
+        due=3,
+        first_version=3,
+        last_version=4,
+        task="t",
+        samples=samples,
+        solved=solved,
+        temperature=1.0,
+        mean_length=2.0,
+        seconds=1.0,
+        at=0.0,
+    )
+    found = evaluation_of(told)
+    assert 0.0 <= found.low <= found.success <= found.high <= 1.0
+    assert found.problems == len(solved) and found.pass_at[1] == pytest.approx(found.success)
+    assert list(found.pass_at.values()) == sorted(found.pass_at.values())
+
+
+def test_the_best_is_the_oldest_of_the_highest() -> None:
+    assert best_of([(10, 0.5), (20, 0.8), (30, 0.8), (40, 0.1)]) == 20
+    assert best_of([]) is None
