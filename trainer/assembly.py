@@ -29,6 +29,7 @@ from services.security.tls import PLAIN, Tls
 from services.wire.errors import NoModelError, UsageError
 from services.wire.trajectory import vocabulary_digest
 from trainer.checkpoint.attempts import Attempts
+from trainer.checkpoint.saving import Saving
 from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
 from trainer.data.validation import Validator
@@ -135,11 +136,25 @@ class Assembly:
             tracing=self.arguments.tracing,
             store=self._store_use,
             evaluations=lambda: self.telemetry.evaluations,
-            evaluations_file=self.folder.evaluations,
             files=self._stack.enter_context(ThreadPoolExecutor(1, "run-files")),
-            saving=self._stack.enter_context(ThreadPoolExecutor(1, "checkpoints")),
+            saving=self._saving(identity, roles, attempts),
             packing=self._stack.enter_context(ThreadPoolExecutor(1, "packing")),
             unknown_token=_unknown_token(tokenizer),
+        )
+
+    def _saving(self, identity: Identity, roles: Roles, attempts: Attempts) -> Saving:
+        settings = self.arguments.settings
+        return Saving(
+            folder=self.folder.checkpoints,
+            evaluations_file=self.folder.evaluations,
+            roles=roles,
+            run_id=identity.run_id,
+            fingerprint=identity.fingerprint,
+            every=settings.trainer.checkpoint_every,
+            evaluation=settings.evaluation,
+            logged=attempts.written,
+            thread=self._stack.enter_context(ThreadPoolExecutor(1, "checkpoints")),
+            background=self.background,
         )
 
     def _updates(self, learner: Learner, attempts: Attempts) -> WeightUpdates:

@@ -24,7 +24,6 @@ from pathlib import Path
 import structlog
 
 from services.config.settings import RunSettings
-from services.host.files import writing
 from services.observability.tracing import Tracing
 from services.policies.admission import StoreUse
 from services.policies.batching import Group
@@ -34,10 +33,10 @@ from services.run_store.stream import TrajectoryReader
 from services.wire.rollout_api import Evaluation
 from services.wire.run_metrics import StepMetrics, StepTimes
 from services.wire.trajectory import Trajectory
-from trainer.checkpoint.attempts import LOG_DEADLINE_S, Attempts, Made, drops_of
-from trainer.checkpoint.checkpoint import KEEP, Snapshot, good_versions, save, snapshot
-from trainer.checkpoint.evaluated import heed, keep_for_evaluation
+from trainer.checkpoint.attempts import Attempts, Made, drops_of
+from trainer.checkpoint.checkpoint import KEEP, good_versions
 from trainer.checkpoint.log_lines import StepRecord
+from trainer.checkpoint.saving import Saving
 from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
 from trainer.data.tally import Arrivals, stream_order
@@ -51,8 +50,6 @@ from trainer.weights import WeightUpdates
 
 ACKNOWLEDGE_DEADLINE_S = REPEAT_WITHIN_S + 30.0
 PACK_DEADLINE_S = 600.0
-SAVE_DEADLINE_S = 3600.0
-"""Hundreds of gigabytes to a slow disk."""
 
 _log = structlog.get_logger()
 
@@ -94,24 +91,14 @@ class TrainingLoop:
     """What Redis held a moment ago; None where nothing bounds it."""
     evaluations: Callable[[], Sequence[Evaluation]]
     """Those made beside training, as far as they were told a moment ago."""
-    evaluations_file: Path
     files: ThreadPoolExecutor
     """One thread: metrics and samples."""
-    saving: ThreadPoolExecutor
-    """One thread: checkpoints. A slow disk holds up nothing else."""
+    saving: Saving
     packing: ThreadPoolExecutor
     """One thread: the next batch's advantages and packing."""
     unknown_token: int | None = None
     """What the tokenizer puts for text that its vocabulary has not."""
     _settling: list[Future[None]] = field(default_factory=list)
-    _saved: Future[Path] | None = None
-    _copy: Snapshot | None = None
-    """Of the last checkpoint; the next one is copied over it."""
-    _save_due: bool = False
-    _evaluate_due: bool = False
-    """A version to be evaluated has no checkpoint yet."""
-    _heeded: int = 0
-    """Evaluations that were written down."""
     _ahead: Ahead | None = None
     _line: StepMetrics | None = None
     """Of the step before."""
@@ -127,7 +114,7 @@ class TrainingLoop:
     def run(self) -> bool:
         """Train until `settings.steps` are made or an evaluation is good enough; False when an interrupt came first."""
         # A batch that was taken ahead is trained in any case: nobody else has it.
-        while self.learner.steps_made < self.settings.steps and (self._ahead is not None or not self._good_enough()):
+        while self.learner.steps_made < self.settings.steps and (self._ahead is not None or not self._good_enough):
             self.background.check()
             structlog.contextvars.bind_contextvars(version=self.learner.version)
             started = time.perf_counter()
@@ -138,12 +125,10 @@ class TrainingLoop:
             with self.tracing.begin("trainer.batch") as span:
                 self._one_batch(groups, started)
                 span.note(version=self.learner.version, groups=len(groups))
-            every = self.settings.trainer.checkpoint_every
-            self._evaluate_due = self._evaluate_due or self._evaluated_soon(version)
-            self._save_due = self._save_due or self._evaluate_due or self.learner.steps_made // every > before // every
-            if not self._writes and (self._save_due or self._store_fills() or self.intake.wants_checkpoint()):
+            due = self.saving.after_steps(before, version)
+            if due or (not self.saving.busy and (self._store_fills() or self.intake.wants_checkpoint())):
                 self.checkpoint()
-            self._heed_evaluations()
+            self.saving.heed(self.evaluations())
             if self.interrupt:
                 return False
         structlog.contextvars.bind_contextvars(version=self.learner.version)
@@ -154,18 +139,8 @@ class TrainingLoop:
         self._write(self.attempts.repeat(record, groups), 0.0, 0.0)
 
     def checkpoint(self) -> Future[Path]:
-        """Write a checkpoint of the present version, in the background, once the log that leads to it is durable.
-
-        Waits for one that is being written: of the state there is one copy at most.
-        """
-        if self._saved is not None:
-            self.background.result(self._saved, "writing the checkpoint before", SAVE_DEADLINE_S)
-        self._copy = taken = snapshot(self.roles, self.identity.run_id, self.identity.fingerprint, self._copy)
-        self._saved = saved = self.saving.submit(
-            save_after, self.attempts.written(), self.checkpoints, taken, evaluated=self._evaluate_due
-        )
-        self._save_due = self._evaluate_due = False
-        self.background.watch(saved, "checkpoint")
+        """Begin to write a checkpoint of the present version (`Saving.begin`); the stream is trimmed when it is there."""
+        saved = self.saving.begin()
         self.background.spawn(self._trim_after(saved), "trim")
         return saved
 
@@ -175,44 +150,14 @@ class TrainingLoop:
             self.background.result(future, "acknowledging trained trajectories", ACKNOWLEDGE_DEADLINE_S)
         self._settling.clear()
 
-    @property
-    def _writes(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return self._saved is not None and not self._saved.done()
-
     def _store_fills(self) -> bool:
         """Whether a checkpoint is due early, to free what the stream holds of steps that are made."""
         use = self.store()
         return use is not None and use.filling
 
-    def _evaluated_soon(self, before: int) -> bool:
-        """Whether the present version is one that will be evaluated and may be the best; the last one was `before`."""
-        chosen = self.settings.evaluation
-        return chosen.keep_best and chosen.every > 0 and self.learner.version // chosen.every > before // chosen.every
-
+    @property
     def _good_enough(self) -> bool:
-        """Whether an evaluation has found the success that the run is to end with."""
-        wanted = self.settings.evaluation.stop_at
-        found = None if wanted is None else next((e for e in self.evaluations() if e.success >= wanted), None)
-        if found is not None:
-            _log.info("an evaluation is good enough: the run ends", success=found.success, wanted=wanted, at=found.due)
-        return found is not None
-
-    def heed_last_evaluations(self, told: Sequence[Evaluation]) -> None:
-        """Write down all that were told, at the run's end. Of checkpoints that were kept for one, the best stays."""
-        every = self.settings.evaluation.every
-        writing = self.saving.submit(heed, self.checkpoints, self.evaluations_file, told, every, last=True)
-        writing.result(SAVE_DEADLINE_S)
-
-    def _heed_evaluations(self) -> None:
-        """Write down those that are new, and which checkpoint is the best."""
-        told = self.evaluations()
-        if len(told) == self._heeded:
-            return
-        self._heeded = len(told)
-        every = self.settings.evaluation.every
-        writing = self.saving.submit(heed, self.checkpoints, self.evaluations_file, told, every)
-        self.background.watch(writing, "evaluations")
+        return self.saving.good_enough(self.evaluations())
 
     def _updates(self, made: int = 0) -> int:
         """Optimizer steps of the next batch, after `made` more than there are: the last one may have fewer."""
@@ -239,7 +184,7 @@ class TrainingLoop:
     def _take_ahead(self, record: StepRecord) -> Ahead | None:
         """The batch behind that of `record`, where it is there and can be packed before that one is trained."""
         updates = self._updates(record.updates)
-        if updates <= 0 or not self.roles.prepares_ahead or self._good_enough():
+        if updates <= 0 or not self.roles.prepares_ahead or self._good_enough:
             return None
         groups = self.intake.take_complete(self._groups_of(updates))
         if groups is None:
@@ -336,19 +281,6 @@ class TrainingLoop:
         kept = await trim(self.reader, self.log, self.checkpoints)
         if kept is not None:
             self.intake.forget_before(kept)
-
-
-def save_after(logged: Future[None], folder: Path, taken: Snapshot, *, evaluated: bool = False) -> Path:
-    """Write a checkpoint once the step log that leads to it is durable. Raises what kept the log from that.
-
-    `evaluated`: its version is to be evaluated; it is kept until a better one is known.
-    """
-    logged.result(LOG_DEADLINE_S)
-    with writing(folder):
-        saved = save(folder, taken)
-        if evaluated:
-            keep_for_evaluation(folder, taken.meta.version)
-        return saved
 
 
 async def trim(reader: TrajectoryReader, log: StepLog, checkpoints: Path) -> str | None:

@@ -173,7 +173,7 @@ def _conclude(loop: TrainingLoop, assembly: Assembly) -> None:
     _log.info("concluded", version=version, dropped_at_the_end=dropped, weights_match=verified.match)
     loop.files.submit(loop.records.flush).result()
     if loop.settings.evaluation.every:
-        loop.heed_last_evaluations(background.insist(assembly.evaluations.read, "reading the evaluations"))
+        loop.saving.heed_last(background.insist(assembly.evaluations.read, "reading the evaluations"))
     _report(loop, assembly, verified)
     background.check()
 

@@ -1,10 +1,12 @@
 """Tasks of reasoning-gym: procedurally generated questions, scored by the library itself.
 
     reasoning-gym:chain_sum?min_terms=2&max_terms=3       options are those of the data set's configuration
+    …&instruction=Reply with the number only.              one of ours: stands behind each question
+    …&extract=-?[0-9]{1,9}                                 one of ours: the answer is the last such piece of what is said
 
 The question opens the conversation; the answer is what stands between the last `<answer>` and `</answer>`, or all of it
-where there are none. The reward is the library's score, 0 … 1, often with a little credit for being near; `success` is a
-full score. An answer that was cut off scores nothing.
+where there are none; of that, with `extract`, the last match of a regular expression. The reward is the library's score,
+0 … 1, often with a little credit for being near; `success` is a full score. An answer that was cut off scores nothing.
 
 Held out: questions. Each question belongs to one split for good, by a hash of its text: no held-out question is ever
 trained on, under any seed. A data set with few different questions repeats them within a split.
@@ -24,6 +26,7 @@ from services.wire.errors import UsageError
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FULL_SCORE = 1.0 - 1e-6
 _TRIES = 1000
+_OURS = ("instruction", "extract")
 _NUMBERS = 1 << 31
 
 
@@ -34,9 +37,12 @@ class ReasoningGym:
         from reasoning_gym.factory import DATASETS, create_dataset
 
         self.name = f"reasoning-gym:{dataset}"
+        ours = {key: options[key] for key in _OURS if key in options}
+        options = {key: value for key, value in options.items() if key not in _OURS}
+        self._instruction, self._extract = ours.get("instruction", ""), _pattern(self.name, ours.get("extract"))
         if dataset not in DATASETS:
             raise no_such("reasoning-gym", dataset, DATASETS)
-        refuse_unknown(self.name, options, {field.name for field in fields(DATASETS[dataset][1])})
+        refuse_unknown(self.name, options, {*_OURS, *(field.name for field in fields(DATASETS[dataset][1]))})
         try:
             # Which questions a run sees follows from the run's seed; the data set's own stays the same for all runs.
             self._dataset: Any = create_dataset(dataset, **{"seed": 0, **values(options)})
@@ -61,27 +67,39 @@ class ReasoningGym:
             number = numbers.randrange(_NUMBERS)
             entry = self._dataset[number if self._endless else number % len(self._dataset)]
             if split_of(entry["question"]) == split:
-                return Problem(split, index, entry["question"], str(entry["answer"]), details=entry)
+                asked = f"{entry['question']} {self._instruction}".rstrip()
+                return Problem(split, index, asked, str(entry["answer"]), details=entry)
         raise UsageError(f"{self.name} has no question for the split {split}", "give it options with more of them")
 
     def start(self, problem: Problem) -> ReasoningGymEpisode:
-        return ReasoningGymEpisode(self._dataset, problem)
+        return ReasoningGymEpisode(self._dataset, problem, self._extract)
 
 
 @dataclass(frozen=True)
 class ReasoningGymEpisode:
     dataset: Any
     problem: Problem
+    extract: re.Pattern[str] | None = None
 
     @property
     def first_turn(self) -> str:
         return f"{self.problem.prompt}\n"
 
     def respond(self, answer: Answer) -> Ended:
-        score = float(self.dataset.score_answer(_final(answer.text), self.problem.details)) if answer.complete else 0.0
+        final = _final(answer.text, self.extract)
+        score = float(self.dataset.score_answer(final, self.problem.details)) if answer.complete else 0.0
         return Ended(reward=score, success=score >= _FULL_SCORE)
 
 
-def _final(said: str) -> str:
+def _final(said: str, extract: re.Pattern[str] | None) -> str:
     tagged: list[str] = _TAGGED.findall(said)
-    return (tagged[-1] if tagged else said).strip()
+    answer = (tagged[-1] if tagged else said).strip()
+    matches = [] if extract is None else [match.group() for match in extract.finditer(answer)]
+    return matches[-1] if matches else answer
+
+
+def _pattern(name: str, text: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{name}: extract={text!r} is no regular expression ({error})", "correct it") from error

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.config.algorithm import AdvantageSettings
-from services.config.settings import RunSettings, TrainerSettings
+from services.config.settings import EvaluationSettings, RunSettings, TrainerSettings
 from services.host.files import appearing
 from services.wire.errors import UsageError
 from tests.support.trajectories import grouped, random_trajectories
@@ -21,10 +24,12 @@ from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.log_lines import StepRecord
 from trainer.checkpoint.recovery import Replay, ReplayError, fingerprint, restore, terms_of
+from trainer.checkpoint.saving import Save, Saving
 from trainer.checkpoint.step_log import StepLog, StepLogError
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
-from trainer.loop import save_after, trim
+from trainer.io_loop import Background
+from trainer.loop import trim
 from trainer.model.learner import Learner
 from trainer.model.roles import Roles
 from trainer.sft.tiny_model import build_model, save_policy
@@ -205,20 +210,91 @@ def test_without_a_checkpoint_that_can_be_read_a_run_begins_where_it_did(tmp_pat
 
 def test_a_checkpoint_is_written_once_its_log_is_durable(tmp_path: Path) -> None:
     learner = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
-    taken = checkpoint.snapshot(alone(learner), "r", "f")
     lost: Future[None] = Future()
     lost.set_exception(UsageError("no space left", ""))
-    with pytest.raises(UsageError, match="no space left"):
-        save_after(lost, tmp_path, taken)
-    assert checkpoint.versions(tmp_path) == []
     logged: Future[None] = Future()
-    with ThreadPoolExecutor(1) as files:
-        saved = files.submit(save_after, logged, tmp_path, taken)
+    with saving_to(tmp_path, learner, logged=lambda: lost) as saving:
+        with pytest.raises(UsageError, match="no space left"):
+            saving.begin().result(timeout=30)
+        assert checkpoint.versions(tmp_path) == []
+    with saving_to(tmp_path, learner, logged=lambda: logged) as saving:
+        saved = saving.begin()
         with pytest.raises(TimeoutError):
             saved.result(timeout=0.2)
         assert checkpoint.versions(tmp_path) == []
         logged.set_result(None)
         assert saved.result(timeout=30).exists()
+
+
+def test_a_slow_disk_delays_only_the_next_checkpoint(tmp_path: Path) -> None:
+    """One is written at a time, from one copy of the state; training asks again after each step, and never waits."""
+    learner = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
+    disk, places = Event(), []
+
+    def slowly(folder: Path, taken: checkpoint.Snapshot) -> Path:
+        places.append({t.data_ptr() for tensors in taken.tensors.values() for t in tensors.values()})
+        assert disk.wait(30)
+        return checkpoint.save(folder, taken)
+
+    with saving_to(tmp_path, learner, every=2, save=slowly) as saving:
+        asked = []
+        for step in range(1, 7):
+            one_step(learner, step)
+            asked.append(saving.after_steps(step - 1, step - 1))
+            if asked[-1]:
+                first = saving.begin()
+        # The first is copied at version 2, and is still being written when two more are due.
+        assert asked == [False, True, False, False, False, False] and saving.busy
+        disk.set()
+        first.result(timeout=30)
+        one_step(learner, 7)
+        assert saving.after_steps(6, 6), "the one that was put off is made up for, without waiting for version 8"
+        saving.begin().result(timeout=30)
+    assert checkpoint.versions(tmp_path) == [2, 7]
+    assert places[0] == places[1], "the second copy is written over the first"
+    fresh = Learner(build_model(seed=9, hidden_size=32, layers=1), TrainerSettings())
+    assert checkpoint.restore_newest(tmp_path, alone(fresh), "r") == 7
+    assert all(torch.equal(weight, learner.weights()[name]) for name, weight in fresh.weights().items())
+
+
+def test_a_version_to_be_evaluated_is_kept(tmp_path: Path) -> None:
+    learner = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
+    chosen = EvaluationSettings(every=3)
+    with saving_to(tmp_path, learner, every=100, evaluation=chosen) as saving:
+        for step in range(1, 8):
+            one_step(learner, step)
+            if saving.after_steps(step - 1, step - 1):
+                saving.begin().result(timeout=30)
+    assert checkpoint.versions(tmp_path) == [3, 6]
+    assert sorted(path.name for path in tmp_path.glob("evaluated-*")) == ["evaluated-00000003", "evaluated-00000006"]
+
+
+@contextmanager
+def saving_to(
+    folder: Path,
+    learner: Learner,
+    *,
+    every: int = 1,
+    evaluation: EvaluationSettings | None = None,
+    logged: Callable[[], Future[None]] | None = None,
+    save: Save = checkpoint.save,
+) -> Iterator[Saving]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    with ThreadPoolExecutor(1) as thread, closing(Background()) as background:
+        yield Saving(
+            folder=folder,
+            evaluations_file=folder / "evaluations.json",
+            roles=alone(learner),
+            run_id="r",
+            fingerprint="f",
+            every=every,
+            evaluation=evaluation or EvaluationSettings(),
+            logged=logged or (lambda: done),
+            thread=thread,
+            background=background,
+            save=save,
+        )
 
 
 class Taking:
