@@ -118,6 +118,7 @@ COMMANDS = {
     "play": Command("services.supervisor.cli:play_app", "Play a run's task as its settings say"),
     "run-environment": Command("clients.runner.cli:app", "Run an environment against rollout servers"),
     "demonstrations": Command("clients.environments.cli:app", "Write demonstrations of a task for `sft`"),
+    "track": Command("trainer.tracking.cli:app", "Write a run's figures to TensorBoard, W&B, MLflow or trackio"),
     "status": Command("services.status.cli:app", "Show how a run is, and why its trainer waits"),
     "monitoring": Command("services.observability.cli:app", "Write Prometheus's alert rules and Grafana's dashboard"),
     "dead-letters": Command("services.status.dead_letters_cli:app", "Show trajectories that were dropped, and why"),

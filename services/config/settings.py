@@ -17,6 +17,7 @@ from services.config.lora import LoraSettings
 from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.rewards import RewardSettings
 from services.config.traces import TraceSettings
+from services.config.tracking import TrackingSettings
 from services.policies.admission import LOOKAHEAD, AdmissionRules
 from services.policies.training.batch_shape import BatchShape
 from services.policies.training.threads import threads_left
@@ -292,6 +293,7 @@ class RunSettings(Section):
     weights: WeightSettings = WeightSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+    tracking: TrackingSettings = TrackingSettings()
 
     def with_threads(self, cores: int, *, tiny: bool) -> RunSettings:
         """With a number in place of `trainer.threads = auto`, on a machine of so many cores. `tiny`: the policy."""

@@ -9,6 +9,7 @@ runs/running-sums-…/
                                                      evaluations.json     those made beside training
   model/           the policy the run started from   demonstrations/, redis/
   format           the number of this layout          run-id               its name in Redis and on the wire
+  tracking/        logging backends' own files
   lock             held by the `rollmesh up` that works in it
 """
 
@@ -44,6 +45,7 @@ class RunFolder:
         self.summary = root / "summary.json"
         self.evaluation = root / "evaluation.json"
         self.evaluations = root / "evaluations.json"
+        self.tracking = root / "tracking"
         self.trainer_report = root / "trainer_report.json"
         self.model = root / "model"
         self.demonstrations = root / "demonstrations"

@@ -6,6 +6,7 @@
                    rewards               (where they are enabled)
                    trainer               (imports, then waits for the model folder; see `Mesh` for when)
                    environment           (waits for the servers)
+                   tracking              (where logging backends are named; the run goes on without it)
                    demonstrations ─► sft ─► model folder   (imports meanwhile, where nothing can be in its cache)
 
 Everything that can overlap does: the warm start runs while the others import torch.
@@ -66,6 +67,7 @@ class LaunchPlan:
     rewards: ProcessSpec | None
     trainer: ProcessSpec
     environment: ProcessSpec
+    tracking: ProcessSpec | None
     warm_start: tuple[ProcessSpec, ...]
 
 
@@ -148,6 +150,9 @@ def plan_launch(
             # It reads no configuration; all others learn from there whether traces are wanted.
             environ={**judged, **as_environ(settings.telemetry)},
         ),
+        tracking=commands.command("tracking", "track", str(folder.root), "--follow")
+        if settings.tracking.backends
+        else None,
         warm_start=_warm_start(settings, folder, commands, tunables),
     )
 

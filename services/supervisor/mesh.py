@@ -45,6 +45,8 @@ from services.wire.run_metrics import EvaluationReport, TrainerReport
 STOP_DEADLINE_S = 8.0
 TRAINER_STOP_DEADLINE_S = 60.0
 """It ends its step, writes a checkpoint and plots the curves."""
+TRACKING_STOP_DEADLINE_S = 20.0
+"""It writes the last steps and the summary."""
 REDIS_DEADLINE_S = 15.0
 START_DEADLINE_S = 300.0
 """For a server to load its model, the warm start included (vLLM on a loaded machine takes over a minute)."""
@@ -65,6 +67,7 @@ class MeshProcesses:
     rewards: ManagedProcess | None
     trainer: ManagedProcess
     environment: ManagedProcess
+    tracking: ManagedProcess | None
     warm_start: tuple[ManagedProcess, ...]
 
     @property
@@ -81,7 +84,7 @@ class MeshProcesses:
         """Each rank may still have something to say to the next while it stops."""
         return (
             (*self.warm_start, self.environment, self.trainer, *self.servers),
-            (self.bus, *self._at_the_edge),
+            (self.bus, *self._at_the_edge, *(() if self.tracking is None else (self.tracking,))),
             () if self.valkey is None else (self.valkey,),
         )
 
@@ -170,6 +173,7 @@ class Mesh:
             rewards=None if plan.rewards is None else manage(plan.rewards),
             trainer=manage(plan.trainer),
             environment=manage(plan.environment),
+            tracking=None if plan.tracking is None else manage(plan.tracking),
             warm_start=tuple(manage(spec) for spec in plan.warm_start),
         )
 
@@ -194,6 +198,8 @@ class Mesh:
                     lasting += [tasks.create_task(managed.run()) for managed in processes.services]
                     lasting += [tasks.create_task(self._announce(*named, http)) for named in _named_urls(plan)]
                     lasting.append(tasks.create_task(self._show(plan, redis, http)))
+                    if processes.tracking is not None:
+                        lasting.append(tasks.create_task(self._track(processes.tracking)))
                     jobs = [
                         warming,
                         tasks.create_task(self._run_trainer(plan, processes, warming, http)),
@@ -236,6 +242,13 @@ class Mesh:
                 waiting.cancel()
             await asyncio.gather(*answering, return_exceptions=True)
         await processes.trainer.run()
+
+    async def _track(self, tracking: ManagedProcess) -> None:
+        """The run goes on without it."""
+        try:
+            await tracking.run()
+        except RollmeshError as error:
+            self._view.say(f"{error}: the run goes on; `rollmesh track {self._folder.root}` writes what is missing")
 
     async def _announce(self, name: str, url: str, http: httpx.AsyncClient) -> None:
         self._starting.append(name)
@@ -284,13 +297,9 @@ class Mesh:
         return summary
 
     async def _stop(self, processes: MeshProcesses) -> None:
+        deadlines = {processes.trainer.name: TRAINER_STOP_DEADLINE_S, "tracking": TRACKING_STOP_DEADLINE_S}
         for rank in processes.in_order_of_stopping:
-            await asyncio.gather(
-                *(
-                    managed.stop(TRAINER_STOP_DEADLINE_S if managed is processes.trainer else STOP_DEADLINE_S)
-                    for managed in rank
-                )
-            )
+            await asyncio.gather(*(managed.stop(deadlines.get(managed.name, STOP_DEADLINE_S)) for managed in rank))
         remove_shm_files(self._run_id)
 
 

@@ -19,6 +19,7 @@ from services.config.fitting import annotated, as_begun, fit, read_facts
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings, TrainerSettings
 from services.config.traces import with_environ
+from services.config.tracking import TrackingSettings
 from services.host.files import write_whole
 from services.host.models import is_folder
 from services.host.process import usable_cores
@@ -39,6 +40,7 @@ async def _check_surroundings(settings: RunSettings, keys: KeyPlaces) -> None:
     """Libraries, keys, certificates and a Redis of the user's."""
     check_installed(settings.telemetry)
     check_libraries(settings.trainer)
+    check_trackers(settings.tracking)
     password = keys.read("supervisor").redis
     tls = read_tls(keys.tls)
     if tls.identity is not None:
@@ -197,6 +199,16 @@ def check_libraries(trainer: TrainerSettings) -> None:
             raise UsageError(
                 f"{setting} needs {library}, which is not installed",
                 f"use ./dev up {setting}, or pip install 'rollmesh[{extra}]'",
+            )
+
+
+def check_trackers(tracking: TrackingSettings) -> None:
+    """Raises UsageError where the library of a logging backend is not installed."""
+    for name in tracking.backends:
+        if not _installed(name):
+            raise UsageError(
+                f"tracking.backends: {name} is not installed",
+                f"use ./dev up tracking.backends='[\"{name}\"]', or pip install 'rollmesh[trackers]'",
             )
 
 
