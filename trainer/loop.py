@@ -132,6 +132,9 @@ class TrainingLoop:
             if self.interrupt:
                 return False
         structlog.contextvars.bind_contextvars(version=self.learner.version)
+        if self.learner.steps_made < self.settings.steps:
+            wanted = self.settings.evaluation.stop_at
+            _log.info("an evaluation found the success that was asked for: the run ends", evaluation_stop_at=wanted)
         return True
 
     def repeat(self, record: StepRecord, groups: Sequence[Group[Trajectory]]) -> None:

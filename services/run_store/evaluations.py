@@ -6,9 +6,10 @@ import structlog
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
-from services.policies.evaluation import interval, ks_of, pass_at, success_of
+from services.policies.training.evaluation import interval, ks_of, pass_at, success_of
 from services.run_store.keys import RunKeys
 from services.wire.rollout_api import Evaluation, EvaluationAnswers
+from services.wire.run_metrics import EvaluationPoint
 
 _log = structlog.get_logger()
 
@@ -25,6 +26,11 @@ def evaluation_of(told: EvaluationAnswers) -> Evaluation:
         high=within.high,
         pass_at={k: pass_at(solved, samples, k) for k in ks_of(samples)},
     )
+
+
+def point_of(evaluation: Evaluation) -> EvaluationPoint:
+    """What status and summary show of it."""
+    return EvaluationPoint(**{name: getattr(evaluation, name) for name in EvaluationPoint.__struct_fields__})
 
 
 class EvaluationStore:

@@ -23,12 +23,12 @@ from services.policies.admission import StoreUse
 from services.policies.wait_causes import Cause, ProbeOutcome, SeenGroup, SeenService, find_causes
 from services.run_store.client import as_text
 from services.run_store.discovery import Listed, ServerRecord, ServiceRegistry
-from services.run_store.evaluations import EvaluationStore
+from services.run_store.evaluations import EvaluationStore, point_of
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Accounts, Ledger
 from services.run_store.status import TrainerStatus, Wait, read_trainer_status, read_waits
 from services.security.tls import PUBLIC, Trust
-from services.status.report import CauseView, EvaluationView, GroupView, MeshReport, QueueView, ServiceView, WaitView
+from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
 from services.wire.errors import UNDECODABLE, DeadlineError, UsageError
 from services.wire.rollout_api import Evaluation
 
@@ -212,7 +212,7 @@ def _report(
         trainer=parts.report,
         trainer_waits=next((wait for wait in waits if wait.component == TRAINER), None),
         waits=waits,
-        evaluation=_evaluation(parts.evaluations[-1]) if parts.evaluations else None,
+        evaluation=point_of(parts.evaluations[-1]) if parts.evaluations else None,
         causes=[_cause(cause) for cause in causes],
         unread=parts.unread,
     )
@@ -263,10 +263,6 @@ def _queue(accounts: Accounts, open_groups: int, asking: int) -> QueueView:
         unaccounted=accounts.unaccounted,
         corrected=accounts.corrected,
     )
-
-
-def _evaluation(newest: Evaluation) -> EvaluationView:
-    return EvaluationView(**{name: getattr(newest, name) for name in EvaluationView.__struct_fields__})
 
 
 def _cause(cause: Cause) -> CauseView:

@@ -7,6 +7,7 @@ import msgspec
 from services.policies.wait_causes import CauseKind, ProbeOutcome
 from services.run_store.discovery import ServiceKind
 from services.run_store.status import TrainerStatus
+from services.wire.run_metrics import EvaluationPoint
 
 
 class ServiceView(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,18 +79,6 @@ class QueueView(msgspec.Struct, frozen=True, kw_only=True):
     """By how many they were corrected in all."""
 
 
-class EvaluationView(msgspec.Struct, frozen=True, kw_only=True):
-    """Success on held-out problems, with its interval, of the versions that were served meanwhile."""
-
-    first_version: int
-    last_version: int
-    at: float
-    problems: int
-    success: float
-    low: float
-    high: float
-
-
 class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
     """`at`: Unix seconds. `unread`: parts that could not be had, and why. None for what is not there yet, or unread."""
 
@@ -100,7 +89,7 @@ class MeshReport(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerStatus | None
     trainer_waits: WaitView | None
     waits: list[WaitView]
-    evaluation: EvaluationView | None
+    evaluation: EvaluationPoint | None
     """The newest one beside training."""
     causes: list[CauseView]
     """Why the trainer waits, or will: the one that holds up most first."""

@@ -49,8 +49,8 @@ def evaluate_in_foreground(asked: Asked, *, as_json: bool) -> int:
     say = Console(stderr=True, soft_wrap=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="rollmesh-eval-") as scratch:
         evaluation = asyncio.run(_until_stopped(asked, Path(scratch), say))
-    if evaluation is None:
-        return 128 + signal.SIGINT
+    if isinstance(evaluation, signal.Signals):
+        return 128 + evaluation
     if as_json:
         sys.stdout.write(evaluation.model_dump_json(indent=2, exclude={"due", "first_version", "last_version"}) + "\n")
     else:
@@ -72,16 +72,24 @@ def _lines(found: Evaluation) -> list[str]:
     return [f"{name:{widest}}  {value}" for name, value in rows.items()]
 
 
-async def _until_stopped(asked: Asked, scratch: Path, say: Console) -> Evaluation | None:
-    """None after Ctrl-C."""
+async def _until_stopped(asked: Asked, scratch: Path, say: Console) -> Evaluation | signal.Signals:
+    """The signal that stopped it, where one did: nothing of it runs any more then."""
     measuring = asyncio.create_task(_measure(asked, scratch, say))
+    received: list[signal.Signals] = []
+
+    def on_signal(which: signal.Signals) -> None:
+        received.append(which)
+        measuring.cancel()
+
     loop = asyncio.get_running_loop()
     for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(which, measuring.cancel)
+        loop.add_signal_handler(which, on_signal, which)
     try:
         return await measuring
     except asyncio.CancelledError:
-        return None
+        if not received:
+            raise
+        return received[0]
 
 
 async def _measure(asked: Asked, scratch: Path, say: Console) -> Evaluation:

@@ -12,25 +12,14 @@ import msgspec
 from services.config.settings import RunSettings
 from services.host.files import write_whole
 from services.host.run_folder import RunFolder
-from services.policies.evaluation import interval, ks_of, pass_at
+from services.policies.training.evaluation import interval, ks_of, pass_at
+from services.run_store.evaluations import point_of
 from services.run_store.ledger import Accounts
 from services.wire.errors import UNDECODABLE, WireError
 from services.wire.rollout_api import EngineReport, Evaluation
-from services.wire.run_metrics import EvaluationReport, TrainerReport
+from services.wire.run_metrics import EvaluationPoint, EvaluationReport, TrainerReport
 
 ReportT = TypeVar("ReportT")
-
-
-class EvaluationPoint(msgspec.Struct, frozen=True):
-    """Held-out success, within `low` and `high`, of the versions from the first to the last."""
-
-    due: int
-    first_version: int
-    last_version: int
-    success: float
-    low: float
-    high: float
-    mean_length: float
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +117,7 @@ def summarise(
         success_interval_after=_within(evaluation.solved_after, samples),
         pass_at_before=_pass_at(evaluation.solved_before, samples),
         pass_at_after=_pass_at(evaluation.solved_after, samples),
-        evaluations=[_point(each) for each in evaluations],
+        evaluations=[point_of(each) for each in evaluations],
         response_length_before=round(evaluation.mean_length_before, 3),
         response_length_after=round(evaluation.mean_length_after, 3),
         evaluation_problems=evaluation.problems,
@@ -165,10 +154,6 @@ def _within(solved: Sequence[int], samples: int) -> tuple[float, float]:
 
 def _pass_at(solved: Sequence[int], samples: int) -> dict[int, float]:
     return {k: pass_at(solved, samples, k) for k in ks_of(samples)} if solved else {}
-
-
-def _point(evaluation: Evaluation) -> EvaluationPoint:
-    return EvaluationPoint(*(getattr(evaluation, name) for name in EvaluationPoint.__struct_fields__))
 
 
 def write_summary(folder: RunFolder, summary: Summary) -> None:

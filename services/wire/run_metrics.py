@@ -244,3 +244,17 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     """Right answers to each problem; empty in reports of before they were written down."""
     samples: int = 1
     """Answers to each problem."""
+
+
+class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Success on held-out problems, within `low` and `high`, of the versions served meanwhile. `at`: Unix seconds."""
+
+    due: int
+    first_version: int
+    last_version: int
+    at: float
+    problems: int
+    success: float
+    low: float
+    high: float
+    mean_length: float

@@ -16,7 +16,7 @@ import msgspec
 
 from services.host.files import appearing, write_whole, writing
 from services.host.run_folder import RunFolder
-from services.policies.evaluation import best_of
+from services.policies.training.evaluation import best_of
 from services.wire.errors import UsageError
 from services.wire.rollout_api import Evaluation, Evaluations
 from services.wire.run_metrics import EvaluationReport, TrainerReport

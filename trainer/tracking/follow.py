@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -77,8 +77,7 @@ class FolderReader:
                 figures.append(Figures(step, at, flattened(tree), "\n\n".join(self._samples.pop(step, []))))
         for step in sorted(self._samples)[:-_SAMPLES_KEPT]:
             del self._samples[step]
-        if figures:
-            figures[-1].values.update(self._new_evaluations())
+        self._add_evaluations(figures)
         return figures
 
     def summary(self) -> dict[str, float] | None:
@@ -88,16 +87,17 @@ class FolderReader:
         except (OSError, *UNDECODABLE):
             return None
 
-    def _new_evaluations(self) -> dict[str, float]:
+    def _add_evaluations(self, figures: Sequence[Figures]) -> None:
+        """Each to the first step that was made after it; one that has none yet waits."""
         try:
             told = Evaluations.model_validate_json(self.folder.evaluations.read_bytes()).evaluations
         except (OSError, ValidationError):
-            return {}
-        new = [each for each in told if each.due > self._evaluated]
-        if not new:
-            return {}
-        self._evaluated = new[-1].due
-        return _as_figures(new[-1])
+            return
+        for evaluation in told:
+            step = next((each for each in figures if each.at >= evaluation.at), None)
+            if evaluation.due > self._evaluated and step is not None:
+                step.values.update(_as_figures(evaluation))
+                self._evaluated = evaluation.due
 
 
 def _as_figures(evaluation: Evaluation) -> dict[str, float]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.policies.evaluation import LEVEL, best_of, interval, ks_of, pass_at, success_of
+from services.policies.training.evaluation import LEVEL, best_of, interval, ks_of, pass_at, success_of
 from services.run_store.evaluations import evaluation_of
 from services.wire.rollout_api import EvaluationAnswers
 

@@ -9,31 +9,12 @@ import pytest
 
 from services.host.run_folder import RunFolder
 from services.wire.errors import UsageError
-from services.wire.rollout_api import Evaluation
 from services.wire.run_metrics import EvaluationReport
+from tests.support.evaluations import evaluation
 from trainer.checkpoint.checkpoint import path_of
 from trainer.checkpoint.evaluated import best_checkpoint, find, heed, keep_for_evaluation
 
 EVERY = 10
-
-
-def evaluation(due: int, success: float) -> Evaluation:
-    return Evaluation(
-        due=due,
-        first_version=due,
-        last_version=due,
-        task="t",
-        problems=4,
-        samples=1,
-        temperature=0.0,
-        success=success,
-        low=0.0,
-        high=1.0,
-        pass_at={1: success},
-        mean_length=1.0,
-        seconds=1.0,
-        at=0.0,
-    )
 
 
 @pytest.fixture

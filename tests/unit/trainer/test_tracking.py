@@ -17,8 +17,10 @@ import pytest
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
 from services.host.run_folder import RunFolder
+from services.wire.rollout_api import Evaluations
+from tests.support.evaluations import evaluation
 from trainer.tracking.base import Figures, flattened, settings_of
-from trainer.tracking.follow import follow
+from trainer.tracking.follow import FolderReader, follow
 
 RUN_ID = "tracked-run"
 STEPS = 40
@@ -215,6 +217,28 @@ def _wait(until: Callable[[], bool]) -> None:
     while not until():
         assert time.monotonic() < ends
         time.sleep(0.02)
+
+
+def test_each_evaluation_stands_at_the_first_step_after_it(run: RunFolder) -> None:
+    def tell(*at: float) -> None:
+        told = [evaluation(due=10 * number, at=moment) for number, moment in enumerate(at, start=1)]
+        run.evaluations.write_text(Evaluations(evaluations=told).model_dump_json())
+
+    reader = FolderReader(run)
+    tell(1002.5, 1004.5, 1099.0)
+    write(run, range(1, 7))
+    assert _dues(reader.read()) == {3: 10, 5: 20}
+    # One that was told late stands at the next step that is read; none stands twice.
+    write(run, range(7, 8))
+    tell(1002.5, 1004.5, 1005.5)
+    assert _dues(reader.read()) == {7: 30}
+    write(run, range(8, 9))
+    assert _dues(reader.read()) == {}
+    assert _dues(FolderReader(run).read()) == {3: 10, 5: 20, 6: 30}, "afterwards all are told"
+
+
+def _dues(figures: Sequence[Figures]) -> dict[int, float]:
+    return {each.step: each.values["held_out/due"] for each in figures if "held_out/due" in each.values}
 
 
 def test_figures_and_settings_have_flat_names() -> None:
