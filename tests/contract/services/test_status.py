@@ -21,6 +21,7 @@ from rich.console import Console
 from services.http.app import make_app
 from services.run_store.client import connect
 from services.run_store.discovery import Listed, ServerRecord, ServiceKind, ServiceRecord, ServiceRegistry
+from services.run_store.evaluations import point_of
 from services.run_store.keys import RunKeys
 from services.run_store.ledger import Ledger
 from services.run_store.status import TrainerStatus, WaitBoard
@@ -28,6 +29,7 @@ from services.status.collector import StatusCollector
 from services.status.render import screen
 from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
 from tests.conftest import free_port
+from tests.support.evaluations import evaluation
 from tests.support.mesh_command import COMMAND, run_command
 from tests.support.served_app import served
 
@@ -161,7 +163,7 @@ async def test_a_redis_that_stands_still_is_told_part_by_part(
 ) -> None:
     await redis.execute_command("CLIENT", "PAUSE", "600", "ALL")
     report = await StatusCollector(redis, run_id, http, part_within_s=0.2).collect()
-    assert len(report.unread) == 6
+    assert len(report.unread) == 7
     assert "registry: Redis has not answered within 0.2 s" in report.unread
     assert not report.well
 
@@ -319,6 +321,7 @@ def test_the_screen_says_everything_that_the_report_does() -> None:
         trainer_waits=wait,
         waits=[wait, WaitView(component="environment", waiting_for="admission", since=99.0)],
         causes=[sure, likely],
+        evaluation=point_of(evaluation(20, 0.5, at=90.0)),
         unread=["the ledger: Redis failed"],
     )
     held = ", ".join(f"{n} (open 10 s, 2 siblings finished)" for n in range(8))
@@ -336,6 +339,7 @@ def test_the_screen_says_everything_that_the_report_does() -> None:
         "staleness mean 1.25, max 3 of K 2, over K 12.5% (tokens by steps: 0:5 3:1)",
         "effective samples 0.75",
         "dropped expired 4",
+        "held out 50.0% (0.0% to 100.0%) of 4 problems, versions 20 to 20, 10 s ago",
         "queue 12 trajectories in the stream, 64 trained",
         "groups 10 open, 5 wait for admission",
         "environment waits 1.0 s for admission",
@@ -355,6 +359,7 @@ def test_the_screen_of_an_empty_run_says_that_nothing_is_there() -> None:
         trainer_waits=wait,
         waits=[wait],
         causes=[],
+        evaluation=None,
         unread=[],
     )
     assert shown(report) == [
