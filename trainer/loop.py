@@ -43,6 +43,7 @@ from trainer.data.tally import Arrivals, stream_order
 from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.metrics.files import RunRecords
 from trainer.metrics.step import outcome, step_metrics
+from trainer.model.anomaly import AnomalyError
 from trainer.model.learner import Learner
 from trainer.model.roles import Roles
 from trainer.model.train_batch import PreparedBatch, Trained, prepare
@@ -122,9 +123,14 @@ class TrainingLoop:
             if groups is None:
                 return False
             before, version = self.learner.steps_made, self.learner.version
-            with self.tracing.begin("trainer.batch") as span:
-                self._one_batch(groups, started)
-                span.note(version=self.learner.version, groups=len(groups))
+            try:
+                with self.tracing.begin("trainer.batch") as span:
+                    self._one_batch(groups, started)
+                    span.note(version=self.learner.version, groups=len(groups))
+            except AnomalyError:
+                if self.learner.version == version:
+                    self.saving.make_up()
+                raise
             due = self.saving.after_steps(before, version)
             if due or (not self.saving.busy and (self._store_fills() or self.intake.wants_checkpoint())):
                 self.checkpoint()
@@ -135,6 +141,7 @@ class TrainingLoop:
         if self.learner.steps_made < self.settings.steps:
             wanted = self.settings.evaluation.stop_at
             _log.info("an evaluation found the success that was asked for: the run ends", evaluation_stop_at=wanted)
+        self.saving.make_up()
         return True
 
     def repeat(self, record: StepRecord, groups: Sequence[Group[Trajectory]]) -> None:

@@ -1,7 +1,7 @@
 """When checkpoints are written, beside training: on a thread of their own, one at a time, from one copy of the state.
 
 step ──► due? ──► none being written? ──► copied over the last copy ──► (training goes on) ──► step log durable ──► written
-                          └── one is: the next step asks again
+                          └── one is: the next step asks again, or the run's end
 """
 
 from __future__ import annotations
@@ -81,6 +81,13 @@ class Saving:
         self._due = self._to_be_evaluated = False
         self.background.watch(written, "checkpoint")
         return written
+
+    def make_up(self) -> None:
+        """The run ends here: wait for a checkpoint that is being written, and write one that was put off for it."""
+        if self._due:
+            self.begin()
+        if self._written is not None:
+            self.background.result(self._written, "writing the last checkpoint", SAVE_DEADLINE_S)
 
     def _write(self, logged: Future[None], taken: Snapshot, to_be_evaluated: bool) -> Path:
         """Raises what kept the log from being durable."""

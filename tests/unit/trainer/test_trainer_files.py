@@ -257,6 +257,25 @@ def test_a_slow_disk_delays_only_the_next_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(weight, learner.weights()[name]) for name, weight in fresh.weights().items())
 
 
+def test_a_run_that_ends_writes_the_checkpoint_that_was_put_off(tmp_path: Path) -> None:
+    learner = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
+    disk = Event()
+
+    def slowly(folder: Path, taken: checkpoint.Snapshot) -> Path:
+        assert disk.wait(30)
+        return checkpoint.save(folder, taken)
+
+    with saving_to(tmp_path, learner, save=slowly) as saving:
+        one_step(learner, 1)
+        assert saving.after_steps(0, 0)
+        saving.begin()
+        one_step(learner, 2)
+        assert not saving.after_steps(1, 1)
+        disk.set()
+        saving.make_up()
+        assert checkpoint.versions(tmp_path) == [1, 2]
+
+
 def test_a_version_to_be_evaluated_is_kept(tmp_path: Path) -> None:
     learner = Learner(build_model(seed=5, hidden_size=32, layers=1), TrainerSettings())
     chosen = EvaluationSettings(every=3)
