@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -125,9 +126,12 @@ def test_every_step_is_there_once_after_a_kill_in_the_middle(run: RunFolder, bac
     if find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
     folder, said = run.tracking / backend, run.root / "track.log"
+    # A process that is killed leaves what its library had in the temporary folder.
+    environ = {**os.environ, "TMPDIR": str(run.root)}
+    command = [*COMMAND, str(run.root), "--to", backend]
     write(run, range(1, 11))
     with said.open("w") as log:
-        following = subprocess.Popen([*COMMAND, str(run.root), "--to", backend, "--follow"], stdout=log, stderr=log)
+        following = subprocess.Popen([*command, "--follow"], stdout=log, stderr=log, env=environ)
     try:
         # It dies while it writes: some steps are there, more come all the time.
         written, ends = 10, time.monotonic() + 60
@@ -143,7 +147,7 @@ def test_every_step_is_there_once_after_a_kill_in_the_middle(run: RunFolder, bac
     write(run, range(written + 1, STEPS + 1))
     run.summary.write_text(json.dumps({"success_after": 0.75, "run_id": RUN_ID}))
     for _ in range(2):
-        done = subprocess.run([*COMMAND, str(run.root), "--to", backend], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
         assert done.returncode == 0, done.stderr
     assert sorted(READERS[backend](folder)) == [(step, step / 4) for step in range(1, STEPS + 1)]
 
