@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -90,19 +91,21 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> Resolved:
     Raises UsageError, with nothing left behind, for environment variables in which the run cannot work.
     """
     engine = choose_engine(settings.engine)
-    task = find_task(settings.task)
-    settings = await asyncio.to_thread(with_model_folder, settings)
-    check_first_policy(settings.model.path, task)
-    if parse_task(task).kind == "prompts" and not settings.rewards.enabled:
-        raise UsageError(f"task {task} has nobody to judge its answers", "set rewards.enabled and its components")
-    await check_task(task)
+    settings = await asyncio.to_thread(with_model_folder, find_tasks(settings))
+    check_first_policy(settings)
+    for each in settings.played:
+        if parse_task(each.task).kind == "prompts" and not settings.rewards.enabled:
+            raise UsageError(
+                f"task {each.task} has nobody to judge its answers", "set rewards.enabled and its components"
+            )
+    await check_tasks(settings)
     settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
     settings, found = fitted(settings)
     await _check_surroundings(settings, keys)
-    run_id = new_run_id(parse_task(task).label)
+    run_id = new_run_id("mixture" if settings.tasks else parse_task(settings.task).label)
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
     folder = make_run_folder(root)
-    settings = settings.model_copy(update={"engine": engine, "run_dir": root, "task": task})
+    settings = settings.model_copy(update={"engine": engine, "run_dir": root})
     return Resolved(settings, folder, run_id, found)
 
 
@@ -131,12 +134,19 @@ def fitted(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:
     return fit(settings, facts, cores=usable_cores(), gpu=has_gpu())
 
 
-def check_first_policy(model: Path | None, task: str) -> None:
-    """Raises UsageError where a run of `task` would have no policy to start from: `model`, or a warm start."""
+def check_first_policy(settings: RunSettings) -> None:
+    """Raises UsageError where a run would have no policy to start from: a model, or a warm start for its one task."""
+    model = settings.model.path
     if model is not None and not is_complete(model):
         raise UsageError(f"{model} is no Hugging Face model folder", "it must hold a config.json")
-    if model is None and not parse_task(task).demonstrated:
-        raise UsageError(f"task {task} has no demonstrations to warm-start a model with", "name one: model.path=FOLDER")
+    if model is not None:
+        return
+    if settings.tasks:
+        raise UsageError("a model is warm-started for one task alone, not for tasks", "name one: model.path=FOLDER")
+    if not parse_task(settings.task).demonstrated:
+        raise UsageError(
+            f"task {settings.task} has no demonstrations to warm-start a model with", "name one: model.path=FOLDER"
+        )
 
 
 def new_run_id(task_label: str) -> str:
@@ -150,14 +160,27 @@ def find_task(task: str) -> str:
     return str(parse_task(task).with_files(lambda file: str(Path(file).expanduser().absolute())))
 
 
-async def check_task(task: str) -> None:
-    """See whether the task can be made, in a process of its own: neither libraries nor the user's code are imported here.
+def find_tasks(settings: RunSettings) -> RunSettings:
+    """With `find_task` of each task."""
+    tasks = [each.model_copy(update={"task": find_task(each.task)}) for each in settings.tasks]
+    return settings.model_copy(update={"task": find_task(settings.task), "tasks": tasks})
+
+
+async def check_tasks(settings: RunSettings) -> None:
+    """See whether the tasks can be made, in a process of its own: neither libraries nor the user's code are imported here.
 
     Raises UsageError with what that process says of a name, an option or a library; RollmeshError when it hangs.
     """
-    if parse_task(task).built_in:
+    if not settings.tasks and parse_task(settings.task).built_in:
         return
-    flags = ("--task", task, "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
+    with tempfile.NamedTemporaryFile("w", prefix="rollmesh-tasks-", suffix=".toml", encoding="utf-8") as file:
+        file.write(dump_settings(settings))
+        file.flush()
+        await _check_tasks(Path(file.name), settings)
+
+
+async def _check_tasks(config: Path, settings: RunSettings) -> None:
+    flags = ("--config", str(config), "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
     process = await asyncio.create_subprocess_exec(
         *(*OURS, "run-environment", *flags),
         stdout=asyncio.subprocess.DEVNULL,
@@ -170,7 +193,7 @@ async def check_task(task: str) -> None:
             _, said = await process.communicate()
     except TimeoutError as error:
         raise RollmeshError(
-            f"task {task} was not made in {_TASK_CHECK_S:g} s", "see what its code waits for"
+            f"{settings.task_in_words} could not be made in {_TASK_CHECK_S:g} s", "see what its code waits for"
         ) from error
     finally:
         if process.returncode is None:
@@ -254,7 +277,7 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
         raise UsageError("notify is read by `rollmesh up` alone", "leave it out")
     root = run_dir.expanduser().absolute()
     settings = with_model_folder(settings.model_copy(update={"run_dir": root}))
-    check_first_policy(settings.model.path, settings.task)
+    check_first_policy(settings)
     folder = RunFolder(root)
     if folder.config.exists():
         began_with = load_settings(folder.config, [])
