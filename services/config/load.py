@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from services.config.base import Section
 from services.config.checks import check
 from services.config.settings import RunSettings
 from services.wire.errors import UsageError
+
+_Section = TypeVar("_Section", bound=Section)
 
 _RENAMED = {"trainer.updates_per_batch": "trainer.minibatches_per_batch"}
 """Settings by the names that older files have, with the same meaning: run folders stay readable."""
@@ -32,13 +35,21 @@ def load_settings(path: Path | None, overrides: Sequence[str]) -> RunSettings:
     for override in overrides:
         _apply(tree, override)
     _rename(tree)
-    _refuse_unknown(tree, RunSettings, "")
-    try:
-        settings = RunSettings.model_validate(tree)
-    except ValidationError as error:
-        raise UsageError(*_explain(error)) from error
+    settings = read_section(RunSettings, tree)
     check(settings)
     return settings
+
+
+def read_section(kind: type[_Section], tree: Mapping[str, Any], prefix: str = "") -> _Section:
+    """`tree` as a section of this kind. `prefix`: of its keys in messages, `trainer.loss.own.`.
+
+    Raises UsageError for an unknown key, with the nearest known one, and for a bad value.
+    """
+    _refuse_unknown(tree, kind, prefix, lambda: _known_keys(kind, prefix))
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise UsageError(*_explain(error, kind, prefix)) from error
 
 
 def origins_of(path: Path | None, overrides: Sequence[str]) -> dict[str, str]:
@@ -102,15 +113,17 @@ def _rename(tree: dict[str, Any]) -> None:
             keys[name] = keys.pop(key)
 
 
-def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str) -> None:
+def _refuse_unknown(
+    tree: Mapping[str, Any], model: type[BaseModel], prefix: str, known: Callable[[], list[str]]
+) -> None:
+    """`known`: all keys that there are, by their dotted names."""
     for key, value in tree.items():
         field = model.model_fields.get(key)
         if field is None:
-            known = known_keys()
             if f"{prefix}{key}" in _GONE:
                 raise UsageError(f"{prefix + key!r} is gone", _GONE[f"{prefix}{key}"])
-            near = get_close_matches(f"{prefix}{key}", known, n=1, cutoff=0.4) or get_close_matches(
-                key, [name.rpartition(".")[2] for name in known], n=1, cutoff=0.4
+            near = get_close_matches(f"{prefix}{key}", known(), n=1, cutoff=0.4) or get_close_matches(
+                key, [name.rpartition(".")[2] for name in known()], n=1, cutoff=0.4
             )
             hint = f"the nearest known key is {near[0]!r}" if near else f"known keys: {', '.join(model.model_fields)}"
             raise UsageError(f"unknown key {prefix + key!r}", hint)
@@ -118,7 +131,7 @@ def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str
         if isinstance(section, type) and issubclass(section, BaseModel):
             if not isinstance(value, Mapping):
                 raise UsageError(f"{prefix + key!r} is a section, not a value", f"set one of its keys: {prefix}{key}.…")
-            _refuse_unknown(value, section, f"{prefix}{key}.")
+            _refuse_unknown(value, section, f"{prefix}{key}.", known)
 
 
 def known_keys() -> list[str]:
@@ -137,11 +150,13 @@ def _known_keys(model: type[BaseModel], prefix: str) -> list[str]:
     return names
 
 
-def _explain(error: ValidationError) -> tuple[str, str]:
+def _explain(error: ValidationError, root: type[BaseModel], prefix: str) -> tuple[str, str]:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
-    what = f"{key} = {first['input']!r} cannot be"
-    allowed = _allowed(key)
+    if first["type"] == "missing":
+        return f"{prefix}{key} is not set", "it has no default: set it"
+    what = f"{prefix}{key} = {first['input']!r} cannot be"
+    allowed = _allowed(key, root)
     if allowed:
         near = get_close_matches(str(first["input"]), allowed, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -150,8 +165,8 @@ def _explain(error: ValidationError) -> tuple[str, str]:
     return what, str(first.get("ctx", {}).get("error", first["msg"]))
 
 
-def _allowed(key: str) -> list[str]:
-    model: type[BaseModel] = RunSettings
+def _allowed(key: str, root: type[BaseModel]) -> list[str]:
+    model = root
     *sections, leaf = key.split(".")
     for section in sections:
         annotation = model.model_fields[section].annotation if section in model.model_fields else None
