@@ -6,14 +6,17 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from services.config.base import Section
 from services.config.checks import check
 from services.config.settings import RunSettings
 from services.wire.errors import UsageError
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 _RENAMED = {"trainer.updates_per_batch": "trainer.minibatches_per_batch"}
 """Settings by the names that older files have, with the same meaning: run folders stay readable."""
@@ -28,17 +31,22 @@ def load_settings(path: Path | None, overrides: Sequence[str]) -> RunSettings:
     Raises UsageError for a file that cannot be read, an unknown key (with the nearest known one), a bad value,
     or values that do not go together.
     """
+    settings = load_tree(RunSettings, path, overrides)
+    check(settings)
+    return settings
+
+
+def load_tree(root: type[SectionT], path: Path | None, overrides: Sequence[str]) -> SectionT:
+    """Another tree than a run's, in the same way; whether its values go together is not looked at."""
     tree: dict[str, Any] = {} if path is None else _read(path)
     for override in overrides:
         _apply(tree, override)
     _rename(tree)
-    _refuse_unknown(tree, RunSettings, "")
+    _refuse_unknown(tree, root, "", known_keys(root))
     try:
-        settings = RunSettings.model_validate(tree)
+        return root.model_validate(tree)
     except ValidationError as error:
-        raise UsageError(*_explain(error)) from error
-    check(settings)
-    return settings
+        raise UsageError(*_explain(error, root)) from error
 
 
 def origins_of(path: Path | None, overrides: Sequence[str]) -> dict[str, str]:
@@ -102,11 +110,10 @@ def _rename(tree: dict[str, Any]) -> None:
             keys[name] = keys.pop(key)
 
 
-def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str) -> None:
+def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str, known: Sequence[str]) -> None:
     for key, value in tree.items():
         field = model.model_fields.get(key)
         if field is None:
-            known = known_keys()
             if f"{prefix}{key}" in _GONE:
                 raise UsageError(f"{prefix + key!r} is gone", _GONE[f"{prefix}{key}"])
             near = get_close_matches(f"{prefix}{key}", known, n=1, cutoff=0.4) or get_close_matches(
@@ -118,12 +125,12 @@ def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str
         if isinstance(section, type) and issubclass(section, BaseModel):
             if not isinstance(value, Mapping):
                 raise UsageError(f"{prefix + key!r} is a section, not a value", f"set one of its keys: {prefix}{key}.…")
-            _refuse_unknown(value, section, f"{prefix}{key}.")
+            _refuse_unknown(value, section, f"{prefix}{key}.", known)
 
 
-def known_keys() -> list[str]:
-    """Every setting by its dotted name."""
-    return _known_keys(RunSettings, "")
+def known_keys(root: type[BaseModel] = RunSettings) -> list[str]:
+    """Every setting of a tree by its dotted name."""
+    return _known_keys(root, "")
 
 
 def _known_keys(model: type[BaseModel], prefix: str) -> list[str]:
@@ -137,11 +144,11 @@ def _known_keys(model: type[BaseModel], prefix: str) -> list[str]:
     return names
 
 
-def _explain(error: ValidationError) -> tuple[str, str]:
+def _explain(error: ValidationError, root: type[BaseModel]) -> tuple[str, str]:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     what = f"{key} = {first['input']!r} cannot be"
-    allowed = _allowed(key)
+    allowed = _allowed(key, root)
     if allowed:
         near = get_close_matches(str(first["input"]), allowed, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -150,8 +157,7 @@ def _explain(error: ValidationError) -> tuple[str, str]:
     return what, str(first.get("ctx", {}).get("error", first["msg"]))
 
 
-def _allowed(key: str) -> list[str]:
-    model: type[BaseModel] = RunSettings
+def _allowed(key: str, model: type[BaseModel]) -> list[str]:
     *sections, leaf = key.split(".")
     for section in sections:
         annotation = model.model_fields[section].annotation if section in model.model_fields else None
