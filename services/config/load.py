@@ -49,9 +49,9 @@ def load_tree(root: type[SectionT], path: Path | None, overrides: Sequence[str])
         raise UsageError(*_explain(error, root)) from error
 
 
-def origins_of(path: Path | None, overrides: Sequence[str]) -> dict[str, str]:
-    """Where settings of `load_settings(path, overrides)` come from: dotted name → file's name, command line or default."""
-    origins = dict.fromkeys(known_keys(), "default")
+def origins_of(path: Path | None, overrides: Sequence[str], root: type[BaseModel] = RunSettings) -> dict[str, str]:
+    """Where settings of `load_tree` come from: dotted name → the file's name, command line or default."""
+    origins = dict.fromkeys(known_keys(root), "default")
     tree: dict[str, Any] = {}
     for source, text in [] if path is None else [(path.name, _read(path))]:
         _rename(text)
@@ -69,8 +69,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> list[str]:
     return names
 
 
-def dump_settings(settings: RunSettings) -> str:
-    """TOML text that `load_settings` reads back to the same tree."""
+def dump_settings(settings: Section) -> str:
+    """TOML text that `load_tree` reads back to the same tree."""
     return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
 
 
