@@ -3,7 +3,8 @@
 Sample `index` of a prompt answers `2 + (sum(prompt) + index + i) % 9` for `i = 0, 1, …`, then the end token after
 `answer_length` tokens (or is cut by `max_tokens`); logprobs are `-(i + 1) / 8`. Alternatives, where asked for, are the
 sampled token and then ids from 20 on, each `0.125` less likely than the one before. Logprobs of a prompt's token `t` at
-place `i`, where asked for, are `-i / 16`, its rank `t`. A streamed request gets one delta a token. One decode step a turn of the event loop. A request that resumes an earlier one goes on where that one ended.
+place `i`, where asked for, are `-i / 16`, its rank `t`. A streamed request gets one delta a token. One decode step a turn
+of the event loop. A request that resumes an earlier one goes on where that one ended.
 """
 
 from __future__ import annotations
