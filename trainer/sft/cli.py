@@ -99,18 +99,21 @@ def sft(
 
 
 def _from_data(model: Path, data: Path, out: Path, config: Path | None, overrides: list[str]) -> None:
-    out = out.expanduser().absolute()
+    out, data = out.expanduser().absolute(), data.expanduser()
     if out.exists():
         raise UsageError(f"{out} is there already", "name another --out, or remove it")
 
     from services.config.fitting import read_facts
     from services.host.process import heavy_imports, usable_cores
+    from services.wire.tables import read_table
     from trainer.fetch.local import find_model
+    from trainer.sft.columns import read_examples
     from trainer.sft.sft_settings import fit_sft, load_sft_settings
 
     settings, origins = load_sft_settings(config, overrides)
     folder = find_model(model)
     facts = read_facts(folder)
+    examples = read_examples(data, read_table(data), settings.data)
     with heavy_imports():
         import torch
         import transformers
@@ -121,7 +124,7 @@ def _from_data(model: Path, data: Path, out: Path, config: Path | None, override
 
     transformers.utils.logging.disable_progress_bar()
     settings, changed = fit_sft(settings, facts, cores=usable_cores(), gpu=torch.cuda.is_available())
-    arguments = SftArguments(folder, data.expanduser(), out, settings, origins | changed)
+    arguments = SftArguments(folder, data, examples, out, settings, origins | changed)
     reached = Reached()
     Interrupt().install()
     try:

@@ -1,8 +1,7 @@
 """Supervised fine-tuning of a Hugging Face folder on examples, by the learner that RL trains with.
 
-    table ─ columns ─► examples ─ template, tokenizer ─► rows, masked ─► held out │ trained
-                                                                            │         │ examples_per_step a step, packed
-                                                             loss before, every n steps, after ◄── optimizer step
+    examples ─ template, tokenizer ─► rows, masked ─► held out: their loss before, every n steps and after
+                                                  └─► the others, examples_per_step at a time, packed ─► optimizer step
 
 ℓ = −Σ log π(t) / N over the N learned tokens of a step: RL's plain policy gradient with an advantage of 1 everywhere. The
 same folder, data, settings and number of threads give the same weights on a CPU, and with `trainer.deterministic`.
@@ -10,6 +9,7 @@ same folder, data, settings and number of threads give the same weights on a CPU
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,14 +25,13 @@ from services.config.load import dump_settings
 from services.config.settings import TrainerSettings
 from services.host.files import appearing, writing
 from services.wire.errors import NoModelError, UsageError
-from services.wire.tables import read_table
 from trainer.checkpoint.checkpoint import fill_model
 from trainer.checkpoint.environment import repeat_exactly
 from trainer.checkpoint.model_folder import load_policy
 from trainer.model.adapters import Adapters
 from trainer.model.learner import Learner
 from trainer.model.precision import use_tf32
-from trainer.sft.columns import read_examples
+from trainer.sft.columns import Examples
 from trainer.sft.display import Display
 from trainer.sft.encoding import EncodedRow, ExampleEncoder
 from trainer.sft.report import SETTINGS, ExampleCounts, StepLine, Summary, step_lines, write_summary
@@ -46,10 +45,11 @@ _LINES_OF_A_RUN = 20
 
 @dataclass(frozen=True)
 class SftArguments:
-    """`model`: a Hugging Face folder; `out`: a folder that is not there; `origins`: of each setting, by its dotted name."""
+    """`model`: a Hugging Face folder; `examples`: of `data`; `out`: not there yet; `origins`: of each setting."""
 
     model: Path
     data: Path
+    examples: Examples
     out: Path
     settings: SftSettings
     origins: dict[str, str]
@@ -72,7 +72,7 @@ def finetune(arguments: SftArguments, display: Display, reached: Reached) -> Sum
     torch.set_num_threads(settings.trainer.thread_count)
     if settings.trainer.deterministic:
         repeat_exactly()
-    kind, chosen = _choose(arguments, display)
+    chosen = _choose(arguments, display)
     order, steps = _plan(settings, len(chosen.trained))
     reached.steps = steps
     with ExitStack() as stack, writing(arguments.out):
@@ -106,7 +106,7 @@ def finetune(arguments: SftArguments, display: Display, reached: Reached) -> Sum
         summary = training.summary(
             model=arguments.model,
             data=arguments.data,
-            kind=kind,
+            kind=arguments.examples.kind,
             written=written,
             rate_from=arguments.origins["trainer.learning_rate"],
         )
@@ -114,10 +114,9 @@ def finetune(arguments: SftArguments, display: Display, reached: Reached) -> Sum
     return summary
 
 
-def _choose(arguments: SftArguments, display: Display) -> tuple[str, Chosen]:
-    """Read, encode and part the examples."""
-    data = arguments.settings.data
-    examples = read_examples(arguments.data, read_table(arguments.data), data)
+def _choose(arguments: SftArguments, display: Display) -> Chosen:
+    """Encode and part the examples."""
+    data, examples = arguments.settings.data, arguments.examples
     try:
         config = AutoConfig.from_pretrained(arguments.model).get_text_config()
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
@@ -155,7 +154,7 @@ def _choose(arguments: SftArguments, display: Display) -> tuple[str, Chosen]:
             f"{counts.nothing_to_learn} without an answer, {counts.held_out} held out",
             "give more examples, or set data.longest or data.held_out",
         )
-    return examples.kind, Chosen(train, [row for each in measured for row in each], counts)
+    return Chosen(train, [row for each in measured for row in each], counts)
 
 
 def _warn_of_unknown(rows: Sequence[Sequence[EncodedRow]], unknown: int | None, display: Display) -> None:
@@ -185,7 +184,7 @@ def _show(display: Display, line: StepLine, steps: int, training: SupervisedTrai
     held = "" if before is None or newest is None else f" · held out {before:.3f} → {newest:.3f}"
     display.advance("training", f"loss {line.loss:.3f}{held}", line.step, steps)
     told = line.held_out_loss is not None
-    if told or (not display.has_bar and line.step % max(1, steps // _LINES_OF_A_RUN) == 0):
+    if told or (not display.has_bar and line.step % math.ceil(steps / _LINES_OF_A_RUN) == 0):
         display.say(
             "step",
             step=f"{line.step}/{steps}",

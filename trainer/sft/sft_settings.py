@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from services.config.base import Section
+from services.config.base import Section, changed_fields
 from services.config.checks import check_learner
 from services.config.fitting import is_set, with_value
 from services.config.load import load_tree, origins_of
@@ -81,14 +81,13 @@ def load_sft_settings(path: Path | None, overrides: Sequence[str]) -> tuple[SftS
     """The tree, and where each setting came from. Raises UsageError as `services.config.load.load_settings` does."""
     settings = load_tree(SftSettings, path, overrides)
     check_learner(settings.trainer)
-    if settings.steps is not None and is_set(settings, "epochs"):
+    if settings.steps is not None and settings.epochs > 1:
         raise UsageError("steps and epochs both say how long training takes", "give one of them")
     if not settings.data.held_out:
-        for name in HeldOutSettings.model_fields:
-            if is_set(settings, f"evaluation.{name}"):
-                raise UsageError(
-                    f"evaluation.{name} would have no effect with data.held_out=0", "leave it out, or hold some out"
-                )
+        for name in changed_fields(settings.evaluation):
+            raise UsageError(
+                f"evaluation.{name} would have no effect with data.held_out=0", "leave it out, or hold some out"
+            )
     return settings, origins_of(path, overrides, SftSettings)
 
 
