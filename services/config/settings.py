@@ -16,6 +16,7 @@ from services.config.base import Section
 from services.config.lora import LoraSettings
 from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.rewards import RewardSettings
+from services.config.teacher import TeacherSettings
 from services.config.traces import TraceSettings
 from services.config.tracking import TrackingSettings
 from services.policies.admission import LOOKAHEAD, AdmissionRules
@@ -160,6 +161,7 @@ class TrainerSettings(Section):
     schedule: ScheduleSettings = ScheduleSettings()
     loss: LossSettings = LossSettings()
     advantage: AdvantageSettings = AdvantageSettings()
+    teacher: TeacherSettings = TeacherSettings()
     lora: LoraSettings = LoraSettings()
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
