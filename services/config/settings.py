@@ -16,6 +16,7 @@ from services.config.base import Section
 from services.config.lora import LoraSettings
 from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.rewards import RewardSettings
+from services.config.teacher import TeacherSettings
 from services.config.traces import TraceSettings
 from services.config.tracking import TrackingSettings
 from services.policies.admission import LOOKAHEAD, AdmissionRules
@@ -182,6 +183,7 @@ class TrainerSettings(LearnerSettings):
     )
     loss: LossSettings = LossSettings()
     advantage: AdvantageSettings = AdvantageSettings()
+    teacher: TeacherSettings = TeacherSettings()
     checkpoint_every: int = Field(default=20, ge=1, description="Optimizer steps between checkpoints")
     minibatches_per_batch: int = Field(
         default=1, ge=1, description="Parts of a batch, an optimizer step each; only the last is published"

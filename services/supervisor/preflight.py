@@ -28,9 +28,9 @@ from services.observability.setup import check_installed
 from services.run_store.client import check_store, reached_by
 from services.security.keys import KeyPlaces
 from services.security.tls import read_tls
-from services.supervisor.launch_plan import LOOPBACK, warm_start_commands
+from services.supervisor.launch_plan import LOOPBACK, has_teacher, warm_start_commands
 from services.supervisor.processes import OURS
-from services.supervisor.user_code import check_task, with_own_algorithm
+from services.supervisor.user_code import check_task, with_algorithm
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.task_name import parse_task
 
@@ -90,12 +90,12 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> Resolved:
     """
     engine = choose_engine(settings.engine)
     task = find_task(settings.task)
+    settings, added = await with_algorithm(settings)
     settings = await asyncio.to_thread(with_model_folder, settings)
     check_first_policy(settings.model.path, task)
     if parse_task(task).kind == "prompts" and not settings.rewards.enabled:
         raise UsageError(f"task {task} has nobody to judge its answers", "set rewards.enabled and its components")
     await check_task(task)
-    settings, added = await with_own_algorithm(settings)
     settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
     settings, found = fitted(settings)
     await _check_surroundings(settings, keys)
@@ -107,21 +107,40 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> Resolved:
 
 
 def with_model_folder(settings: RunSettings) -> RunSettings:
-    """With a folder in place of a model's name: where it is not there, `rollmesh models fetch` makes it, with progress.
+    """With folders in place of the names of the policy's model and of a teacher's that is served here: where one is not
+    there, `rollmesh models fetch` makes it, with progress.
 
     Raises RollmeshError where that fails; it says why.
     """
-    model = settings.model.path
-    if model is None or is_folder(model):
-        return settings
+    model, teacher = settings.model.path, settings.trainer.teacher
+    if model is not None:
+        settings = settings.model_copy(
+            update={"model": settings.model.model_copy(update={"path": _folder_of(model, "model.path")})}
+        )
+    if has_teacher(settings):
+        found = _folder_of(Path(str(teacher.model)), "trainer.teacher.model").expanduser().absolute()
+        check_teacher(found)
+        teacher = teacher.model_copy(update={"model": str(found)})
+        settings = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"teacher": teacher})})
+    return settings
+
+
+def _folder_of(model: Path, setting: str) -> Path:
+    if is_folder(model):
+        return model
     done = subprocess.run([*OURS, "models", "fetch", str(model)], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise RollmeshError(
             f"there is no folder {model}, and no model of that name could be fetched",
-            "see what is said above, or set model.path=FOLDER",
+            f"see what is said above, or set {setting}=FOLDER",
         )
-    folder = Path(done.stdout.strip().splitlines()[-1])
-    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def check_teacher(model: Path) -> None:
+    """Raises UsageError for a folder that holds no model."""
+    if not is_complete(model):
+        raise UsageError(f"trainer.teacher.model={model} is no Hugging Face model folder", "it must hold a config.json")
 
 
 def fitted(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:
@@ -221,9 +240,9 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
     if settings.notify is not None:
         raise UsageError("notify is read by `rollmesh up` alone", "leave it out")
     root = run_dir.expanduser().absolute()
-    settings = with_model_folder(settings.model_copy(update={"run_dir": root}))
+    settings, added = asyncio.run(with_algorithm(settings.model_copy(update={"run_dir": root})))
+    settings = with_model_folder(settings)
     check_first_policy(settings.model.path, settings.task)
-    settings, added = asyncio.run(with_own_algorithm(settings))
     folder = RunFolder(root)
     if folder.config.exists():
         began_with = load_settings(folder.config, [])

@@ -24,6 +24,8 @@ def step_metrics(step: int, **changes: object) -> StepMetrics:
         "dropped": {"late": 1},
         "components": {},
         "warnings": {},
+        "figures": {},
+        "teacher_kl": None,
         "effective_samples": None,
         "update_state": None,
     }
