@@ -8,11 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import structlog
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from services.config.settings import RunSettings
 from services.host.run_folder import RunFolder
@@ -26,18 +24,21 @@ from services.run_store.status import WaitBoard
 from services.run_store.stream import TrajectoryReader
 from services.security.permissions import Keys
 from services.security.tls import PLAIN, Tls
-from services.wire.errors import NoModelError, UsageError
+from services.wire.errors import UsageError
 from services.wire.trajectory import vocabulary_digest
 from trainer.checkpoint.attempts import Attempts
-from trainer.checkpoint.saving import Saving
+from trainer.checkpoint.checkpoint import save
+from trainer.checkpoint.model_folder import load_policy
+from trainer.checkpoint.saving import Save, Saving
 from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
+from trainer.data.teacher import Teacher
+from trainer.data.teacher_client import TeacherClient, TeacherServer
 from trainer.data.validation import Validator
 from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.loop import Identity, TrainingLoop
 from trainer.metrics.exporter import open_telemetry
 from trainer.metrics.files import RunRecords, read_metrics
-from trainer.model.forward import freeze_beside_text
 from trainer.model.learner import Learner
 from trainer.model.precision import use_tf32
 from trainer.model.roles import Roles, make_roles
@@ -54,12 +55,16 @@ SIBLINGS_LAG_S = 1.0
 """After so long the ledger is asked whether more of an incomplete group may come. It knows: a wrong guess costs a call."""
 
 
+_log = structlog.get_logger()
+
+
 @dataclass(frozen=True)
 class TrainerArguments:
     """`model`: a Hugging Face folder, which may still be made; `run_dir`: the run folder.
 
     `weights_key` signs manifests, `bus_key` opens the weight bus, and `metrics_key`, as it, this process's `/metrics`; None
-    where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may.
+    where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may. `teacher`:
+    None where no logprobs of one are read. `save`: writes a checkpoint.
     """
 
     run_id: str
@@ -73,6 +78,8 @@ class TrainerArguments:
     metrics_key: str | None = None
     tls: Tls = PLAIN
     tracing: Tracing = NO_TRACING
+    teacher: TeacherServer | None = None
+    save: Save = save
 
 
 class Assembly:
@@ -90,12 +97,40 @@ class Assembly:
         self.ledger = Ledger(self.redis, arguments.run_id)
         self.evaluations = EvaluationStore(self.redis, arguments.run_id)
         self.reader = self._open_reader()
+        self.sign = WaitSign(WaitBoard(self.redis, arguments.run_id, "trainer"), background)
+        self._client: TeacherClient | None = None
+        self._teacher = self._make_teacher()
 
     def roles(self) -> Roles:
         # The folder holds the run's first policy, also when the trainer is restarted in the middle.
-        roles = make_roles(lambda: load_policy(self.arguments.model), self.arguments.settings, BASE_VERSION)
+        teacher = None if self._teacher is None else self._teacher.of
+        roles = make_roles(lambda: load_policy(self.arguments.model), self.arguments.settings, BASE_VERSION, teacher)
         use_tf32(self.arguments.settings.trainer.tf32, roles.learner.model.device)
         return roles
+
+    def _make_teacher(self) -> Teacher | None:
+        if self.arguments.teacher is None:
+            return None
+        self._client = TeacherClient(self.arguments.teacher)
+        teacher = Teacher(self._client, self.arguments.settings.trainer.teacher, self.background)
+        self._close_later(teacher.close, "closing the teacher's client")
+        return teacher
+
+    def meet_teacher(self, deadline_s: float) -> None:
+        """Wait until the teacher answers, where there is one. Raises as `TeacherClient.meet` does."""
+        if self._client is not None:
+            self.sign.post(f"the teacher at {self._client.url} to answer")
+            meeting = self._client.meet(self._tokenizer(), deadline_s)
+            self.background.call(meeting, "meeting the teacher", deadline_s + CALL_DEADLINE_S)
+            self.sign.clear()
+
+    def _longest(self, of_model: int) -> int:
+        """Tokens a segment may have: the model and the teacher take them."""
+        of_teacher = None if self._client is None else self._client.max_tokens
+        if of_teacher is None or of_teacher >= of_model:
+            return of_model
+        _log.warning("longer segments are dropped: the teacher does not take them", longest=of_teacher, model=of_model)
+        return of_teacher
 
     def loop(self, identity: Identity, roles: Roles, log: StepLog, interrupt: Interrupt) -> TrainingLoop:
         learner = roles.learner
@@ -107,7 +142,7 @@ class Assembly:
         validator = Validator(
             self.arguments.run_id,
             int(config.vocab_size),
-            int(config.max_position_embeddings),
+            self._longest(int(config.max_position_embeddings)),
             vocabulary_digest(tokenizer.get_vocab()),
             greedy_baseline=advantage.greedy_baseline,
             cost=advantage.cost.component,
@@ -118,7 +153,14 @@ class Assembly:
         )
         smallest = settings.rollout.min_group_size
         intake = Intake(
-            self._open_reader, self.ledger, validator, lambda: learner.version, SIBLINGS_LAG_S, smallest, group_filter
+            self._open_reader,
+            self.ledger,
+            validator,
+            lambda: learner.version,
+            SIBLINGS_LAG_S,
+            smallest,
+            group_filter,
+            follower=self._teacher,
         )
         return TrainingLoop(
             identity=identity,
@@ -131,7 +173,7 @@ class Assembly:
             updates=self._updates(learner, attempts),
             attempts=attempts,
             records=self._records(tokenizer),
-            sign=WaitSign(WaitBoard(self.redis, self.arguments.run_id, "trainer"), self.background),
+            sign=self.sign,
             interrupt=interrupt,
             tracing=self.arguments.tracing,
             store=self._store_use,
@@ -139,6 +181,7 @@ class Assembly:
             files=self._stack.enter_context(ThreadPoolExecutor(1, "run-files")),
             saving=self._saving(identity, roles, attempts),
             packing=self._stack.enter_context(ThreadPoolExecutor(1, "packing")),
+            teacher=self._teacher,
             unknown_token=_unknown_token(tokenizer),
         )
 
@@ -155,6 +198,7 @@ class Assembly:
             logged=attempts.written,
             thread=self._stack.enter_context(ThreadPoolExecutor(1, "checkpoints")),
             background=self.background,
+            save=self.arguments.save,
         )
 
     def _updates(self, learner: Learner, attempts: Attempts) -> WeightUpdates:
@@ -236,21 +280,3 @@ def _unknown_token(tokenizer: Tokenizer) -> int | None:
     if name is None or getattr(tokenizer.model, "byte_fallback", False):
         return None
     return tokenizer.token_to_id(name)
-
-
-def load_policy(folder: Path) -> PreTrainedModel:
-    """The policy in float32 (its master weights), on the GPU where there is one. Raises UsageError.
-
-    Of a multimodal model only what text goes through is trained; the rest is published as it is.
-    """
-    transformers_logging.disable_progress_bar()
-    if (folder / "adapter_config.json").exists():
-        # transformers would load it, and weights would have other names than engines know.
-        raise UsageError(f"{folder} holds an adapter beside the weights", "merge it into them (peft: merge_and_unload)")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        raise NoModelError(folder, error) from error
-    freeze_beside_text(model)
-    return model.to(device)

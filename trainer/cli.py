@@ -1,17 +1,23 @@
-"""`rollmesh train`: the trainer of a run. `rollmesh export`: its policy as a Hugging Face folder, in the serving dtype."""
+"""`rollmesh train`: the trainer of a run. `rollmesh export`: its policy as a Hugging Face folder, in the serving dtype.
+`rollmesh formula`: the loss and the advantage that settings compute."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from services.config import options
 from services.wire.errors import UsageError
 
+if TYPE_CHECKING:
+    from services.http.startup import ProcessContext
+    from trainer.data.teacher_client import TeacherServer
+
 app = typer.Typer(add_completion=False)
 export_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+formula_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(
@@ -27,6 +33,10 @@ def train(
     run_dir: Annotated[
         Path, typer.Option(help="Run folder: metrics, samples, checkpoints; an interrupted run goes on")
     ],
+    teacher_url: Annotated[
+        str | None,
+        typer.Option(help="A rollout server of this mesh that serves trainer.teacher.model; else trainer.teacher.url"),
+    ] = None,
     weights_key_file: options.WeightsKeyFile = None,
     bus_key_file: options.BusKeyFile = None,
     keys_dir: options.KeysDir = None,
@@ -59,6 +69,7 @@ def train(
     bus_key = context.keys.peer if bus_key_file is None else read_key(bus_key_file)
     bus_url = context.tls.trust.address(bus_url)
     redis_url = context.redis_url(redis_url)
+    teacher = _teacher_of(context, teacher_url, tls_dir)
 
     with heavy_imports():
         from trainer.assembly import TrainerArguments
@@ -76,11 +87,72 @@ def train(
         metrics_key=context.keys.metrics,
         tls=context.tls,
         tracing=context.tracing,
+        teacher=teacher,
     )
     with context.tracing:
         code = run_trainer(arguments)
     if code:
         raise typer.Exit(code)
+
+
+def _teacher_of(context: ProcessContext, url: str | None, tls_dir: Path | None) -> TeacherServer | None:
+    """Who is asked for a teacher's logprobs: a server of this mesh at `url`, or that of the settings.
+
+    Raises UsageError where both are named, or a model that nobody serves.
+    """
+    from services.security.keys import read_key
+    from services.security.tls import read_trust
+    from trainer.data.teacher_client import TeacherServer
+
+    settings = context.settings.trainer.teacher
+    if settings.url is not None:
+        if url is not None:
+            raise UsageError("--teacher-url and trainer.teacher.url both say where the teacher is", "give one of them")
+        key = None if settings.key_file is None else read_key(settings.key_file, shortest=1)
+        # It may be anybody's.
+        return TeacherServer(settings.url, settings.model, key, read_trust(tls_dir, public=True))
+    if settings.model is None:
+        if url is not None:
+            raise UsageError("--teacher-url is where trainer.teacher.model is served", "set that, or leave it out")
+        return None
+    if url is None:
+        raise UsageError(
+            f"trainer.teacher.model={settings.model} is served by `rollmesh up`",
+            "start a rollout server of it and give --teacher-url, or set trainer.teacher.url",
+        )
+    trust = context.tls.trust
+    return TeacherServer(trust.address(url), None, context.keys.peer, trust)
+
+
+@formula_app.command(
+    help="Print the loss and the advantage that settings compute, as formulas, and refuse settings without effect. "
+    "Algorithms of your own are imported, their settings are checked and told with their defaults.\n\n"
+    "Example: rollmesh formula trainer.loss.policy=cispo trainer.loss.clip_high=0.3"
+)
+def formula(
+    config: options.OptionalConfig = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text")] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]…", help="Settings, such as trainer.loss.kl=0.1")
+    ] = None,
+) -> None:
+    import msgspec
+
+    from services.config.load import load_settings
+    from services.wire.formula import Formula
+    from trainer.algorithms.describe import describe, own_tables
+
+    trainer = load_settings(config, overrides or []).trainer
+    loss, advantage = own_tables(trainer)
+    found = Formula(describe(trainer), loss, advantage)
+    if as_json:
+        typer.echo(msgspec.json.encode(found).decode())
+        return
+    for part in found.formula.split(";  "):
+        typer.echo(part)
+    for section, own in (("loss", loss), ("advantage", advantage)):
+        for key, value in own.items():
+            typer.echo(f"trainer.{section}.own.{key} = {msgspec.json.encode(value).decode()}")
 
 
 @export_app.command(
@@ -111,8 +183,8 @@ def export(
         import torch
         from transformers.utils import logging as transformers_logging
 
-        from trainer.assembly import load_policy
         from trainer.checkpoint import checkpoint, evaluated
+        from trainer.checkpoint.model_folder import load_policy
         from trainer.model.adapters import Adapters
 
     transformers_logging.disable_progress_bar()

@@ -81,6 +81,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     _log.info("optimizer in force", optimizer=chosen.optimizer.kind, schedule=chosen.schedule.kind)
     _log.info("rows are packed", kept_apart=learner.separation)
     background.insist(lambda: assembly.ledger.begin(learner.version), "opening the ledger")
+    assembly.meet_teacher(MODEL_DEADLINE_S)
     loop = assembly.loop(identity, roles, log, interrupt)
     come_back(loop, environment.changes(log.environment))
     log.take_environment(environment)

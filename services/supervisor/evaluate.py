@@ -16,8 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings
+from services.config.teacher import TeacherSettings
 from services.host.aio import to_its_end
 from services.host.files import shm_directory, shm_prefix, write_whole
 from services.host.process import missing_tunables
@@ -146,7 +148,11 @@ async def _settings(asked: Asked, scratch: Path, say: Console) -> RunSettings:
 def _alone(settings: RunSettings, scratch: Path) -> RunSettings:
     """Without what belongs to training, and in a folder and a Redis of its own."""
     once = settings.evaluation.model_copy(update={"every": 0, "stop_at": None})
-    return settings.model_copy(update={"run_dir": scratch / "run", "redis_url": None, "evaluation": once})
+    # Whose code need not be here.
+    plain = {"loss": LossSettings(), "advantage": AdvantageSettings(), "teacher": TeacherSettings()}
+    trainer = settings.trainer.model_copy(update=plain)
+    changes = {"run_dir": scratch / "run", "redis_url": None, "evaluation": once, "trainer": trainer}
+    return settings.model_copy(update=changes)
 
 
 def _run_of(path: Path) -> tuple[RunFolder, str | None]:

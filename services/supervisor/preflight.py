@@ -9,7 +9,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,12 +28,11 @@ from services.observability.setup import check_installed
 from services.run_store.client import check_store, reached_by
 from services.security.keys import KeyPlaces
 from services.security.tls import read_tls
-from services.supervisor.launch_plan import LOOPBACK, warm_start_commands
+from services.supervisor.launch_plan import LOOPBACK, has_teacher, warm_start_commands
 from services.supervisor.processes import OURS
+from services.supervisor.user_code import check_tasks, with_algorithm
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.task_name import parse_task
-
-_TASK_CHECK_S = 120.0
 
 
 async def _check_surroundings(settings: RunSettings, keys: KeyPlaces) -> None:
@@ -91,7 +89,8 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> Resolved:
     Raises UsageError, with nothing left behind, for environment variables in which the run cannot work.
     """
     engine = choose_engine(settings.engine)
-    settings = await asyncio.to_thread(with_model_folder, find_tasks(settings))
+    settings, added = await with_algorithm(find_tasks(settings))
+    settings = await asyncio.to_thread(with_model_folder, settings)
     check_first_policy(settings)
     for each in settings.played:
         if parse_task(each.task).kind == "prompts" and not settings.rewards.enabled:
@@ -106,25 +105,44 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> Resolved:
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
     folder = make_run_folder(root)
     settings = settings.model_copy(update={"engine": engine, "run_dir": root})
-    return Resolved(settings, folder, run_id, found)
+    return Resolved(settings, folder, run_id, found | added)
 
 
 def with_model_folder(settings: RunSettings) -> RunSettings:
-    """With a folder in place of a model's name: where it is not there, `rollmesh models fetch` makes it, with progress.
+    """With folders in place of the names of the policy's model and of a teacher's that is served here: where one is not
+    there, `rollmesh models fetch` makes it, with progress.
 
     Raises RollmeshError where that fails; it says why.
     """
-    model = settings.model.path
-    if model is None or is_folder(model):
-        return settings
+    model, teacher = settings.model.path, settings.trainer.teacher
+    if model is not None:
+        settings = settings.model_copy(
+            update={"model": settings.model.model_copy(update={"path": _folder_of(model, "model.path")})}
+        )
+    if has_teacher(settings):
+        found = _folder_of(Path(str(teacher.model)), "trainer.teacher.model").expanduser().absolute()
+        check_teacher(found)
+        teacher = teacher.model_copy(update={"model": str(found)})
+        settings = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"teacher": teacher})})
+    return settings
+
+
+def _folder_of(model: Path, setting: str) -> Path:
+    if is_folder(model):
+        return model
     done = subprocess.run([*OURS, "models", "fetch", str(model)], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise RollmeshError(
             f"there is no folder {model}, and no model of that name could be fetched",
-            "see what is said above, or set model.path=FOLDER",
+            f"see what is said above, or set {setting}=FOLDER",
         )
-    folder = Path(done.stdout.strip().splitlines()[-1])
-    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def check_teacher(model: Path) -> None:
+    """Raises UsageError for a folder that holds no model."""
+    if not is_complete(model):
+        raise UsageError(f"trainer.teacher.model={model} is no Hugging Face model folder", "it must hold a config.json")
 
 
 def fitted(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:
@@ -164,45 +182,6 @@ def find_tasks(settings: RunSettings) -> RunSettings:
     """With `find_task` of each task."""
     tasks = [each.model_copy(update={"task": find_task(each.task)}) for each in settings.tasks]
     return settings.model_copy(update={"task": find_task(settings.task), "tasks": tasks})
-
-
-async def check_tasks(settings: RunSettings) -> None:
-    """See whether the tasks can be made, in a process of its own: neither libraries nor the user's code are imported here.
-
-    Raises UsageError with what that process says of a name, an option or a library; RollmeshError when it hangs.
-    """
-    if not settings.tasks and parse_task(settings.task).built_in:
-        return
-    with tempfile.NamedTemporaryFile("w", prefix="rollmesh-tasks-", suffix=".toml", encoding="utf-8") as file:
-        file.write(dump_settings(settings))
-        file.flush()
-        await _check_tasks(Path(file.name), settings)
-
-
-async def _check_tasks(config: Path, settings: RunSettings) -> None:
-    flags = ("--config", str(config), "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
-    process = await asyncio.create_subprocess_exec(
-        *(*OURS, "run-environment", *flags),
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        # Its last words are for the user.
-        env={**os.environ, "ROLLMESH_LOG_JSON": "0"},
-    )
-    try:
-        async with asyncio.timeout(_TASK_CHECK_S):
-            _, said = await process.communicate()
-    except TimeoutError as error:
-        raise RollmeshError(
-            f"{settings.task_in_words} could not be made in {_TASK_CHECK_S:g} s", "see what its code waits for"
-        ) from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
-        last = lines[-1] if lines else f"exit code {process.returncode}"
-        raise UsageError(last.removeprefix("rollmesh: "))
 
 
 def check_libraries(trainer: TrainerSettings) -> None:
@@ -276,7 +255,8 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
     if settings.notify is not None:
         raise UsageError("notify is read by `rollmesh up` alone", "leave it out")
     root = run_dir.expanduser().absolute()
-    settings = with_model_folder(settings.model_copy(update={"run_dir": root}))
+    settings, added = asyncio.run(with_algorithm(settings.model_copy(update={"run_dir": root})))
+    settings = with_model_folder(settings)
     check_first_policy(settings)
     folder = RunFolder(root)
     if folder.config.exists():
@@ -286,6 +266,7 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
     else:
         make_run_folder(root)
         settings, found = fitted(settings)
+        found |= added
         write_whole(folder.config, annotated(dump_settings(settings), found).encode())
         _log.info("settings resolved", config=str(folder.config), **{name: found[name] for name in sorted(found)})
     if not settings_only and settings.model.path is None and not is_complete(folder.model):

@@ -82,6 +82,17 @@ class StepTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceUse:
+    """Of the trainer's process and its device in one optimizer step."""
+
+    memory_bytes: int = 0
+    """On a GPU the most that tensors took in the step; on a CPU what the process holds behind it."""
+    mfu: float | None = None
+    """Share of the device's arithmetic that `train_ms` used (`services.policies.training.flops`); None where its peak is
+    not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenStatistics:
     """Of one optimizer step. `gap` is |engine − trainer| of a sampled token's logprob, `ratio` π / π_behaviour.
 
@@ -111,6 +122,10 @@ class TokenStatistics:
     """(Σ ratio)² / (n · Σ ratio²), 0 … 1: how evenly tokens count once weighed to the current policy (Kish 1965)."""
     kl: float | None
     """k3 estimate of KL(π_behaviour ‖ π) a token: r − 1 − log r (Schulman 2020, "Approximating KL divergence")."""
+    teacher_kl: float | None = None
+    """log π_behaviour − log π_teacher, the mean over tokens of rows that were trained; None without a teacher."""
+    figures: dict[str, float | None] = field(default_factory=dict)
+    """Of a loss of the user's own, by its names: means over tokens of rows that were trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +151,7 @@ class ValueStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutcome, StepTimes):
+class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutcome, StepTimes, DeviceUse):
     """`step` counts from 1; `version` is the policy version that it made. It consumed tokens for `version − 1`.
 
     `epoch`: the pass over its batch, from 1; from the second on its trajectories are in the lines of the first, too.

@@ -25,6 +25,8 @@ def step_metrics(step: int, **changes: object) -> StepMetrics:
         "components": {},
         "tasks": {},
         "warnings": {},
+        "figures": {},
+        "teacher_kl": None,
         "effective_samples": None,
         "update_state": None,
     }
