@@ -19,6 +19,7 @@ from services.wire.errors import UsageError
 if TYPE_CHECKING:
     from clients.environments.base import AnyEnvironment
     from services.config.tasks import TaskSettings
+    from services.policies.training.curriculum import CurriculumRules
 
 app = typer.Typer(add_completion=False)
 
@@ -35,7 +36,8 @@ def run_environment(
         str | None, typer.Option(help="A task's name, such as running-sums or python:./agent.py:make")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="In place of --task: a run's configuration (TOML), whose tasks are played")
+        Path | None,
+        typer.Option(help="In place of --task: a run's configuration (TOML), whose tasks and curriculum are played"),
     ] = None,
     seed: options.Seed = 1,
     group_size: Annotated[int, typer.Option(min=1, help="Answers to each problem")] = 8,
@@ -78,6 +80,7 @@ def run_environment(
     """
     from clients.environments.registry import make_task
     from clients.environments.rewards import RewardsAddress
+    from clients.runner.curricula import Curricula
     from clients.runner.evaluation import Terms
     from clients.runner.runner import RunnerPlan, evaluate_once, run_environment
     from clients.runner.tasks import PlayedTask, check_names
@@ -94,7 +97,7 @@ def run_environment(
     rewards = None
     if rewards_url is not None:
         rewards = RewardsAddress(rewards_url, os.environ.get("ROLLMESH_REWARDS_KEY") or key, trust, tracing)
-    asked = _asked(task, config)
+    asked, curriculum = _asked(task, config)
     parts = parts_of([each.weight for each in asked])
     tasks = []
     for each, share in zip(asked, parts, strict=True):
@@ -114,12 +117,14 @@ def run_environment(
         check_names(tasks)
         for playable in tasks:
             _see_a_problem(playable.environment, seed)
+        Curricula.opened([(each.label, each.environment) for each in tasks], seed, curriculum, run_dir, None)
         return
     plan = RunnerPlan(
         tasks=tasks,
         seed=seed,
         group_size=group_size,
         greedy_baseline=greedy_baseline,
+        curriculum=curriculum,
         concurrency=concurrency,
         evaluation=Terms(evaluation_problems, evaluation_temperature, evaluation_samples, evaluate_every),
         run_dir=run_dir,
@@ -144,15 +149,16 @@ def run_environment(
         raise SystemExit(128 + signal.SIGTERM) from None
 
 
-def _asked(task: str | None, config: Path | None) -> list[TaskSettings]:
+def _asked(task: str | None, config: Path | None) -> tuple[list[TaskSettings], CurriculumRules | None]:
     from services.config.load import load_settings
     from services.config.tasks import TaskSettings
 
     if (task is None) == (config is None):
         raise UsageError("what is to be played is not clear", "give exactly one of --task and --config")
     if task is not None:
-        return [TaskSettings(task=task)]
-    return load_settings(config, []).played
+        return [TaskSettings(task=task)], None
+    settings = load_settings(config, [])
+    return settings.played, settings.curriculum.rules
 
 
 def _see_a_problem(environment: AnyEnvironment, seed: int) -> None:

@@ -24,6 +24,7 @@ from clients.rollout.server_pool import ServerPool
 from clients.rollout.transport import ServerUnreachableError
 from clients.runner.agent_episodes import EpisodeLimits, Lost, open_group
 from clients.runner.failures import GroupLostError
+from clients.runner.files import write_whole
 from clients.runner.groups import evaluate_group
 from clients.runner.tasks import TaskInPlay
 from clients.runner.text_episodes import Played
@@ -329,11 +330,11 @@ class EvaluationRecord:
         return Measured.model_validate_json(self._before.read_text(encoding="utf-8"))
 
     def write_before(self, before: Measured) -> None:
-        _write_whole(self._before, before.model_dump_json(indent=2).encode())
+        write_whole(self._before, before.model_dump_json(indent=2).encode())
 
     def write_alone(self, told: EvaluationAnswers) -> None:
         """Where nothing is trained."""
-        _write_whole(self._report, told.model_dump_json(indent=2).encode())
+        write_whole(self._report, told.model_dump_json(indent=2).encode())
 
     def write_report(self, before: Measured, after: Measured, samples: int) -> None:
         report = EvaluationReport(
@@ -347,7 +348,7 @@ class EvaluationRecord:
             samples=samples,
             tasks=_reports(before, after),
         )
-        _write_whole(self._report, msgspec.json.format(msgspec.json.encode(report), indent=2))
+        write_whole(self._report, msgspec.json.format(msgspec.json.encode(report), indent=2))
         self._before.unlink(missing_ok=True)
 
 
@@ -363,10 +364,3 @@ def _reports(before: Measured, after: Measured) -> dict[str, TaskReport]:
         for each in after.tasks
         if each.task in earlier
     }
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write atomically: a reader never sees a partial file."""
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(content + b"\n")
-    partial.replace(path)

@@ -27,6 +27,7 @@ from clients.rollout.client import RolloutClient
 from clients.rollout.server_pool import ServerPool
 from clients.rollout.transport import OUTAGE_S, ServerUnreachableError
 from clients.runner.agent_episodes import open_group
+from clients.runner.curricula import Curricula
 from clients.runner.evaluation import (
     EvaluationRecord,
     Measured,
@@ -43,6 +44,7 @@ from clients.runner.progress import Progress
 from clients.runner.tasks import Drawn, PlayedTask, TaskInPlay, Tasks, entered
 from clients.runner.text_episodes import Played
 from services.observability.tracing import NO_TRACING, Span, Tracing
+from services.policies.training.curriculum import CurriculumRules
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import (
     CapacityError,
@@ -71,6 +73,7 @@ class RunnerPlan:
     process of that name takes its place at once. `patience_s`: how long the one address may be away before groups in play
     there are lost. `api_key`: the agent key of servers that ask for one; `trust`: whose certificates they may show.
     `greedy_baseline`: the first sibling of each training group is sampled greedily, for the others to be compared with.
+    `curriculum`: of tasks that are finite, None for none.
     """
 
     tasks: Sequence[PlayedTask]
@@ -80,6 +83,7 @@ class RunnerPlan:
     evaluation: Terms
     run_dir: Path
     greedy_baseline: bool = False
+    curriculum: CurriculumRules | None = None
     heartbeat_s: float = 10.0
     retries: int = 2
     name: str | None = None
@@ -134,9 +138,11 @@ _Play = Callable[[Sequence[RolloutClient], RunnerPlan, str], Coroutine[None, Non
 
 
 async def _play_run(clients: Sequence[RolloutClient], plan: RunnerPlan, runner_id: str) -> None:
-    async with entered(plan.tasks, clients[0], plan.heartbeat_s) as playing:
+    sources = [(each.label, each.environment) for each in plan.tasks]
+    curricula = Curricula.opened(sources, plan.seed, plan.curriculum, plan.run_dir, plan.name)
+    async with entered(plan.tasks, clients[0], plan.heartbeat_s) as playing, curricula:
         pool = ServerPool(clients)
-        tasks = Tasks(playing, plan.seed, plan.group_size, runner_id, greedy_baseline=plan.greedy_baseline)
+        tasks = Tasks(playing, curricula, plan.seed, plan.group_size, runner_id, greedy_baseline=plan.greedy_baseline)
         record = EvaluationRecord(plan.run_dir)
         before = record.read_before()
         if before is None:
@@ -258,6 +264,7 @@ class _Players:
             next_up.owed = await self._lost(client, group, lost, playing)
             return
         next_up.owed = None
+        self._tasks.played(playing, played)
         self._progress.count(task.label, played)
         span.note(success=sum(episode.ended.success for episode in played) / len(played))
 
@@ -285,7 +292,13 @@ class _Players:
         self._progress.in_play += 1
         try:
             return await play_to_end(
-                client, task.environment, group, playing.problem, self._tasks.sampling(playing.task), task.limits
+                client,
+                task.environment,
+                group,
+                playing.problem,
+                self._tasks.sampling(playing.task),
+                task.limits,
+                self._tasks.noted(playing.task),
             )
         finally:
             self._progress.in_play -= 1

@@ -4,19 +4,22 @@
     owed (a group was lost) ──────────────────────────► the same once more, in a group of that task
 
 Which task and which of its problems a group plays follows from the run's seed and the group's ordinal, so that a runner
-that starts again goes on, and several runners share one order.
+that starts again goes on, and several runners share one order. In a task with a curriculum, its problem follows from what
+was measured so far instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from clients.environments.base import AgentEnvironment, AnyEnvironment, Dialect, FiniteEnvironment, Problem
 from clients.rollout.client import RolloutClient
 from clients.runner.agent_episodes import EpisodeLimits
+from clients.runner.curricula import Curricula
 from clients.runner.groups import in_dialect
+from clients.runner.text_episodes import NOTHING, Played
 from services.policies.training.mixture import draw
 from services.wire.errors import UsageError
 from services.wire.rollout_api import MixedTask, Mixture, OpenGroup, SamplingBody
@@ -60,7 +63,10 @@ class TaskInPlay:
     def held_out(self, wanted: int) -> int:
         """How many held-out problems there are to be answered, of those that are wanted."""
         source = self.task.environment
-        return min(wanted, source.count("held_out")) if isinstance(source, FiniteEnvironment) else wanted
+        if not isinstance(source, FiniteEnvironment):
+            return wanted
+        # Where there is none, asking for one says what is to be done.
+        return min(wanted, max(1, source.count("held_out")))
 
 
 @dataclass(frozen=True)
@@ -79,9 +85,16 @@ class Tasks:
     """The tasks of a run. `runner`: who plays them."""
 
     def __init__(
-        self, tasks: Sequence[TaskInPlay], seed: int, group_size: int, runner: str, *, greedy_baseline: bool = False
+        self,
+        tasks: Sequence[TaskInPlay],
+        curricula: Curricula,
+        seed: int,
+        group_size: int,
+        runner: str,
+        *,
+        greedy_baseline: bool = False,
     ) -> None:
-        self.all = tasks
+        self.all, self.curricula = tasks, curricula
         self._seed = seed
         self._parts = tuple(each.task.parts for each in tasks)
         shared = {
@@ -113,7 +126,20 @@ class Tasks:
     def drawn(self, ordinal: int) -> Drawn:
         """What the group with this ordinal plays, where nothing is owed."""
         found = draw(self._parts, self._seed, ordinal)
-        return Drawn(found.task, self.all[found.task].environment.problem("train", found.place, self._seed))
+        problem = self.curricula.draw(found.task)
+        if problem is None:
+            problem = self.all[found.task].environment.problem("train", found.place, self._seed)
+        return Drawn(found.task, problem)
+
+    def noted(self, task: int) -> Mapping[str, float]:
+        """What is recorded beside rewards of the task."""
+        curriculum = self.curricula.of(task)
+        return NOTHING if curriculum is None else curriculum.noted
+
+    def played(self, drawn: Drawn, played: Sequence[Played]) -> None:
+        """A group came to its end."""
+        solved = sum(episode.ended.success for episode in played)
+        self.curricula.played(drawn.task, drawn.problem.index, solved, len(played))
 
     def sampling(self, task: int) -> SamplingBody:
         chosen = self._of_one[task].sampling

@@ -15,6 +15,7 @@ def check(settings: RunSettings) -> None:
     """Raises UsageError for settings under which a run could not go on, or of which one would have no effect."""
     _refuse_idle_task(settings)
     _refuse_judges_of_nobody(settings)
+    _refuse_idle_curriculum(settings)
     _refuse_starvation(settings)
     _refuse_epochs(settings)
     check_learner(settings.trainer)
@@ -40,6 +41,14 @@ def _refuse_judges_of_nobody(settings: RunSettings) -> None:
                     f"reward component {component.name!r} is for a task {name!r} that is not played",
                     f"there are: {', '.join(sorted(each for each in names if each))}",
                 )
+
+
+def _refuse_idle_curriculum(settings: RunSettings) -> None:
+    if not settings.curriculum.enabled:
+        for name, value in changed_fields(settings.curriculum).items():
+            raise UsageError(
+                f"curriculum.{name}={value} would have no effect", "leave it out, or set curriculum.enabled=true"
+            )
 
 
 def _refuse_starvation(settings: RunSettings) -> None:

@@ -16,7 +16,7 @@ from services.config.base import Section
 from services.config.lora import LoraSettings
 from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.rewards import RewardSettings
-from services.config.tasks import TaskList, TaskSettings, TaskText
+from services.config.tasks import CurriculumSettings, TaskList, TaskSettings, TaskText
 from services.config.teacher import TeacherSettings
 from services.config.traces import TraceSettings
 from services.config.tracking import TrackingSettings
@@ -282,6 +282,7 @@ class RunSettings(Section):
     run_store: RunStoreSettings = RunStoreSettings()
     model: ModelSettings = ModelSettings()
     warm_start: WarmStartSettings = WarmStartSettings()
+    curriculum: CurriculumSettings = CurriculumSettings()
     rollout: RolloutSettings = RolloutSettings()
     gateway: GatewaySettings = GatewaySettings()
     rewards: RewardSettings = RewardSettings()

@@ -1,4 +1,4 @@
-"""Settings of what is played: the tasks of a run."""
+"""Settings of what is played: the tasks of a run, and which of their problems."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, StringConstraints
 
 from services.config.base import Section
+from services.policies.training.curriculum import CurriculumRules
 from services.policies.training.mixture import parts_of
 from services.wire.errors import UsageError
 from services.wire.task_name import parse_task
@@ -39,6 +40,29 @@ class TaskSettings(Section):
     def called(self) -> str | None:
         """Its name in metrics; None where that is for the user's code to say."""
         return self.name or parse_task(self.task).called
+
+
+class CurriculumSettings(Section):
+    """Problems that were always or never solved rest for some passes. For tasks of so many problems and no more."""
+
+    enabled: bool = Field(default=False, description="Whether problems that teach nothing are skipped for a while")
+    agreeing: int = Field(
+        default=1, ge=1, description="Times in a row that all siblings, or none, must have been right"
+    )
+    longest_rest: int = Field(
+        default=8,
+        ge=1,
+        le=1000,
+        description="Passes that a problem is skipped for at the most; 1 at first, then twice as many",
+    )
+    least_share: float = Field(
+        default=0.1, gt=0.0, le=1.0, description="Share of a task's problems that each pass has at the least"
+    )
+
+    @property
+    def rules(self) -> CurriculumRules | None:
+        """None where it is off."""
+        return CurriculumRules(self.agreeing, self.longest_rest, self.least_share) if self.enabled else None
 
 
 def _a_mixture(tasks: list[TaskSettings]) -> list[TaskSettings]:

@@ -85,10 +85,11 @@ def _figures(report: MeshReport) -> RenderableType:
             table.add_row("effective samples", f"{trainer.effective_samples:.2f}")
         for sign, words in trainer.warnings.items():
             table.add_row("may not learn", Text(f"{sign}: {words}", style=_BAD))
-        if len(trainer.tasks) > 1:
-            for name, one in trainer.tasks.items():
+        for name, one in trainer.tasks.items():
+            if len(trainer.tasks) > 1 or one.skipped is not None:
                 figures = f"success {one.success:.1%}, reward {one.reward:.3g}, {one.response_length:.1f} tokens"
-                table.add_row(f"task {name}", f"{figures}, {one.groups} groups")
+                skipped = "" if one.skipped is None else f", {one.skipped:.1%} of its problems skipped"
+                table.add_row(f"task {name}", f"{figures}, {one.groups} groups{skipped}")
         if trainer.dropped:
             table.add_row("dropped", ", ".join(f"{cause} {count}" for cause, count in trainer.dropped.items()))
     held_out = report.evaluation

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+SKIPPED = "curriculum_skipped"
+"""Recorded beside rewards: the share of a task's problems that its curriculum leaves out of the pass."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOutcome:
@@ -20,6 +23,8 @@ class TaskOutcome:
     reward: float
     success: float
     response_length: float
+    skipped: float | None = None
+    """Share of its problems that its curriculum leaves out; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,9 @@ def _tasks(batch: Batch, solved: Sequence[float], sampled: Sequence[int]) -> dic
             reward=fmean(batch.trajectories[place].reward for place in places),
             success=fmean(solved[place] for place in places),
             response_length=fmean(sampled[place] for place in places),
+            skipped=_mean_or_none(
+                [batch.trajectories[place].reward_components.get(run_metrics.SKIPPED) for place in places]
+            ),
         )
         for task, places in sorted(of.items())
     }
@@ -84,7 +87,14 @@ def _summed(outcomes: Sequence[run_metrics.TaskOutcome]) -> run_metrics.TaskOutc
         reward=sum(one.reward * one.trajectories for one in outcomes) / count,
         success=sum(one.success * one.trajectories for one in outcomes) / count,
         response_length=sum(one.response_length * one.trajectories for one in outcomes) / count,
+        skipped=outcomes[-1].skipped,
     )
+
+
+def _mean_or_none(values: Sequence[float | None]) -> float | None:
+    """Of those that there are."""
+    there = [value for value in values if value is not None]
+    return fmean(there) if there else None
 
 
 def _components(trajectories: Sequence[Trajectory]) -> dict[str, float]:
