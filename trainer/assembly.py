@@ -63,8 +63,8 @@ class TrainerArguments:
     """`model`: a Hugging Face folder, which may still be made; `run_dir`: the run folder.
 
     `weights_key` signs manifests, `bus_key` opens the weight bus, and `metrics_key`, as it, this process's `/metrics`; None
-    where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may. `teacher`:
-    None where no logprobs of one are read. `save`: writes a checkpoint.
+    where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may.
+    `teacher`: None where no logprobs of one are read. `save`: writes a checkpoint.
     """
 
     run_id: str
