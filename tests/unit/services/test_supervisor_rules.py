@@ -153,6 +153,18 @@ def test_a_reward_service_is_started_where_it_is_enabled_and_the_environment_kno
     assert launch.environment.environment["ROLLMESH_REWARDS_URL"] == launch.rewards_url == "http://127.0.0.1:9004"
 
 
+def test_a_teacher_is_served_under_a_run_of_its_own_and_the_trainer_knows_where() -> None:
+    assert (plan().teacher, plan().teacher_url) == (None, None)
+    launch = plan('trainer.teacher.model="/models/big"', "trainer.advantage.estimator=opd")
+    assert launch.teacher is not None
+    command = launch.teacher.command
+    assert (flag(command, "--model"), flag(command, "--port")) == ("/models/big", "9005")
+    assert flag(command, "--run-id") == "run-1-teacher" and "--bus-url" not in command
+    assert flag(launch.trainer.command, "--teacher-url") == launch.teacher_url == "http://127.0.0.1:9005"
+    elsewhere = plan('trainer.teacher.url="http://big:8000"', "trainer.advantage.estimator=opd")
+    assert elsewhere.teacher is None and "--teacher-url" not in elsewhere.trainer.command
+
+
 def test_a_given_model_and_redis_are_used_instead_of_our_own() -> None:
     launch = plan('model.path="/models/mine"', 'redis_url="redis://10.0.0.1:6379/3"')
     assert launch.valkey is None
