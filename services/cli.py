@@ -104,7 +104,7 @@ COMMANDS = {
     "prepare": Command(
         "services.supervisor.cli:prepare_app", "Make the run folder of a mesh that is started part by part"
     ),
-    "sft": Command("trainer.sft.cli:app", "Warm-start a tiny policy by a short supervised run"),
+    "sft": Command("trainer.sft.cli:app", "Train a model on chats, answers or tokens (supervised)"),
     "eval": Command("services.supervisor.cli:eval_app", "Measure a policy on held-out problems"),
     "export": Command("trainer.cli:export_app", "Write a run's policy as a Hugging Face folder"),
     "models": Command("trainer.fetch.cli:app", "Fetch a model by its name"),

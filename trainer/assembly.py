@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-import torch
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from services.config.settings import RunSettings
 from services.host.run_folder import RunFolder
@@ -27,10 +24,12 @@ from services.run_store.status import WaitBoard
 from services.run_store.stream import TrajectoryReader
 from services.security.permissions import Keys
 from services.security.tls import PLAIN, Tls
-from services.wire.errors import NoModelError, UsageError
+from services.wire.errors import UsageError
 from services.wire.trajectory import vocabulary_digest
 from trainer.checkpoint.attempts import Attempts
-from trainer.checkpoint.saving import Saving
+from trainer.checkpoint.checkpoint import save
+from trainer.checkpoint.model_folder import load_policy
+from trainer.checkpoint.saving import Save, Saving
 from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
 from trainer.data.teacher import Teacher
@@ -40,7 +39,6 @@ from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.loop import Identity, TrainingLoop
 from trainer.metrics.exporter import open_telemetry
 from trainer.metrics.files import RunRecords, read_metrics
-from trainer.model.forward import freeze_beside_text
 from trainer.model.learner import Learner
 from trainer.model.precision import use_tf32
 from trainer.model.roles import Roles, make_roles
@@ -66,7 +64,7 @@ class TrainerArguments:
 
     `weights_key` signs manifests, `bus_key` opens the weight bus, and `metrics_key`, as it, this process's `/metrics`; None
     where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may.
-    `teacher`: None where no logprobs of one are read.
+    `teacher`: None where no logprobs of one are read. `save`: writes a checkpoint.
     """
 
     run_id: str
@@ -81,6 +79,7 @@ class TrainerArguments:
     tls: Tls = PLAIN
     tracing: Tracing = NO_TRACING
     teacher: TeacherServer | None = None
+    save: Save = save
 
 
 class Assembly:
@@ -206,6 +205,7 @@ class Assembly:
             logged=attempts.written,
             thread=self._stack.enter_context(ThreadPoolExecutor(1, "checkpoints")),
             background=self.background,
+            save=self.arguments.save,
         )
 
     def _updates(self, learner: Learner, attempts: Attempts) -> WeightUpdates:
@@ -287,21 +287,3 @@ def _unknown_token(tokenizer: Tokenizer) -> int | None:
     if name is None or getattr(tokenizer.model, "byte_fallback", False):
         return None
     return tokenizer.token_to_id(name)
-
-
-def load_policy(folder: Path) -> PreTrainedModel:
-    """The policy in float32 (its master weights), on the GPU where there is one. Raises UsageError.
-
-    Of a multimodal model only what text goes through is trained; the rest is published as it is.
-    """
-    transformers_logging.disable_progress_bar()
-    if (folder / "adapter_config.json").exists():
-        # transformers would load it, and weights would have other names than engines know.
-        raise UsageError(f"{folder} holds an adapter beside the weights", "merge it into them (peft: merge_and_unload)")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        raise NoModelError(folder, error) from error
-    freeze_beside_text(model)
-    return model.to(device)

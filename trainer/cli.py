@@ -183,8 +183,8 @@ def export(
         import torch
         from transformers.utils import logging as transformers_logging
 
-        from trainer.assembly import load_policy
         from trainer.checkpoint import checkpoint, evaluated
+        from trainer.checkpoint.model_folder import load_policy
         from trainer.model.adapters import Adapters
 
     transformers_logging.disable_progress_bar()

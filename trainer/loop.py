@@ -273,6 +273,7 @@ class TrainingLoop:
                 statistics=step.statistics,
                 credited=step.credited,
                 valued=step.valued,
+                used=step.used,
                 times=self._times(
                     step,
                     wait_s if step is trained[0] else 0.0,

@@ -28,7 +28,7 @@ from services.wire.demonstrations import Question
 from services.wire.packed import pack_logprobs, pack_mask, pack_tokens
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Segment, Trajectory, VersionSpan
-from trainer.assembly import load_policy
+from trainer.checkpoint.model_folder import load_policy
 from trainer.model.roles import make_roles
 from trainer.model.train_batch import train_batch
 from trainer.sft.accuracy import Sampled, is_right, sample_answers, sampled_accuracy

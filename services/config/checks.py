@@ -6,7 +6,7 @@ Of the loss and the advantage: `trainer.algorithms.describe`.
 from __future__ import annotations
 
 from services.config.base import changed_fields, idle
-from services.config.settings import RunSettings, TrainerSettings
+from services.config.settings import LearnerSettings, RunSettings
 from services.policies.admission import most_updates
 from services.wire.errors import UsageError
 
@@ -15,8 +15,8 @@ def check(settings: RunSettings) -> None:
     """Raises UsageError for settings under which a run could not go on, or of which one would have no effect."""
     _refuse_starvation(settings)
     _refuse_epochs(settings)
-    _refuse_idle_optimizer(settings.trainer)
-    _refuse_schedule(settings)
+    check_learner(settings.trainer)
+    check_schedule(settings.trainer, settings.steps)
 
 
 def _refuse_starvation(settings: RunSettings) -> None:
@@ -52,7 +52,8 @@ def _refuse_epochs(settings: RunSettings) -> None:
         )
 
 
-def _refuse_idle_optimizer(trainer: TrainerSettings) -> None:
+def check_learner(trainer: LearnerSettings) -> None:
+    """Raises UsageError for settings of the optimizer and its schedule of which one would have no effect."""
     optimizer = trainer.optimizer
     if optimizer.kind != "muon":
         for name, value in changed_fields(optimizer.muon).items():
@@ -64,10 +65,7 @@ def _refuse_idle_optimizer(trainer: TrainerSettings) -> None:
             )
     if optimizer.decay_norms_and_biases and not trainer.weight_decay:
         raise idle("optimizer.decay_norms_and_biases", True, "weight_decay=0", "set trainer.weight_decay")
-
-
-def _refuse_schedule(settings: RunSettings) -> None:
-    trainer, schedule = settings.trainer, settings.trainer.schedule
+    schedule = trainer.schedule
     changed = changed_fields(schedule)
     if "decay_share" in changed and schedule.kind != "wsd":
         under = f"schedule.kind={schedule.kind}"
@@ -77,8 +75,13 @@ def _refuse_schedule(settings: RunSettings) -> None:
     if "floor" in changed and schedule.kind == "constant":
         remedy = "leave it out, or set trainer.schedule.kind=linear, cosine or wsd"
         raise idle("schedule.floor", schedule.floor, "schedule.kind=constant", remedy)
+
+
+def check_schedule(trainer: LearnerSettings, steps: int) -> None:
+    """Raises UsageError where the schedule cannot be that of so many optimizer steps."""
+    schedule = trainer.schedule
     try:
-        schedule.of_run(trainer.warmup_steps, settings.steps)
+        schedule.of_run(trainer.warmup_steps, steps)
     except ValueError as error:
         raise UsageError(
             f"trainer.{error}",

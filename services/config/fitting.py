@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel
@@ -17,6 +17,8 @@ from services.config.settings import RunSettings
 from services.host.run_folder import is_complete
 from services.policies.training.model_defaults import FITTED, ModelFacts, fitting
 from services.wire.errors import UNDECODABLE, NoModelError
+
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
 class _Text(msgspec.Struct):
@@ -64,7 +66,7 @@ def fit(
     if facts is not None:
         for name, suiting in fitting(facts, adapters=settings.trainer.lora.rank > 0, gpu=gpu).items():
             if not is_set(settings, name):
-                settings, changed[name] = _with(settings, name, suiting.value), suiting.why
+                settings, changed[name] = with_value(settings, name, suiting.value), suiting.why
     if settings.trainer.threads == "auto":
         settings = settings.with_threads(cores, tiny=facts is None or facts.small)
         changed["trainer.threads"] = f"for {cores} cores"
@@ -75,7 +77,7 @@ def as_begun(settings: RunSettings, begun: RunSettings) -> RunSettings:
     """`settings` with the values of `begun` where nobody set what is fitted: this machine may be another than there."""
     for name in (*FITTED, "trainer.threads"):
         if not is_set(settings, name) or value_of(settings, name) == "auto":
-            settings = _with(settings, name, value_of(begun, name))
+            settings = with_value(settings, name, value_of(begun, name))
     return settings
 
 
@@ -85,9 +87,9 @@ def threads_of(settings: RunSettings, model: Path, cores: int) -> RunSettings:
     return settings.with_threads(cores, tiny=tiny)
 
 
-def is_set(settings: RunSettings, name: str) -> bool:
+def is_set(settings: BaseModel, name: str) -> bool:
     """Whether somebody set the setting of this dotted name."""
-    section: BaseModel = settings
+    section = settings
     *sections, leaf = name.split(".")
     for each in sections:
         if each not in section.model_fields_set:
@@ -96,7 +98,7 @@ def is_set(settings: RunSettings, name: str) -> bool:
     return leaf in section.model_fields_set
 
 
-def value_of(settings: RunSettings, name: str) -> object:
+def value_of(settings: BaseModel, name: str) -> object:
     """The value of the setting of this dotted name."""
     found: object = settings
     for each in name.split("."):
@@ -104,7 +106,8 @@ def value_of(settings: RunSettings, name: str) -> object:
     return found
 
 
-def _with(settings: RunSettings, name: str, value: object) -> RunSettings:
+def with_value(settings: SettingsT, name: str, value: object) -> SettingsT:
+    """A copy in which the setting of this name, of a section, has another value."""
     section, _, leaf = name.partition(".")
     tree: dict[str, Any] = {section: getattr(settings, section).model_copy(update={leaf: value})}
     return settings.model_copy(update=tree)

@@ -16,7 +16,7 @@ from services.config.checks import check
 from services.config.settings import RunSettings
 from services.wire.errors import UsageError
 
-_Section = TypeVar("_Section", bound=Section)
+SectionT = TypeVar("SectionT", bound=Section)
 
 _RENAMED = {"trainer.updates_per_batch": "trainer.minibatches_per_batch"}
 """Settings by the names that older files have, with the same meaning: run folders stay readable."""
@@ -31,30 +31,35 @@ def load_settings(path: Path | None, overrides: Sequence[str]) -> RunSettings:
     Raises UsageError for a file that cannot be read, an unknown key (with the nearest known one), a bad value,
     or values that do not go together.
     """
-    tree: dict[str, Any] = {} if path is None else _read(path)
-    for override in overrides:
-        _apply(tree, override)
-    _rename(tree)
-    settings = read_section(RunSettings, tree)
+    settings = load_tree(RunSettings, path, overrides)
     check(settings)
     return settings
 
 
-def read_section(kind: type[_Section], tree: Mapping[str, Any], prefix: str = "") -> _Section:
+def read_section(kind: type[SectionT], tree: Mapping[str, Any], prefix: str = "") -> SectionT:
     """`tree` as a section of this kind. `prefix`: of its keys in messages, `trainer.loss.own.`.
 
     Raises UsageError for an unknown key, with the nearest known one, and for a bad value.
     """
-    _refuse_unknown(tree, kind, prefix, lambda: _known_keys(kind, prefix))
+    _refuse_unknown(tree, kind, prefix, lambda: known_keys(kind, prefix))
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
         raise UsageError(*_explain(error, kind, prefix)) from error
 
 
-def origins_of(path: Path | None, overrides: Sequence[str]) -> dict[str, str]:
-    """Where settings of `load_settings(path, overrides)` come from: dotted name → file's name, command line or default."""
-    origins = dict.fromkeys(known_keys(), "default")
+def load_tree(root: type[SectionT], path: Path | None, overrides: Sequence[str]) -> SectionT:
+    """Another tree than a run's, in the same way; whether its values go together is not looked at."""
+    tree: dict[str, Any] = {} if path is None else _read(path)
+    for override in overrides:
+        _apply(tree, override)
+    _rename(tree)
+    return read_section(root, tree)
+
+
+def origins_of(path: Path | None, overrides: Sequence[str], root: type[BaseModel] = RunSettings) -> dict[str, str]:
+    """Where settings of `load_tree` come from: dotted name → the file's name, command line or default."""
+    origins = dict.fromkeys(known_keys(root), "default")
     tree: dict[str, Any] = {}
     for source, text in [] if path is None else [(path.name, _read(path))]:
         _rename(text)
@@ -72,8 +77,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> list[str]:
     return names
 
 
-def dump_settings(settings: RunSettings) -> str:
-    """TOML text that `load_settings` reads back to the same tree."""
+def dump_settings(settings: Section) -> str:
+    """TOML text that `load_tree` reads back to the same tree."""
     return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
 
 
@@ -134,17 +139,13 @@ def _refuse_unknown(
             _refuse_unknown(value, section, f"{prefix}{key}.", known)
 
 
-def known_keys() -> list[str]:
-    """Every setting by its dotted name."""
-    return _known_keys(RunSettings, "")
-
-
-def _known_keys(model: type[BaseModel], prefix: str) -> list[str]:
+def known_keys(root: type[BaseModel] = RunSettings, prefix: str = "") -> list[str]:
+    """Every setting of a tree by its dotted name."""
     names = []
-    for key, field in model.model_fields.items():
+    for key, field in root.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            names += _known_keys(section, f"{prefix}{key}.")
+            names += known_keys(section, f"{prefix}{key}.")
         else:
             names.append(f"{prefix}{key}")
     return names

@@ -6,10 +6,13 @@ waits for this module.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from services.wire.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
 
@@ -43,3 +46,19 @@ TlsDir = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of tables, one line for each item")]
+
+
+def overrides_of(arguments: Sequence[str]) -> list[str]:
+    """`key=value`, `--key=value` and `--key value` as `key=value`. Raises UsageError for anything else."""
+    overrides: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if "=" in argument:
+            overrides.append(argument.removeprefix("--"))
+        elif argument.startswith("--"):
+            overrides.append(f"{argument.removeprefix('--')}={next(rest, '')}")
+        else:
+            raise UsageError(
+                f"{argument!r} is no setting", "write section.key=value, such as trainer.learning_rate=1e-4"
+            )
+    return overrides

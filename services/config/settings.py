@@ -127,7 +127,9 @@ class GatewaySettings(Section):
     shutdown_s: int = Field(default=30, ge=0, description="How long it answers what is in flight once told to end")
 
 
-class TrainerSettings(Section):
+class LearnerSettings(Section):
+    """What any training of a model reads: by trajectories, or by examples (`rollmesh sft`)."""
+
     learning_rate: float = Field(default=5e-4, gt=0.0)
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = Field(default=0.0, ge=0.0)
@@ -149,19 +151,12 @@ class TrainerSettings(Section):
     activation_offload: bool = Field(
         default=False, description="On a GPU, what checkpointed layers keep is held in the host's memory"
     )
-    offload_idle: bool = Field(
-        default=False,
-        description="On a GPU, weights of reference and critic are in the host's memory while they are not used",
-    )
     compile: bool = Field(
         default=False, description="Layers are compiled by torch.compile; bytes are others than without"
     )
     tf32: bool = Field(default=False, description="On a GPU, products of float32 with 10 bits of mantissa")
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
-    loss: LossSettings = LossSettings()
-    advantage: AdvantageSettings = AdvantageSettings()
-    teacher: TeacherSettings = TeacherSettings()
     lora: LoraSettings = LoraSettings()
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
@@ -172,6 +167,23 @@ class TrainerSettings(Section):
         description="Kernels that repeat a step byte for byte; a restart that comes to other bytes than were announced is "
         "an error, in place of going on under another version",
     )
+
+    @property
+    def thread_count(self) -> int:
+        """Raises ValueError while `threads` is auto (`RunSettings.with_threads`)."""
+        if self.threads == "auto":
+            raise ValueError("trainer.threads is not resolved yet")
+        return self.threads
+
+
+class TrainerSettings(LearnerSettings):
+    offload_idle: bool = Field(
+        default=False,
+        description="On a GPU, weights of reference and critic are in the host's memory while they are not used",
+    )
+    loss: LossSettings = LossSettings()
+    advantage: AdvantageSettings = AdvantageSettings()
+    teacher: TeacherSettings = TeacherSettings()
     checkpoint_every: int = Field(default=20, ge=1, description="Optimizer steps between checkpoints")
     minibatches_per_batch: int = Field(
         default=1, ge=1, description="Parts of a batch, an optimizer step each; only the last is published"
@@ -185,13 +197,6 @@ class TrainerSettings(Section):
         description="A step whose loss or gradient is not finite is not made; stop: the run ends; skip: it goes on without "
         "the batch",
     )
-
-    @property
-    def thread_count(self) -> int:
-        """Raises ValueError while `threads` is auto (`RunSettings.with_threads`)."""
-        if self.threads == "auto":
-            raise ValueError("trainer.threads is not resolved yet")
-        return self.threads
 
     @property
     def shape(self) -> BatchShape:

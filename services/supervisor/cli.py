@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from services.config import options
+from services.config.options import overrides_of
 from services.security.keys import KeyPlaces
 from services.wire.errors import UsageError
 
@@ -87,7 +87,7 @@ def up(
     overrides = [
         f"{key}={json.dumps(value) if key in texts else value}" for key, value in flags.items() if value is not None
     ]
-    overrides += _overrides(context.args)
+    overrides += overrides_of(context.args)
     if resume is not None:
         if overrides or config is not None:
             raise UsageError("--resume goes on under the settings that the run began with", "leave other settings out")
@@ -99,22 +99,6 @@ def up(
     from services.supervisor.foreground import run_in_foreground
 
     raise SystemExit(run_in_foreground(settings, origins, places, plain=plain))
-
-
-def _overrides(arguments: Sequence[str]) -> list[str]:
-    """`key=value`, `--key=value` and `--key value` as `key=value`. Raises UsageError for anything else."""
-    overrides: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        if "=" in argument:
-            overrides.append(argument.removeprefix("--"))
-        elif argument.startswith("--"):
-            overrides.append(f"{argument.removeprefix('--')}={next(rest, '')}")
-        else:
-            raise UsageError(
-                f"{argument!r} is no setting", "write section.key=value, such as trainer.learning_rate=1e-4"
-            )
-    return overrides
 
 
 @eval_app.command(
@@ -150,7 +134,7 @@ def evaluate(
         "evaluation.temperature": temperature,
     }
     overrides = [f"{key}={value}" for key, value in flags.items() if value is not None]
-    overrides += _overrides(context.args)
+    overrides += overrides_of(context.args)
     if checkpoint is None and at is not None:
         raise UsageError("--at names a checkpoint of a run", "name the run with --checkpoint")
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -166,13 +166,7 @@ def new_run_id(task_label: str) -> str:
 
 def find_task(task: str) -> str:
     """The task's name with a file in it as an absolute path, so that it means the same wherever it is read again."""
-    name = parse_task(task)
-    if name.kind == "python" and name.python[0].endswith(".py"):
-        file, attribute = name.python
-        return str(replace(name, rest=f"{Path(file).expanduser().absolute()}:{attribute}"))
-    if name.kind == "prompts":
-        return str(replace(name, rest=str(Path(name.rest).expanduser().absolute())))
-    return task
+    return str(parse_task(task).with_files(lambda file: str(Path(file).expanduser().absolute())))
 
 
 def check_libraries(trainer: TrainerSettings) -> None:

@@ -69,6 +69,17 @@ class StepTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceUse:
+    """Of the trainer's process and its device in one optimizer step."""
+
+    memory_bytes: int = 0
+    """On a GPU the most that tensors took in the step; on a CPU what the process holds behind it."""
+    mfu: float | None = None
+    """Share of the device's arithmetic that `train_ms` used (`services.policies.training.flops`); None where its peak is
+    not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenStatistics:
     """Of one optimizer step. `gap` is |engine − trainer| of a sampled token's logprob, `ratio` π / π_behaviour.
 
@@ -127,7 +138,7 @@ class ValueStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutcome, StepTimes):
+class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutcome, StepTimes, DeviceUse):
     """`step` counts from 1; `version` is the policy version that it made. It consumed tokens for `version − 1`.
 
     `epoch`: the pass over its batch, from 1; from the second on its trajectories are in the lines of the first, too.

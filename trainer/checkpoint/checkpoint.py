@@ -203,24 +203,36 @@ def save_model(
     dtype: torch.dtype | None = None,
     shard_bytes: int = 50_000_000_000,
 ) -> None:
-    """Write the folder `target`, which must not be there: the model, adapters merged, and what else its original folder
-    `base` holds. Raises OSError.
+    """Write the folder `target`, which must not be there, as `fill_model` does. Raises OSError."""
+    with appearing(target) as making:
+        fill_model(making, model, base, adapters, dtype, shard_bytes)
+
+
+def fill_model(
+    making: Path,
+    model: PreTrainedModel,
+    base: Path,
+    adapters: Adapters | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 50_000_000_000,
+) -> None:
+    """Write into the folder `making`: the model, adapters merged, and what else its original folder `base` holds.
 
     `dtype`: of floating weights, and of `model` from then on; None for their own. `shard_bytes`: of a file, at most.
+    Raises OSError.
     """
     weights = None
     if adapters is not None or dtype is not None:
         own = named_weights(model)
         named: Mapping[str, PublishedTensor] = own if adapters is None else adapters.merged(own)
         weights = {name: _as(computed(tensor).detach().cpu(), dtype) for name, tensor in named.items()}
-    with appearing(target) as making:
-        for path in base.iterdir():
-            if path.is_file() and path.suffix != ".safetensors" and path.name not in _WRITTEN_ANEW:
-                shutil.copy2(path, making / path.name)
-        if dtype is not None:
-            # What the configuration says is taken from the model itself.
-            model.to(dtype)
-        model.save_pretrained(making, state_dict=weights, max_shard_size=shard_bytes)
+    for path in base.iterdir():
+        if path.is_file() and path.suffix != ".safetensors" and path.name not in _WRITTEN_ANEW:
+            shutil.copy2(path, making / path.name)
+    if dtype is not None:
+        # What the configuration says is taken from the model itself.
+        model.to(dtype)
+    model.save_pretrained(making, state_dict=weights, max_shard_size=shard_bytes)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -29,12 +29,8 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
         RepositoryNotFoundError,
     )
 
-    try:
-        found = Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
-        if _is_whole(found):
-            return found
-    except LocalEntryNotFoundError:
-        pass
+    if (found := cached(name)) is not None:
+        return found
     say(f"fetching {name} from the Hugging Face Hub; an interrupted download goes on where it stopped")
     try:
         folder = Path(snapshot_download(name, allow_patterns=_FILES))
@@ -54,6 +50,18 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
     if not _is_whole(folder):
         raise UsageError(f"{name} holds no safetensors beside a config.json", "choose another repository")
     return folder
+
+
+def cached(name: str) -> Path | None:
+    """The folder of `owner/name` in the local cache; None where it is not there whole. Nothing is fetched."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return folder if _is_whole(folder) else None
 
 
 def _is_whole(folder: Path) -> bool:

@@ -24,6 +24,7 @@ from trainer.algorithms.losses.objective import Objective, TokenTerms
 from trainer.algorithms.losses.tokens import BatchSize
 from trainer.data.packing import MicroBatch, PackedBatch
 from trainer.memory.activations import recompute_activations
+from trainer.memory.device_use import Gauge
 from trainer.model.adapters import Adapters
 from trainer.model.anomaly import check_finite
 from trainer.model.compilation import compile_layers
@@ -65,6 +66,7 @@ class Learner:
         self.run_steps = run_steps
         self._policy = PackedForward(self.model, settings.dtype)
         self.adapters = adapters
+        self.gauge = Gauge(model, self.stem_width, frozen=adapters is not None)
         self.reference = Reference(self._policy, adapters.off) if adapters is not None else reference
         if self.objective.needs_reference and self.reference is None:
             what = "trainer.loss.kl" if settings.loss.kl else f"trainer.loss.policy={settings.loss.policy}"
@@ -177,6 +179,11 @@ class Learner:
         """As before the last `gradient`."""
         self.optimizer.zero_grad(set_to_none=True)
 
+    @torch.no_grad()
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        """float32 `[N]`: of each fresh token under the policy as it is, at the temperature that it was sampled with."""
+        return sampled_terms(self._policy, micro)[0][micro.chosen]
+
     def learning_rate(self, steps: int) -> float:
         """That of the step after so many. Raises UsageError where the schedule needs the run's steps and has none."""
         settings = self.settings
@@ -191,11 +198,8 @@ class Learner:
         live = {name: tensor.detach() for name, tensor in self._live.items()}
         return {**live} if self.adapters is None else self.adapters.merged(live)
 
-    @torch.no_grad()
     def _proximal(self, micro: MicroBatch) -> Tensor | None:
-        if not self.objective.needs_proximal:
-            return None
-        return sampled_terms(self._policy, micro)[0][micro.chosen]
+        return self.logprobs(micro) if self.objective.needs_proximal else None
 
     def _of_reference(self, batch: PackedBatch) -> list[Tensor | None]:
         if self.reference is None or not self.objective.needs_reference:

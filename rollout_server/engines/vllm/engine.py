@@ -13,15 +13,22 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
 
-from rollout_server.engines.base import EngineStatus, GenerationDelta, GenerationRequest, collect, join
+from rollout_server.engines.base import (
+    EngineStatus,
+    GenerationDelta,
+    GenerationRequest,
+    collect,
+    join,
+)
 from rollout_server.engines.request_check import eos_token_ids
 from rollout_server.engines.vllm import launch as vllm_launch
-from rollout_server.engines.vllm.convert import to_delta, vllm_parameters
+from rollout_server.engines.vllm.convert import prompt_logprobs, to_delta, vllm_parameters
 from rollout_server.engines.vllm.stats import StepMeter
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import KvPolicy, SamplingParams
@@ -166,6 +173,9 @@ class VllmEngine:
                 for completion in output.outputs:
                     index = completion.index
                     delta = self._delta(request, collector.request_id, completion, begins[index])
+                    if request.prompt_logprobs and not begins[index] and delta.token_ids:
+                        # Of one version: `weight_bus.vllm.kv_cache` begins prompts anew that a commit finds read in part.
+                        delta = replace(delta, prompt_logprobs=prompt_logprobs(request, output.prompt_logprobs))
                     begins[index] += len(delta.token_ids)
                     unfinished -= delta.finish_reason is not None
                     if index in buffered:

@@ -41,8 +41,8 @@ from tests.support.teacher_stand_in import TeacherStandIn, taught  # noqa: E402
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402
 from tests.support.until import until  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, served  # noqa: E402
-from trainer.assembly import load_policy  # noqa: E402
 from trainer.checkpoint.checkpoint import versions  # noqa: E402
+from trainer.checkpoint.model_folder import load_policy  # noqa: E402
 from trainer.checkpoint.recovery import LIVES  # noqa: E402
 from trainer.data.packing import pack  # noqa: E402
 from trainer.data.rows import rows_of  # noqa: E402

@@ -17,6 +17,13 @@ from rollout_server.chat.renderer import ChatRenderer, choose_config, model_name
 from rollout_server.chat.template import has_template
 from services.wire.errors import UsageError
 from tests.support.chat_policy import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, build_chat_tokenizer, save_chat_policy
+from tests.support.chat_templates import (
+    ASKS_FOR_CALLS,
+    CHANGES_WHAT_IS_BEFORE,
+    CLOSES_BY_THE_NEXT,
+    CLOSES_IN_TEXT,
+    DROPS_REASONING,
+)
 from trainer.sft.tiny_model import build_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -177,35 +184,6 @@ def test_a_prompt_extends_whatever_was_sampled_even_past_stop_tokens(
 def test_an_assistant_s_message_is_never_rendered_into_an_extension() -> None:
     for tested in RENDERERS.values():
         assert tested.extend(encode("a"), [END], [{"role": "assistant", "content": "x"}, QUESTION]) is None
-
-
-CLOSES_IN_TEXT = """\
-{%- for message in messages %}
-    {%- if (message.role == "user") != (loop.index0 % 2 == 0) %}{{ raise_exception("roles must alternate") }}{% endif %}
-    {{- "[" + message.content + "] " if message.role == "user" else message.content + " <|endoftext|>" }}
-{%- endfor %}"""
-CLOSES_BY_THE_NEXT = """\
-{%- for message in messages %}{{ "<|im_start|>" + message.role + "\n" + message.content }}{% endfor %}
-{{- "<|im_start|>assistant\n" if add_generation_prompt else "" }}"""
-ASKS_FOR_CALLS = """\
-{%- for message in messages %}
-    {%- if message.role == "tool" and not messages[loop.index0 - 1].tool_calls and loop.previtem.role != "tool" %}
-        {{- raise_exception("nobody called") }}
-    {%- endif %}
-    {{- "<|im_start|>" + message.role + ":" }}
-    {%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% else %}{{ message.content }}{% endfor %}
-    {{- "<|im_end|>" }}
-{%- endfor %}"""
-CHANGES_WHAT_IS_BEFORE = """\
-{{- messages | length }}
-{%- for message in messages %}{{ message.role + message.content + "<|im_end|>" }}{% endfor %}"""
-DROPS_REASONING = """\
-{%- for message in messages %}
-    {{- "<|im_start|>" + message.role + "\n" }}
-    {{- "<think>\n\n</think>\n\n" if message.role == "assistant" and loop.last else "" }}
-    {{- message.content + "<|im_end|>\n" }}
-{%- endfor %}
-{{- "<|im_start|>assistant\n<think>\n" if add_generation_prompt else "" }}"""
 
 
 def test_a_template_that_closes_a_turn_after_a_space_is_extended() -> None:

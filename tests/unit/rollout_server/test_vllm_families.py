@@ -19,7 +19,7 @@ from services.wire.sampling import SamplingParams
 from services.wire.trajectory import Trajectory
 from tests.support.model_families import DENSE, FOR_VLLM, VOCABULARY, WINDOW, Sizes, make_family
 from tests.support.trajectories import a_rollout, a_segment, grouped
-from trainer.assembly import load_policy
+from trainer.checkpoint.model_folder import load_policy
 from trainer.data.packing import micro_batch, pack
 from trainer.data.rows import rows_of
 from trainer.model.forward import PackedForward

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.config.load import load_settings
+from services.config.options import overrides_of
 from services.config.settings import RunSettings
 from services.host.process import HUGE_PAGES, VARIABLE
 from services.host.run_folder import RunFolder, make_run_folder
 from services.policies.backoff import GiveUp, Restart, RestartPolicy
 from services.run_store.ledger import Accounts
 from services.security.keys import NO_PLACES, KeyPlaces
-from services.supervisor.cli import _overrides
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
 from services.supervisor.preflight import choose_engine, has_gpu, new_run_id
 from services.supervisor.summary import closing_lines, read_report, summarise, write_summary
@@ -183,13 +183,13 @@ def test_a_given_model_and_redis_are_used_instead_of_our_own() -> None:
     ],
 )
 def test_overrides_can_be_written_in_three_ways(arguments: list[str], expected: list[str]) -> None:
-    assert _overrides(arguments) == expected
-    assert load_settings(None, _overrides(arguments)).trainer.learning_rate == 1e-4
+    assert overrides_of(arguments) == expected
+    assert load_settings(None, overrides_of(arguments)).trainer.learning_rate == 1e-4
 
 
 def test_a_word_that_is_no_override_is_refused() -> None:
     with pytest.raises(UsageError, match="'fast' is no setting"):
-        _overrides(["fast"])
+        overrides_of(["fast"])
 
 
 def test_run_ids_differ_and_are_safe() -> None:

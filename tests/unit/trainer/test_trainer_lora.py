@@ -30,8 +30,8 @@ from services.wire.errors import UsageError
 from tests.support.model_families import make_family
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.describe import describe
-from trainer.assembly import load_policy
 from trainer.checkpoint import checkpoint
+from trainer.checkpoint.model_folder import load_policy
 from trainer.checkpoint.recovery import fingerprint
 from trainer.data.packing import MicroBatch, pack
 from trainer.data.rows import rows_of

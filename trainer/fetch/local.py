@@ -1,0 +1,28 @@
+"""The folder of a model that is there already, by its path or its name. Nothing is fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.host.models import PACKAGED, is_folder, packaged_folder
+from services.host.run_folder import is_complete
+from services.wire.errors import UsageError
+from trainer.fetch import hub
+
+
+def find_model(model: Path) -> Path:
+    """`model` itself where it is a folder, else that of the name that it is (`services.host.models`).
+
+    Raises UsageError for what is no model folder, and, with the command that fetches it, for a name that is not there yet.
+    """
+    if is_folder(model):
+        folder = model.expanduser()
+        if not is_complete(folder):
+            known = f"known names: {', '.join(PACKAGED)}, and owner/name of the Hugging Face Hub"
+            raise UsageError(f"{folder} is no Hugging Face model folder", f"it must hold a config.json; {known}")
+        return folder
+    name = str(model)
+    found = hub.cached(name) if name not in PACKAGED else packaged_folder(name)
+    if found is None or not is_complete(found):
+        raise UsageError(f"the model {name} is not there yet", f"fetch it: rollmesh models fetch {name}")
+    return found
