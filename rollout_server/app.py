@@ -97,6 +97,7 @@ def make_rollout_app(plan: ServerPlan, engine: Engine, bus: Bus | None, stop: St
             engine,
             plan.model,
             check,
+            server.until_accepting,
             server.fail,
             retry_patience_s,
             size.check,

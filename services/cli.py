@@ -108,6 +108,7 @@ COMMANDS = {
     "eval": Command("services.supervisor.cli:eval_app", "Measure a policy on held-out problems"),
     "export": Command("trainer.cli:export_app", "Write a run's policy as a Hugging Face folder"),
     "models": Command("trainer.fetch.cli:app", "Fetch a model by its name"),
+    "formula": Command("trainer.cli:formula_app", "Print the loss and the advantage that settings compute"),
     "train": Command("trainer.cli:app", "Run the trainer"),
     "rollout-server": Command("rollout_server.cli:app", "Run a rollout server"),
     "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers"),

@@ -26,8 +26,9 @@ from services.security.tls import PLAIN, Tls
 from services.wire.errors import UsageError
 from services.wire.trajectory import vocabulary_digest
 from trainer.checkpoint.attempts import Attempts
+from trainer.checkpoint.checkpoint import save
 from trainer.checkpoint.model_folder import load_policy
-from trainer.checkpoint.saving import Saving
+from trainer.checkpoint.saving import Save, Saving
 from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
 from trainer.data.validation import Validator
@@ -56,7 +57,8 @@ class TrainerArguments:
     """`model`: a Hugging Face folder, which may still be made; `run_dir`: the run folder.
 
     `weights_key` signs manifests, `bus_key` opens the weight bus, and `metrics_key`, as it, this process's `/metrics`; None
-    where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may.
+    where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may. `save`:
+    writes a checkpoint.
     """
 
     run_id: str
@@ -70,6 +72,7 @@ class TrainerArguments:
     metrics_key: str | None = None
     tls: Tls = PLAIN
     tracing: Tracing = NO_TRACING
+    save: Save = save
 
 
 class Assembly:
@@ -152,6 +155,7 @@ class Assembly:
             logged=attempts.written,
             thread=self._stack.enter_context(ThreadPoolExecutor(1, "checkpoints")),
             background=self.background,
+            save=self.arguments.save,
         )
 
     def _updates(self, learner: Learner, attempts: Attempts) -> WeightUpdates:

@@ -1,4 +1,5 @@
-"""`rollmesh train`: the trainer of a run. `rollmesh export`: its policy as a Hugging Face folder, in the serving dtype."""
+"""`rollmesh train`: the trainer of a run. `rollmesh export`: its policy as a Hugging Face folder, in the serving dtype.
+`rollmesh formula`: the loss and the advantage that settings compute."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from services.wire.errors import UsageError
 
 app = typer.Typer(add_completion=False)
 export_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+formula_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command(
@@ -81,6 +83,37 @@ def train(
         code = run_trainer(arguments)
     if code:
         raise typer.Exit(code)
+
+
+@formula_app.command(
+    help="Print the loss and the advantage that settings compute, as formulas, and refuse settings without effect. "
+    "Algorithms of your own are imported, their settings are checked and told with their defaults.\n\n"
+    "Example: rollmesh formula trainer.loss.policy=cispo trainer.loss.clip_high=0.3"
+)
+def formula(
+    config: options.OptionalConfig = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text")] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]…", help="Settings, such as trainer.loss.kl=0.1")
+    ] = None,
+) -> None:
+    import msgspec
+
+    from services.config.load import load_settings
+    from services.wire.formula import Formula
+    from trainer.algorithms.describe import describe, own_tables
+
+    trainer = load_settings(config, overrides or []).trainer
+    loss, advantage = own_tables(trainer)
+    found = Formula(describe(trainer), loss, advantage)
+    if as_json:
+        typer.echo(msgspec.json.encode(found).decode())
+        return
+    for part in found.formula.split(";  "):
+        typer.echo(part)
+    for section, own in (("loss", loss), ("advantage", advantage)):
+        for key, value in own.items():
+            typer.echo(f"trainer.{section}.own.{key} = {msgspec.json.encode(value).decode()}")
 
 
 @export_app.command(

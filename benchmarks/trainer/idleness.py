@@ -19,8 +19,8 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,13 +107,16 @@ async def run_paced(
     model: Path,
     folder: Path,
     evaluation: Sequence[str] = ("--evaluation-problems", "1"),
+    checkpoint_every: int = 1_000_000,
+    trainer: Sequence[str] = (*PYTHON, "services", "train"),
+    watch: Callable[[Child, RunFolder], Coroutine[None, None, None]] | None = None,
 ) -> PacedRun:
     """Train `warm_up` and then `steps` steps under K in a mesh of its own. Raises RollmeshError when a process fails.
 
-    `evaluation`: flags of the environment.
+    `evaluation`: flags of the environment. `trainer`: the command of its process, less the flags. `watch`: runs beside it.
     """
     run_id = folder.name
-    run = await asyncio.to_thread(_prepare, folder, _settings(plan, k, warm_up + steps))
+    run = await asyncio.to_thread(_prepare, folder, _settings(plan, k, warm_up + steps, checkpoint_every))
     common = ["--run-id", run_id, "--config", str(run.config)]
     try:
         async with AsyncExitStack() as stack:
@@ -139,16 +142,29 @@ async def run_paced(
                 *evaluation,
             ]
             others.append(await stack.enter_async_context(running("environment", command, folder)))
-            command = [*PYTHON, "services", "train", *mesh, "--model", str(model), "--run-dir", str(run.root)]
-            trainer = await stack.enter_async_context(running("trainer", command, folder))
-            await _until_steps(run, warm_up, trainer, others)
+            command = [*trainer, *mesh, "--model", str(model), "--run-dir", str(run.root)]
+            training = await stack.enter_async_context(running("trainer", command, folder))
+            if watch is not None:
+                await stack.enter_async_context(_beside(watch(training, run)))
+            await _until_steps(run, warm_up, training, others)
             began_cpu_s, began = _cpu_s(others), time.monotonic()
-            await _until_steps(run, warm_up + steps, trainer, others)
+            await _until_steps(run, warm_up + steps, training, others)
             others_cpu = (_cpu_s(others) - began_cpu_s) / (time.monotonic() - began)
     finally:
         remove_shm_files(run_id)
     lines = read_metrics(run.metrics)
     return PacedRun(lines[warm_up:], lines[warm_up - 1].time, others_cpu)
+
+
+@asynccontextmanager
+async def _beside(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 def _prepare(folder: Path, settings: RunSettings) -> RunFolder:
@@ -158,7 +174,7 @@ def _prepare(folder: Path, settings: RunSettings) -> RunFolder:
     return run
 
 
-def _settings(plan: PacedPlan, k: int, steps: int) -> RunSettings:
+def _settings(plan: PacedPlan, k: int, steps: int, checkpoint_every: int) -> RunSettings:
     return RunSettings(
         task=_TASK,
         k=k,
@@ -167,7 +183,7 @@ def _settings(plan: PacedPlan, k: int, steps: int) -> RunSettings:
         rollout=RolloutSettings(
             groups_per_step=plan.groups_per_step, group_size=plan.group_size, max_tokens=plan.longest
         ),
-        trainer=TrainerSettings(checkpoint_every=1_000_000),
+        trainer=TrainerSettings(checkpoint_every=checkpoint_every),
         weights=WeightSettings(transport="shm"),
     )
 

@@ -32,6 +32,9 @@ FIGURES = (
     "idle_fraction",
     "async_vs_sync",
     "eval_cost",
+    "ckpt_block",
+    "metrics_lag",
+    "ckpt_memory",
 )
 
 
@@ -58,7 +61,9 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     a step on one row of 32,768 tokens.
     `idle_fraction`: share of the time that the training thread waits for a batch, at K = 2. `async_vs_sync`: trained tokens
     a second, K = 2 ÷ K = 0. `eval_cost`: share of trained tokens a second that evaluations of 256 problems every 20
-    versions take away.
+    versions take away. `ckpt_block`: seconds that a checkpoint holds up training ÷ those of one memcpy of the state. With a
+    disk 20 times slower `metrics_lag`: steps by which lines of metrics are late, at most; `ckpt_memory`: bytes of the
+    trainer's process above those without checkpoints ÷ one copy of the state.
     """
 
     packed_vs_padded: float | None
@@ -78,6 +83,9 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     idle_fraction: float | None
     async_vs_sync: float | None
     eval_cost: float | None
+    ckpt_block: float | None
+    metrics_lag: float | None
+    ckpt_memory: float | None
     rounds: dict[str, list[float]]
     missing: dict[str, str]
     seen: dict[str, str]

@@ -39,6 +39,7 @@ def trainer(
     from services.host.process import heavy_imports
 
     with heavy_imports():
+        from benchmarks.trainer.checkpoints import measure_copy, measure_slow_disk
         from benchmarks.trainer.device import measure_device
         from benchmarks.trainer.evaluating import measure_evaluating
         from benchmarks.trainer.idleness import measure_rounds
@@ -60,9 +61,11 @@ def trainer(
         with_long_prompts(speed(SpeedPlan(rounds, threads, seed, HeavyTail(prompt=256), suffix="_shared"))),
         asyncio.run(measure_prefixes(rounds, threads, seed, say)),
         asyncio.run(measure_peaks(peak_rounds, threads, say)),
+        measure_copy(rounds, threads, say),
         measure_device(rounds, say),
         asyncio.run(measure_rounds(paced_rounds, seed, say)),
         asyncio.run(measure_evaluating(paced_rounds, say)),
+        asyncio.run(measure_slow_disk(paced_rounds, say)),
     ]
     bench = put_together(parts, load, versions("rollmesh", "torch", "transformers"))
     show(bench, as_json, as_table(bench))

@@ -23,8 +23,9 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from services.security.tls import Verify
 
@@ -40,12 +41,16 @@ Split = Literal["train", "held_out"]
 
 _HELD_OUT_ONE_IN = 8
 
+Message = Mapping[str, Any]
+"""A chat message as OpenAI's API has it: `role`, `content`, and what else there is."""
+
 
 @dataclass(frozen=True)
 class Problem:
     """One task instance. `prompt` opens the conversation; the rest is the environment's own and never shown.
 
-    `details`: whatever else the environment needs to play and judge it; nobody else looks at it.
+    `details`: whatever else the environment needs to play and judge it; nobody else looks at it. `messages`: what opens the
+    conversation in the chat dialect, where that is more than one user message; the text dialect cannot say them.
     """
 
     split: Split
@@ -53,6 +58,7 @@ class Problem:
     prompt: str
     solution: str = ""
     details: object = field(default=None, compare=False)
+    messages: tuple[Message, ...] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,33 @@ class Environment(Protocol):
         ...
 
     def start(self, problem: Problem) -> Episode: ...
+
+
+@runtime_checkable
+class FiniteEnvironment(Protocol):
+    """An environment, of either kind, that has so many problems and no more, such as the rows of a file.
+
+    Its `problem(split, index, seed)` goes through all of them in an order of the seed's, then through all in another
+    (`place_in_pass`).
+    """
+
+    def count(self, split: Split) -> int: ...
+
+    def numbered(self, split: Split, number: int) -> Problem:
+        """The problem that has this number, 0 … count − 1, whatever the seed; `index` says the number."""
+        ...
+
+
+def place_in_pass(name: str, split: Split, index: int, seed: int, count: int) -> int:
+    """The number of the problem that is played at `index`: each of `count` once, then each once more in another order."""
+    passed, place = divmod(index, count)
+    return pass_order(name, split, passed, seed, count)[place]
+
+
+@lru_cache(maxsize=8)
+def pass_order(name: str, split: Split, passed: int, seed: int, count: int) -> tuple[int, ...]:
+    """The order of the pass behind `passed` others; equal on every machine."""
+    return tuple(problem_rng(name, split, passed, seed).sample(range(count), count))
 
 
 def problem_rng(name: str, split: Split, index: int, seed: int) -> random.Random:
@@ -251,3 +284,8 @@ Dialect = Literal["auto", "text", "chat"]
 """How an Environment speaks to the policy: plain text, or chat messages in the model's own template. `auto` asks the
 server: chat where the model has a template, text where it has none. An agent environment calls the policy as it
 likes."""
+
+
+def needs_chat(environment: AnyEnvironment) -> bool:
+    """Whether its prompts are chat messages (`Problem.messages`): such an environment has a true `speaks_chat`."""
+    return bool(getattr(environment, "speaks_chat", False))

@@ -44,7 +44,11 @@ class ChatEnvironment:
         """A conversation that outgrows the model after its first answer ends without reward: that is the policy's doing."""
         episode = self.environment.start(problem)
         messages: list[dict[str, Any]] = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages.append({"role": "user", "content": episode.first_turn})
+        messages += (
+            [{"role": "user", "content": episode.first_turn}]
+            if problem.messages is None
+            else [dict(message) for message in problem.messages]
+        )
         spoken = False
         async with open_session(endpoint.verify) as http:
             while True:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from clients.environments.base import AnyEnvironment, Dialect, Environment
+from clients.environments.base import AnyEnvironment, Dialect, Environment, needs_chat
 from clients.environments.tasks.guess_number import GuessNumber
 from clients.environments.tasks.running_sums import RunningSums
 from clients.environments.tasks.sums import Sums
@@ -40,7 +40,10 @@ def make_task(text: str, rewards: RewardsAddress | None = None) -> Task:
     options = dict(name.options)
     dialect = _dialect(name, options.pop("dialect", None))
     try:
-        return Task(_make(name, options, rewards), dialect)
+        environment = _make(name, options, rewards)
+        if dialect == "text" and needs_chat(environment):
+            raise UsageError(f"prompts of task {text!r} are chat messages", "leave dialect=text out")
+        return Task(environment, dialect)
     except ModuleNotFoundError as error:
         library = LIBRARIES[name.kind]
         if library.module is None or error.name is None or error.name.partition(".")[0] != library.module:

@@ -16,6 +16,7 @@ from clients.environments.base import (
     Environment,
     Problem,
     agent_of,
+    needs_chat,
 )
 from clients.environments.chat import ChatEnvironment, NoChatTemplateError, chat
 from clients.rollout.client import RolloutClient
@@ -23,7 +24,7 @@ from clients.rollout.transport import open_session
 from clients.runner.agent_episodes import EpisodeLimits, Lost, abort, open_group, play_apart, play_together
 from clients.runner.failures import GroupLostError, cause_of
 from clients.runner.text_episodes import Played, play_group
-from services.wire.errors import ConcludedError, RollmeshError
+from services.wire.errors import ConcludedError, RollmeshError, UsageError
 from services.wire.rollout_api import FinishGroup, GroupOpened, OpenGroup, SamplingBody
 
 
@@ -109,6 +110,11 @@ async def in_dialect(client: RolloutClient, environment: AnyEnvironment, dialect
     if dialect == "auto":
         dialect = await ask(client)
         _log.info("dialect chosen", dialect=dialect, task=environment.name)
+        if dialect == "text" and needs_chat(environment):
+            raise UsageError(
+                f"prompts of {environment.name} are chat messages, and the model has no chat template",
+                "take a model that has one, or prompts that are texts",
+            )
     return ChatEnvironment(environment) if dialect == "chat" else environment
 
 

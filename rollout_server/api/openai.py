@@ -15,6 +15,7 @@ from rollout_server.api.stateless_generate import GENERATE_ANSWERS, generate_sta
 from rollout_server.api.streaming import BrokenOffError, EventStream, while_connected
 from rollout_server.api.typed_route import ERRORS, Ready, answer, checked
 from rollout_server.completions.base import AnswerContext, AnswerService, new_call_id
+from rollout_server.completions.resumable import UntilAccepting
 from rollout_server.completions.service import CompletionServices
 from rollout_server.engines.base import Engine
 from rollout_server.lifecycle.takeover import Takeover
@@ -44,6 +45,7 @@ def completion_routes(
     engine: Engine,
     model: Path,
     check_taking_calls: Callable[[], None],
+    until_accepting: UntilAccepting,
     on_crash: Callable[[RollmeshError], None],
     patience_s: float,
     check_body: Callable[[bytes], None],
@@ -109,10 +111,29 @@ def completion_routes(
         """A chat completion. Every sampled token is captured; token fields are answered only when asked for."""
         return await chat(request, session_id, call)
 
+    async def named_here(request: Request) -> Session | None:
+        """The session here that the key or header names; None for a call outside sessions, once its caller may make it."""
+        name = access().find_session(request, None, "reading")
+        if name is not None:
+            await takeover().hold_session(name)
+        # Trainers' clients send session ids of their own making: they name nothing here.
+        if name is None or groups().get_session(name) is None:
+            # A session's key opens that session and nothing else, also when it is forgotten.
+            access().require_agent(request, "reading")
+            return None
+        access().require_session(request, name)
+        return groups().find_session(name)
+
     @router.post("/v1/completions", response_model=Completion, responses=_STREAMED)
     async def complete_by_key(call: CompletionCall, request: Request) -> Response:
-        """A text completion in the session that the key or `X-Session-ID` names."""
-        return await complete(request, None, call)
+        """A text completion in the session that the key or `X-Session-ID` names, or with `prompt_logprobs` outside any."""
+        if call.prompt_logprobs is None or await named_here(request) is not None:
+            return await complete(request, None, call)
+        check_taking_calls()
+        del request.state.body
+        scoring = await completions().scoring()
+        body = await while_connected(request, scoring.answer(call, until_accepting))
+        return Response(body, media_type="application/json")
 
     @router.post("/sessions/{session_id}/v1/completions", response_model=Completion, responses=_STREAMED)
     async def complete_in_session(session_id: str, call: CompletionCall, request: Request) -> Response:
@@ -128,17 +149,11 @@ def completion_routes(
     @router.post("/inference/v1/generate", response_class=Response, responses=GENERATE_ANSWERS)
     async def generate_by_key(call: GenerateCall, request: Request) -> Response:
         """vLLM's token route. Where the key or `X-Session-ID` names a session here it is captured, elsewhere it is not."""
-        name = access().find_session(request, None, "reading")
-        if name is not None:
-            await takeover().hold_session(name)
-        # Trainers' clients send session ids of their own making: they name nothing here.
-        if name is None or groups().get_session(name) is None:
-            # A session's key opens that session and nothing else, also when it is forgotten.
-            access().require_agent(request, "reading")
-            return await generate_stateless(engine, model.name, on_crash, call, request)
-        access().require_session(request, name)
+        session = await named_here(request)
+        if session is None:
+            return await generate_stateless(engine, model.name, on_crash, until_accepting, call, request)
         check_taking_calls()
-        return await generate(request, groups().find_session(name), call)
+        return await generate(request, session, call)
 
     @router.post("/sessions/{session_id}/inference/v1/generate", response_class=Response, responses=GENERATE_ANSWERS)
     async def generate_in_session(session_id: str, call: GenerateCall, request: Request) -> Response:

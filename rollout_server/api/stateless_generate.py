@@ -12,6 +12,8 @@ from fastapi import Request, Response
 
 from rollout_server.api.streaming import EventStream, while_connected
 from rollout_server.api.typed_route import ERRORS, schema_of
+from rollout_server.completions.resumable import UntilAccepting
+from rollout_server.completions.scoring import score
 from rollout_server.completions.tokens import AnswerFields, StreamEncoder, encode_answer, full_answer, to_request
 from rollout_server.engines.base import Engine, EngineCrashedError, GenerationDelta, collect
 from services.wire.errors import RollmeshError
@@ -30,11 +32,20 @@ GENERATE_ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 async def generate_stateless(
-    engine: Engine, model: str, on_crash: Callable[[RollmeshError], None], call: GenerateCall, request: Request
+    engine: Engine,
+    model: str,
+    on_crash: Callable[[RollmeshError], None],
+    until_accepting: UntilAccepting,
+    call: GenerateCall,
+    request: Request,
 ) -> Response:
     """Generate continuations of `token_ids`. Hanging up aborts the request. `model`: the name that answers carry."""
     asked = to_request(call, call.request_id or uuid.uuid4().hex, engine.max_model_len)
     fields = AnswerFields.of(call, model, engine.eos_token_ids)
+    if asked.prompt_logprobs:
+        scored = await while_connected(request, score(engine, asked, until_accepting))
+        body = encode_answer(full_answer(asked, [scored], fields, int(time.time())))
+        return Response(body, media_type="application/json")
     deltas = cast("AsyncGenerator[GenerationDelta, None]", engine.generate(asked))
     if not asked.stream:
         async with aclosing(deltas):

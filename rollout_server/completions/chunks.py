@@ -9,6 +9,7 @@ import msgspec
 
 from rollout_server.chat.detokenizer import TokenTable
 from rollout_server.completions.samples import TopLogprobs
+from services.wire.vllm_api import PromptLogprobs
 
 _encoder = msgspec.json.Encoder()
 
@@ -100,6 +101,7 @@ class TextChunkChoice(msgspec.Struct):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     policy_versions: list[tuple[int, int]] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class TextChunk(msgspec.Struct):

@@ -76,7 +76,7 @@ async def resume(
             await until_accepting()
         whole = tries == 0 and not any(sample.sampled or sample.ended for sample in samples)
         async with aclosing(
-            _generate_rests(engine, request, samples, tries) if not whole else _generate(engine, request)
+            _generate_rests(engine, request, samples, tries) if not whole else deltas_of(engine, request)
         ) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "abort":
@@ -89,8 +89,11 @@ async def resume(
         tries += 1
 
 
-def _generate(engine: Engine, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
-    # Engines are asynchronous generators, though their interface does not say so: closing one frees the engine at once.
+def deltas_of(engine: Engine, request: GenerationRequest) -> AsyncGenerator[GenerationDelta, None]:
+    """What `engine` generates: engines are asynchronous generators, though their interface does not say so.
+
+    Closing it frees the engine at once.
+    """
     return cast("AsyncGenerator[GenerationDelta, None]", engine.generate(request))
 
 
@@ -111,7 +114,7 @@ async def _generate_rests(
 
     async def run(index: int, rest: GenerationRequest) -> None:
         try:
-            async with aclosing(_generate(engine, rest)) as sampled:
+            async with aclosing(deltas_of(engine, rest)) as sampled:
                 async for delta in sampled:
                     deltas.put_nowait(replace(delta, request_id=request.request_id, index=index))
             deltas.put_nowait(None)

@@ -10,6 +10,7 @@ from rollout_server.chat.renderer import ChatRenderer, ToolRules
 from rollout_server.chat.tokenizer import Renderer
 from rollout_server.completions.chat import ChatCalls
 from rollout_server.completions.chunks import TokenTexts
+from rollout_server.completions.scoring import ScoringCalls
 from rollout_server.completions.text import CompletionCalls
 from rollout_server.completions.tokens import GenerateCalls
 from rollout_server.engines.base import Engine
@@ -39,6 +40,11 @@ class CompletionServices:
         """Raises UsageError for a folder or a renderer name that cannot be used."""
         chat = await self._load()
         return CompletionCalls(self._engine, self._renderer, chat, TokenTexts(chat.table), self._model.name)
+
+    async def scoring(self) -> ScoringCalls:
+        """Raises UsageError for a folder or a renderer name that cannot be used."""
+        chat = await self._load()
+        return ScoringCalls(self._engine, self._renderer, chat, TokenTexts(chat.table), self._model.name)
 
     async def _load(self) -> ChatRenderer:
         if self._loading is None or (self._loading.done() and self._loading.exception() is not None):

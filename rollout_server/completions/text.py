@@ -21,6 +21,7 @@ from rollout_server.chat.renderer import ChatRenderer
 from rollout_server.chat.tokenizer import Renderer
 from rollout_server.completions import chunks
 from rollout_server.completions.base import AnswerContext, Context, fit, why_no_prefix, written
+from rollout_server.completions.prompt_logprobs import check_scored
 from rollout_server.completions.samples import Sample, collect_samples
 from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationRequest
@@ -34,7 +35,8 @@ from services.wire.openai_api import Completion, CompletionCall, CompletionChoic
 from services.wire.trajectory import BreakReason
 
 MOST_ANSWERS = 256
-_TOKEN_FIELDS: Any = {"choices": {"__all__": {"token_ids", "policy_versions", "prompt_token_ids"}}}
+_NOT_HERE = {"prompt_logprobs"}
+_TOKEN_FIELDS = {"token_ids", "policy_versions", "prompt_token_ids"}
 
 
 class CompletionCalls:
@@ -57,11 +59,8 @@ class CompletionCalls:
         if refused := call.unsupported():
             raise UnsupportedParameterError(f"{', '.join(refused)}: not supported here", "leave it out")
         session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
-        prompts = _prompts(call)
-        if len(prompts) * (call.n or 1) > MOST_ANSWERS:
-            raise UsageError(
-                f"{len(prompts)} prompts with n = {call.n or 1}", f"ask for {MOST_ANSWERS} answers at most"
-            )
+        check_scored(call.prompt_logprobs, n=call.n or 1, stream=bool(call.stream), session=True)
+        prompts = prompts_of(call)
         contexts = [await self._find_context(session, prompt) for prompt in prompts]
         n, longest = call.n or 1, self._engine.max_model_len
         limit = 16 if call.max_tokens is None else call.max_tokens  # OpenAI's default for this route
@@ -136,12 +135,15 @@ class CompletionCalls:
         return why_no_prefix(session, prompt)
 
 
-def _prompts(call: CompletionCall) -> list[str | list[int]]:
+def prompts_of(call: CompletionCall) -> list[str | list[int]]:
+    """Each a text or token ids. Raises UsageError for more than `MOST_ANSWERS` answers."""
     prompt = call.prompt
     if isinstance(prompt, str):
         return [prompt]
     if not prompt or isinstance(prompt[0], int):
         return [prompt]  # type: ignore[list-item]
+    if len(prompt) * (call.n or 1) > MOST_ANSWERS:
+        raise UsageError(f"{len(prompt)} prompts with n = {call.n or 1}", f"ask for {MOST_ANSWERS} answers at most")
     return list(prompt)
 
 
@@ -165,7 +167,7 @@ def whole_text(
                 stop_reason=sample.stop_reason(call.stop_token_ids),
             )
             if call.logprobs is not None:
-                entries = _text_logprobs(texts, call, sample, 0, 0)
+                entries = text_logprobs(texts, call, sample, 0, 0)
                 choice.logprobs = CompletionLogprobs.model_validate(entries, from_attributes=True)
             if call.return_token_ids:
                 choice.token_ids, choice.policy_versions = sample.token_ids, sample.policy_versions
@@ -179,8 +181,8 @@ def whole_text(
         choices=choices,
         usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=count, total_tokens=prompt_tokens + count),
     )
-    unasked = None if call.return_token_ids else _TOKEN_FIELDS
-    return completion.model_dump_json(exclude=unasked).encode()
+    unasked: Any = _NOT_HERE if call.return_token_ids else _NOT_HERE | _TOKEN_FIELDS
+    return completion.model_dump_json(exclude={"choices": {"__all__": unasked}}).encode()
 
 
 class TextChunks:
@@ -244,7 +246,7 @@ class TextChunks:
         self._said[number] = offset + len(text)
         start = len(sample.token_ids) - grown
         if call.logprobs is not None and grown:
-            choice.logprobs = _text_logprobs(self._texts, call, sample, start, offset)
+            choice.logprobs = text_logprobs(self._texts, call, sample, start, offset)
         if call.return_token_ids:
             choice.token_ids = sample.token_ids[start:]
         if ended:
@@ -255,7 +257,7 @@ class TextChunks:
         return chunks.event(self._new([choice]))
 
 
-def _text_logprobs(
+def text_logprobs(
     texts: chunks.TokenTexts, call: CompletionCall, sample: Sample[str], start: int, offset: int
 ) -> chunks.TextLogprobsPart:
     """Of the tokens from `start` on; `offset`: characters of text before them.

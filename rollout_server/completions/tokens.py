@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from rollout_server.completions.base import AnswerContext, Context, fit, why_no_prefix, written
+from rollout_server.completions.prompt_logprobs import check_scored, told_logprobs
 from rollout_server.completions.samples import Sample, collect_samples
 from rollout_server.completions.sampling import choose_sampling
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
@@ -36,13 +37,14 @@ class GenerateCalls:
         Raises UnsupportedParameterError, ContextLengthError, BudgetSpentError, and what the engine raises.
         """
         session, call_id, answer = answer_context.session, answer_context.call_id, answer_context.answer
+        wished = call.sampling_params
+        check_scored(wished.prompt_logprobs, n=wished.n, stream=bool(call.stream), session=True)
         longest = self._engine.max_model_len
         asked = to_request(call, call_id, longest)
         parent = session.capture.find(call.token_ids)
         context = Context(
             call.token_ids, parent, None if parent is not None else why_no_prefix(session, call.token_ids)
         )
-        wished = call.sampling_params
         sampling = choose_sampling(session.terms.sampling, wished, wished.max_tokens, (), longest)
         request = replace(asked, sampling=fit(session, sampling, [context], asked.n, longest))
         fields = AnswerFields.of(call, self._model, self._engine.eos_token_ids)
@@ -106,7 +108,6 @@ _UNSUPPORTED_SAMPLING = (
     "allowed_token_ids",
     "bad_words",
     "logprob_token_ids",
-    "prompt_logprobs",
     "prompt_logprob_token_ids",
     "thinking_token_budget",
     "repetition_detection",
@@ -149,10 +150,11 @@ class AnswerFields:
 def to_request(call: vllm_api.GenerateCall, request_id: str, max_model_len: int) -> GenerationRequest:
     """The engine's request. Raises UnsupportedParameterError, and ContextLengthError for a prompt that leaves no room."""
     _refuse_unsupported(call)
+    asked = call.sampling_params
+    check_scored(asked.prompt_logprobs, n=asked.n, stream=bool(call.stream), session=False)
     room = max_model_len - len(call.token_ids)
     if room < 1:
         raise ContextLengthError(len(call.token_ids), max_model_len)
-    asked = call.sampling_params
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=call.token_ids,
@@ -164,6 +166,7 @@ def to_request(call: vllm_api.GenerateCall, request_id: str, max_model_len: int)
         cache_salt=call.cache_salt,
         resumed=call.resumed,
         first_index=call.first_index,
+        prompt_logprobs=asked.prompt_logprobs is not None,
     )
 
 
@@ -182,6 +185,7 @@ def full_answer(
         ],
         usage=_usage(len(request.prompt_token_ids), sampled),
         prompt_token_ids=request.prompt_token_ids if fields.prompt else None,
+        prompt_logprobs=told_logprobs(request, samples[0]) if request.prompt_logprobs else None,
     )
 
 
@@ -235,7 +239,7 @@ def _refuse_unsupported(call: vllm_api.GenerateCall) -> None:
     found = [name for name in _UNSUPPORTED if getattr(call, name) is not None]
     for name in _UNSUPPORTED_SAMPLING:
         value = getattr(call.sampling_params, name)
-        # Empty lists, texts and objects ask for nothing; a zero may well (`prompt_logprobs`).
+        # Empty lists, texts and objects ask for nothing; a zero may well.
         if value is not None and value is not False and value not in ("", [], {}):
             found.append(f"sampling_params.{name}")
     if call.output_mode not in (None, "tokens"):

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
-from services.wire.errors import RollmeshError
+from services.wire.errors import NotReadyError, RollmeshError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import VersionSpan
 from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
@@ -39,6 +39,8 @@ class GenerationRequest:
     not: presence and frequency penalties ignore resumed tokens, and a seed starts over. `first_index`: with a seed, the
     samples are numbers `first_index`, `first_index + 1` … of the uninterrupted request; deltas are numbered from 0 all
     the same. `background`: it begins after all that wait and are not (evaluations).
+
+    `prompt_logprobs`: tell those of the prompt's own tokens too, all computed anew by one policy version; for `n` = 1.
     """
 
     request_id: str
@@ -53,6 +55,19 @@ class GenerationRequest:
     resumed: int = 0
     first_index: int = 0
     background: bool = False
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Logprobs of the second and all later tokens of a prompt, each given those before it: one entry fewer than tokens.
+
+    float32 log-softmax of the model's logits as they are (temperature 1, no penalty), −inf where the model gives no chance.
+    `ranks`: 1 for the likeliest token, those as likely counted before it; None where it is not known.
+    """
+
+    logprobs: list[float]
+    ranks: list[int | None]
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,7 @@ class GenerationDelta:
     `token_ids`, `logprobs`: equal lengths. `versions` are spans over *this delta's* tokens (start 0 is its first token).
     `finish_reason` is set on the last delta of a sample. `top_logprobs`: for each token the likeliest (id, logprob), best
     first, of the distribution that `logprobs` are of; never one of probability 0; None unless asked for.
+    `prompt_logprobs`: where they were asked for, with the first delta that has a token, of the version that sampled it.
     """
 
     request_id: str
@@ -71,6 +87,7 @@ class GenerationDelta:
     versions: list[VersionSpan]
     finish_reason: FinishReason | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -122,8 +139,8 @@ class Engine(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
         """Yield deltas until each of the `n` samples has had one with a `finish_reason`.
 
-        Closing the iterator early aborts the request. Raises ContextLengthError for a prompt that does not fit and
-        UsageError for ids or parameters that no engine can generate with (`request_check`).
+        Closing the iterator early aborts the request. Raises ContextLengthError for a prompt that does not fit,
+        UsageError for ids or parameters that no engine can generate with (`request_check`), and PromptVersionsError.
         """
         ...
 
@@ -203,6 +220,7 @@ def join(first: GenerationDelta, second: GenerationDelta) -> GenerationDelta:
         versions=spans,
         finish_reason=second.finish_reason,
         top_logprobs=_join_alternatives(first, second),
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
     )
 
 
@@ -230,3 +248,14 @@ class NonFiniteLogitsError(RollmeshError):
 
     def __init__(self, version: int) -> None:
         super().__init__(f"policy version {version} gives logits that are not finite", "publish weights that are")
+
+
+class PromptVersionsError(NotReadyError):
+    """The weights changed while a prompt was read whose logprobs were asked for; asked again, one version may read it."""
+
+    code = "prompt_versions"
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(
+            f"the weights changed while the prompt of request {request_id} was read", "send the call again"
+        )

@@ -28,6 +28,8 @@ def check_request(
     prompt, sampling = request.prompt_token_ids, request.sampling
     if request.n < 1 or sampling.max_tokens < 1:
         raise UsageError(f"n={request.n}, max_tokens={sampling.max_tokens}", "ask for at least one token")
+    if request.prompt_logprobs and request.n != 1:
+        raise UsageError(f"prompt_logprobs with n={request.n}", "ask for one sample: all have the same prompt")
     if not prompt:
         raise UsageError("the prompt is empty", f"give 1 to {max_model_len - 1} tokens")
     if len(prompt) >= max_model_len:

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from services.config.base import Section
+
+Own = dict[str, JsonValue]
+"""Settings of an algorithm of the user's own, as they stand in the file. Who knows its code validates them
+(`trainer.algorithms.plugins`); every other process hands them on."""
 
 
 class CorrectionSettings(Section):
@@ -69,6 +73,7 @@ class LossSettings(PpoClipSettings, LossChoice):
         default=0.0, ge=0.0, description="Coefficient of the load-balancing loss of a mixture of experts"
     )
     correction: CorrectionSettings = CorrectionSettings()
+    own: Own = Field(default={}, description="Settings of a loss of your own, as its entry declares them")
 
 
 GREEDY_BASELINE = "remax"
@@ -136,6 +141,7 @@ class AdvantageSettings(GaeSettings, GrpoSettings, EstimatorChoice):
     )
     critic: CriticSettings = CriticSettings()
     cost: CostSettings = CostSettings()
+    own: Own = Field(default={}, description="Settings of an estimator of your own, as its entry declares them")
 
     @property
     def greedy_baseline(self) -> bool:

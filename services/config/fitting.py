@@ -102,7 +102,7 @@ def value_of(settings: BaseModel, name: str) -> object:
     """The value of the setting of this dotted name."""
     found: object = settings
     for each in name.split("."):
-        found = getattr(found, each)
+        found = found[each] if isinstance(found, Mapping) else getattr(found, each)
     return found
 
 

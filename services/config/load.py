@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -36,17 +36,25 @@ def load_settings(path: Path | None, overrides: Sequence[str]) -> RunSettings:
     return settings
 
 
+def read_section(kind: type[SectionT], tree: Mapping[str, Any], prefix: str = "") -> SectionT:
+    """`tree` as a section of this kind. `prefix`: of its keys in messages, `trainer.loss.own.`.
+
+    Raises UsageError for an unknown key, with the nearest known one, and for a bad value.
+    """
+    _refuse_unknown(tree, kind, prefix, lambda: known_keys(kind, prefix))
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise UsageError(*_explain(error, kind, prefix)) from error
+
+
 def load_tree(root: type[SectionT], path: Path | None, overrides: Sequence[str]) -> SectionT:
     """Another tree than a run's, in the same way; whether its values go together is not looked at."""
     tree: dict[str, Any] = {} if path is None else _read(path)
     for override in overrides:
         _apply(tree, override)
     _rename(tree)
-    _refuse_unknown(tree, root, "", known_keys(root))
-    try:
-        return root.model_validate(tree)
-    except ValidationError as error:
-        raise UsageError(*_explain(error, root)) from error
+    return read_section(root, tree)
 
 
 def origins_of(path: Path | None, overrides: Sequence[str], root: type[BaseModel] = RunSettings) -> dict[str, str]:
@@ -110,14 +118,17 @@ def _rename(tree: dict[str, Any]) -> None:
             keys[name] = keys.pop(key)
 
 
-def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str, known: Sequence[str]) -> None:
+def _refuse_unknown(
+    tree: Mapping[str, Any], model: type[BaseModel], prefix: str, known: Callable[[], list[str]]
+) -> None:
+    """`known`: all keys that there are, by their dotted names."""
     for key, value in tree.items():
         field = model.model_fields.get(key)
         if field is None:
             if f"{prefix}{key}" in _GONE:
                 raise UsageError(f"{prefix + key!r} is gone", _GONE[f"{prefix}{key}"])
-            near = get_close_matches(f"{prefix}{key}", known, n=1, cutoff=0.4) or get_close_matches(
-                key, [name.rpartition(".")[2] for name in known], n=1, cutoff=0.4
+            near = get_close_matches(f"{prefix}{key}", known(), n=1, cutoff=0.4) or get_close_matches(
+                key, [name.rpartition(".")[2] for name in known()], n=1, cutoff=0.4
             )
             hint = f"the nearest known key is {near[0]!r}" if near else f"known keys: {', '.join(model.model_fields)}"
             raise UsageError(f"unknown key {prefix + key!r}", hint)
@@ -128,26 +139,24 @@ def _refuse_unknown(tree: Mapping[str, Any], model: type[BaseModel], prefix: str
             _refuse_unknown(value, section, f"{prefix}{key}.", known)
 
 
-def known_keys(root: type[BaseModel] = RunSettings) -> list[str]:
+def known_keys(root: type[BaseModel] = RunSettings, prefix: str = "") -> list[str]:
     """Every setting of a tree by its dotted name."""
-    return _known_keys(root, "")
-
-
-def _known_keys(model: type[BaseModel], prefix: str) -> list[str]:
     names = []
-    for key, field in model.model_fields.items():
+    for key, field in root.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
-            names += _known_keys(section, f"{prefix}{key}.")
+            names += known_keys(section, f"{prefix}{key}.")
         else:
             names.append(f"{prefix}{key}")
     return names
 
 
-def _explain(error: ValidationError, root: type[BaseModel]) -> tuple[str, str]:
+def _explain(error: ValidationError, root: type[BaseModel], prefix: str) -> tuple[str, str]:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
-    what = f"{key} = {first['input']!r} cannot be"
+    if first["type"] == "missing":
+        return f"{prefix}{key} is not set", "it has no default: set it"
+    what = f"{prefix}{key} = {first['input']!r} cannot be"
     allowed = _allowed(key, root)
     if allowed:
         near = get_close_matches(str(first["input"]), allowed, n=1, cutoff=0.4)
@@ -157,7 +166,8 @@ def _explain(error: ValidationError, root: type[BaseModel]) -> tuple[str, str]:
     return what, str(first.get("ctx", {}).get("error", first["msg"]))
 
 
-def _allowed(key: str, model: type[BaseModel]) -> list[str]:
+def _allowed(key: str, root: type[BaseModel]) -> list[str]:
+    model = root
     *sections, leaf = key.split(".")
     for section in sections:
         annotation = model.model_fields[section].annotation if section in model.model_fields else None

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings
 from services.host.aio import to_its_end
@@ -141,7 +142,10 @@ async def _settings(asked: Asked, scratch: Path, say: Console) -> RunSettings:
 def _alone(settings: RunSettings, scratch: Path) -> RunSettings:
     """Without what belongs to training, and in a folder and a Redis of its own."""
     once = settings.evaluation.model_copy(update={"every": 0, "stop_at": None})
-    return settings.model_copy(update={"run_dir": scratch / "run", "redis_url": None, "evaluation": once})
+    # Whose code need not be here.
+    trainer = settings.trainer.model_copy(update={"loss": LossSettings(), "advantage": AdvantageSettings()})
+    changes = {"run_dir": scratch / "run", "redis_url": None, "evaluation": once, "trainer": trainer}
+    return settings.model_copy(update=changes)
 
 
 def _run_of(path: Path) -> tuple[RunFolder, str | None]:

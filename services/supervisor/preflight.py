@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -30,10 +30,9 @@ from services.security.keys import KeyPlaces
 from services.security.tls import read_tls
 from services.supervisor.launch_plan import LOOPBACK, warm_start_commands
 from services.supervisor.processes import OURS
+from services.supervisor.user_code import check_task, with_own_algorithm
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.task_name import parse_task
-
-_TASK_CHECK_S = 120.0
 
 
 async def _check_surroundings(settings: RunSettings, keys: KeyPlaces) -> None:
@@ -96,6 +95,7 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> Resolved:
     if parse_task(task).kind == "prompts" and not settings.rewards.enabled:
         raise UsageError(f"task {task} has nobody to judge its answers", "set rewards.enabled and its components")
     await check_task(task)
+    settings, added = await with_own_algorithm(settings)
     settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
     settings, found = fitted(settings)
     await _check_surroundings(settings, keys)
@@ -103,7 +103,7 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> Resolved:
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
     folder = make_run_folder(root)
     settings = settings.model_copy(update={"engine": engine, "run_dir": root, "task": task})
-    return Resolved(settings, folder, run_id, found)
+    return Resolved(settings, folder, run_id, found | added)
 
 
 def with_model_folder(settings: RunSettings) -> RunSettings:
@@ -147,45 +147,7 @@ def new_run_id(task_label: str) -> str:
 
 def find_task(task: str) -> str:
     """The task's name with a file in it as an absolute path, so that it means the same wherever it is read again."""
-    name = parse_task(task)
-    if name.kind == "python" and name.python[0].endswith(".py"):
-        file, attribute = name.python
-        return str(replace(name, rest=f"{Path(file).expanduser().absolute()}:{attribute}"))
-    if name.kind == "prompts":
-        return str(replace(name, rest=str(Path(name.rest).expanduser().absolute())))
-    return task
-
-
-async def check_task(task: str) -> None:
-    """See whether the task can be made, in a process of its own: neither libraries nor the user's code are imported here.
-
-    Raises UsageError with what that process says of a name, an option or a library; RollmeshError when it hangs.
-    """
-    if parse_task(task).built_in:
-        return
-    flags = ("--task", task, "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
-    process = await asyncio.create_subprocess_exec(
-        *(*OURS, "run-environment", *flags),
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        # Its last words are for the user.
-        env={**os.environ, "ROLLMESH_LOG_JSON": "0"},
-    )
-    try:
-        async with asyncio.timeout(_TASK_CHECK_S):
-            _, said = await process.communicate()
-    except TimeoutError as error:
-        raise RollmeshError(
-            f"task {task} was not made in {_TASK_CHECK_S:g} s", "see what its code waits for"
-        ) from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
-        last = lines[-1] if lines else f"exit code {process.returncode}"
-        raise UsageError(last.removeprefix("rollmesh: "))
+    return str(parse_task(task).with_files(lambda file: str(Path(file).expanduser().absolute())))
 
 
 def check_libraries(trainer: TrainerSettings) -> None:
@@ -261,6 +223,7 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
     root = run_dir.expanduser().absolute()
     settings = with_model_folder(settings.model_copy(update={"run_dir": root}))
     check_first_policy(settings.model.path, settings.task)
+    settings, added = asyncio.run(with_own_algorithm(settings))
     folder = RunFolder(root)
     if folder.config.exists():
         began_with = load_settings(folder.config, [])
@@ -269,6 +232,7 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
     else:
         make_run_folder(root)
         settings, found = fitted(settings)
+        found |= added
         write_whole(folder.config, annotated(dump_settings(settings), found).encode())
         _log.info("settings resolved", config=str(folder.config), **{name: found[name] for name in sorted(found)})
     if not settings_only and settings.model.path is None and not is_complete(folder.model):

@@ -8,9 +8,10 @@ not supported, are named in `unsupported`, so that they can be refused instead o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictInt
 
 from services.wire.rollout_api import SamplingFields, TokenId
 
@@ -106,9 +107,13 @@ class ChatCall(Sampled):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     reasoning_effort: str | None = Field(default=None, max_length=20)
     """Refused where the model's chat template heeds it."""
+    prompt_logprobs: JsonValue = None
+    """Refused: they are told of text completions."""
 
     def unsupported(self) -> list[str]:
         found = super().unsupported()
+        if self.prompt_logprobs is not None:
+            found.append("prompt_logprobs")
         return found if self.tool_choice in (None, "auto", "none") else [*found, "tool_choice"]
 
 
@@ -119,6 +124,8 @@ class CompletionCall(Sampled):
     logprobs: int | None = Field(default=None, ge=0, le=20)
     best_of: int | None = None
     """As many as are answered: nothing is sampled and thrown away."""
+    prompt_logprobs: StrictInt | None = None
+    """0: the logprobs of the prompt's own tokens, in a whole answer outside sessions. Other numbers are refused (400)."""
 
     def unsupported(self) -> list[str]:
         found = super().unsupported()
@@ -187,6 +194,18 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+@dataclass(slots=True)
+class PromptLogprob:
+    """One token of a prompt, as vLLM tells it. `logprob`: of the softmax of the logits as they are; −9999 for −inf.
+
+    `rank`: 1 for the likeliest; None where it is not known. `decoded_token`: None on the token route.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
 class CompletionChoice(TokenFields):
     index: int
     text: str
@@ -194,6 +213,8 @@ class CompletionChoice(TokenFields):
     stop_reason: int | str | None = None
     logprobs: CompletionLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    """Only where they were asked for: None for the first token, for each other one its own entry, by its id."""
 
 
 class Completion(BaseModel):
@@ -271,7 +292,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "logprob_token_ids": ([],),
     "modalities": ([], ["text"]),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),

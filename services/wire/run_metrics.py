@@ -98,6 +98,10 @@ class TokenStatistics:
     """(Σ ratio)² / (n · Σ ratio²), 0 … 1: how evenly tokens count once weighed to the current policy (Kish 1965)."""
     kl: float | None
     """k3 estimate of KL(π_behaviour ‖ π) a token: r − 1 − log r (Schulman 2020, "Approximating KL divergence")."""
+    teacher_kl: float | None = None
+    """log π_behaviour − log π_teacher, the mean over tokens of rows that were trained; None without a teacher."""
+    figures: dict[str, float | None] = field(default_factory=dict)
+    """Of a loss of the user's own, by its names: means over tokens of rows that were trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,18 @@ textarena:GuessTheNumber-v0?max_turns=5          a one-player game of the librar
 verifiers:my-environment?split=easy              an environment of the library
 prompts:./questions.jsonl                        prompts of a file, judged by the reward service
 python:my_package.tasks:make  python:./agent.py:make   an object of yours, or what makes one
+
+Options are written as in a URL, but that `+` is a plus: of `%`, `&` and line feeds `%25`, `%26` and `%0A` are written.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from urllib.parse import parse_qsl
+from urllib.parse import unquote
 
 from services.wire.errors import UsageError
 
@@ -47,6 +49,9 @@ LIBRARIES: Mapping[str, Library] = {
     "python": Library(None, "", "python:./agent.py:make"),
 }
 
+FILE_OPTIONS = ("held_out",)
+"""Options of `prompts:` that name a file."""
+_ESCAPED = str.maketrans({"%": "%25", "&": "%26", "\n": "%0A", "\r": "%0D"})
 _REST = re.compile(r"[^\x00-\x1f?]+")
 _PYTHON = re.compile(r"(?P<where>[^:]+):(?P<attribute>[A-Za-z_][A-Za-z0-9_.]*)")
 
@@ -87,8 +92,18 @@ class TaskName:
             words = f"{Path(where).stem if where.endswith('.py') else where}-{attribute}"
         return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")[:48].rstrip("-") or self.kind
 
+    def with_files(self, absolute: Callable[[str], str]) -> TaskName:
+        """With each file in it as `absolute` gives it."""
+        if self.kind == "python" and self.python[0].endswith(".py"):
+            file, attribute = self.python
+            return replace(self, rest=f"{absolute(file)}:{attribute}")
+        if self.kind == "prompts":
+            options = tuple((key, absolute(value) if key in FILE_OPTIONS else value) for key, value in self.options)
+            return replace(self, rest=absolute(self.rest), options=options)
+        return self
+
     def __str__(self) -> str:
-        options = "&".join(f"{key}={value}" for key, value in self.options)
+        options = "&".join(f"{key}={value.translate(_ESCAPED)}" for key, value in self.options)
         return self.kind + (f":{self.rest}" if self.rest else "") + (f"?{options}" if options else "")
 
 
@@ -104,10 +119,10 @@ def parse_task(text: str) -> TaskName:
         raise UsageError(f"no task {text!r}", _nearest(kind))
     if not _REST.fullmatch(rest):
         raise UsageError(f"task {text!r} names nothing of {kind}", f"write it as {LIBRARIES[kind].example}")
-    try:
-        options = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
-    except ValueError as error:
-        raise UsageError(f"the options of task {text!r} cannot be read", "write ?key=value&key=value") from error
+    pairs = [part.partition("=") for part in query.split("&")] if query else []
+    if not all(key and separator for key, separator, _ in pairs):
+        raise UsageError(f"the options of task {text!r} cannot be read", "write ?key=value&key=value")
+    options = [(key, unquote(value)) for key, _, value in pairs]
     if len(dict(options)) != len(options):
         raise UsageError(f"task {text!r} gives an option twice", "give each once")
     name = TaskName(kind, rest, tuple(options))

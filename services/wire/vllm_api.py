@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StrictInt
 
+from services.wire.openai_api import PromptLogprob
 from services.wire.rollout_api import Seed, TokenId
 from services.wire.trajectory import VersionSpan
 
@@ -51,6 +52,8 @@ class SamplingCall(Call):
     min_tokens: int = Field(default=0, ge=0, lt=1 << 31)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     """None: no logprobs in the answer. k: the sampled token's, and `max(k, 1)` entries of `top_logprobs`, it among them."""
+    prompt_logprobs: StrictInt | None = None
+    """0: those of the prompt's own tokens, in a whole answer outside sessions. Other numbers are refused (400)."""
 
     stop: JsonValue = None
     structured_outputs: JsonValue = None
@@ -59,7 +62,6 @@ class SamplingCall(Call):
     allowed_token_ids: JsonValue = None
     bad_words: JsonValue = None
     logprob_token_ids: JsonValue = None
-    prompt_logprobs: JsonValue = None
     prompt_logprob_token_ids: JsonValue = None
     thinking_token_budget: JsonValue = None
     repetition_detection: JsonValue = None
@@ -124,6 +126,10 @@ class SampledLogprob(msgspec.Struct):
     top_logprobs: list[TokenLogprob]
 
 
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""For each token of a prompt None (the first one) or its own entry, by its id."""
+
+
 class Logprobs(msgspec.Struct):
     """One entry a sampled token, finite, of the distribution really sampled from."""
 
@@ -176,12 +182,15 @@ class ChunkChoice(Choice, kw_only=True):
 
 
 class GenerateAnswer(msgspec.Struct, kw_only=True):
+    """`prompt_logprobs`: only where they were asked for."""
+
     request_id: str
     created: int
     model: str
     choices: list[Choice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     output_mode: Literal["tokens"] = "tokens"
 
 

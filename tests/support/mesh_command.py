@@ -95,8 +95,15 @@ class Running:
 @contextmanager
 def running_up(run_dir: Path, *arguments: str) -> Iterator[Running]:
     """Start `rollmesh up` in the background; whatever still runs at the end is killed."""
+    with running(run_dir, ["up", "--plain", "--run-dir", str(run_dir), *arguments]) as mesh:
+        yield mesh
+
+
+@contextmanager
+def running(run_dir: Path, command: Sequence[str]) -> Iterator[Running]:
+    """Start a mesh by any command of rollmesh."""
     process = subprocess.Popen(
-        [*COMMAND, "up", "--plain", "--run-dir", str(run_dir), *arguments],
+        [*COMMAND, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -2,8 +2,9 @@
 
 Sample `index` of a prompt answers `2 + (sum(prompt) + index + i) % 9` for `i = 0, 1, …`, then the end token after
 `answer_length` tokens (or is cut by `max_tokens`); logprobs are `-(i + 1) / 8`. Alternatives, where asked for, are the
-sampled token and then ids from 20 on, each `0.125` less likely than the one before. A streamed request gets one delta a
-token. One decode step a turn of the event loop. A request that resumes an earlier one goes on where that one ended.
+sampled token and then ids from 20 on, each `0.125` less likely than the one before. Logprobs of a prompt's token `t` at
+place `i`, where asked for, are `-i / 16`, its rank `t`. A streamed request gets one delta a token. One decode step a turn
+of the event loop. A request that resumes an earlier one goes on where that one ended.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from rollout_server.engines.base import EngineStatus, FinishReason, GenerationDelta, GenerationRequest
+from rollout_server.engines.base import (
+    EngineStatus,
+    FinishReason,
+    GenerationDelta,
+    GenerationRequest,
+    PromptLogprobs,
+)
 from services.wire.errors import ConflictError, NotReadyError, RollmeshError
 from services.wire.trajectory import VersionSpan
 from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
@@ -183,7 +190,16 @@ def _delta(
         versions=_spans(versions[sent:]),
         finish_reason=reason,
         top_logprobs=likeliest if request.top_logprobs else None,
+        prompt_logprobs=scores_of(request) if versions and not sent else None,
     )
+
+
+def scores_of(request: GenerationRequest) -> PromptLogprobs | None:
+    """What is told of a prompt; None where it was not asked for."""
+    if not request.prompt_logprobs:
+        return None
+    later = request.prompt_token_ids[1:]
+    return PromptLogprobs([-place / 16 for place in range(1, len(later) + 1)], list(later))
 
 
 def _spans(versions: list[int]) -> list[VersionSpan]:

@@ -20,7 +20,7 @@ from rollout_server.engines.base import FinishReason, GenerationDelta, Generatio
 from rollout_server.engines.request_check import check_request
 from services.wire.trajectory import VersionSpan
 from tests.support.chat_policy import MARKERS, MAX_MODEL_LEN, TURN_END, build_chat_tokenizer
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_engine import ScriptedEngine, scores_of
 
 _LIKELY = range(20, 40)
 """Tokens that are told as alternatives: none of them is a marker."""
@@ -158,6 +158,7 @@ class TellingEngine(ScriptedEngine):
             versions=[VersionSpan(0, len(token_ids), self._version)] if token_ids else [],
             finish_reason=reason,
             top_logprobs=top if request.top_logprobs else None,
+            prompt_logprobs=scores_of(request) if token_ids and not sent else None,
         )
 
 

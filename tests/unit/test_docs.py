@@ -30,6 +30,15 @@ def test_documented_command_lines_are_understood(document: str) -> None:
         load_settings(None, words)
 
 
+def test_configurations_of_the_data_are_understood(tmp_path: Path) -> None:
+    blocks = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/environments.md").read_text(), flags=re.M | re.S)
+    assert blocks
+    for number, block in enumerate(blocks):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(block)
+        load_settings(file, [])
+
+
 def test_every_key_of_a_run_is_documented_with_its_bound() -> None:
     text = (ROOT / "docs" / "the-loop.md").read_text(encoding="utf-8").partition("## What a run keeps in Redis")[2]
     documented = set(re.findall(r"`([a-z-]+)[:`]", text.partition("\n## ")[0]))

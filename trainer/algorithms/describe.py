@@ -11,15 +11,20 @@ ppo_clip with a higher clip_high and the mean over tokens; Dr. GRPO (arXiv:2503.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from services.config import algorithm
-from services.config.base import changed_fields, idle
+from services.config.base import Section, changed_fields, idle
 from services.config.lora import ALL_LINEAR, LoraSettings
 from services.config.settings import TrainerSettings
 from services.wire.errors import UsageError
+from trainer.algorithms.advantages import registry as advantages
 from trainer.algorithms.advantages.registry import AdvantageEntry, find_estimator
+from trainer.algorithms.losses import registry as losses
 from trainer.algorithms.losses.registry import LossEntry, find_loss
+from trainer.algorithms.needs import check_columns
+from trainer.algorithms.plugins import term_of
 
 _ANCHORS = {"behaviour": "π_beh", "proximal": "π_prox", "interpolated": "π_prox"}
 _RATIOS = {"token": "ρ", "sequence": "Πρ", "geometric": "(Πρ)^(1/n)"}
@@ -35,8 +40,10 @@ _MEANS = {
 def describe(trainer: TrainerSettings) -> str:
     """Loss, advantage and what is trained. Raises UsageError as `describe_loss` and `describe_advantage` do.
 
-    Also for bounds of a ratio that one optimizer step a batch leaves at 1, and for adapters of rank 0.
+    Also for bounds of a ratio that one optimizer step a batch leaves at 1, for adapters of rank 0, and for columns that
+    there cannot be.
     """
+    check_columns(trainer)
     updates, changed = trainer.updates_per_batch, changed_fields(trainer.loss)
     remedy = "set trainer.minibatches_per_batch or epochs_per_batch, or leave it out"
     for name in _BOUNDS:
@@ -57,6 +64,16 @@ def describe(trainer: TrainerSettings) -> str:
     return f"{describe_loss(trainer.loss)};  {describe_advantage(trainer.advantage)}{steps}{adapters}"
 
 
+def own_tables(trainer: TrainerSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`loss.own` and `advantage.own` with the defaults of their classes. Raises UsageError for keys that there are not."""
+    loss, advantage = losses.own_of(trainer.loss), advantages.own_of(trainer.advantage)
+    return _table(loss), _table(advantage)
+
+
+def _table(own: Section | None) -> dict[str, Any]:
+    return {} if own is None else own.model_dump(mode="json", exclude_none=True)
+
+
 def _describe_adapters(lora: LoraSettings) -> str:
     if not lora.rank:
         for name, value in changed_fields(lora).items():
@@ -71,19 +88,25 @@ def describe_loss(loss: algorithm.LossSettings) -> str:
     entry = find_loss(loss.policy)
     _refuse_idle_loss(loss, entry)
     factor, meaning = _MEANS[loss.mean]
-    term = entry.term.format(**loss.model_dump(exclude={"correction"}))
+    built_in = loss.model_dump(exclude={"correction", "own"})
+    term = term_of(entry.term, built_in, losses.own_of(loss), loss.policy)
     gain = f"{_weight(loss.correction)}{term}"
     if loss.kl or loss.entropy:
         kl = f" − {loss.kl:g}·{loss.kl_estimator}(π, π_ref)" if loss.kl else ""
         gain = f"[{gain}{kl}{f' + {loss.entropy:g}·H(π)' if loss.entropy else ''}]"
     legend = [*_ratio_legend(loss, entry), meaning]
-    legend += [*_correction_legend(loss), "π_beh = the engine's own logprobs"]
-    if loss.kl:
+    legend += [*_correction_legend(loss), "π_beh = the engine's own logprobs", *_columns_legend(entry.columns)]
+    if loss.kl or "reference" in entry.columns:
         legend.append("π_ref = the policy that the run began with")
     balance = f" + {loss.router_aux:g}·ℓ_experts" if loss.router_aux else ""
     if loss.router_aux:
         legend.append("ℓ_experts = the experts' load-balancing loss over all tokens of a pass")
     return f"L = −{factor.format(length=loss.fixed_length)} {gain}{balance};  {', '.join(legend)}"
+
+
+def _columns_legend(columns: Sequence[str]) -> Iterable[str]:
+    if columns:
+        yield f"it reads {', '.join(columns)} of each token"
 
 
 def _ratio_legend(loss: algorithm.LossSettings, entry: LossEntry) -> Iterable[str]:
@@ -169,12 +192,13 @@ def describe_advantage(advantage: algorithm.AdvantageSettings) -> str:
     """One line with the exact formula in force. Raises UsageError for choices of which one would have no effect."""
     entry = find_estimator(advantage.estimator)
     _refuse_idle_advantage(advantage, entry)
-    term = entry.term.format(**advantage.model_dump(exclude={"critic", "cost"}))
+    built_in = advantage.model_dump(exclude={"critic", "cost", "own"})
+    term = term_of(entry.term, built_in, advantages.own_of(advantage), advantage.estimator)
     if advantage.estimator == "grpo" and not advantage.std:
         term = "R − mean over the group"
     if "whiten" in entry.uses and advantage.whiten:
         term = f"(x − mean)/(std + 1e-8) over the batch's tokens with x = {term}"
-    legend = [f"A = {term}", *_reward_legend(advantage)]
+    legend = [f"A = {term}", *_reward_legend(advantage), *_columns_legend(entry.columns)]
     if entry.critic:
         legend.append(
             f"V = the critic, loss ½·max((V − A_V)², (clip(V, V_old ± {advantage.critic.clip:g}) − A_V)²), A_V = x + V_old"

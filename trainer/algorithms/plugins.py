@@ -1,15 +1,27 @@
-"""Plug-in functions: built-in ones by name, and a user's own as `module:function` with an attribute `entry`."""
+"""Plug-in functions: built-in ones by name, and a user's own as `module:function` or `FILE.py:function`, with an attribute
+`entry`, and settings of their own.
+
+    entry.settings, a class ──┐
+    trainer.….own, a table ───┴──► its instance: the function's last argument, and `{key}` in the entry's term
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeVar
 
+from services.config.algorithm import Own
+from services.config.base import Section, idle
+from services.config.load import read_section
 from services.wire.errors import UsageError
 
 Entry = TypeVar("Entry")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def find_entry(name: str, known: Mapping[str, Entry], kind: type[Entry], setting: str) -> Entry:
@@ -27,9 +39,70 @@ def find_entry(name: str, known: Mapping[str, Entry], kind: type[Entry], setting
 
 
 def load_function(target: str) -> Any:
-    """The function at `module:function`. Raises UsageError where it cannot be imported."""
-    module, _, attribute = target.partition(":")
+    """The function at `module:function` or `FILE.py:function`. Raises UsageError where it cannot be imported.
+
+    A module is also looked for in the folder where this process was started, after all other places.
+    """
+    module, _, attribute = target.rpartition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{target} cannot be imported ({error})", "write it as module:function") from error
+        return getattr(_of_file(Path(module)) if module.endswith(".py") else _of_name(module), attribute)
+    except (ImportError, AttributeError, OSError, SyntaxError) as error:
+        remedy = "write it as module:function, or FILE.py:function"
+        raise UsageError(f"{target} cannot be imported ({error})", remedy) from error
+
+
+def _of_name(module: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        # Behind everything else: what lies there by chance must not take a library's place.
+        sys.path.append(here)
+    return importlib.import_module(module)
+
+
+def _of_file(file: Path) -> Any:
+    """The module in a file, made once: two entries of it are of the same classes."""
+    path = file.expanduser().absolute()
+    name = f"_algorithm_of_{path}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is no Python file")
+        # Known before it is run: dataclasses and annotations look their module up.
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def own_settings(kind: type[Section] | None, table: Own, section: str, chosen: str) -> Section | None:
+    """`table`, the settings under `trainer.{section}.own`, as the class of the entry; None where it has none.
+
+    `chosen`: the setting that chose the entry, for the message. Raises UsageError for an unknown key, with the nearest one,
+    for a bad value, and for keys that nobody reads.
+    """
+    if kind is None:
+        for key, value in table.items():
+            remedy = "name a settings class in its entry, or leave it out"
+            raise idle(f"{section}.own.{key}", value, f"{chosen}, which has no settings of its own", remedy)
+        return None
+    if not issubclass(kind, Section):
+        raise UsageError(f"{chosen}: {kind.__name__} is no Section", "inherit from services.config.base.Section")
+    return read_section(kind, table, f"trainer.{section}.own.")
+
+
+def bound(function: Function, own: Section | None) -> Callable[..., Any]:
+    """`function` of its input and the built-in settings alone: where it has settings of its own, they come third."""
+    return function if own is None else lambda given, settings: function(given, settings, own)
+
+
+def term_of(term: str, settings: Mapping[str, object], own: Section | None, target: str) -> str:
+    """`term` with its settings in it; its own before others of the same name. Raises UsageError for one there is not."""
+    try:
+        return term.format(**{**settings, **({} if own is None else dict(own))})
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"the term {term!r} of {target} cannot be filled in ({error!r})", "write {key} of its settings in braces"
+        ) from error

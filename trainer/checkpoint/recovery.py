@@ -48,6 +48,9 @@ _ABSENT_BEFORE = (
     "schedule",
     "epochs_per_batch",
     "lora",
+    "loss.own",
+    "loss.router_aux",
+    "advantage.own",
 )
 """Settings that runs of before did not know: at their defaults they leave a fingerprint as it was."""
 
@@ -133,10 +136,10 @@ def _fingerprint(settings: RunSettings, without: set[str], steps: int | None = N
     trainer["optimizer"]["offload"] = False
     defaults = TrainerSettings().model_dump(mode="json")
     for name in _ABSENT_BEFORE:
-        if name in trainer and trainer[name] == defaults[name]:
-            del trainer[name]
-    if not trainer["loss"]["router_aux"]:
-        del trainer["loss"]["router_aux"]
+        section, dot, key = name.rpartition(".")
+        of_run, by_default = (trainer[section], defaults[section]) if dot else (trainer, defaults)
+        if key in of_run and of_run[key] == by_default[key]:
+            del of_run[key]
     # Its name of before.
     trainer["updates_per_batch"] = trainer.pop("minibatches_per_batch")
     named = {"k": settings.k, "seed": settings.seed, "trainer": trainer}

@@ -155,7 +155,9 @@ class MicroBatch:
 
     Of the `N` fresh ones, staleness ≤ K: `chosen` int64, which of the M each is; `segment` int64, of which of the
     `segments`; `staleness` float32, in optimizer steps; `advantages` float32. With a critic also `values` and `returns`,
-    float32, as `trainer.data.rows.Row` has them.
+    with a teacher `teacher`, float32, as `trainer.data.rows.Row` has them.
+
+    `group`: int64 `[segments]`, the number of each one's group in the step.
     """
 
     row: PackedRow
@@ -168,8 +170,10 @@ class MicroBatch:
     segment: Tensor
     staleness: Tensor
     advantages: Tensor
+    group: Tensor
     values: Tensor | None = None
     returns: Tensor | None = None
+    teacher: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -251,8 +255,10 @@ def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> Micr
         segment=tensor(owner[fresh]),
         staleness=tensor(ages[fresh].astype(np.float32)),
         advantages=tensor(flat.advantages[fresh]),
+        group=tensor(flat.group),
         values=of_fresh(flat.values),
         returns=of_fresh(flat.returns),
+        teacher=of_fresh(flat.teacher),
     )
 
 

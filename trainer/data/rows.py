@@ -28,7 +28,8 @@ class Row:
 
     `advantages`: float32 `[n]`, 0 where the policy did not generate the token. `temperatures`: float32 `[n]`, with
     which each sampled token was sampled, 1 elsewhere; None when all are 1. `values`, `returns`: float32 `[n]`, a
-    critic's before the batch and what they should have been; None without a critic.
+    critic's before the batch and what they should have been; None without a critic. `teacher`: float32 `[n]`, its logprobs;
+    None without one. `group`: its number among the groups of the step.
     """
 
     token_ids: Int32Array
@@ -38,25 +39,29 @@ class Row:
     temperatures: Float32Array | None
     values: Float32Array | None = None
     returns: Float32Array | None = None
+    teacher: Float32Array | None = None
+    group: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Rows(Sequence[Row]):
-    """Rows of `lengths` `[R]` tokens, end to end: the columns of `Row`, `[T]` each; `current_until` `[R]`."""
+    """Rows of `lengths` `[R]` tokens, end to end: the columns of `Row`, `[T]` each; `current_until`, `group` `[R]`."""
 
     lengths: Int64Array
     token_ids: Int32Array
     logprobs: Float32Array
     ages: Int16Array
     current_until: Int64Array
+    group: Int64Array
     advantages: Float32Array
     temperatures: Float32Array | None
     values: Float32Array | None = None
     returns: Float32Array | None = None
+    teacher: Float32Array | None = None
 
     @staticmethod
     def joined(rows: Sequence[Row]) -> Rows:
-        """Rows that were made one by one. Raises ValueError where some were given a critic's values and some were not."""
+        """Rows that were made one by one. Raises ValueError where some have a column that others have not."""
         if isinstance(rows, Rows):
             return rows
         warm = any(row.temperatures is not None for row in rows)
@@ -67,10 +72,12 @@ class Rows(Sequence[Row]):
             np.concatenate([row.logprobs for row in rows]),
             np.concatenate([row.ages.values for row in rows]),
             np.array([row.ages.current_until for row in rows], dtype=np.int64),
+            np.array([row.group for row in rows], dtype=np.int64),
             np.concatenate([row.advantages for row in rows]),
             np.concatenate([_temperatures_of(row) for row in rows]) if warm else None,
             _joined([row.values for row in rows]),
             _joined([row.returns for row in rows]),
+            _joined([row.teacher for row in rows]),
         )
 
     @property
@@ -92,10 +99,12 @@ class Rows(Sequence[Row]):
             self.logprobs[tokens],
             self.ages[tokens],
             self.current_until[chosen],
+            self.group[chosen],
             self.advantages[tokens],
             of(self.temperatures),
             of(self.values),
             of(self.returns),
+            of(self.teacher),
         )
 
     def __len__(self) -> int:
@@ -113,12 +122,13 @@ class Rows(Sequence[Row]):
             return self.take(np.arange(len(self))[index])
         end = int(np.cumsum(self.lengths)[index])
         own = slice(end - int(self.lengths[index]), end)
-        temperatures, values, returns = (
-            None if column is None else column[own] for column in (self.temperatures, self.values, self.returns)
+        temperatures, values, returns, teacher = (
+            None if column is None else column[own]
+            for column in (self.temperatures, self.values, self.returns, self.teacher)
         )
-        ages = Ages(self.ages[own], int(self.current_until[index]))
+        ages, group = Ages(self.ages[own], int(self.current_until[index])), int(self.group[index])
         tokens, logprobs, advantages = self.token_ids[own], self.logprobs[own], self.advantages[own]
-        return Row(tokens, logprobs, ages, advantages, temperatures, values, returns)
+        return Row(tokens, logprobs, ages, advantages, temperatures, values, returns, teacher, group)
 
 
 def rows_of(
@@ -153,10 +163,12 @@ def rows_of(
         segments.logprobs,
         ages.values,
         ages.current_until,
+        batch.group[batch.owner],
         segments.spread(by_token.advantages),
         _temperatures(segments, batch.trajectories, batch.owner),
         None if by_token.values is None else segments.spread(by_token.values),
         None if by_token.returns is None else segments.spread(by_token.returns),
+        None if by_token.teacher is None else segments.spread(by_token.teacher),
     )
     return (rows if trains.all() else rows.take(np.flatnonzero(trains))), tally
 
@@ -173,6 +185,7 @@ def to_measure(trajectories: Sequence[Trajectory]) -> Rows:
         segments.logprobs,
         ages,
         segments.lengths,
+        np.zeros_like(segments.lengths),
         np.zeros(len(ages), dtype=np.float32),
         _temperatures(segments, trajectories, owner),
     )
@@ -199,5 +212,5 @@ def _temperatures_of(row: Row) -> Float32Array:
 def _joined(columns: Sequence[Float32Array | None]) -> Float32Array | None:
     known = [column for column in columns if column is not None]
     if known and len(known) < len(columns):
-        raise ValueError("some rows were given advantages with a critic's values and some were not")
+        raise ValueError("some rows have a critic's values, or a teacher's logprobs, and some have not")
     return np.concatenate(known) if known else None

@@ -67,7 +67,8 @@ class Learner:
         self.adapters = adapters
         self.reference = Reference(self._policy, adapters.off) if adapters is not None else reference
         if self.objective.needs_reference and self.reference is None:
-            raise UsageError("trainer.loss.kl needs the policy that the run began with", "give the learner a reference")
+            what = "trainer.loss.kl" if settings.loss.kl else f"trainer.loss.policy={settings.loss.policy}"
+            raise UsageError(f"{what} needs the policy that the run began with", "give the learner a reference")
         recompute_activations(self.model, settings.activation_checkpointing, offload=settings.activation_offload)
         if settings.compile:
             compile_layers(self.model)
@@ -219,6 +220,10 @@ class Learner:
             segments=micro.segments,
             reference=reference,
             entropy=None if entropy is None else entropy[micro.chosen],
+            group=micro.group[micro.segment] if self.objective.reads("group") else None,
+            teacher=micro.teacher,
+            values=micro.values,
+            returns=micro.returns,
         )
         judged = self.objective(terms)
         loss = self.objective.mean(judged.loss, terms.segment, terms.segments, size)

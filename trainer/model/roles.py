@@ -23,7 +23,7 @@ from services.wire.errors import UsageError
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.algorithms.advantages.compute import AdvantageComputer
-from trainer.algorithms.advantages.registry import find_estimator
+from trainer.algorithms.needs import needs_of
 from trainer.memory.activations import recompute_activations
 from trainer.memory.host_weights import HostWeights
 from trainer.model.adapters import Adapters
@@ -74,14 +74,14 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
 
     Raises UsageError for settings of which one would have no effect, or which do not fit the model.
     """
-    trainer, advantage, reference = settings.trainer, settings.trainer.advantage, None
-    policy = load()
+    trainer, reference = settings.trainer, None
+    needs, policy = needs_of(trainer), load()
     _check_offload(trainer, policy)
-    if not trainer.lora.rank and (trainer.loss.kl or advantage.kl):
+    if not trainer.lora.rank and needs.reference:
         first = load().eval().requires_grad_(False)
         packed = PackedForward(first, trainer.dtype)
         reference = Reference(packed, HostWeights(first).used) if trainer.offload_idle else Reference(packed)
-    critic = Critic(_value_model(load(), trainer), trainer) if find_estimator(advantage.estimator).critic else None
+    critic = Critic(_value_model(load(), trainer), trainer) if needs.critic else None
     adapters = Adapters(policy, trainer.lora, settings.seed) if trainer.lora.rank else None
     learner = Learner(policy, trainer, version, reference, settings.steps, adapters)
 
@@ -92,7 +92,7 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
             return measure(trajectories, learner.reference.logprobs, budget, learner.model.device, learner.stem_width)
 
     advantage_computer = AdvantageComputer(
-        advantage,
+        trainer.advantage,
         settings.seed,
         reference=None if learner.reference is None else of_reference,
         critic=None if critic is None else critic.values,
@@ -105,8 +105,8 @@ def _check_offload(trainer: TrainerSettings, policy: PreTrainedModel) -> None:
         return
     if policy.device.type == "cpu":
         raise UsageError("trainer.offload_idle without a GPU has no effect", "leave it out")
-    reference = not trainer.lora.rank and (trainer.loss.kl or trainer.advantage.kl)
-    if not reference and not find_estimator(trainer.advantage.estimator).critic:
+    needs = needs_of(trainer)
+    if (trainer.lora.rank or not needs.reference) and not needs.critic:
         raise UsageError(
             "trainer.offload_idle would have no effect: there is no reference of its own, and no critic", "leave it out"
         )

@@ -17,7 +17,7 @@ class StepSums:
 
     _OF_SAMPLED = ("gap_all", "gap", "current")
     """The last two of those that are current."""
-    _OF_FRESH = ("ratio", "ratio_squared", "kl", "clipped", "left_out", "weight")
+    _OF_FRESH = ("ratio", "ratio_squared", "kl", "clipped", "left_out", "weight", "teacher_kl")
 
     def __init__(self, device: torch.device) -> None:
         self._loss = torch.zeros(1, device=device)
@@ -26,7 +26,8 @@ class StepSums:
             torch.zeros(len(self._OF_FRESH), device=device),
             torch.zeros(1, device=device),
         )
-        self._counts = {"sampled": 0, "fresh": 0, "weighed": 0}
+        self._counts = {"sampled": 0, "fresh": 0, "weighed": 0, "taught": 0}
+        self._figures: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def add(self, micro: MicroBatch, logprobs: Tensor, loss: Tensor, judged: Judged) -> None:
@@ -44,6 +45,7 @@ class StepSums:
                 nothing if judged.clipped is None else judged.clipped.to(ratio.dtype),
                 nothing if judged.kept is None else (~judged.kept).to(ratio.dtype),
                 nothing if judged.weight is None else judged.weight,
+                nothing if micro.teacher is None else micro.behaviour[micro.chosen] - micro.teacher,
             ]
         )
         self._loss += loss
@@ -54,16 +56,21 @@ class StepSums:
         self._counts["sampled"] += len(gap)
         self._counts["fresh"] += len(ratio)
         self._counts["weighed"] += 0 if judged.weight is None else len(ratio)
+        self._counts["taught"] += 0 if micro.teacher is None else len(ratio)
+        for name, figure in judged.figures.items():
+            before = self._figures.get(name, torch.zeros(1, device=ratio.device))
+            self._figures[name] = before + figure.detach().sum().to(before)
 
     def read(self, grad_norm: Tensor) -> TokenStatistics:
         """The one synchronisation of a step; before the weights change, so that what is not finite never reaches them."""
         norm = grad_norm.detach().reshape(1).to(self._loss)
         parts = [self._loss, norm, self._largest_ratio, self._sampled, self._fresh, self._largest]
-        values = torch.cat(parts).tolist()
+        values = torch.cat([*parts, *self._figures.values()]).tolist()
         loss, norm_value, largest_ratio = values[:3]
         names = (*self._OF_SAMPLED, *self._OF_FRESH)
         total = dict(zip(names, values[3:], strict=False))
-        peak = dict(zip(self._OF_SAMPLED, values[3 + len(names) :], strict=True))
+        peak = dict(zip(self._OF_SAMPLED, values[3 + len(names) :], strict=False))
+        figures = zip(self._figures, values[len(values) - len(self._figures) :], strict=True)
         sampled, fresh, current = self._counts["sampled"], self._counts["fresh"], int(total["current"])
         return TokenStatistics(
             loss=loss,
@@ -81,6 +88,8 @@ class StepSums:
             # Squares of ratios that are nearly 0 are 0.
             effective_samples=_mean(total["ratio"] ** 2 / (total["ratio_squared"] or math.nan), fresh),
             kl=_mean(total["kl"], fresh),
+            teacher_kl=_mean(total["teacher_kl"], self._counts["taught"]),
+            figures={name: _mean(figure, fresh) for name, figure in figures},
         )
 
 

@@ -104,7 +104,7 @@ def prepare(roles: Roles, settings: RunSettings, groups: Part, updates: int, ver
     """
     learner, shape = roles.learner, settings.trainer.shape.of(updates)
     parts = parts_of(groups, shape.minibatches)
-    credits, credited = roles.advantage_computer.of(groups)
+    credits, credited = roles.advantage_computer.of(groups, version)
     of_parts = [credits.part(part) for part in parts]
     budget, device, steps = settings.trainer.micro_batch_tokens, learner.model.device, []
     for number, (epoch, place) in enumerate(shape.places()):

@@ -51,6 +51,7 @@ def packed(
         logprobs=np.zeros(len(learned), dtype=np.float32),
         ages=np.where(learned, 0, NOT_SAMPLED).astype(np.int16),
         current_until=np.zeros(len(rows), dtype=np.int64),
+        group=np.zeros(len(rows), dtype=np.int64),
         advantages=learned.astype(np.float32),
         temperatures=None,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 
@@ -38,3 +39,11 @@ def no_such(what: str, name: str, known: Collection[str]) -> UsageError:
     near = get_close_matches(name, known, n=3, cutoff=0.4)
     remedy = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {len(known)}, such as {min(known)!r}"
     return UsageError(f"{what} has no {name!r}", remedy)
+
+
+def pattern(what: str, option: str, text: str | None) -> re.Pattern[str] | None:
+    """The regular expression that an option gives, None where it is left out. Raises UsageError for what is none."""
+    try:
+        return None if text is None else re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{what}: {option}={text!r} is no regular expression ({error})", "correct it") from error

@@ -1,12 +1,21 @@
 """Prompts of a file, judged by the reward service: a task without any code of its own.
 
     prompts:./questions.jsonl?success=0.9
+    prompts:./gsm8k.parquet?prompt=question&solution=answer&extract=#### (.*)&held_out=./gsm8k-test.parquet
 
-Each line is a JSON object with a `prompt`; all else in it is handed to the reward's components as metadata, such as the
-solution. One answer ends the episode. `success` is the reward from which on a problem counts as solved (1 if left out).
+| option        | meaning                                                                                          |
+|---------------|--------------------------------------------------------------------------------------------------|
+| `prompt`      | the column that is said (`prompt` if left out): a text, or a list of chat messages               |
+| `solution`    | the column that the reward's components get as `solution`                                        |
+| `extract`     | they get the last match of a regular expression in it, or of the expression's first group        |
+| `instruction` | stands behind each prompt                                                                        |
+| `held_out`    | a file of the held-out split                                                                     |
+| `success`     | the reward from which on a problem counts as solved (1 if left out)                              |
 
-A split is gone through in a new order each time, which follows from the seed. Held out: prompts. Each prompt belongs to one
-split for good, by a hash of its text.
+All other columns are handed to the reward's components as metadata. One answer ends the episode.
+
+A split is gone through in a new order each time, which follows from the seed. Held out: prompts. Without `held_out` each
+prompt belongs to one split for good, by a hash of its text; with it, what stands in both files is left out of training.
 """
 
 from __future__ import annotations
@@ -14,37 +23,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import structlog
 
-from clients.environments.adapters.options import refuse_unknown, values
-from clients.environments.base import Answer, Judging, Problem, Split, problem_rng, split_of
+from clients.environments.adapters.options import pattern, refuse_unknown, values
+from clients.environments.adapters.prompt_rows import Columns, PromptRow, read_prompts
+from clients.environments.base import Answer, Judging, Problem, Split, place_in_pass, split_of
 from clients.environments.rewards import RewardsAddress, RewardsClient
 from services.wire.errors import UsageError
 from services.wire.reward_api import JudgeSample
 
 _log = structlog.get_logger()
 _SOLVED = 1.0
-_row = msgspec.json.Decoder(dict[str, Any])
+_OPTIONS = {"prompt", "solution", "extract", "instruction", "held_out", "success"}
 
 
 class Prompts:
-    """Use as an async context manager, for its connection to the service. Raises UsageError for a file of no prompts."""
+    """Use as an async context manager, for its connection to the service. Raises UsageError for a file of no prompts.
+
+    `speaks_chat`: prompts are messages, which the text dialect cannot say.
+    """
 
     def __init__(self, file: Path, options: Mapping[str, str], rewards: RewardsAddress | None) -> None:
-        self.name = f"prompts:{file.stem}"
-        refuse_unknown(self.name, options, {"success"})
+        self.name = f"prompts:{Path(file.name.removesuffix('.gz')).stem}"
+        refuse_unknown(self.name, options, _OPTIONS)
         success = values(options).get("success", _SOLVED)
         if isinstance(success, bool) or not isinstance(success, int | float):
             raise UsageError(f"{self.name}: success={success!r} is no number", "give the reward of a solved problem")
         self._solved = float(success)
-        self._rows: dict[Split, list[dict[str, Any]]] = {"train": [], "held_out": []}
-        for row in _read(file):
-            self._rows[split_of(row["prompt"])].append(row)
+        columns = Columns(
+            options.get("prompt", Columns.prompt),
+            options.get("solution"),
+            options.get("instruction", ""),
+            pattern(self.name, "extract", options.get("extract")),
+        )
+        apart = options.get("held_out")
+        self._rows = _split(
+            self.name, read_prompts(file, columns), None if apart is None else read_prompts(Path(apart), columns)
+        )
+        self.speaks_chat = any(row.messages is not None for rows in self._rows.values() for row in rows)
         self._rewards = rewards
         self._client: RewardsClient | None = None
         self._stack = AsyncExitStack()
@@ -69,16 +88,21 @@ class Prompts:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
+    def count(self, split: Split) -> int:
+        return len(self._rows[split])
+
     def problem(self, split: Split, index: int, seed: int) -> Problem:
         """Raises UsageError for a split that no prompt belongs to."""
         rows = self._rows[split]
         if not rows:
             raise UsageError(
-                f"{self.name} has no prompt for the split {split}", "give it more: one in eight is held out"
+                f"{self.name} has no prompt for the split {split}",
+                "give it more: one in eight is held out, unless held_out= names a file of them",
             )
-        times, place = divmod(index, len(rows))
-        row = rows[_order(self.name, split, times, seed, len(rows))[place]]
-        return Problem(split, index, row["prompt"], details={key: row[key] for key in row if key != "prompt"})
+        return _as_problem(split, index, rows[place_in_pass(self.name, split, index, seed, len(rows))])
+
+    def numbered(self, split: Split, number: int) -> Problem:
+        return _as_problem(split, number, self._rows[split][number])
 
     def start(self, problem: Problem) -> PromptEpisode:
         if self._client is None:
@@ -98,37 +122,35 @@ class PromptEpisode:
         return self.problem.prompt
 
     def respond(self, answer: Answer) -> Judging:
-        metadata = self.problem.details
-        assert isinstance(metadata, dict)
+        row = self.problem.details
+        assert isinstance(row, PromptRow)
         sample = JudgeSample(
             task=self.task,
-            prompt=self.problem.prompt,
+            prompt=row.prompt if row.messages is None else None,
+            messages=None if row.messages is None else [dict(message) for message in row.messages],
             answer=answer.text,
             complete=answer.complete,
-            metadata=metadata,
+            # Tables hold dates and bytes, which JSON does not.
+            metadata=msgspec.to_builtins(row.metadata, str_keys=True),
         )
         return self.client.judging(sample, lambda given: given.reward >= self.solved)
 
 
-@lru_cache(maxsize=8)
-def _order(name: str, split: Split, times: int, seed: int, count: int) -> tuple[int, ...]:
-    return tuple(problem_rng(name, split, times, seed).sample(range(count), count))
+def _as_problem(split: Split, index: int, row: PromptRow) -> Problem:
+    return Problem(split, index, row.prompt, details=row, messages=row.messages)
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError as error:
-        raise UsageError(f"no prompts can be read from {file} ({error.strerror})", "check the path") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = _row.decode(line)
-        except msgspec.MsgspecError as error:
-            raise UsageError(f"{file}, line {number}: {error}", "write one JSON object a line") from error
-        if not isinstance(row.get("prompt"), str):
-            raise UsageError(f"{file}, line {number} has no prompt", 'write {"prompt": "…", …}')
-        rows.append(row)
-    return rows
+def _split(name: str, rows: list[PromptRow], apart: list[PromptRow] | None) -> dict[Split, list[PromptRow]]:
+    """`apart`: the held-out rows, where they are in a file of their own. Raises UsageError where they are all there are."""
+    if apart is None:
+        splits: dict[Split, list[PromptRow]] = {"train": [], "held_out": []}
+        for row in rows:
+            splits[split_of(row.key)].append(row)
+        return splits
+    held_out = {row.key for row in apart}
+    train = [row for row in rows if row.key not in held_out]
+    if not train:
+        raise UsageError(f"{name}: every prompt is held out, too", "name two different files")
+    if len(train) < len(rows):
+        _log.warning("held-out prompts are left out of training", task=name, prompts=len(rows) - len(train))
+    return {"train": train, "held_out": apart}

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from clients.environments.adapters.options import no_such, refuse_unknown, values
+from clients.environments.adapters.options import no_such, pattern, refuse_unknown, values
 from clients.environments.base import Answer, Ended, Problem, Split, problem_rng, split_of
 from services.wire.errors import UsageError
 
@@ -39,7 +39,10 @@ class ReasoningGym:
         self.name = f"reasoning-gym:{dataset}"
         ours = {key: options[key] for key in _OURS if key in options}
         options = {key: value for key, value in options.items() if key not in _OURS}
-        self._instruction, self._extract = ours.get("instruction", ""), _pattern(self.name, ours.get("extract"))
+        self._instruction, self._extract = (
+            ours.get("instruction", ""),
+            pattern(self.name, "extract", ours.get("extract")),
+        )
         if dataset not in DATASETS:
             raise no_such("reasoning-gym", dataset, DATASETS)
         refuse_unknown(self.name, options, {*_OURS, *(field.name for field in fields(DATASETS[dataset][1]))})
@@ -96,10 +99,3 @@ def _final(said: str, extract: re.Pattern[str] | None) -> str:
     answer = (tagged[-1] if tagged else said).strip()
     matches = [] if extract is None else [match.group() for match in extract.finditer(answer)]
     return matches[-1] if matches else answer
-
-
-def _pattern(name: str, text: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if text is None else re.compile(text)
-    except re.error as error:
-        raise UsageError(f"{name}: extract={text!r} is no regular expression ({error})", "correct it") from error

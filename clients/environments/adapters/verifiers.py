@@ -21,13 +21,12 @@ Held out: tasks. Each belongs to one split for good, by a hash of its content wi
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 from clients.environments.adapters.options import values
-from clients.environments.base import AgentEndpoint, Ended, Problem, Split, split_of
+from clients.environments.base import AgentEndpoint, Ended, Problem, Split, place_in_pass, split_of
 from services.wire.errors import RollmeshError, UsageError
 
 TASKS = 10_000
@@ -84,11 +83,13 @@ class VerifiersEnvironment:
             raise UsageError(
                 f"{self.name} has no task for the split {split}", "one in eight is held out: use more tasks"
             )
-        epoch, place = divmod(index, len(tasks))
-        order = list(range(len(tasks)))
-        random.Random(f"{self.name}/{split}/{seed}/{epoch}").shuffle(order)
-        task = tasks[order[place]]
-        return Problem(split, index, prompt=task.data.prompt_text, details=task)
+        return _problem(split, index, tasks[place_in_pass(self.name, split, index, seed, len(tasks))])
+
+    def count(self, split: Split) -> int:
+        return len(self._tasks[split])
+
+    def numbered(self, split: Split, number: int) -> Problem:
+        return _problem(split, number, self._tasks[split][number])
 
     async def play(self, problem: Problem, endpoint: AgentEndpoint) -> Ended:
         import verifiers.v1 as vf
@@ -106,6 +107,10 @@ class VerifiersEnvironment:
             return _ended(await self._env.run_slot(slot, context))
         finally:
             del os.environ[variable]
+
+
+def _problem(split: Split, index: int, task: Any) -> Problem:
+    return Problem(split, index, prompt=task.data.prompt_text, details=task)
 
 
 def _config(vf: Any, taskset: str, settings: dict[str, Any]) -> Any:

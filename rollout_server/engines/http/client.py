@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from rollout_server.engines.http.wire import EngineChunk, read_chunk
+from rollout_server.engines.http.wire import EngineChunk, read_answer, read_chunk
 from services.security.tls import PUBLIC, Trust
 from services.wire import errors
 from services.wire.error_answer import PromptTooLongError, typed_error
@@ -163,6 +163,17 @@ class EngineClient:
                     answer.release()
                 else:
                     answer.close()
+
+    async def generate_whole(self, body: bytes, *, ours: bool) -> AsyncGenerator[EngineChunk, None]:
+        """An answer that is not streamed, as its only chunk. Closing it closes the connection, as of `generate`."""
+        try:
+            async with self._opened().post(self.url + GENERATE, data=body) as answer:
+                content = await answer.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(error) from error
+        if answer.status != 200:
+            raise engine_error(self.url + GENERATE, answer.status, answer.headers.get("Retry-After"), content)
+        yield read_answer(content, ours)
 
     async def _call(
         self, kind: type[_Answer], method: str, path: str, deadline_s: float, body: dict[str, Any] | None = None

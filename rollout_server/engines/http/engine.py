@@ -245,8 +245,10 @@ class HttpEngine:
             vocabulary=self._vocabulary,
             eos_token_ids=self.eos_token_ids,
         )
+        whole = request.prompt_logprobs
+        answer = self._client.generate_whole(body, ours=traits.ours) if whole else self._client.generate(body)
         with suppress(TimeoutError):
-            async with asyncio.timeout(None) as limit, aclosing(self._client.generate(body)) as chunks:
+            async with asyncio.timeout(None) as limit, aclosing(answer) as chunks:
                 async for chunk in chunks:
                     before = flow.tokens
                     inflight.put(flow.take(chunk))

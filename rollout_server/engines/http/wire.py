@@ -2,6 +2,7 @@
 
     GenerationRequest ── generate_body ──► POST /inference/v1/generate
     GenerationDelta … ◄── to_delta ── EngineChoice … ◄── read_chunk ── events
+    GenerationDelta   ◄── to_delta ── EngineChoice   ◄── read_answer ── a whole answer, for logprobs of the prompt
 
 Tokens are named by number or as `token_id:N`, as vLLM does; rollmesh's own fields are read where the engine sends them.
 """
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, join
+from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, PromptLogprobs, join
 from rollout_server.engines.request_check import MAX_TOP_LOGPROBS, reachable_stops
 from rollout_server.engines.vllm.convert import version_number
 from services.wire.errors import UNDECODABLE, NotReadyError, RollmeshError, WireError
@@ -75,11 +76,20 @@ class EngineChoice(msgspec.Struct):
     version_spans: list[VersionSpan] | None = None
 
 
+class EnginePromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None = None
+
+
 class EngineChunk(msgspec.Struct):
-    """One event. `error`: what went wrong after the stream began, as it was sent."""
+    """One event, or a whole answer. `error`: what went wrong after the stream began, as it was sent.
+
+    `prompt_logprobs`: of a whole answer, for each token of the prompt by id; None for the first.
+    """
 
     choices: list[EngineChoice] = []
     error: msgspec.Raw | None = None
+    prompt_logprobs: list[dict[int, EnginePromptLogprob] | None] | None = None
 
 
 _encoder = msgspec.json.Encoder()
@@ -89,7 +99,10 @@ _chunks = msgspec.json.Decoder(EngineChunk)
 def generate_body(
     request: GenerationRequest, *, name: str, limit: int, ours: bool, vocabulary: int, eos_token_ids: Sequence[int]
 ) -> bytes:
-    """The call for `request`, in a stream. `limit`: tokens that fit; `ours`: the engine is a rollout server."""
+    """The call for `request`, in a stream, but for one that asks for logprobs of its prompt: they come in whole answers.
+
+    `limit`: tokens that fit; `ours`: the engine is a rollout server.
+    """
     sampling = request.sampling
     # vLLM cannot be told that some tokens were sampled before: all that can be done is to lower `min_tokens`.
     barred = sampling.min_tokens if ours else max(sampling.min_tokens - request.resumed, 0)
@@ -117,13 +130,16 @@ def generate_body(
         "request_id": name,
         "token_ids": request.prompt_token_ids,
         "sampling_params": parameters,
-        # Always: the tokens received are known when the engine dies, and silence tells one that hangs.
-        "stream": True,
+        # The tokens received are known when the engine dies, and silence tells one that hangs.
+        "stream": not request.prompt_logprobs,
     }
     if request.cache_salt is not None:
         call["cache_salt"] = request.cache_salt
-    # Other servers ignore what they do not know.
-    call["stream_options"] = {"version_spans": True}
+    if request.prompt_logprobs:
+        parameters["prompt_logprobs"] = 0
+    else:
+        # Other servers ignore what they do not know.
+        call["stream_options"] = {"version_spans": True}
     if ours:
         call["resumed"], call["first_index"] = request.resumed, request.first_index
     return _encoder.encode(call)
@@ -135,6 +151,39 @@ def read_chunk(event: bytes) -> EngineChunk:
         return _chunks.decode(event)
     except UNDECODABLE as error:
         raise WireError(f"the engine sent {event[:200]!r}, which is no chunk of an answer ({error})") from error
+
+
+def read_answer(content: bytes, ours: bool) -> EngineChunk:
+    """A whole answer as one chunk. `ours`: of a rollout server, whose `weight_versions` are true of every token.
+
+    Raises WireError for anything else.
+    """
+    answer = read_chunk(content)
+    for choice in answer.choices if ours else ():
+        choice.version_spans = [
+            VersionSpan(span.start, span.end - span.start, int(span.version)) for span in choice.weight_versions or ()
+        ]
+    return answer
+
+
+def prompt_logprobs(
+    request: GenerationRequest, told: list[dict[int, EnginePromptLogprob] | None] | None
+) -> PromptLogprobs:
+    """Of the prompt's own tokens. Raises WireError where one is missing or is no logprob."""
+    prompt = request.prompt_token_ids
+    if told is None or len(told) != len(prompt):
+        raise WireError(
+            f"request {request.request_id}: {0 if told is None else len(told)} prompt_logprobs came for a prompt of "
+            f"{len(prompt)} tokens",
+            "use an engine that answers them on /inference/v1/generate (vLLM 0.32, a rollout server of this version)",
+        )
+    own = []
+    for place, (token, entries) in enumerate(zip(prompt[1:], told[1:], strict=True), start=1):
+        entry = (entries or {}).get(token)
+        if entry is None or not entry.logprob <= 0.0:
+            raise WireError(f"request {request.request_id}: prompt token {token} at {place} came with {entries}")
+        own.append(entry)
+    return PromptLogprobs([entry.logprob for entry in own], [entry.rank for entry in own])
 
 
 def to_delta(request: GenerationRequest, choice: EngineChoice, version: int) -> GenerationDelta:
@@ -231,7 +280,16 @@ class Flow:
 
     def take(self, chunk: EngineChunk) -> list[GenerationDelta]:
         """The deltas that are due. Raises OtherWeightsError and WireError."""
-        return [delta for choice in chunk.choices for delta in self._choice(choice)]
+        deltas = [delta for choice in chunk.choices for delta in self._choice(choice)]
+        if not self._request.prompt_logprobs:
+            return deltas
+        # Of one sample, in a whole answer. Where it was broken off before its first token, there are none.
+        return [
+            replace(delta, prompt_logprobs=prompt_logprobs(self._request, chunk.prompt_logprobs))
+            if delta.token_ids
+            else delta
+            for delta in deltas
+        ]
 
     def abort(self) -> list[GenerationDelta]:
         """The last delta of every unfinished sample: the buffered tokens, and `abort`."""

@@ -50,6 +50,17 @@ class Decoder(torch.nn.Module):
         which it writes the last `q` columns."""
         raise NotImplementedError
 
+    def logits_of_all(
+        self,
+        ids: torch.Tensor,
+        starts: torch.Tensor,
+        columns: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `forward`, but float32 `[rows, q, outputs]`: of every one of `ids`."""
+        raise NotImplementedError
+
     def plain(self, ids: torch.Tensor) -> torch.Tensor:
         """float32 logits `[rows, outputs]` after whole sequences `ids` `[rows, tokens]`, without any cache: what `forward`
         is compared with."""

@@ -89,7 +89,7 @@ class TorchEngine:
         self._readers: list[Reader] | None = None
         self._receiver: Receiver | None = None
         self._decode: DecodeLoop | None = None
-        self._vocabulary = 0
+        self._vocabulary = self._outputs = 0
         self.max_model_len = 0
         self.eos_token_ids: tuple[int, ...] = ()
 
@@ -225,15 +225,18 @@ class TorchEngine:
         return self._receiver, self._running()
 
     def _check(self, request: GenerationRequest) -> None:
+        # A model may read more tokens than it has logits for.
+        vocabulary = min(self._vocabulary, self._outputs) if request.prompt_logprobs else self._vocabulary
         check_request(
-            request, max_model_len=self.max_model_len, vocabulary=self._vocabulary, eos_token_ids=self.eos_token_ids
+            request, max_model_len=self.max_model_len, vocabulary=vocabulary, eos_token_ids=self.eos_token_ids
         )
 
     def _load(self) -> tuple[Scheduler, Receiver]:
         torch.set_num_threads(self._threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         decoder = load_decoder(self._folder, self._dtype, device)
-        self._vocabulary, self.max_model_len, self.eos_token_ids = decoder.vocabulary, decoder.longest, decoder.ends
+        self._vocabulary, self._outputs = decoder.vocabulary, decoder.outputs
+        self.max_model_len, self.eos_token_ids = decoder.longest, decoder.ends
         forward = PolicyForward(decoder)
         slots = KvCache(forward.shape, max_rows=self._max_running, dtype=self._dtype, device=device)
         batch = Scheduler(

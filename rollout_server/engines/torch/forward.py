@@ -41,7 +41,7 @@ class PolicyForward:
     @torch.no_grad()
     def __init__(self, model: Decoder | PreTrainedModel) -> None:
         self._decoder = decoder = model if isinstance(model, Decoder) else _of_transformers(model)
-        self.shape = decoder.shape
+        self.shape, self.outputs = decoder.shape, decoder.outputs
         self.recorded = False
         self._step: Step = decoder
         rehearsed = _rehearse(self, decoder)
@@ -50,6 +50,10 @@ class PolicyForward:
 
     def __call__(self, ids: torch.Tensor, window: KvWindow) -> torch.Tensor:
         return self._step(ids, window.starts, window.columns, window.keys, window.values)
+
+    def logits_of_all(self, ids: torch.Tensor, window: KvWindow) -> torch.Tensor:
+        """As a call, but float32 `[rows, q, outputs]`: of every one of `ids`. Not recorded: prompts are long."""
+        return self._decoder.logits_of_all(ids, window.starts, window.columns, window.keys, window.values)
 
     def _must_match_plain(self, rehearsed: Rehearsed) -> None:
         decoder = self._decoder

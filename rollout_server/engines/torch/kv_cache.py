@@ -47,6 +47,10 @@ class KvWindow:
     columns: torch.Tensor
     starts: torch.Tensor
 
+    def up_to(self, end: int) -> KvWindow:
+        """The part before its column `end`, counted from its first one."""
+        return KvWindow(self.keys[:, :, :, :end], self.values[:, :, :, :end], self.columns[:end], self.starts)
+
 
 def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """The array as a tensor, which shares its memory on a CPU.

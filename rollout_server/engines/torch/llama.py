@@ -155,6 +155,17 @@ class LlamaDecoder(Decoder):
         return self
 
     def forward(self, ids: Tensor, starts: Tensor, columns: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self._head(self._over_window(ids, starts, columns, keys, values)[:, -1:])[:, -1]
+
+    def logits_of_all(self, ids: Tensor, starts: Tensor, columns: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self._head(self._over_window(ids, starts, columns, keys, values))
+
+    def plain(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        x = self._layers(ids, positions, None, lambda _, keys, values: (keys, values))
+        return self._head(x[:, -1:])[:, -1]
+
+    def _over_window(self, ids: Tensor, starts: Tensor, columns: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         queries = columns[-ids.shape[1] :]
         last = slice(-ids.shape[1], None)
 
@@ -163,28 +174,28 @@ class LlamaDecoder(Decoder):
             values[layer][:, :, last].copy_(new_values)
             return keys[layer], values[layer]
 
-        return self._logits(ids, positions_of(starts, queries), mask_of(starts, columns, queries, self.dtype), written)
+        return self._layers(ids, positions_of(starts, queries), mask_of(starts, columns, queries, self.dtype), written)
 
-    def plain(self, ids: Tensor) -> Tensor:
-        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
-        return self._logits(ids, positions, None, lambda _, keys, values: (keys, values))
-
-    def _logits(
+    def _layers(
         self,
         ids: Tensor,
         positions: Tensor,
         mask: Tensor | None,
         remember: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]],
     ) -> Tensor:
-        """`mask`: None sees all tokens up to the query's own. `remember`: of the layer of that number."""
+        """What goes into the last norm. `mask`: None sees all tokens up to the query's own. `remember`: of the layer of
+        that number."""
         angles = positions[..., None].float() * self._frequencies
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = (part.to(self.dtype).unsqueeze(1) for part in (angles.cos(), angles.sin()))
         x = functional.embedding(ids, self.model.embed_tokens.weight)
         for index, layer in enumerate(self.model.layers):
             x = layer(x, cos, sin, mask, partial(remember, index))
+        return x
+
+    def _head(self, x: Tensor) -> Tensor:
         head = self.model.embed_tokens if self._tied else self.lm_head
-        logits: Tensor = head(self.model.norm(x)[:, -1:])[:, -1]
+        logits: Tensor = head(self.model.norm(x))
         return logits.float()
 
 

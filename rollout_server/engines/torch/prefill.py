@@ -3,6 +3,7 @@
 new prompts ─► equal ones merged ─► rounds (a prompt waits for one with the same prefix) ─► forward ─► rows
                                                                                           ▲           │
                                                                                           └ PrefixCache
+A prompt whose own logprobs are asked for reads no cached prefix, and is computed by pieces (`prompt_scores`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rollout_server.engines.base import PromptLogprobs
 from rollout_server.engines.torch.forward import PolicyForward
 from rollout_server.engines.torch.kv_cache import KvCache, KvWindow, on_device
+from rollout_server.engines.torch.prompt_scores import piece_width, prefill_scored
 
 Tokens = npt.NDArray[np.int64]
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
@@ -133,11 +136,15 @@ _FORWARD_TOKENS_CPU, _FORWARD_TOKENS_GPU = 32, 2048
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A prompt of which `copies` rows are wanted. `salt`: only prompts with the same one share what was computed."""
+    """A prompt of which `copies` rows are wanted. `salt`: only prompts with the same one share what was computed.
+
+    `scored`: the logprobs of its own tokens are wanted too.
+    """
 
     tokens: Tokens
     salt: str | None
     copies: int
+    scored: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,18 @@ class _Planned:
         return len(self.newcomer.tokens) - self.length
 
 
+@dataclass(frozen=True)
+class Prefilled:
+    """`order`: the newcomers' numbers in the order of the new rows; `logits`: float32 `[rows, outputs]` after each row.
+
+    `scores`: of the scored newcomers, by number.
+    """
+
+    order: list[int]
+    logits: torch.Tensor
+    scores: dict[int, PromptLogprobs]
+
+
 class Prefill:
     """Adds rows to `slots`. Without a `cache` every prompt is computed whole. `computed`: tokens prefilled so far."""
 
@@ -167,15 +186,19 @@ class Prefill:
         self._forward_tokens = _FORWARD_TOKENS_CPU if device.type == "cpu" else _FORWARD_TOKENS_GPU
         self.computed = 0
 
-    def start(self, newcomers: Sequence[Newcomer]) -> tuple[list[int], torch.Tensor]:
-        """Append the rows of all newcomers: their numbers in the order of the rows, and the rows' logits `[rows, …]`."""
+    def start(self, newcomers: Sequence[Newcomer]) -> Prefilled:
+        """Append the rows of all newcomers."""
         order: list[int] = []
         parts: list[torch.Tensor] = []
+        scores: dict[int, PromptLogprobs] = {}
         for planned in self._rounds(newcomers):
             for part in _split(planned, self._forward_tokens):
                 order += [number for plan in part for number in plan.numbers]
-                parts.append(self._together(part))
-        return order, parts[0] if len(parts) == 1 else torch.cat(parts)
+                logits, scored = self._together(part)
+                parts.append(logits)
+                for plan, prompt in zip(part, scored, strict=False):
+                    scores |= dict.fromkeys(plan.numbers, prompt)
+        return Prefilled(order, parts[0] if len(parts) == 1 else torch.cat(parts), scores)
 
     def again(self, sequences: Sequence[Sequence[int]]) -> None:
         """Recompute the keys and values of all rows; `sequences[row]`: the tokens of the row."""
@@ -208,7 +231,7 @@ class Prefill:
                 plan = self._plan(numbers, newcomer)
                 if self._cache is not None and plan.fresh > _WORTH_WAITING:
                     begins = newcomer.salt, newcomer.tokens[: plan.length + _WORTH_WAITING].tobytes()
-                    if begins in begun:
+                    if begins in begun and not newcomer.scored:
                         later.append((numbers, newcomer))
                         continue
                     begun.add(begins)
@@ -220,20 +243,25 @@ class Prefill:
         """Equal prompts (samples of a group) are computed once, for the rows of all, where sharing is allowed."""
         if self._cache is None:
             return [([number], newcomer) for number, newcomer in enumerate(newcomers)]
-        numbers: dict[tuple[str | None, bytes], list[int]] = {}
+        numbers: dict[tuple[str | None, bytes, bool], list[int]] = {}
         for number, newcomer in enumerate(newcomers):
-            numbers.setdefault((newcomer.salt, newcomer.tokens.tobytes()), []).append(number)
+            numbers.setdefault((newcomer.salt, newcomer.tokens.tobytes(), newcomer.scored), []).append(number)
         return [
             (equal, replace(newcomers[equal[0]], copies=sum(newcomers[number].copies for number in equal)))
             for equal in numbers.values()
         ]
 
     def _plan(self, numbers: list[int], newcomer: Newcomer) -> _Planned:
-        found = None if self._cache is None else self._cache.longest(newcomer.tokens, newcomer.salt)
+        if self._cache is None or newcomer.scored:
+            return _Planned(numbers, newcomer)
+        found = self._cache.longest(newcomer.tokens, newcomer.salt)
         return _Planned(numbers, newcomer) if found is None else _Planned(numbers, newcomer, found[0], found[1])
 
-    def _together(self, part: Sequence[_Planned]) -> torch.Tensor:
-        """One forward over these; those of their cached tokens that fall into it are computed again."""
+    def _together(self, part: Sequence[_Planned]) -> tuple[torch.Tensor, list[PromptLogprobs]]:
+        """The rows' logits, and of scored prompts (all are, or none) their logprobs.
+
+        One forward over these; those of their cached tokens that fall into it are computed again.
+        """
         lengths = [len(plan.newcomer.tokens) for plan in part]
         width, queries = max(lengths), max(plan.fresh for plan in part)
         window = self._slots.scratch(lengths, blank=queries < width)
@@ -244,13 +272,18 @@ class Prefill:
                 window.keys[:, row, :, begin : begin + ready].copy_(plan.cached.keys[:, :, :ready])
                 window.values[:, row, :, begin : begin + ready].copy_(plan.cached.values[:, :, :ready])
         ids = self._padded([plan.newcomer.tokens for plan in part], width)
-        logits = self._forward(ids[:, width - queries :], window)
+        scores: list[PromptLogprobs] = []
+        if part[0].newcomer.scored:
+            piece = piece_width(len(part), self._forward.outputs, PREFILL_TOKENS)
+            logits, scores = prefill_scored(self._forward, ids, window, lengths, piece)
+        else:
+            logits = self._forward(ids[:, width - queries :], window)
         self.computed += sum(min(length, queries) for length in lengths)
         copies = [plan.newcomer.copies for plan in part]
         self._slots.place(window, lengths, copies)
         self._remember_prompts(part, lengths, window)
         pick = on_device(np.repeat(np.arange(len(part)), copies), self._device)
-        return logits.index_select(0, pick)
+        return logits.index_select(0, pick), scores
 
     def _remember_prompts(self, part: Sequence[_Planned], lengths: Sequence[int], window: KvWindow) -> None:
         if self._cache is None:
@@ -276,11 +309,12 @@ class Prefill:
 def _split(planned: Sequence[_Planned], forward_tokens: int) -> list[list[_Planned]]:
     """Group prompts of similar length: a forward computes as many tokens of each row as its longest row needs.
 
-    A new group begins where the padding computed for nothing would cost more than one more forward, `forward_tokens`.
+    A new group begins where the padding computed for nothing would cost more than one more forward, `forward_tokens`, and
+    where prompts are scored.
     """
     parts: list[list[_Planned]] = []
-    for plan in sorted(planned, key=lambda plan: plan.fresh):
-        part = parts[-1] if parts else []
+    for plan in sorted(planned, key=lambda plan: (plan.newcomer.scored, plan.fresh)):
+        part = parts[-1] if parts and parts[-1][0].newcomer.scored == plan.newcomer.scored else []
         idle = max((count * (plan.fresh - before.fresh) for count, before in enumerate(part, 1)), default=0)
         if part and idle <= forward_tokens:
             part.append(plan)

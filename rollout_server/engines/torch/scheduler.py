@@ -16,11 +16,26 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, NonFiniteLogitsError
+from rollout_server.engines.base import (
+    FinishReason,
+    GenerationDelta,
+    GenerationRequest,
+    NonFiniteLogitsError,
+    PromptLogprobs,
+)
 from rollout_server.engines.request_check import reachable_stops
 from rollout_server.engines.torch.forward import PolicyForward
 from rollout_server.engines.torch.kv_cache import KvCache, on_device
-from rollout_server.engines.torch.prefill import PREFILL_TOKENS, Newcomer, Prefill, PrefixCache, Tokens, as_tokens
+from rollout_server.engines.torch.prefill import (
+    PREFILL_TOKENS,
+    Newcomer,
+    Prefill,
+    Prefilled,
+    PrefixCache,
+    Tokens,
+    as_tokens,
+)
+from rollout_server.engines.torch.prompt_scores import undefined
 from rollout_server.engines.torch.sampler import (
     LogitShaping,
     RowParameters,
@@ -58,7 +73,10 @@ class _Ticket:
 
 @dataclass(slots=True)
 class _Sample:
-    """A running sample. `spans`: (first token, version, `kv`) of each version span. `sent`: tokens already in deltas."""
+    """A running sample. `spans`: (first token, version, `kv`) of each version span. `sent`: tokens already in deltas.
+
+    `prompt`: the logprobs of its prompt's tokens, where they were asked for: they go out with its first delta.
+    """
 
     ticket: _Ticket
     index: int
@@ -68,6 +86,7 @@ class _Sample:
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[list[tuple[int, float]]] = field(default_factory=list)
     sent: int = 0
+    prompt: PromptLogprobs | None = None
 
     def cached(self) -> list[int]:
         """The tokens whose keys and values are in its row: all but the newest."""
@@ -141,6 +160,7 @@ class Scheduler:
         `before_forward` is called when the forward of the running samples is about to leave the interpreter's lock alone.
         """
         parts = []
+        scored: list[PromptLogprobs] = []
         if self._samples:
             ids = on_device(np.array(self._newest, dtype=np.int64)[:, None], self._device)
             window = self._slots.window()
@@ -148,7 +168,9 @@ class Scheduler:
             parts.append(self._forward(ids, window))
             self._slots.tick()
         if admit and self._waiting and len(self._samples) < self._max_running:
-            parts.append(self._admit(version))
+            admitted = self._admit(version)
+            parts.append(admitted.logits)
+            scored = list(admitted.scores.values())
         if not parts:
             return 0
         rows = self._rows or self._describe_rows()
@@ -156,7 +178,7 @@ class Scheduler:
         if self._shaping is not None:
             self._shaping.apply(logits)
         sampled = self._sampler.sample(logits, rows, self._seeded)
-        if not math.isfinite(sum(sampled.logprobs)):
+        if not math.isfinite(sum(sampled.logprobs)) or any(map(undefined, scored)):
             self.fail_running(NonFiniteLogitsError(version))
             return 0
         if self._shaping is not None:
@@ -229,19 +251,19 @@ class Scheduler:
         self._shaping = LogitShaping(shaped, self._vocabulary, self._device) if shaped else None
         return self._rows
 
-    def _admit(self, version: int) -> torch.Tensor:
-        """Start as many waiting samples as fit; returns their logits `[new rows, vocabulary]`.
+    def _admit(self, version: int) -> Prefilled:
+        """Start as many waiting samples as fit.
 
         Equal prompts are prefilled once, whether they are samples of one request or of several.
         """
-        alike: dict[tuple[str | None, bytes], tuple[Tokens, list[_Sample]]] = {}
+        alike: dict[tuple[str | None, bytes, bool], tuple[Tokens, list[_Sample]]] = {}
         free = self._max_running - len(self._samples)
         width = 0
         while self._waiting and free > 0:
             ticket = self._waiting[0]
             request = ticket.request
             prompt = as_tokens(request.prompt_token_ids)
-            kind = request.cache_salt, prompt.tobytes()
+            kind = request.cache_salt, prompt.tobytes(), request.prompt_logprobs
             width = max(width, len(prompt))
             if alike and kind not in alike and width * (len(alike) + 1) > PREFILL_TOKENS:
                 break
@@ -259,12 +281,15 @@ class Scheduler:
         self._rows = None
         together = list(alike.values())
         newcomers = [
-            Newcomer(prompt, salt, len(samples)) for (salt, _), (prompt, samples) in zip(alike, together, strict=True)
+            Newcomer(prompt, salt, len(samples), scored)
+            for (salt, _, scored), (prompt, samples) in zip(alike, together, strict=True)
         ]
-        order, logits = self._prefill.start(newcomers)
-        for number in order:
-            self._samples += together[number][1]
-        return logits
+        prefilled = self._prefill.start(newcomers)
+        for number in prefilled.order:
+            for sample in together[number][1]:
+                sample.prompt = prefilled.scores.get(number)
+                self._samples.append(sample)
+        return prefilled
 
     def _record(self, sampled: Sampled) -> None:
         finished: list[tuple[int, FinishReason]] = []
@@ -334,4 +359,5 @@ def _delta(sample: _Sample, reason: FinishReason | None) -> GenerationDelta:
         tokens, logprobs = list(tokens), list(logprobs)
     request = sample.ticket.request
     likeliest = sample.likeliest[sent:] if request.top_logprobs else None
-    return GenerationDelta(request.request_id, sample.index, tokens, logprobs, found, reason, likeliest)
+    prompt = sample.prompt if sent == 0 else None
+    return GenerationDelta(request.request_id, sample.index, tokens, logprobs, found, reason, likeliest, prompt)

@@ -61,6 +61,29 @@ class TransformersDecoder(Decoder):
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
+        return self._logits(ids, starts, columns, keys, values, keep=1)[:, -1].float()
+
+    def logits_of_all(
+        self,
+        ids: torch.Tensor,
+        starts: torch.Tensor,
+        columns: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        # transformers' 0 keeps all. What a family does to its logits (caps, scales) it does in its own forward.
+        return self._logits(ids, starts, columns, keys, values, keep=0).float()
+
+    def _logits(
+        self,
+        ids: torch.Tensor,
+        starts: torch.Tensor,
+        columns: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        keep: int,
+    ) -> torch.Tensor:
         queries = columns[-ids.shape[1] :]
         mask: Any
         if self._mask_kinds is None:
@@ -75,10 +98,10 @@ class TransformersDecoder(Decoder):
             attention_mask=mask,
             past_key_values=Cache(layers=layers),
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=keep,
         )
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits.float()
+        logits: torch.Tensor = output.logits
+        return logits
 
     def plain(self, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits[:, -1]

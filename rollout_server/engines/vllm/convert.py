@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
-from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest
+from rollout_server.engines.base import FinishReason, GenerationDelta, GenerationRequest, PromptLogprobs
 from rollout_server.engines.request_check import check_request, reachable_stops
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.sampling import KvPolicy
@@ -83,6 +83,20 @@ def likeliest(logprobs: Any, count: int, wanted: int) -> list[list[tuple[int, fl
     return found
 
 
+def prompt_logprobs(request: GenerationRequest, logprobs: Any) -> PromptLogprobs:
+    """Of the prompt's own tokens, out of vLLM's flat form: no entry for the first token, then one each.
+
+    Raises RollmeshError where these are not all.
+    """
+    starts = [] if logprobs is None else logprobs.start_indices[1:]
+    if [logprobs.token_ids[start] for start in starts] != request.prompt_token_ids[1:]:
+        raise RollmeshError(
+            f"request {request.request_id}: vLLM told {len(starts)} logprobs of a prompt of "
+            f"{len(request.prompt_token_ids)} tokens, or those of others"
+        )
+    return PromptLogprobs([logprobs.logprobs[start] for start in starts], [logprobs.ranks[start] for start in starts])
+
+
 def to_delta(
     request_id: str,
     output: Any,
@@ -145,6 +159,8 @@ def vllm_parameters(
             stop_token_ids=sorted(reachable_stops(sampling, vocabulary, eos_token_ids)),
             ignore_eos=True,
             logprobs=min(request.top_logprobs, vocabulary),
+            # With it vLLM reads no cached prefix: there are no logits of tokens that are not computed.
+            prompt_logprobs=0 if request.prompt_logprobs else None,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,

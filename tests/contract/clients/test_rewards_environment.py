@@ -192,11 +192,24 @@ def test_each_prompt_is_played_once_before_any_is_played_again(folder: Path) -> 
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
-        ('{"prompt": "a"}\n{"question": "b"}', "", "line 2 has no prompt"),
+        ('{"prompt": "a"}\n{"question": "b"}', "", "row 2 has no 'prompt'"),
         ('{"prompt": "a"}\nno json', "", "line 2"),
         ('{"prompt": "a"}', "?sucess=1", "did you mean 'success'"),
         ('{"prompt": "a"}', "?success=high", "is no number"),
-        (None, "", "no prompts can be read"),
+        ('{"question": "a", "answer": "b"}', "", "no column 'prompt'.*prompt=; there are: question, answer"),
+        ('{"prompt": "a"}', "?solution=answer", "no column 'answer'"),
+        ('{"prompt": "a", "solution": "b"}', "?extract=#### (.*)", "row 1: extract='#### .*' matches nothing of 'b'"),
+        ('{"prompt": "a", "solution": "b"}', "?extract=(", "no regular expression"),
+        ('{"prompt": "a"}', "?extract=a", "row 1 has no solution"),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+            "",
+            "is the assistant's",
+        ),
+        ('{"prompt": [{"role": "user"}]}', "", "is no message"),
+        ('{"prompt": [{"role": "user", "content": "a"}]}', "?dialect=text", "are chat messages"),
+        ('{"prompt": ["a"]}', "", "neither a text nor a list of messages"),
+        (None, "", "cannot be read"),
     ],
 )
 def test_a_file_that_cannot_be_played_is_refused(tmp_path: Path, text: str | None, options: str, words: str) -> None:

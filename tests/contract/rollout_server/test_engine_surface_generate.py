@@ -57,6 +57,7 @@ async def test_an_answer_has_vllms_fields_and_our_versions(host: Host, engine: S
         "model": "model",
         "output_mode": "tokens",
         "prompt_token_ids": PROMPT,
+        "prompt_logprobs": None,
         "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
         "choices": [
             {
@@ -117,6 +118,17 @@ async def test_logprobs_are_written_as_clients_of_vllm_read_them(host: Host, eng
     first = answer.json()["choices"][0]["logprobs"]["content"][0]
     assert (first["token"], first["rank"]) == ("token_id:5", 1)
     assert [(each["token_id"], each["rank"]) for each in first["top_logprobs"]] == [(5, 1), (20, 2), (21, 3)]
+
+
+async def test_logprobs_of_the_prompt_are_written_as_vllm_does(host: Host) -> None:
+    answer = await host.http.post(GENERATE, json=call(sampling_params={"prompt_logprobs": 0, "max_tokens": 1}))
+    body = answer.json()
+    assert body["prompt_logprobs"] == [
+        None,
+        {"4": {"logprob": -1 / 16, "rank": 4, "decoded_token": None}},
+        {"5": {"logprob": -2 / 16, "rank": 5, "decoded_token": None}},
+    ]
+    assert body["choices"][0]["token_ids"] == [5]
 
 
 async def test_a_stream_adds_up_to_the_whole_answer(host: Host) -> None:
@@ -203,7 +215,10 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"sampling_params": {"logit_bias": {"5": 1.0}}},
     {"sampling_params": {"allowed_token_ids": [1]}},
     {"sampling_params": {"bad_words": ["no"]}},
-    {"sampling_params": {"prompt_logprobs": 0}},
+    {"sampling_params": {"prompt_logprobs": 1}},
+    {"sampling_params": {"prompt_logprobs": -1}},
+    {"sampling_params": {"prompt_logprobs": 0}, "stream": True},
+    {"sampling_params": {"prompt_logprobs": 0, "n": 2}},
     {"sampling_params": {"thinking_token_budget": 5}},
     {"features": {"mm_hashes": {}}},
     {"content_parts": []},

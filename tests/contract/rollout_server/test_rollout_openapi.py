@@ -58,6 +58,8 @@ BOUND_TO_OTHERS = ("wait_s", "call_id", "min_tokens")
 VOCABULARY = 256
 NO_JSON = ("/weights/stage",)
 """Routes whose bodies are bytes."""
+SCORED = ("/v1/completions", "/inference/v1/generate")
+"""Routes that tell the logprobs of a prompt."""
 UNSUPPORTED = (
     *("functions", "chat_template_kwargs", "modalities", "logit_bias", "tool_choice", "response_format", "echo"),
     *("suffix", "best_of", "output_mode", "features", "content_parts", "kv_transfer_params", "ec_transfer_params"),
@@ -217,6 +219,12 @@ def tame(server: Server, case: Any) -> None:
         body["prompt"] = body["prompt"] if body["prompt"] and isinstance(body["prompt"], str) else "hello"
     if case.path in ("/v1/chat/completions", "/v1/completions"):
         case.headers["X-Session-ID"] = server.session()
+    for scored in (body, body.get("sampling_params")):
+        # Only 0 is taken, only outside sessions, of one whole answer: one call in so many.
+        if isinstance(scored, dict) and scored.pop("prompt_logprobs", None) is not None and case.path in SCORED:
+            scored |= {"prompt_logprobs": 0, "n": 1}
+            body["stream"] = False
+            case.headers.pop("X-Session-ID", None)
     for name in (*UNSUPPORTED, *BOUND_TO_OTHERS):
         body.pop(name, None)
 

@@ -40,6 +40,13 @@ def tokens(count: int, seed: int) -> list[int]:
     return [choice.randrange(2, 60) for _ in range(count)]
 
 
+def started(prefill: Prefill, newcomers: Sequence[Newcomer]) -> tuple[list[int], torch.Tensor]:
+    """The newcomers in the order of their rows, and the rows' logits."""
+    prefilled = prefill.start(newcomers)
+    assert prefilled.scores == {}
+    return prefilled.order, prefilled.logits
+
+
 @torch.no_grad()
 def check_logits(model: Any, logits: torch.Tensor, sequences: Sequence[Sequence[int]]) -> None:
     expected = torch.stack([model(torch.tensor([list(each)])).logits[0, -1] for each in sequences])
@@ -52,7 +59,7 @@ def test_newcomers_share_what_they_begin_with(model: Any, forward: PolicyForward
     prefill = Prefill(forward, slots, CPU, PrefixCache())
     stem, other = tokens(100, 1), tokens(30, 2)
     prompts = [[*stem, 5], other, [*stem, 6, 7, 8], [*stem[:70], 9]]
-    order, logits = prefill.start([Newcomer(as_tokens(prompt), None, 2) for prompt in prompts])
+    order, logits = started(prefill, [Newcomer(as_tokens(prompt), None, 2) for prompt in prompts])
     rows = [prompts[number] for number in order for _ in range(2)]
     check_logits(model, logits, rows)
     assert sorted(order) == [0, 1, 2, 3]
@@ -71,7 +78,7 @@ def test_siblings_that_ask_the_same_at_once_are_computed_once(model: Any, forwar
     question, other = tokens(80, 7), tokens(50, 8)
     prompts, copies = [question, other, question, question], [1, 2, 3, 1]
     newcomers = [Newcomer(as_tokens(prompt), None, count) for prompt, count in zip(prompts, copies, strict=True)]
-    order, logits = prefill.start(newcomers)
+    order, logits = started(prefill, newcomers)
     assert sorted(order) == [0, 1, 2, 3]
     rows = [prompts[number] for number in order for _ in range(copies[number])]
     check_logits(model, logits, rows)
@@ -97,7 +104,7 @@ def test_a_cached_prefix_costs_nothing_and_changes_nothing(model: Any, forward: 
         ([[*stem, 7], tokens(20, 5)], 20 + 20),
     ):
         before = prefill.computed
-        order, logits = prefill.start([Newcomer(as_tokens(prompt), None, 1) for prompt in prompts])
+        order, logits = started(prefill, [Newcomer(as_tokens(prompt), None, 1) for prompt in prompts])
         check_logits(model, logits, [prompts[number] for number in order])
         assert prefill.computed - before == computed
     prefill.forget()
@@ -116,7 +123,7 @@ def test_rows_are_computed_anew_under_other_weights(
     slots = slots_for(forward)
     prefill = Prefill(forward, slots, CPU)
     prompts = [tokens(length, length) for length in (3, 40, 17)]
-    order, _ = prefill.start([Newcomer(as_tokens(prompt), None, 1) for prompt in prompts])
+    order, _ = started(prefill, [Newcomer(as_tokens(prompt), None, 1) for prompt in prompts])
     prompts = [prompts[number] for number in order]
     forward(torch.tensor([[7], [8], [9]]), slots.window())
     slots.tick()

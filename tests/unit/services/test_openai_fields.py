@@ -100,7 +100,7 @@ def test_no_field_is_decided_upon_twice() -> None:
 @calls
 @pytest.mark.parametrize("name", ASKED)
 def test_what_would_change_prompt_sampling_or_answer_is_refused_by_name(kind: type[Sampled], name: str) -> None:
-    if kind is ChatCall and name == "best_of":
+    if (kind, name) in {(ChatCall, "best_of"), (CompletionCall, "prompt_logprobs")}:
         return
     assert kind.model_validate(CALLS[kind] | {name: ASKED[name]}).unsupported() == [name]
 
@@ -113,7 +113,7 @@ def test_what_means_the_same_as_nothing_is_taken(kind: type[Sampled], name: str)
 
 
 def test_zero_is_not_false() -> None:
-    assert openai_api.refused({"prompt_logprobs": 0, "echo": False, "seed": 0}) == ["prompt_logprobs"]
+    assert openai_api.refused({"watermarking": 0, "echo": False, "seed": 0}) == ["watermarking"]
 
 
 def test_all_that_is_refused_is_named() -> None:

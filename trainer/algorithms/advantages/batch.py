@@ -10,15 +10,18 @@ All arithmetic is in float64. The segments of a trajectory are concatenated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.algorithms.columns import AdvantageColumn, declared
+
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+Column = Float64Array | Int64Array
 
 SMALLEST_STD = 1e-8
 
@@ -30,7 +33,8 @@ class RewardBatch:
     trajectory. `group`: int64 `[T]`, ascending from 0.
 
     `trained`: bool `[T]`, False for those that serve only as a baseline. `greedy`: bool `[T]`, sampled greedily.
-    `values`: float64 `[N]`, a critic's estimate before each token; empty without a critic.
+    `values`: float64 `[N]`, a critic's estimate before each token; empty without a critic. `columns`: `[N]` each, those
+    that the estimator's entry names.
     """
 
     outcomes: Float64Array
@@ -40,6 +44,11 @@ class RewardBatch:
     trained: BoolArray
     greedy: BoolArray
     values: Float64Array = field(default_factory=lambda: np.zeros(0))
+    columns: Mapping[AdvantageColumn, Column] = field(default_factory=dict)
+
+    def column(self, name: AdvantageColumn) -> Column:
+        """`[N]`: a column that the estimator's entry names. Raises UsageError for another."""
+        return declared(self.columns, name)
 
     def spread(self, of_trajectory: Float64Array) -> Float64Array:
         """`[N]`: the value of each token's trajectory."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,12 +20,14 @@ from services.wire.errors import UsageError
 from services.wire.packed import Float32Array
 from services.wire.run_metrics import CreditStatistics
 from services.wire.trajectory import Trajectory
-from trainer.algorithms.advantages.batch import BoolArray, Float64Array
-from trainer.algorithms.advantages.registry import find_estimator, load_estimator
+from trainer.algorithms.advantages.batch import BoolArray, Column, Float64Array
+from trainer.algorithms.advantages.registry import find_estimator, make_estimator
 from trainer.algorithms.advantages.rewards import Batch, CostPrice, score
+from trainer.algorithms.columns import AdvantageColumn
 from trainer.algorithms.describe import describe_advantage
 from trainer.algorithms.divergence import Estimator, divergence
 
+_Changed = TypeVar("_Changed")
 Measure = Callable[[Sequence[Trajectory]], Float64Array]
 """A value for each sampled token of some trajectories, flat, in the order of their segments: `[N]`."""
 
@@ -33,12 +36,13 @@ Measure = Callable[[Sequence[Trajectory]], Float64Array]
 class Credit:
     """Advantages of one trajectory: an array `[n]` for each segment of n tokens, 0 where a token was not sampled.
 
-    `values`: a critic's before the batch; `returns`: their targets. None without a critic.
+    `values`: a critic's before the batch; `returns`: their targets. None without a critic. `teacher`: its logprobs.
     """
 
     advantages: list[Float32Array]
     values: list[Float32Array] | None = None
     returns: list[Float32Array] | None = None
+    teacher: list[Float32Array] | None = None
 
 
 Credits = Mapping[str, Credit]
@@ -52,15 +56,11 @@ class TokenCredits:
     advantages: Float32Array
     values: Float32Array | None = None
     returns: Float32Array | None = None
+    teacher: Float32Array | None = None
 
-    def map(self, change: Callable[[Float32Array], Float32Array]) -> TokenCredits:
-        """Each of them, changed."""
-        advantages, values, returns = self.advantages, self.values, self.returns
-        return TokenCredits(
-            change(advantages),
-            None if values is None else change(values),
-            None if returns is None else change(returns),
-        )
+    def map(self, change: Callable[[Float32Array], _Changed]) -> dict[str, _Changed]:
+        """Each of them that there is, changed, by its name."""
+        return {name: change(column) for name, column in vars(self).items() if column is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +82,7 @@ class BatchCredits(Mapping[str, Credit]):
         for segment, of in enumerate(batch.owner.tolist()):
             number, credit, begin = numbers[of], found[of], int(begins[segment])
             numbers[of] += 1
-            for name in ("advantages", "values", "returns") if credit is not None else ():
-                pieces: list[Float32Array] | None = getattr(credit, name)
+            for name, pieces in vars(credit).items() if credit is not None else ():
                 if pieces is not None:
                     column = whole.setdefault(name, np.zeros(len(segments.token_ids), dtype=np.float32))
                     column[begin : begin + len(pieces[number])] = pieces[number]
@@ -104,18 +103,13 @@ class BatchCredits(Mapping[str, Credit]):
         before = int(self.batch.lengths[:begin].sum())
         own = slice(before, before + int(batch.lengths.sum()))
         trained = self.trained[begin : begin + len(batch.entries)]
-        return BatchCredits(batch, trained, self.by_token.map(lambda column: column[own]))
+        return BatchCredits(batch, trained, TokenCredits(**self.by_token.map(lambda column: column[own])))
 
     def __getitem__(self, entry: str) -> Credit:
         index = self.batch.entries.index(entry) if entry in self.batch.entries else -1
         if index < 0 or not self.trained[index]:
             raise KeyError(entry)
-        whole = self.by_token
-        return Credit(
-            self._pieces(index, whole.advantages),
-            None if whole.values is None else self._pieces(index, whole.values),
-            None if whole.returns is None else self._pieces(index, whole.returns),
-        )
+        return Credit(**self.by_token.map(lambda column: self._pieces(index, column)))
 
     def __iter__(self) -> Iterator[str]:
         return (entry for entry, trained in zip(self.batch.entries, self.trained, strict=True) if trained)
@@ -150,11 +144,16 @@ class AdvantageComputer:
         self.formula = describe_advantage(settings)
         self.price = CostPrice(settings.cost) if settings.cost.component is not None else None
         self._settings, self._seed = settings, seed
-        self._estimate = load_estimator(settings.estimator)
+        self._estimate = make_estimator(settings)
+        entry = find_estimator(settings.estimator)
+        self._columns = entry.columns
+        what = "trainer.advantage.kl" if settings.kl else f"trainer.advantage.estimator={settings.estimator}"
         self._reference = _needed(
-            reference, settings.kl > 0.0, "trainer.advantage.kl needs the policy that the run began with"
+            reference,
+            settings.kl > 0.0 or "reference" in entry.columns,
+            f"{what} needs the policy that the run began with",
         )
-        needs_critic = find_estimator(settings.estimator).critic
+        needs_critic = entry.critic
         self._critic = _needed(critic, needs_critic, f"trainer.advantage.estimator={settings.estimator} needs a critic")
 
     @property
@@ -162,14 +161,25 @@ class AdvantageComputer:
         """Whether advantages depend on the batch alone: on no model, and on no price that batches before it have moved."""
         return self._reference is None and self._critic is None and self.price is None
 
-    def of(self, groups: Sequence[Group[Trajectory]]) -> tuple[BatchCredits, CreditStatistics]:
-        """Credits of the trajectories to train on, and statistics. `groups`: one batch."""
-        batch = Batch.of(groups)
-        kl = None if self._reference is None else self._divergence(batch, self._reference)
+    def of(
+        self, groups: Sequence[Group[Trajectory]], version: int | None = None
+    ) -> tuple[BatchCredits, CreditStatistics]:
+        """Credits of the trajectories to train on, and statistics. `groups`: one batch; `version`: the policy's before it.
+
+        Raises ValueError without a version where the estimator reads staleness, or for tokens of a later one.
+        """
+        batch, settings = Batch.of(groups), self._settings
+        behaviour = batch.segments.logprobs[batch.segments.places].astype(np.float64)
+        reference = None if self._reference is None else self._reference(batch.trajectories)
+        kl = None
+        if settings.kl and reference is not None:
+            kl = divergences(behaviour, reference, settings.kl_estimator)
         values = None if self._critic is None else self._critic(batch.trajectories)
-        penalty = None if kl is None else self._settings.kl * kl
-        reward_batch = score(batch, self._settings, self._seed, self.price, penalty, values)
-        found = self._estimate(reward_batch, self._settings)
+        penalty = None if kl is None else settings.kl * kl
+        known = {"behaviour": behaviour, "reference": reference, "values": values}
+        columns = {name: _column(name, batch, known.get(name), version) for name in self._columns}
+        reward_batch = score(batch, settings, self._seed, self.price, penalty, values, columns)
+        found = self._estimate(reward_batch, settings)
         by_token = TokenCredits(
             found.advantages.astype(np.float32),
             None if values is None else values.astype(np.float32),
@@ -195,9 +205,20 @@ class AdvantageComputer:
         sampled = (one for one in trajectories if not (self._settings.greedy_baseline and one.member == 0))
         return [self.price.cost_of(one) for one in sampled]
 
-    def _divergence(self, batch: Batch, reference: Measure) -> Float64Array:
-        sampled = batch.segments.logprobs[batch.segments.places].astype(np.float64)
-        return divergences(sampled, reference(batch.trajectories), self._settings.kl_estimator)
+
+def _column(name: AdvantageColumn, batch: Batch, known: Float64Array | None, version: int | None) -> Column:
+    """`[N]`: a column of the batch's sampled tokens. `known`: one that was computed already."""
+    if known is not None:
+        return known
+    segments, owner = batch.segments, np.repeat(np.arange(len(batch.trajectories)), batch.lengths)
+    if name == "group":
+        return batch.group[owner]
+    if name != "staleness" or version is None:
+        raise ValueError(f"the batch's advantages were asked for without {name}, which the estimator reads")
+    ages = version - np.repeat(segments.span_version, segments.span_length)
+    if len(ages) and int(ages.min()) < 0:
+        raise ValueError(f"a batch for version {version} has tokens of a later one")
+    return ages
 
 
 def _needed(measure: Measure | None, needed: bool, what: str) -> Measure | None:

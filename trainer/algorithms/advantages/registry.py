@@ -1,7 +1,8 @@
 """All estimators by name: where its function is, its formula as text, and which settings it reads. No torch here.
 
 An estimator of your own needs no line here: set `trainer.advantage.estimator = "your_package.your_module:yours"`, a
-function of `(RewardBatch, AdvantageSettings)` with an attribute `entry`, an `AdvantageEntry`.
+function of `(RewardBatch, AdvantageSettings)` with an attribute `entry`, an `AdvantageEntry`. With settings of its own it
+gets them third.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.config.algorithm import GREEDY_BASELINE, AdvantageSettings, GaeSettings, GrpoSettings, ReinforcePpSettings
-from trainer.algorithms.plugins import find_entry, load_function
+from services.config.base import Section
+from trainer.algorithms.columns import ADVANTAGE_COLUMNS, AdvantageColumn, check_columns
+from trainer.algorithms.plugins import bound, find_entry, load_function, own_settings
 
 if TYPE_CHECKING:
     from trainer.algorithms.advantages.batch import RewardBatch, TokenAdvantages
@@ -25,7 +28,8 @@ class AdvantageEntry:
     """`term`: what the advantage is, as text with `{setting}` in it. `uses`: which of the estimators' settings it reads.
 
     `compares`: it compares siblings, so that a group of equal rewards gives no gradient, and a group of one no advantage.
-    `critic`: it needs a critic's values, and returns their targets.
+    `critic`: it needs a critic's values, and returns their targets. `columns`: what it reads beyond rewards
+    (`trainer.algorithms.columns`). `settings`: its own, under `trainer.advantage.own`.
     """
 
     target: str
@@ -33,6 +37,8 @@ class AdvantageEntry:
     uses: tuple[str, ...] = ()
     compares: bool = False
     critic: bool = False
+    columns: tuple[AdvantageColumn, ...] = ()
+    settings: type[Section] | None = None
 
 
 _BATCH = "(x − mean)/(std + 1e-8) over the batch's tokens"
@@ -69,10 +75,23 @@ ADVANTAGES: Mapping[str, AdvantageEntry] = {
 
 def find_estimator(name: str) -> AdvantageEntry:
     """The entry of an estimator by name, or of a function `module:function`. Raises UsageError where there is none."""
-    return find_entry(name, ADVANTAGES, AdvantageEntry, _WHAT)
+    entry = find_entry(name, ADVANTAGES, AdvantageEntry, _WHAT)
+    check_columns(entry.columns, ADVANTAGE_COLUMNS, f"estimator {name}")
+    return entry
 
 
-def load_estimator(name: str) -> Estimator:
+def load_estimator(name: str) -> Callable[..., TokenAdvantages]:
     """The function itself. Raises UsageError as `find_estimator` does."""
-    function: Estimator = load_function(name if ":" in name else find_estimator(name).target)
+    function: Callable[..., TokenAdvantages] = load_function(name if ":" in name else find_estimator(name).target)
     return function
+
+
+def own_of(advantage: AdvantageSettings) -> Section | None:
+    """The settings of an estimator of the user's own; None where it has none. Raises UsageError for keys it has not."""
+    chosen = f"advantage.estimator={advantage.estimator}"
+    return own_settings(find_estimator(advantage.estimator).settings, advantage.own, "advantage", chosen)
+
+
+def make_estimator(advantage: AdvantageSettings) -> Estimator:
+    """The function that is chosen, with its own settings. Raises UsageError as `own_of` does."""
+    return bound(load_estimator(advantage.estimator), own_of(advantage))

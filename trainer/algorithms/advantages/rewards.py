@@ -8,9 +8,10 @@ The reward of a call is placed at the call's last token; the rest of a trajector
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -19,8 +20,9 @@ from services.config.algorithm import AdvantageSettings, CostSettings
 from services.policies.batching import Group
 from services.wire.errors import UsageError
 from services.wire.trajectory import Trajectory
-from trainer.algorithms.advantages.batch import BoolArray, Float64Array, Int64Array, RewardBatch
+from trainer.algorithms.advantages.batch import BoolArray, Column, Float64Array, Int64Array, RewardBatch
 from trainer.algorithms.advantages.flat import FlatSegments
+from trainer.algorithms.columns import AdvantageColumn
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,10 @@ def score(
     price: CostPrice | None,
     penalty: Float64Array | None,
     values: Float64Array | None,
+    columns: Mapping[AdvantageColumn, Column] = MappingProxyType({}),
 ) -> RewardBatch:
-    """`penalty`: `[N]`, subtracted from each token's reward (β · divergence); `values`: `[N]`, a critic's."""
+    """`penalty`: `[N]`, subtracted from each token's reward (β · divergence); `values`: `[N]`, a critic's; `columns`:
+    `[N]` each, of the estimator."""
     lengths = batch.lengths
     fined = zip(batch.trajectories, lengths.tolist(), strict=True)
     outcomes = np.array([_outcome(one, length, settings, price) for one, length in fined], dtype=np.float64)
@@ -85,6 +89,7 @@ def score(
         trained=_trained(batch, settings, seed, outcomes, greedy),
         greedy=greedy,
         values=np.zeros(0) if values is None else values,
+        columns=columns,
     )
 
 

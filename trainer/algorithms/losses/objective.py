@@ -6,16 +6,18 @@ logprobs ──► term (registry) ──× weight, mask (correction)──► +
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from services.config.algorithm import LossSettings
+from trainer.algorithms.columns import LossColumn
 from trainer.algorithms.describe import describe_loss
 from trainer.algorithms.divergence import divergence
 from trainer.algorithms.losses.correction import correction
-from trainer.algorithms.losses.registry import find_loss, load_loss
+from trainer.algorithms.losses.registry import find_loss, make_loss
 from trainer.algorithms.losses.tokens import BatchSize, LossTokens, mean_by_segment
 
 
@@ -26,6 +28,8 @@ class TokenTerms:
     `behaviour`: the engine's logprobs; `proximal`: those before the batch, None where this is its first step (the
     current ones are meant then); `reference`: of the run's first policy; `entropy`: of the policy there. The last two where
     the objective needs them. `advantages`; `staleness` in optimizer steps; `segment`: int64, `0 … segments − 1`.
+
+    For a loss that names them: `group` int64, of its batch; `teacher`: its logprobs; `values` and `returns`: the critic's.
     """
 
     logprobs: Tensor
@@ -37,17 +41,29 @@ class TokenTerms:
     segments: int
     reference: Tensor | None = None
     entropy: Tensor | None = None
+    group: Tensor | None = None
+    teacher: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+
+    def column(self, name: LossColumn) -> Tensor:
+        """Raises ValueError where whoever made these left it out."""
+        found: Tensor | None = getattr(self, name)
+        if found is None:
+            raise ValueError(f"the tokens were made without {name}, which the loss reads")
+        return found.long() if name == "staleness" else found
 
 
 @dataclass(frozen=True)
 class Judged:
     """`loss`: float `[N]`, with gradient. Bool `[N]`, None where not used: `clipped`, a bound removes the gradient;
-    `kept`, not masked by the correction. `weight`: float `[N]`, the correction's."""
+    `kept`, not masked by the correction. `weight`: float `[N]`, the correction's. `figures`: the loss's own, `[N]`."""
 
     loss: Tensor
     clipped: Tensor | None = None
     weight: Tensor | None = None
     kept: Tensor | None = None
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Objective:
@@ -57,7 +73,7 @@ class Objective:
         self.formula = describe_loss(settings)
         self._settings = settings
         self._entry = find_loss(settings.policy)
-        self._loss = load_loss(settings.policy)
+        self._loss = make_loss(settings)
 
     @property
     def needs_proximal(self) -> bool:
@@ -66,16 +82,21 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        return self._settings.kl > 0.0
+        return self._settings.kl > 0.0 or self.reads("reference")
 
     @property
     def needs_entropy(self) -> bool:
-        return self._settings.entropy > 0.0
+        return self._settings.entropy > 0.0 or self.reads("entropy")
+
+    def reads(self, column: LossColumn) -> bool:
+        """Whether the loss's entry names it."""
+        return column in self._entry.columns
 
     @property
     def idle_at_zero(self) -> bool:
         """Whether a token's loss is exactly 0 where its advantage is, and nothing else is learnt from it."""
-        adds = self.needs_reference or self.needs_entropy or self._settings.router_aux > 0.0
+        settings = self._settings
+        adds = settings.kl > 0.0 or settings.entropy > 0.0 or settings.router_aux > 0.0
         return self._entry.idle_at_zero and not adds
 
     def __call__(self, terms: TokenTerms) -> Judged:
@@ -92,6 +113,7 @@ class Objective:
             advantages=terms.advantages,
             segment=terms.segment,
             segments=terms.segments,
+            columns={name: terms.column(name) for name in self._entry.columns},
         )
         judged = self._loss(tokens, settings)
         loss = judged.loss
@@ -100,11 +122,11 @@ class Objective:
             loss = loss * weight
         if kept is not None:
             loss = torch.where(kept, loss, torch.zeros((), dtype=loss.dtype, device=loss.device))
-        if terms.reference is not None:
+        if settings.kl and terms.reference is not None:
             loss = loss + settings.kl * divergence(terms.logprobs, terms.reference, settings.kl_estimator)
-        if terms.entropy is not None:
+        if settings.entropy and terms.entropy is not None:
             loss = loss - settings.entropy * terms.entropy
-        return Judged(loss, judged.clipped, weight, kept)
+        return Judged(loss, judged.clipped, weight, kept, judged.figures)
 
     def mean(self, loss: Tensor, segment: Tensor, segments: int, of: BatchSize) -> Tensor:
         """This micro-batch's share of the batch's loss: the shares of all micro-batches add up to it."""

@@ -5,10 +5,13 @@ packed row [1, T] ── fresh tokens ──► [N]        without the environme
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from trainer.algorithms.columns import LossColumn, declared
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class LossTokens:
 
     `logprobs`: of the policy under training, with gradient; `anchor`: of the policy that the ratio is taken against;
     `behaviour`: of the engine's that sampled the token; `proximal`: of the one before the step or batch. `advantages`:
-    equal within a segment unless a critic gave them. `segment`: int64, `0 … segments − 1`.
+    equal within a segment unless a critic gave them. `segment`: int64, `0 … segments − 1`. `columns`: those that the
+    loss's entry names.
     """
 
     logprobs: Tensor
@@ -39,6 +43,11 @@ class LossTokens:
     advantages: Tensor
     segment: Tensor
     segments: int
+    columns: Mapping[LossColumn, Tensor] = field(default_factory=dict)
+
+    def column(self, name: LossColumn) -> Tensor:
+        """`[N]`: a column that the loss's entry names. Raises UsageError for another."""
+        return declared(self.columns, name)
 
     def log_ratio(self) -> Tensor:
         """log π/π_anchor, bounded so that its exponential is finite in float32."""
@@ -66,7 +75,11 @@ def mean_by_segment(values: Tensor, segment: Tensor, segments: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """`loss`: `[N]`, with gradient. `clipped`: bool `[N]`, where a bound removes the gradient; None without a bound."""
+    """`loss`: `[N]`, with gradient. `clipped`: bool `[N]`, where a bound removes the gradient; None without a bound.
+
+    `figures`: `[N]` each, by name: their means over the step's tokens are in metrics.jsonl. The same names at each call.
+    """
 
     loss: Tensor
     clipped: Tensor | None = None
+    figures: Mapping[str, Tensor] = field(default_factory=dict)

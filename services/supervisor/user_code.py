@@ -1,0 +1,96 @@
+"""Code of the user's own, a task or an algorithm, looked at before anything is started: in a process of its own, so that
+neither its libraries nor its mistakes come into the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+
+from services.config.base import Section
+from services.config.load import dump_settings
+from services.config.settings import RunSettings
+from services.supervisor.processes import OURS
+from services.wire.errors import RollmeshError, UsageError
+from services.wire.formula import Formula
+from services.wire.task_name import parse_task
+
+_CHECK_S = 120.0
+
+
+async def check_task(task: str) -> None:
+    """See whether the task can be made, in a process of its own: neither libraries nor the user's code are imported here.
+
+    Raises UsageError with what that process says of a name, an option or a library; RollmeshError when it hangs.
+    """
+    if parse_task(task).built_in:
+        return
+    flags = ("--task", task, "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
+    await _ask(("run-environment", *flags), f"task {task} was not made")
+
+
+async def with_own_algorithm(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:
+    """`settings` with the defaults of an algorithm of the user's own; dotted name → whose, for those that were added.
+
+    Raises UsageError for one that cannot be imported, and for settings that it has not.
+    """
+    trainer = settings.trainer
+    loss, advantage = trainer.loss, trainer.advantage
+    named = {"loss": _found(loss.policy), "advantage": _found(advantage.estimator)}
+    if not any(":" in name for name in named.values()) and not loss.own and not advantage.own:
+        return settings, {}
+    loss = loss.model_copy(update={"policy": named["loss"]})
+    advantage = advantage.model_copy(update={"estimator": named["advantage"]})
+    settings = _with_trainer(settings, loss=loss, advantage=advantage)
+    command = ("formula", "--json", "--config", "/dev/stdin")
+    said = await _ask(command, "the algorithm was not imported", dump_settings(settings).encode())
+    found = msgspec.json.decode(said, type=Formula)
+    added: dict[str, str] = {}
+    for section, table, before in (("loss", found.loss, loss.own), ("advantage", found.advantage, advantage.own)):
+        added |= {f"trainer.{section}.own.{key}": f"default of {named[section]}" for key in table if key not in before}
+    loss, advantage = (
+        loss.model_copy(update={"own": found.loss}),
+        advantage.model_copy(update={"own": found.advantage}),
+    )
+    return _with_trainer(settings, loss=loss, advantage=advantage), added
+
+
+def _with_trainer(settings: RunSettings, **sections: Section) -> RunSettings:
+    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update=sections)})
+
+
+def _found(algorithm: str) -> str:
+    """Its name with a file in it as an absolute path, so that it means the same wherever it is read again."""
+    where, colon, attribute = algorithm.rpartition(":")
+    return f"{Path(where).expanduser().absolute()}:{attribute}" if colon and where.endswith(".py") else algorithm
+
+
+async def _ask(command: tuple[str, ...], hangs: str, given: bytes = b"") -> bytes:
+    """What a command of ours says on standard output. `hangs`: what is told where it does not end.
+
+    Raises UsageError with its last words where it fails, RollmeshError when it hangs.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(*OURS, *command),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        # Its last words are for the user.
+        env={**os.environ, "ROLLMESH_LOG_JSON": "0"},
+    )
+    try:
+        async with asyncio.timeout(_CHECK_S):
+            answered, said = await process.communicate(given)
+    except TimeoutError as error:
+        raise RollmeshError(f"{hangs} in {_CHECK_S:g} s", "see what its code waits for") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+        last = lines[-1] if lines else f"exit code {process.returncode}"
+        raise UsageError(last.removeprefix("rollmesh: "))
+    return answered
