@@ -68,6 +68,11 @@ def _lines(found: Evaluation) -> list[str]:
         **{f"pass@{k}": f"{share:.1%}" for k, share in found.pass_at.items() if k > 1},
         "problems": f"{found.problems}, {found.samples} answers each, {how}",
         "answer length": f"{found.mean_length:.1f} tokens",
+        **{
+            f"  {name}": f"{each.success:.1%} ({each.low:.1%} to {each.high:.1%}) of {each.problems}, "
+            f"{each.mean_length:.1f} tokens"
+            for name, each in found.tasks.items()
+        },
         "took": f"{found.seconds:.1f} s",
     }
     widest = max(map(len, rows))
@@ -100,7 +105,7 @@ async def _measure(asked: Asked, scratch: Path, say: Console) -> Evaluation:
     settings, folder = resolved.settings, resolved.folder
     write_whole(folder.config, dump_settings(settings).encode())
     folder.redis.mkdir(exist_ok=True)
-    say.print(f"{settings.servers} × {settings.engine} engine, {settings.task}", markup=False)
+    say.print(f"{settings.servers} × {settings.engine} engine, {settings.task_in_words}", markup=False)
     with PortReservation() as ports:
         plan = plan_launch(
             settings,

@@ -155,10 +155,12 @@ def plan_launch(
         ),
         environment=commands.command(
             "environment",
-            *environment_command(settings, run_id, folder.root, server_urls if gateway_url is None else (gateway_url,)),
+            *environment_command(
+                settings, folder.config, run_id, folder.root, server_urls if gateway_url is None else (gateway_url,)
+            ),
             *(("--evaluate-only",) if fixed else ()),
             role="job",
-            # It reads no configuration; all others learn from there whether traces are wanted.
+            # All others learn from the configuration whether traces are wanted; it may be given none.
             environ={**judged, **as_environ(settings.telemetry)},
         ),
         tracking=commands.command("tracking", "track", str(folder.root), "--follow")
@@ -229,16 +231,17 @@ class _Commands:
 
 
 def environment_command(
-    settings: RunSettings, run_id: str, run_dir: Path, rollout_urls: Sequence[str], name: str = RUNNER
+    settings: RunSettings, config: Path, run_id: str, run_dir: Path, rollout_urls: Sequence[str], name: str = RUNNER
 ) -> tuple[str, ...]:
-    """What plays a run's task: a command of ours, without `rollmesh`.
+    """What plays a run's tasks: a command of ours, without `rollmesh`.
 
-    `name`: started again under it, it takes its predecessor's place, and nobody waits for that one's groups.
+    `config`: where the settings are written. `name`: started again under it, it takes its predecessor's place, and nobody
+    waits for that one's groups.
     """
     flags: dict[str, object] = {
         "--run-id": run_id,
         "--name": name,
-        "--task": settings.task,
+        "--config": config,
         "--seed": settings.seed,
         "--group-size": settings.rollout.group_size,
         "--temperature": settings.rollout.temperature,

@@ -21,15 +21,16 @@ from services.wire.task_name import parse_task
 _CHECK_S = 120.0
 
 
-async def check_task(task: str) -> None:
-    """See whether the task can be made, in a process of its own: neither libraries nor the user's code are imported here.
+async def check_tasks(settings: RunSettings) -> None:
+    """See whether the tasks can be made, in a process of its own: neither libraries nor the user's code are imported here.
 
     Raises UsageError with what that process says of a name, an option or a library; RollmeshError when it hangs.
     """
-    if parse_task(task).built_in:
+    if not settings.tasks and parse_task(settings.task).built_in:
         return
-    flags = ("--task", task, "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
-    await _ask(("run-environment", *flags), f"task {task} was not made")
+    flags = ("--config", "/dev/stdin", "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
+    hangs = f"{settings.task_in_words} was not made"
+    await _ask(("run-environment", *flags), hangs, dump_settings(settings).encode())
 
 
 async def with_algorithm(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:

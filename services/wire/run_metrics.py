@@ -10,6 +10,22 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+SKIPPED = "curriculum_skipped"
+"""Recorded beside rewards: the share of a task's problems that its curriculum leaves out of the pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOutcome:
+    """What the environment of one task said of a batch."""
+
+    groups: int
+    trajectories: int
+    reward: float
+    success: float
+    response_length: float
+    skipped: float | None = None
+    """Share of its problems that its curriculum leaves out; None without one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOutcome:
@@ -44,6 +60,8 @@ class BatchOutcome:
     """Tokens of prompts that stand for text that the vocabulary has not."""
     unrendered_tools: int = 0
     """Trajectories that were offered tools that the chat template leaves out."""
+    tasks: dict[str, TaskOutcome] = field(default_factory=dict)
+    """Each task by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +264,15 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Steps with a sign that the run cannot learn, by kind."""
 
 
+class TaskReport(msgspec.Struct, frozen=True):
+    """Of `EvaluationReport`, one task's."""
+
+    mean_length_before: float
+    mean_length_after: float
+    solved_before: list[int]
+    solved_after: list[int]
+
+
 class EvaluationReport(msgspec.Struct, frozen=True):
     """`evaluation.json`: held-out problems before and after training. Lengths in sampled tokens an episode."""
 
@@ -259,6 +286,18 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     """Right answers to each problem; empty in reports of before they were written down."""
     samples: int = 1
     """Answers to each problem."""
+    tasks: dict[str, TaskReport] = {}
+    """Of a run of several tasks, each by itself; all else is of all their problems together."""
+
+
+class TaskSuccess(msgspec.Struct, frozen=True, kw_only=True):
+    """Success on a task's held-out problems, within `low` and `high`."""
+
+    problems: int
+    success: float
+    low: float
+    high: float
+    mean_length: float
 
 
 class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,3 +312,5 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     mean_length: float
+    tasks: dict[str, TaskSuccess] = {}
+    """Of a run of several tasks, each by itself."""

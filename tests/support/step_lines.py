@@ -23,6 +23,7 @@ def step_metrics(step: int, **changes: object) -> StepMetrics:
         "staleness_histogram": {"0": 10, "1": 5},
         "dropped": {"late": 1},
         "components": {},
+        "tasks": {},
         "warnings": {},
         "figures": {},
         "teacher_kl": None,

@@ -23,7 +23,7 @@ from services.supervisor.preflight import choose_engine, has_gpu, new_run_id
 from services.supervisor.summary import closing_lines, read_report, summarise, write_summary
 from services.wire.errors import NoBatchError, UsageError, WireError
 from services.wire.rollout_api import EngineReport
-from services.wire.run_metrics import EvaluationReport, LengthReport, TrainerReport
+from services.wire.run_metrics import EvaluationReport, LengthReport, TaskReport, TrainerReport
 
 
 def test_restarts_wait_longer_each_time_and_end() -> None:
@@ -274,7 +274,13 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
         RunSettings(engine="torch").with_threads(2, tiny=True),
         "run-1",
         trainer=trainer,
-        evaluation=EvaluationReport(0.2, 0.98, 3.1, 11.9, 50, [1] * 10 + [0] * 40, [1] * 49 + [0]),
+        evaluation=EvaluationReport(
+            *(0.2, 0.98, 3.1, 11.9, 50, [1] * 10 + [0] * 40, [1] * 49 + [0]),
+            tasks={
+                "easy": TaskReport(2.0, 9.0, [1] * 10, [1] * 10),
+                "hard": TaskReport(3.4, 12.6, [0] * 40, [1] * 39 + [0]),
+            },
+        ),
         accounts=Accounts(published=7800, trained=7680, dropped={"run_concluded": 100, "expired": 20}),
         engines=[report(0, [1.0, 3.0]), report(1, [2.0])],
         began_at=100.0,
@@ -295,6 +301,10 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
     assert '"success_after": 0.98' in folder.summary.read_text()
     lines = closing_lines(folder, summary)
     assert lines[0].endswith("20% (11% to 33%) → 98% (90% to 100%)")
+    assert lines[1:3] == [
+        "  easy              100% (72% to 100%) → 100% (72% to 100%)",
+        "  hard              0% (0% to 9%) → 98% (87% to 100%)",
+    ]
     assert any(line.endswith(str(folder.curves)) for line in lines)
 
 
