@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +63,8 @@ class TrainerArguments:
     """`model`: a Hugging Face folder, which may still be made; `run_dir`: the run folder.
 
     `weights_key` signs manifests, `bus_key` opens the weight bus, and `metrics_key`, as it, this process's `/metrics`; None
-    where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may. `teacher`:
-    None where no logprobs of one are read. `save`: writes a checkpoint.
+    where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may.
+    `teacher`: None where no logprobs of one are read. `save`: writes a checkpoint.
     """
 
     run_id: str
@@ -99,6 +99,7 @@ class Assembly:
         self.reader = self._open_reader()
         self.sign = WaitSign(WaitBoard(self.redis, arguments.run_id, "trainer"), background)
         self._client: TeacherClient | None = None
+        self._meeting: Future[None] | None = None
         self._teacher = self._make_teacher()
 
     def roles(self) -> Roles:
@@ -116,12 +117,16 @@ class Assembly:
         self._close_later(teacher.close, "closing the teacher's client")
         return teacher
 
-    def meet_teacher(self, deadline_s: float) -> None:
-        """Wait until the teacher answers, where there is one. Raises as `TeacherClient.meet` does."""
+    def begin_meeting_teacher(self, deadline_s: float) -> None:
+        """Begin to wait until the teacher answers, where there is one. For a model folder that is there."""
         if self._client is not None:
+            self._meeting = self.background.begin(self._client.meet(self._tokenizer(), deadline_s))
+
+    def meet_teacher(self, deadline_s: float) -> None:
+        """Wait until it has answered. Raises as `TeacherClient.meet` does."""
+        if self._client is not None and self._meeting is not None:
             self.sign.post(f"the teacher at {self._client.url} to answer")
-            meeting = self._client.meet(self._tokenizer(), deadline_s)
-            self.background.call(meeting, "meeting the teacher", deadline_s + CALL_DEADLINE_S)
+            self.background.result(self._meeting, "meeting the teacher", deadline_s + CALL_DEADLINE_S)
             self.sign.clear()
 
     def _longest(self, of_model: int) -> int:
@@ -129,7 +134,9 @@ class Assembly:
         of_teacher = None if self._client is None else self._client.max_tokens
         if of_teacher is None or of_teacher >= of_model:
             return of_model
-        _log.warning("longer segments are dropped: the teacher does not take them", longest=of_teacher, model=of_model)
+        # One token is sampled behind a prompt: a teacher of the same context takes one less, which is nobody's mistake.
+        say = _log.info if of_teacher == of_model - 1 else _log.warning
+        say("longer segments are dropped: the teacher does not take them", longest=of_teacher, model=of_model)
         return of_teacher
 
     def loop(self, identity: Identity, roles: Roles, log: StepLog, interrupt: Interrupt) -> TrainingLoop:

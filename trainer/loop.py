@@ -54,7 +54,7 @@ from trainer.weights import WeightUpdates
 
 ACKNOWLEDGE_DEADLINE_S = REPEAT_WITHIN_S + 30.0
 PACK_DEADLINE_S = 600.0
-_SLICE_S = 0.1
+_SLICE_S, _POST_AFTER_S, _REPOST_S = 0.1, 0.2, 1.0
 
 _log = structlog.get_logger()
 
@@ -204,7 +204,8 @@ class TrainingLoop:
         teacher = self.teacher
         if teacher is None:
             return True
-        asked, posted = teacher.ask(groups), False
+        asked, began, said_at = teacher.ask(groups), time.monotonic(), 0.0
+        trajectories = sum(len(group.members) for group in groups)
         try:
             while True:
                 with suppress(FutureTimeout):
@@ -214,14 +215,13 @@ class TrainingLoop:
                     return True
                 if stopped():
                     return False
-                trajectories = sum(len(group.members) for group in groups)
-                self.sign.post(
-                    f"the teacher's logprobs of step {step}: {teacher.missing(groups)} of {trajectories} trajectories"
-                )
-                posted = True
+                now = time.monotonic()
+                if now - began > _POST_AFTER_S and now - said_at > _REPOST_S:
+                    missing = f"{teacher.missing(groups)} of {trajectories} trajectories"
+                    self.sign.post(f"the teacher's logprobs of step {step}: {missing}")
+                    said_at = now
         finally:
-            if posted:
-                self.sign.clear()
+            self.sign.clear()
 
     def _take_ahead(self, record: StepRecord) -> Ahead | None:
         """The batch behind that of `record`, where it is there and can be packed before that one is trained."""

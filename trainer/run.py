@@ -72,6 +72,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
         closing(StepLog(assembly.folder.checkpoints / "steps.jsonl", identity.run_id, terms_of(arguments.settings)))
     )
     wait_for_model_blocking(arguments.model, MODEL_DEADLINE_S)
+    assembly.begin_meeting_teacher(MODEL_DEADLINE_S)
     roles = assembly.roles()
     learner = roles.learner
     environment = present_environment(arguments.settings, arguments.model, learner.model.device)

@@ -102,7 +102,9 @@ class TeacherClient:
     """For one event loop."""
 
     def __init__(self, server: TeacherServer) -> None:
-        self.url, self._trust, self._name = server.url.rstrip("/"), server.trust, server.model
+        # Clients of OpenAI's routes are given the address with or without it.
+        self.url = server.url.rstrip("/").removesuffix("/v1")
+        self._trust, self._name = server.trust, server.model
         self._headers = {"content-type": "application/json"}
         if server.key is not None:
             self._headers["authorization"] = f"Bearer {server.key}"
@@ -120,7 +122,12 @@ class TeacherClient:
 
         Raises TeacherError where it does not answer within `within_s`, UsageError for another model or vocabulary.
         """
-        models = await self._asked(_Models, "GET", "/v1/models", None, within_s)
+        try:
+            models = await self._asked(_Models, "GET", "/v1/models", None, within_s)
+        except TeacherRefusedError as error:
+            raise UsageError(
+                f"no teacher is at {self.url} ({error})", "set trainer.teacher.url to a server of OpenAI's routes"
+            ) from error
         listed = {card.id: card for card in models.data}
         self._name = self._name or next(iter(listed), None)
         if self._name not in listed:

@@ -65,7 +65,7 @@ def test_a_run_that_has_failed_is_never_started_again_however_long_it_lived() ->
 def plan(*overrides: str, keys: KeyPlaces = NO_PLACES) -> LaunchPlan:
     settings = load_settings(None, ["engine=torch", *overrides]).with_threads(2, tiny=True)
     servers = tuple(range(9100, 9100 + settings.servers))
-    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=servers)
+    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=servers, teacher=9005)
     return plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports, keys)
 
 
@@ -89,7 +89,7 @@ def test_every_process_is_told_by_its_environment_where_the_keys_are_and_no_key_
 
 def test_who_computes_with_weights_has_its_tunables_from_the_start_and_no_service_else() -> None:
     settings = load_settings(None, ["engine=torch"]).with_threads(2, tiny=True)
-    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=(9100,))
+    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=(9100,), teacher=9005)
     tunables = {VARIABLE: HUGE_PAGES}
     launch = plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports, tunables=tunables)
     for spec in (*launch.servers, launch.trainer, launch.warm_start[-1]):
@@ -151,6 +151,18 @@ def test_a_reward_service_is_started_where_it_is_enabled_and_the_environment_kno
     command = launch.rewards.command
     assert (flag(command, "--port"), flag(command, "--config")) == ("9004", "/runs/a/config.toml")
     assert launch.environment.environment["ROLLMESH_REWARDS_URL"] == launch.rewards_url == "http://127.0.0.1:9004"
+
+
+def test_a_teacher_is_served_under_a_run_of_its_own_and_the_trainer_knows_where() -> None:
+    assert (plan().teacher, plan().teacher_url) == (None, None)
+    launch = plan('trainer.teacher.model="/models/big"', "trainer.advantage.estimator=opd")
+    assert launch.teacher is not None
+    command = launch.teacher.command
+    assert (flag(command, "--model"), flag(command, "--port")) == ("/models/big", "9005")
+    assert flag(command, "--run-id") == "run-1-teacher" and "--bus-url" not in command
+    assert flag(launch.trainer.command, "--teacher-url") == launch.teacher_url == "http://127.0.0.1:9005"
+    elsewhere = plan('trainer.teacher.url="http://big:8000"', "trainer.advantage.estimator=opd")
+    assert elsewhere.teacher is None and "--teacher-url" not in elsewhere.trainer.command
 
 
 def test_a_given_model_and_redis_are_used_instead_of_our_own() -> None:
