@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
 
@@ -31,6 +32,8 @@ from trainer.checkpoint.model_folder import load_policy
 from trainer.checkpoint.saving import Save, Saving
 from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
+from trainer.data.teacher import Teacher
+from trainer.data.teacher_client import TeacherClient, TeacherServer
 from trainer.data.validation import Validator
 from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.loop import Identity, TrainingLoop
@@ -52,13 +55,16 @@ SIBLINGS_LAG_S = 1.0
 """After so long the ledger is asked whether more of an incomplete group may come. It knows: a wrong guess costs a call."""
 
 
+_log = structlog.get_logger()
+
+
 @dataclass(frozen=True)
 class TrainerArguments:
     """`model`: a Hugging Face folder, which may still be made; `run_dir`: the run folder.
 
     `weights_key` signs manifests, `bus_key` opens the weight bus, and `metrics_key`, as it, this process's `/metrics`; None
-    where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may. `save`:
-    writes a checkpoint.
+    where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may.
+    `teacher`: None where no logprobs of one are read. `save`: writes a checkpoint.
     """
 
     run_id: str
@@ -72,6 +78,7 @@ class TrainerArguments:
     metrics_key: str | None = None
     tls: Tls = PLAIN
     tracing: Tracing = NO_TRACING
+    teacher: TeacherServer | None = None
     save: Save = save
 
 
@@ -90,12 +97,47 @@ class Assembly:
         self.ledger = Ledger(self.redis, arguments.run_id)
         self.evaluations = EvaluationStore(self.redis, arguments.run_id)
         self.reader = self._open_reader()
+        self.sign = WaitSign(WaitBoard(self.redis, arguments.run_id, "trainer"), background)
+        self._client: TeacherClient | None = None
+        self._meeting: Future[None] | None = None
+        self._teacher = self._make_teacher()
 
     def roles(self) -> Roles:
         # The folder holds the run's first policy, also when the trainer is restarted in the middle.
-        roles = make_roles(lambda: load_policy(self.arguments.model), self.arguments.settings, BASE_VERSION)
+        teacher = None if self._teacher is None else self._teacher.of
+        roles = make_roles(lambda: load_policy(self.arguments.model), self.arguments.settings, BASE_VERSION, teacher)
         use_tf32(self.arguments.settings.trainer.tf32, roles.learner.model.device)
         return roles
+
+    def _make_teacher(self) -> Teacher | None:
+        if self.arguments.teacher is None:
+            return None
+        self._client = TeacherClient(self.arguments.teacher)
+        teacher = Teacher(self._client, self.arguments.settings.trainer.teacher, self.background)
+        self._close_later(teacher.close, "closing the teacher's client")
+        return teacher
+
+    def begin_meeting_teacher(self, deadline_s: float) -> None:
+        """Begin to wait until the teacher answers, where there is one. For a model folder that is there."""
+        if self._client is not None:
+            self._meeting = self.background.begin(self._client.meet(self._tokenizer(), deadline_s))
+
+    def meet_teacher(self, deadline_s: float) -> None:
+        """Wait until it has answered. Raises as `TeacherClient.meet` does."""
+        if self._client is not None and self._meeting is not None:
+            self.sign.post(f"the teacher at {self._client.url} to answer")
+            self.background.result(self._meeting, "meeting the teacher", deadline_s + CALL_DEADLINE_S)
+            self.sign.clear()
+
+    def _longest(self, of_model: int) -> int:
+        """Tokens a segment may have: the model and the teacher take them."""
+        of_teacher = None if self._client is None else self._client.max_tokens
+        if of_teacher is None or of_teacher >= of_model:
+            return of_model
+        # One token is sampled behind a prompt: a teacher of the same context takes one less, which is nobody's mistake.
+        say = _log.info if of_teacher == of_model - 1 else _log.warning
+        say("longer segments are dropped: the teacher does not take them", longest=of_teacher, model=of_model)
+        return of_teacher
 
     def loop(self, identity: Identity, roles: Roles, log: StepLog, interrupt: Interrupt) -> TrainingLoop:
         learner = roles.learner
@@ -107,7 +149,7 @@ class Assembly:
         validator = Validator(
             self.arguments.run_id,
             int(config.vocab_size),
-            int(config.max_position_embeddings),
+            self._longest(int(config.max_position_embeddings)),
             vocabulary_digest(tokenizer.get_vocab()),
             greedy_baseline=advantage.greedy_baseline,
             cost=advantage.cost.component,
@@ -118,7 +160,14 @@ class Assembly:
         )
         smallest = settings.rollout.min_group_size
         intake = Intake(
-            self._open_reader, self.ledger, validator, lambda: learner.version, SIBLINGS_LAG_S, smallest, group_filter
+            self._open_reader,
+            self.ledger,
+            validator,
+            lambda: learner.version,
+            SIBLINGS_LAG_S,
+            smallest,
+            group_filter,
+            follower=self._teacher,
         )
         return TrainingLoop(
             identity=identity,
@@ -131,7 +180,7 @@ class Assembly:
             updates=self._updates(learner, attempts),
             attempts=attempts,
             records=self._records(tokenizer),
-            sign=WaitSign(WaitBoard(self.redis, self.arguments.run_id, "trainer"), self.background),
+            sign=self.sign,
             interrupt=interrupt,
             tracing=self.arguments.tracing,
             store=self._store_use,
@@ -139,6 +188,7 @@ class Assembly:
             files=self._stack.enter_context(ThreadPoolExecutor(1, "run-files")),
             saving=self._saving(identity, roles, attempts),
             packing=self._stack.enter_context(ThreadPoolExecutor(1, "packing")),
+            teacher=self._teacher,
             unknown_token=_unknown_token(tokenizer),
         )
 

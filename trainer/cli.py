@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from services.config import options
 from services.wire.errors import UsageError
+
+if TYPE_CHECKING:
+    from services.http.startup import ProcessContext
+    from trainer.data.teacher_client import TeacherServer
 
 app = typer.Typer(add_completion=False)
 export_app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -29,6 +33,10 @@ def train(
     run_dir: Annotated[
         Path, typer.Option(help="Run folder: metrics, samples, checkpoints; an interrupted run goes on")
     ],
+    teacher_url: Annotated[
+        str | None,
+        typer.Option(help="A rollout server of this mesh that serves trainer.teacher.model; else trainer.teacher.url"),
+    ] = None,
     weights_key_file: options.WeightsKeyFile = None,
     bus_key_file: options.BusKeyFile = None,
     keys_dir: options.KeysDir = None,
@@ -61,6 +69,7 @@ def train(
     bus_key = context.keys.peer if bus_key_file is None else read_key(bus_key_file)
     bus_url = context.tls.trust.address(bus_url)
     redis_url = context.redis_url(redis_url)
+    teacher = _teacher_of(context, teacher_url, tls_dir)
 
     with heavy_imports():
         from trainer.assembly import TrainerArguments
@@ -78,11 +87,41 @@ def train(
         metrics_key=context.keys.metrics,
         tls=context.tls,
         tracing=context.tracing,
+        teacher=teacher,
     )
     with context.tracing:
         code = run_trainer(arguments)
     if code:
         raise typer.Exit(code)
+
+
+def _teacher_of(context: ProcessContext, url: str | None, tls_dir: Path | None) -> TeacherServer | None:
+    """Who is asked for a teacher's logprobs: a server of this mesh at `url`, or that of the settings.
+
+    Raises UsageError where both are named, or a model that nobody serves.
+    """
+    from services.security.keys import read_key
+    from services.security.tls import read_trust
+    from trainer.data.teacher_client import TeacherServer
+
+    settings = context.settings.trainer.teacher
+    if settings.url is not None:
+        if url is not None:
+            raise UsageError("--teacher-url and trainer.teacher.url both say where the teacher is", "give one of them")
+        key = None if settings.key_file is None else read_key(settings.key_file, shortest=1)
+        # It may be anybody's.
+        return TeacherServer(settings.url, settings.model, key, read_trust(tls_dir, public=True))
+    if settings.model is None:
+        if url is not None:
+            raise UsageError("--teacher-url is where trainer.teacher.model is served", "set that, or leave it out")
+        return None
+    if url is None:
+        raise UsageError(
+            f"trainer.teacher.model={settings.model} is served by `rollmesh up`",
+            "start a rollout server of it and give --teacher-url, or set trainer.teacher.url",
+        )
+    trust = context.tls.trust
+    return TeacherServer(trust.address(url), None, context.keys.peer, trust)
 
 
 @formula_app.command(

@@ -47,9 +47,17 @@ class Background:
         future.add_done_callback(lambda done: self._note(done, name, essential))
         return future
 
+    def begin(self, work: Coroutine[Any, Any, _Answer]) -> Future[_Answer]:
+        """Start `work` on the loop. Its failure is told to whoever waits for its result, and to nobody else."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def soon(self, call: Callable[[], object]) -> None:
+        """Have the loop make a call that does not block."""
+        self._loop.call_soon_threadsafe(call)
+
     def call(self, work: Coroutine[Any, Any, _Answer], name: str, deadline_s: float) -> _Answer:
         """Run `work` on the loop and wait for its answer. Raises what it raised, or DeadlineError."""
-        return self.result(asyncio.run_coroutine_threadsafe(work, self._loop), name, deadline_s)
+        return self.result(self.begin(work), name, deadline_s)
 
     def insist(self, call: Callable[[], Awaitable[_Answer]], name: str) -> _Answer:
         """The answer of a call to Redis that may be made twice, made again while Redis fails (`repeated`)."""

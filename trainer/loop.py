@@ -18,6 +18,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,6 +42,7 @@ from trainer.checkpoint.saving import Saving
 from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
 from trainer.data.tally import Arrivals, stream_order
+from trainer.data.teacher import Teacher
 from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.metrics.files import RunRecords
 from trainer.metrics.step import outcome, step_metrics
@@ -51,6 +54,7 @@ from trainer.weights import WeightUpdates
 
 ACKNOWLEDGE_DEADLINE_S = REPEAT_WITHIN_S + 30.0
 PACK_DEADLINE_S = 600.0
+_SLICE_S, _POST_AFTER_S, _REPOST_S = 0.1, 0.2, 1.0
 
 _log = structlog.get_logger()
 
@@ -97,6 +101,7 @@ class TrainingLoop:
     saving: Saving
     packing: ThreadPoolExecutor
     """One thread: the next batch's advantages and packing."""
+    teacher: Teacher | None = None
     unknown_token: int | None = None
     """What the tokenizer puts for text that its vocabulary has not."""
     _settling: list[Future[None]] = field(default_factory=list)
@@ -120,7 +125,7 @@ class TrainingLoop:
             structlog.contextvars.bind_contextvars(version=self.learner.version)
             started = time.perf_counter()
             groups = self._next_batch()
-            if groups is None:
+            if groups is None or not self._hear_teacher(groups, self.learner.steps_made + 1, self._must_stop):
                 return False
             before, version = self.learner.steps_made, self.learner.version
             try:
@@ -146,7 +151,10 @@ class TrainingLoop:
 
     def repeat(self, record: StepRecord, groups: Sequence[Group[Trajectory]]) -> None:
         """A batch of an earlier incarnation once more, from its step log; nothing is published."""
+        self._hear_teacher(groups, self.learner.steps_made + 1, lambda: False)
         self._write(self.attempts.repeat(record, groups), 0.0, 0.0)
+        if self.teacher is not None:
+            self.teacher.settled(record.entries)
 
     def checkpoint(self) -> Future[Path]:
         """Begin to write a checkpoint of the present version (`Saving.begin`); the stream is trimmed when it is there."""
@@ -188,6 +196,30 @@ class TrainingLoop:
                 post=lambda missing: self.sign.post(f"the batch of {steps}: {missing}"),
                 stopped=self._must_stop,
             )
+        finally:
+            self.sign.clear()
+
+    def _hear_teacher(self, groups: Sequence[Group[Trajectory]], step: int, stopped: Callable[[], bool]) -> bool:
+        """Wait until the teacher has told all logprobs of a batch; False once `stopped` says so. Raises TeacherError."""
+        teacher = self.teacher
+        if teacher is None:
+            return True
+        asked, began, said_at = teacher.ask(groups), time.monotonic(), 0.0
+        trajectories = sum(len(group.members) for group in groups)
+        try:
+            while True:
+                with suppress(FutureTimeout):
+                    asked.result(timeout=_SLICE_S)
+                if asked.done():
+                    asked.result()
+                    return True
+                if stopped():
+                    return False
+                now = time.monotonic()
+                if now - began > _POST_AFTER_S and now - said_at > _REPOST_S:
+                    missing = f"{teacher.missing(groups)} of {trajectories} trajectories"
+                    self.sign.post(f"the teacher's logprobs of step {step}: {missing}")
+                    said_at = now
         finally:
             self.sign.clear()
 
@@ -241,6 +273,7 @@ class TrainingLoop:
                 statistics=step.statistics,
                 credited=step.credited,
                 valued=step.valued,
+                used=step.used,
                 times=self._times(
                     step,
                     wait_s if step is trained[0] else 0.0,

@@ -72,6 +72,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
         closing(StepLog(assembly.folder.checkpoints / "steps.jsonl", identity.run_id, terms_of(arguments.settings)))
     )
     wait_for_model_blocking(arguments.model, MODEL_DEADLINE_S)
+    assembly.begin_meeting_teacher(MODEL_DEADLINE_S)
     roles = assembly.roles()
     learner = roles.learner
     environment = present_environment(arguments.settings, arguments.model, learner.model.device)
@@ -81,6 +82,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     _log.info("optimizer in force", optimizer=chosen.optimizer.kind, schedule=chosen.schedule.kind)
     _log.info("rows are packed", kept_apart=learner.separation)
     background.insist(lambda: assembly.ledger.begin(learner.version), "opening the ledger")
+    assembly.meet_teacher(MODEL_DEADLINE_S)
     loop = assembly.loop(identity, roles, log, interrupt)
     come_back(loop, environment.changes(log.environment))
     log.take_environment(environment)

@@ -3,12 +3,7 @@
     full       all weights of a 1.7B model, 8,192 packed tokens          bfloat16, and float32 as before there was any other
     adapters   an 8B model with adapters of rank 16, 8,192 tokens; then one row of 32,768, every layer checkpointed
 
-Floating-point operations of a step of T tokens in rows of n, with P weights that products are made with (the head, not the
-embedding), L layers of H heads of D (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; causal attention halves its part):
-
-    forward 2·P·T + 2·L·H·D·n·T, backward twice that; frozen weights have no gradient: backward 2·P·T + 4·L·H·D·n·T
-
-What checkpointing computes once more is not counted (PaLM, arXiv:2204.02311, appendix B: model FLOPs utilisation).
+Floating-point operations are those of `services.policies.training.flops`.
 """
 
 from __future__ import annotations
@@ -25,14 +20,13 @@ from benchmarks.trainer.report import Measured
 from benchmarks.trainer.step_speed import HeavyTail, as_groups
 from services.config.lora import LoraSettings
 from services.config.settings import TrainerSettings
+from services.policies.training.flops import StepCost, peak_flops
 from trainer.data.packing import pack
 from trainer.data.rows import rows_of
 from trainer.model.adapters import Adapters
 from trainer.model.learner import Learner
 
 FIGURES = ("mfu_full", "mfu_adapters", "vs_float32", "long_row_gb")
-_PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
-"""Dense bfloat16 with sums in float32, by the makers' data sheets."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +50,8 @@ class Shape:
 
     def flops(self, tokens: int, row: int, *, frozen: bool) -> float:
         """Of a step of so many tokens in rows of `row`."""
-        products, attention = 2 * self.weights, 2 * self.layers * self.heads * self.head_dim * row
-        return float(tokens) * (2 * products + 3 * attention if frozen else 3 * (products + attention))
+        cost = StepCost(self.weights, self.layers * self.heads * self.head_dim, frozen)
+        return cost.flops([(row, 0, tokens // row)])
 
     def model(self, device: torch.device) -> Qwen3ForCausalLM:
         """With random weights, made on the device."""
@@ -78,11 +72,6 @@ class Shape:
 
 OF_1_7B = Shape(2048, 28, 16, 8, 6144)
 OF_8B = Shape(4096, 36, 32, 8, 12_288, tied=False)
-
-
-def peak_flops(card: str) -> float | None:
-    """Of a card by its name; None for one that is not known here."""
-    return next((peak for name, peak in _PEAK_FLOPS.items() if name in card), None)
 
 
 def measure_device(rounds: int, say: Callable[[str], None]) -> Measured:

@@ -28,8 +28,9 @@ class Task:
     dialect: Dialect
 
 
-def make_task(text: str, rewards: RewardsAddress | None = None) -> Task:
-    """The task of this name. `rewards`: who judges the answers of tasks that do not do so themselves.
+def make_task(text: str, rewards: RewardsAddress | None = None, called: str | None = None) -> Task:
+    """The task of this name. `rewards`: who judges the answers of tasks that do not do so themselves, and `called` how they
+    hear of it, None for the environment's own name.
 
     Raises UsageError: with the nearest known name for one that does not exist, with what to install for a library that is
     missing, with what the library says of options it does not take.
@@ -40,7 +41,7 @@ def make_task(text: str, rewards: RewardsAddress | None = None) -> Task:
     options = dict(name.options)
     dialect = _dialect(name, options.pop("dialect", None))
     try:
-        environment = _make(name, options, rewards)
+        environment = _make(name, options, rewards, called)
         if dialect == "text" and needs_chat(environment):
             raise UsageError(f"prompts of task {text!r} are chat messages", "leave dialect=text out")
         return Task(environment, dialect)
@@ -65,7 +66,9 @@ def make_environment(name: str) -> Environment:
             raise UsageError(f"task {name!r} is not built in", f"built in: {', '.join(TASKS)}")
 
 
-def _make(name: TaskName, options: dict[str, str], rewards: RewardsAddress | None) -> AnyEnvironment:
+def _make(
+    name: TaskName, options: dict[str, str], rewards: RewardsAddress | None, called: str | None
+) -> AnyEnvironment:
     match name.kind:
         case "reasoning-gym":
             from clients.environments.adapters.reasoning_gym import ReasoningGym
@@ -78,7 +81,7 @@ def _make(name: TaskName, options: dict[str, str], rewards: RewardsAddress | Non
         case "prompts":
             from clients.environments.adapters.prompts import Prompts
 
-            return Prompts(Path(name.rest), options, rewards)
+            return Prompts(called or name.called or name.kind, Path(name.rest), options, rewards)
         case "verifiers":
             from clients.environments.adapters.verifiers import VerifiersEnvironment
 

@@ -12,7 +12,7 @@ had written would be trained in addition. Heartbeats keep sessions alive while a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -21,7 +21,7 @@ from clients.environments.base import AgentEndpoint, AgentEnvironment, Ended, Pr
 from clients.rollout.client import RolloutClient
 from clients.rollout.transport import ServerUnreachableError
 from clients.runner.failures import Cause, EnvironmentFailedError, cause_of
-from clients.runner.text_episodes import Played, components
+from clients.runner.text_episodes import NOTHING, Played, components
 from services.wire.errors import NotFoundError, NotReadyError, RollmeshError
 from services.wire.reward_api import RewardFailedError
 from services.wire.rollout_api import FinishGroup, GroupOpened, OpenGroup, SamplingBody
@@ -62,8 +62,11 @@ async def play_together(
     problem: Problem,
     sampling: SamplingBody,
     limits: EpisodeLimits,
+    noted: Mapping[str, float] = NOTHING,
 ) -> list[Played]:
     """Every sibling plays `problem`, then the group is finished. The caller aborts its sessions when this raises.
+
+    `noted`: recorded beside each reward.
 
     Raises TimeoutError, EnvironmentFailedError, ValueError for a reward that is no finite number, or what the server says.
     """
@@ -74,7 +77,7 @@ async def play_together(
         async with asyncio.timeout(limits.timeout_s):
             await _all_ended(agents, beats)
         played = [Played(one.session_id, agent.result(), 0) for one, agent in zip(endpoints, agents, strict=True)]
-        await client.finish_group(group.group_id, FinishGroup(rewards=[episode.as_reward() for episode in played]))
+        await client.finish_group(group.group_id, FinishGroup(rewards=[episode.as_reward(noted) for episode in played]))
         return played
     finally:
         await _end(*agents, *beats)

@@ -18,6 +18,8 @@ from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
     from clients.environments.base import AnyEnvironment
+    from services.config.tasks import TaskSettings
+    from services.policies.training.curriculum import CurriculumRules
 
 app = typer.Typer(add_completion=False)
 
@@ -28,9 +30,15 @@ app = typer.Typer(add_completion=False)
 )
 def run_environment(
     run_id: options.RunId,
-    task: Annotated[str, typer.Option(help="A task's name, such as running-sums or python:./agent.py:make")],
     rollout_url: Annotated[list[str], typer.Option(help="A rollout server; repeat it for each")],
     run_dir: Annotated[Path, typer.Option(help="evaluation.json is written here")],
+    task: Annotated[
+        str | None, typer.Option(help="A task's name, such as running-sums or python:./agent.py:make")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="In place of --task: a run's configuration (TOML), whose tasks and curriculum are played"),
+    ] = None,
     seed: options.Seed = 1,
     group_size: Annotated[int, typer.Option(min=1, help="Answers to each problem")] = 8,
     temperature: Annotated[float, typer.Option(min=0.0, help="For training groups")] = 1.0,
@@ -72,36 +80,54 @@ def run_environment(
     """
     from clients.environments.registry import make_task
     from clients.environments.rewards import RewardsAddress
+    from clients.runner.curricula import Curricula
     from clients.runner.evaluation import Terms
     from clients.runner.runner import RunnerPlan, evaluate_once, run_environment
+    from clients.runner.tasks import PlayedTask, check_names
     from services.config.traces import TraceSettings, with_environ
     from services.observability.setup import open_tracing
+    from services.policies.training.mixture import parts_of
     from services.security.keys import read_keys
     from services.security.tls import read_trust
 
-    # It reads no configuration: its environment variables alone say whether it is traced.
+    # Its environment variables alone say whether it is traced: it may be given no configuration.
     tracing = open_tracing(with_environ(TraceSettings(), os.environ), "environment", run_id, "environment")
     trust = read_trust(tls_dir)
     key = read_keys("environment", keys_dir).agent
     rewards = None
     if rewards_url is not None:
         rewards = RewardsAddress(rewards_url, os.environ.get("ROLLMESH_REWARDS_KEY") or key, trust, tracing)
-    made = make_task(task, rewards)
+    asked, curriculum = _asked(task, config)
+    parts = parts_of([each.weight for each in asked])
+    tasks = []
+    for each, share in zip(asked, parts, strict=True):
+        made = make_task(each.task, rewards, each.name)
+        tasks.append(
+            PlayedTask(
+                environment=made.environment,
+                dialect=made.dialect,
+                name=each.name or "",
+                parts=share,
+                max_tokens=each.max_tokens or max_tokens,
+                temperature=each.temperature or temperature,
+                episode_timeout_s=each.episode_timeout_s or episode_timeout,
+            )
+        )
     if check:
-        _see_a_problem(made.environment, seed)
+        check_names(tasks)
+        for playable in tasks:
+            _see_a_problem(playable.environment, seed)
+        Curricula.opened([(each.label, each.environment) for each in tasks], seed, curriculum, run_dir, None)
         return
     plan = RunnerPlan(
-        environment=made.environment,
-        dialect=made.dialect,
+        tasks=tasks,
         seed=seed,
         group_size=group_size,
-        temperature=temperature,
         greedy_baseline=greedy_baseline,
-        max_tokens=max_tokens,
+        curriculum=curriculum,
         concurrency=concurrency,
         evaluation=Terms(evaluation_problems, evaluation_temperature, evaluation_samples, evaluate_every),
         run_dir=run_dir,
-        episode_timeout_s=episode_timeout,
         retries=retries,
         name=name,
         api_key=os.environ.get("ROLLMESH_AGENT_KEY") or key,
@@ -114,12 +140,25 @@ def run_environment(
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
         await playing
 
-    structlog.get_logger().info("environment starts", run=run_id, task=task, concurrency=concurrency)
+    names = [each.label for each in tasks]
+    structlog.get_logger().info("environment starts", run=run_id, tasks=names, parts=parts, concurrency=concurrency)
     try:
         with tracing:
             _run(until_terminated())
     except asyncio.CancelledError:
         raise SystemExit(128 + signal.SIGTERM) from None
+
+
+def _asked(task: str | None, config: Path | None) -> tuple[list[TaskSettings], CurriculumRules | None]:
+    from services.config.load import load_settings
+    from services.config.tasks import TaskSettings
+
+    if (task is None) == (config is None):
+        raise UsageError("what is to be played is not clear", "give exactly one of --task and --config")
+    if task is not None:
+        return [TaskSettings(task=task)], None
+    settings = load_settings(config, [])
+    return settings.played, settings.curriculum.rules
 
 
 def _see_a_problem(environment: AnyEnvironment, seed: int) -> None:

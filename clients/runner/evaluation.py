@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,22 +24,45 @@ from clients.rollout.server_pool import ServerPool
 from clients.rollout.transport import ServerUnreachableError
 from clients.runner.agent_episodes import EpisodeLimits, Lost, open_group
 from clients.runner.failures import GroupLostError
+from clients.runner.files import write_whole
 from clients.runner.groups import evaluate_group
+from clients.runner.tasks import TaskInPlay
 from clients.runner.text_episodes import Played
 from services.wire.errors import CapacityError, ConflictError, NotReadyError, RollmeshError
 from services.wire.rollout_api import EvaluationAnswers, OpenGroup, SamplingBody
-from services.wire.run_metrics import EvaluationReport
+from services.wire.run_metrics import EvaluationReport, TaskReport
 
 _log = structlog.get_logger()
 GROUP_SIZE = 32
 ATTEMPTS = 5
 _ASK_WITHIN_S = 1.0
+_GROUPS_AT_ONCE = 64
+_LONGEST_NAME = 200
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How often and how a policy is evaluated. `every`: versions between two, 0 for never beside training."""
+
+    problems: int
+    temperature: float = 0.0
+    samples: int = 1
+    every: int = 0
+
+
+class OfTask(BaseModel):
+    """What was measured of one task. `solved`: right answers to each of its problems."""
+
+    task: str
+    solved: list[int]
+    mean_length: float
 
 
 class Measured(BaseModel):
     """`solved`: right answers to each problem. `mean_length`: sampled tokens an episode, all its turns together.
 
-    `success`: the share of answers that were right. `first_version` to `last_version` were served meanwhile.
+    `success`: the share of answers that were right. `first_version` to `last_version` were served meanwhile. `tasks`: where
+    there are several, each by itself; then all else is of all their problems, in this order.
     """
 
     success: float
@@ -47,6 +70,68 @@ class Measured(BaseModel):
     solved: list[int] = []
     first_version: int = 0
     last_version: int = 0
+    tasks: list[OfTask] = []
+    task: str = ""
+
+    samples: int = 1
+    """Answers to each problem."""
+
+    def in_words(self) -> dict[str, object]:
+        """For the log."""
+        by_task = {each.task: round(sum(each.solved) / len(each.solved) / self.samples, 3) for each in self.tasks}
+        told = {"success": self.success, "mean_length": self.mean_length}
+        return {**told, "by_task": by_task} if by_task else {**told}
+
+
+async def evaluate_all(
+    pool: ServerPool,
+    tasks: Sequence[TaskInPlay],
+    terms: Terms,
+    *,
+    seed: int,
+    runner_id: str | None,
+    sessions_at_once: int,
+) -> Measured:
+    """Answer the held-out problems of all tasks, at the same time. As `evaluate`."""
+    room = asyncio.Semaphore(max(1, sessions_at_once // GROUP_SIZE))
+    async with asyncio.TaskGroup() as measuring:
+        running = [
+            measuring.create_task(
+                evaluate(
+                    pool,
+                    each.environment,
+                    task=each.label,
+                    seed=seed,
+                    problems=each.held_out(terms.problems),
+                    max_tokens=each.task.max_tokens,
+                    temperature=terms.temperature,
+                    samples=terms.samples,
+                    limits=each.limits,
+                    runner_id=runner_id,
+                    room=room,
+                )
+            )
+            for each in tasks
+        ]
+    return _together([each.result() for each in running])
+
+
+def _together(measured: Sequence[Measured]) -> Measured:
+    """All problems count alike."""
+    if len(measured) == 1:
+        return measured[0]
+    solved = [right for each in measured for right in each.solved]
+    tokens = sum(each.mean_length * len(each.solved) for each in measured)
+    return Measured(
+        task=", ".join(each.task for each in measured)[:_LONGEST_NAME],
+        success=sum(solved) / len(solved) / measured[0].samples,
+        mean_length=tokens / len(solved),
+        solved=solved,
+        first_version=min(each.first_version for each in measured),
+        last_version=max(each.last_version for each in measured),
+        tasks=[OfTask(task=each.task, solved=each.solved, mean_length=each.mean_length) for each in measured],
+        samples=measured[0].samples,
+    )
 
 
 async def evaluate(
@@ -57,25 +142,36 @@ async def evaluate(
     problems: int,
     max_tokens: int,
     limits: EpisodeLimits,
+    task: str | None = None,
     temperature: float = 0.0,
     samples: int = 1,
     runner_id: str | None = None,
-    groups_at_once: int = 64,
+    room: asyncio.Semaphore | None = None,
 ) -> Measured:
     """Answer held-out problems 0 … `problems` − 1, `samples` times each, greedily at temperature 0.
 
-    An agent's episode that is lost counts as not solved.
+    `task`: what it is called, None for the environment's name; `room`: for groups at once. An agent's episode that is lost
+    counts as not solved.
     """
+    name = task or environment.name
+    room = room or asyncio.Semaphore(_GROUPS_AT_ONCE)
     held_out = [environment.problem("held_out", index, seed) for index in range(problems)]
     firsts = range(0, problems, GROUP_SIZE)
-    room = asyncio.Semaphore(groups_at_once)
     began: list[int] = []
 
     async def play(first: int, sample: int) -> list[Played]:
         chosen = SamplingBody(max_tokens=max_tokens, temperature=temperature, seed=_seed(temperature, seed, sample))
         async with room:
             group = held_out[first : first + GROUP_SIZE]
-            return await _play(pool, environment, group, chosen, limits, runner_id, began.append)
+            opening = OpenGroup(
+                task=name,
+                group_size=len(group),
+                sampling=chosen,
+                purpose="evaluate",
+                wait_s=20.0,
+                runner=runner_id,
+            )
+            return await _play(pool, environment, group, opening, limits, began.append)
 
     async with asyncio.TaskGroup() as playing:
         tasks = [playing.create_task(play(first, sample)) for sample in range(samples) for first in firsts]
@@ -87,11 +183,13 @@ async def evaluate(
             solved[first + place] += bool(episode.ended.success)
     answers = problems * samples
     return Measured(
+        task=name,
         success=sum(solved) / answers,
         mean_length=sum(episode.tokens for episodes in played for episode in episodes) / answers,
         solved=solved,
         first_version=min(began),
         last_version=max([*began, *await _served(pool)]),
+        samples=samples,
     )
 
 
@@ -116,23 +214,16 @@ async def _play(
     pool: ServerPool,
     environment: AnyEnvironment,
     problems: list[Problem],
-    sampling: SamplingBody,
+    opening: OpenGroup,
     limits: EpisodeLimits,
-    runner_id: str | None,
     began: Callable[[int], None],
 ) -> list[Played]:
     """Episodes in the order of `problems`. `began`: is told the version that served the group's opening.
 
     An evaluation group is never published, so it can be played again from its beginning when its server is lost.
     """
-    opening = OpenGroup(
-        task=environment.name,
-        group_size=len(problems),
-        sampling=sampling,
-        purpose="evaluate",
-        wait_s=20.0,
-        runner=runner_id,
-    )
+    sampling = opening.sampling
+    assert sampling is not None
     for attempt in range(ATTEMPTS):
         client = await pool.choose()
         try:
@@ -157,22 +248,10 @@ def _unsolved(lost: Lost) -> Played:
     return Played(lost.session_id, Ended(reward=0.0, success=False), 0)
 
 
-@dataclass(frozen=True)
-class Terms:
-    """How often and how a policy is evaluated. `every`: versions between two, 0 for never beside training."""
-
-    problems: int
-    temperature: float = 0.0
-    samples: int = 1
-    every: int = 0
-
-
-def as_told(measured: Measured, task: str, terms: Terms, version: int, began: float) -> EvaluationAnswers:
+def as_told(measured: Measured, terms: Terms, version: int, began: float) -> EvaluationAnswers:
     """What was measured of the version that was due. `began`: by the monotonic clock."""
     return EvaluationAnswers(
         due=version,
-        task=task,
-        samples=terms.samples,
         temperature=terms.temperature,
         seconds=time.monotonic() - began,
         at=time.time(),
@@ -194,8 +273,8 @@ def due(every: int, served: int, evaluated: int | None) -> int | None:
 class PeriodicEvaluation:
     """Evaluates beside training, one at a time, and tells the run. One that fails is logged and left out."""
 
-    def __init__(self, pool: ServerPool, task: str, terms: Terms, measure: Callable[[], Awaitable[Measured]]) -> None:
-        self._pool, self._task, self._terms, self._measure = pool, task, terms, measure
+    def __init__(self, pool: ServerPool, terms: Terms, measure: Callable[[], Awaitable[Measured]]) -> None:
+        self._pool, self._terms, self._measure = pool, terms, measure
         self._newest = 0
         self._evaluated: int | None = None
         self._new = asyncio.Event()
@@ -225,7 +304,7 @@ class PeriodicEvaluation:
         began = time.monotonic()
         try:
             measured = await self._measure()
-            told = as_told(measured, self._task, self._terms, version, began)
+            told = as_told(measured, self._terms, version, began)
             await (await self._pool.choose()).tell_evaluation(told)
         except RollmeshError as error:
             _log.warning("an evaluation is left out", version=version, why=str(error))
@@ -234,8 +313,7 @@ class PeriodicEvaluation:
             "evaluated",
             when=f"version {version}",
             versions=f"{measured.first_version} to {measured.last_version}",
-            success=measured.success,
-            mean_length=measured.mean_length,
+            **measured.in_words(),
         )
 
 
@@ -252,29 +330,37 @@ class EvaluationRecord:
         return Measured.model_validate_json(self._before.read_text(encoding="utf-8"))
 
     def write_before(self, before: Measured) -> None:
-        _write_whole(self._before, before.model_dump_json(indent=2).encode())
+        write_whole(self._before, before.model_dump_json(indent=2).encode())
 
     def write_alone(self, told: EvaluationAnswers) -> None:
         """Where nothing is trained."""
-        _write_whole(self._report, told.model_dump_json(indent=2).encode())
+        write_whole(self._report, told.model_dump_json(indent=2).encode())
 
-    def write_report(self, before: Measured, after: Measured, problems: int, samples: int) -> None:
+    def write_report(self, before: Measured, after: Measured, samples: int) -> None:
         report = EvaluationReport(
             success_before=before.success,
             success_after=after.success,
             mean_length_before=before.mean_length,
             mean_length_after=after.mean_length,
-            problems=problems,
+            problems=len(after.solved),
             solved_before=before.solved,
             solved_after=after.solved,
             samples=samples,
+            tasks=_reports(before, after),
         )
-        _write_whole(self._report, msgspec.json.format(msgspec.json.encode(report), indent=2))
+        write_whole(self._report, msgspec.json.format(msgspec.json.encode(report), indent=2))
         self._before.unlink(missing_ok=True)
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write atomically: a reader never sees a partial file."""
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(content + b"\n")
-    partial.replace(path)
+def _reports(before: Measured, after: Measured) -> dict[str, TaskReport]:
+    earlier = {each.task: each for each in before.tasks}
+    return {
+        each.task: TaskReport(
+            mean_length_before=earlier[each.task].mean_length,
+            mean_length_after=each.mean_length,
+            solved_before=earlier[each.task].solved,
+            solved_after=each.solved,
+        )
+        for each in after.tasks
+        if each.task in earlier
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
 import structlog
@@ -23,7 +23,7 @@ from clients.rollout.client import RolloutClient
 from clients.rollout.transport import open_session
 from clients.runner.agent_episodes import EpisodeLimits, Lost, abort, open_group, play_apart, play_together
 from clients.runner.failures import GroupLostError, cause_of
-from clients.runner.text_episodes import Played, play_group
+from clients.runner.text_episodes import NOTHING, Played, play_group
 from services.wire.errors import ConcludedError, RollmeshError, UsageError
 from services.wire.rollout_api import FinishGroup, GroupOpened, OpenGroup, SamplingBody
 
@@ -35,17 +35,20 @@ async def play_to_end(
     problem: Problem,
     sampling: SamplingBody,
     limits: EpisodeLimits,
+    noted: Mapping[str, float] = NOTHING,
 ) -> list[Played]:
     """Every sibling plays `problem`; no session is open any more when this returns, raises or is cancelled.
+
+    `noted`: recorded beside each reward.
 
     Raises GroupLostError with its cause, or ConcludedError when the run has concluded.
     """
     agent = agent_of(environment)
     try:
         if agent is not None:
-            return await play_together(client, agent, group, problem, sampling, limits)
+            return await play_together(client, agent, group, problem, sampling, limits, noted)
         return await _play_texts(
-            client, cast("Environment", environment), group, [problem] * len(group.session_ids), limits
+            client, cast("Environment", environment), group, [problem] * len(group.session_ids), limits, noted
         )
     except asyncio.CancelledError:
         await abort(client, group.session_ids)
@@ -83,12 +86,13 @@ async def _play_texts(
     group: GroupOpened,
     problems: Sequence[Problem],
     limits: EpisodeLimits,
+    noted: Mapping[str, float] = NOTHING,
     *,
     evaluating: bool = False,
 ) -> list[Played]:
     async with asyncio.timeout(limits.timeout_s):
         played = await play_group(client, environment, group, problems, evaluating=evaluating)
-        await client.finish_group(group.group_id, FinishGroup(rewards=[episode.as_reward() for episode in played]))
+        await client.finish_group(group.group_id, FinishGroup(rewards=[episode.as_reward(noted) for episode in played]))
     return played
 
 

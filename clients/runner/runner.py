@@ -1,4 +1,4 @@
-"""The environment runner: keeps groups of one task in play until the run has concluded.
+"""The environment runner: keeps groups of a run's tasks in play until the run has concluded.
 
     evaluate ──► open ──► play ──► finish ──┐ × concurrency ──► (run concluded) ──► final weights served ──► evaluate
                   ▲──────────┬──────────────┘
@@ -7,7 +7,8 @@
 
 It only uses the rollout API. With one address (a gateway) calls wait until that is back, and no group is lost. With several
 a group whose server dies is dropped (admission opens another in its place), the server is skipped for a while, and the
-problem is played on another one. `clients.runner.groups` hides whether the environment is an agent environment.
+problem is played on another one. `clients.runner.groups` hides whether an environment is an agent environment,
+`clients.runner.tasks` which task and problem a group plays.
 """
 
 from __future__ import annotations
@@ -15,33 +16,35 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
-from clients.environments.base import AgentEnvironment, AnyEnvironment, Dialect
 from clients.rollout.calls import new_call_name
 from clients.rollout.client import RolloutClient
 from clients.rollout.server_pool import ServerPool
 from clients.rollout.transport import OUTAGE_S, ServerUnreachableError
-from clients.runner.agent_episodes import EpisodeLimits, open_group
+from clients.runner.agent_episodes import open_group
+from clients.runner.curricula import Curricula
 from clients.runner.evaluation import (
-    GROUP_SIZE,
     EvaluationRecord,
     Measured,
     PeriodicEvaluation,
     Terms,
     as_told,
-    evaluate,
+    evaluate_all,
 )
 from clients.runner.failures import GroupFailures, GroupLostError
-from clients.runner.groups import in_dialect, play_to_end
+from clients.runner.groups import play_to_end
 from clients.runner.lease import Lease, new_runner
 from clients.runner.left_behind import LeftBehind
+from clients.runner.progress import Progress
+from clients.runner.tasks import Drawn, PlayedTask, TaskInPlay, Tasks, entered
 from clients.runner.text_episodes import Played
 from services.observability.tracing import NO_TRACING, Span, Tracing
+from services.policies.training.curriculum import CurriculumRules
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import (
     CapacityError,
@@ -51,10 +54,9 @@ from services.wire.errors import (
     NotReadyError,
     RollmeshError,
 )
-from services.wire.rollout_api import GroupOpened, OpenGroup, SamplingBody
+from services.wire.rollout_api import GroupOpened
 
 _log = structlog.get_logger()
-ADMISSION_WAIT_S = 20.0
 FINAL_WEIGHTS_S = 60.0
 _POLL_S = 0.05
 _CONCLUDED_POLL_S = 1.0
@@ -67,24 +69,21 @@ _PATIENCE_S = 0.2
 class RunnerPlan:
     """What to play. `concurrency`: groups in play at once, over all servers. `start_deadline_s`: for the servers' start.
 
-    `episode_timeout_s`: longest time from an episode's first call to its reward. `retries`: how often a problem whose
-    group was lost is played again. `name`: of this runner, unique in the run; a later process of that name takes its place
-    at once. `patience_s`: how long the one address may be away before groups in play there are lost. `api_key`: the agent
-    key of servers that ask for one; `trust`: whose certificates they may show. `greedy_baseline`: the first sibling of each
-    training group is sampled greedily, for the others to be compared with.
+    `retries`: how often a problem whose group was lost is played again. `name`: of this runner, unique in the run; a later
+    process of that name takes its place at once. `patience_s`: how long the one address may be away before groups in play
+    there are lost. `api_key`: the agent key of servers that ask for one; `trust`: whose certificates they may show.
+    `greedy_baseline`: the first sibling of each training group is sampled greedily, for the others to be compared with.
+    `curriculum`: of tasks that are finite, None for none.
     """
 
-    environment: AnyEnvironment
+    tasks: Sequence[PlayedTask]
     seed: int
     group_size: int
-    temperature: float
-    max_tokens: int
     concurrency: int
     evaluation: Terms
     run_dir: Path
-    dialect: Dialect = "text"
     greedy_baseline: bool = False
-    episode_timeout_s: float = 600.0
+    curriculum: CurriculumRules | None = None
     heartbeat_s: float = 10.0
     retries: int = 2
     name: str | None = None
@@ -93,10 +92,6 @@ class RunnerPlan:
     trust: Trust = PUBLIC
     tracing: Tracing = NO_TRACING
     start_deadline_s: float = 300.0
-
-    @property
-    def limits(self) -> EpisodeLimits:
-        return EpisodeLimits(self.episode_timeout_s, self.heartbeat_s)
 
 
 async def run_environment(urls: Sequence[str], plan: RunnerPlan) -> None:
@@ -143,106 +138,75 @@ _Play = Callable[[Sequence[RolloutClient], RunnerPlan, str], Coroutine[None, Non
 
 
 async def _play_run(clients: Sequence[RolloutClient], plan: RunnerPlan, runner_id: str) -> None:
-    async with AsyncExitStack() as stack:
-        if isinstance(plan.environment, AbstractAsyncContextManager):
-            await stack.enter_async_context(plan.environment)
+    sources = [(each.label, each.environment) for each in plan.tasks]
+    curricula = Curricula.opened(sources, plan.seed, plan.curriculum, plan.run_dir, plan.name)
+    async with entered(plan.tasks, clients[0], plan.heartbeat_s) as playing, curricula:
         pool = ServerPool(clients)
-        environment = await in_dialect(clients[0], plan.environment, plan.dialect)
+        tasks = Tasks(playing, curricula, plan.seed, plan.group_size, runner_id, greedy_baseline=plan.greedy_baseline)
         record = EvaluationRecord(plan.run_dir)
         before = record.read_before()
         if before is None:
-            before = await _evaluate(pool, environment, plan, runner_id)
+            before = await _evaluate(pool, playing, plan, runner_id)
             record.write_before(before)
-        _log.info("evaluated", when="before", success=before.success, mean_length=before.mean_length)
+        _log.info("evaluated", when="before", **before.in_words())
 
         async def measure() -> Measured:
-            return await _evaluate(pool, environment, plan, runner_id)
+            return await _evaluate(pool, playing, plan, runner_id)
 
-        beside = PeriodicEvaluation(pool, environment.name, plan.evaluation, measure)
-        await _Players(pool, environment, plan, runner_id, beside).play_until_concluded()
+        beside = PeriodicEvaluation(pool, plan.evaluation, measure)
+        await _Players(pool, tasks, plan, beside).play_until_concluded()
         await _wait_for_final_weights(clients)
-        after = await _evaluate(pool, environment, plan, runner_id)
-        record.write_report(before, after, plan.evaluation.problems, plan.evaluation.samples)
-        _log.info("evaluated", when="after", success=after.success, mean_length=after.mean_length)
+        after = await _evaluate(pool, playing, plan, runner_id)
+        record.write_report(before, after, plan.evaluation.samples)
+        _log.info("evaluated", when="after", **after.in_words())
 
 
 async def _evaluate_alone(clients: Sequence[RolloutClient], plan: RunnerPlan, runner_id: str) -> None:
-    async with AsyncExitStack() as stack:
-        if isinstance(plan.environment, AbstractAsyncContextManager):
-            await stack.enter_async_context(plan.environment)
-        pool, began = ServerPool(clients), time.monotonic()
-        environment = await in_dialect(clients[0], plan.environment, plan.dialect)
-        measured = await _evaluate(pool, environment, plan, runner_id)
-        told = as_told(measured, environment.name, plan.evaluation, measured.first_version, began)
-        EvaluationRecord(plan.run_dir).write_alone(told)
+    async with entered(plan.tasks, clients[0], plan.heartbeat_s) as playing:
+        began = time.monotonic()
+        measured = await _evaluate(ServerPool(clients), playing, plan, runner_id)
+        EvaluationRecord(plan.run_dir).write_alone(as_told(measured, plan.evaluation, measured.first_version, began))
 
 
-async def _evaluate(pool: ServerPool, environment: AnyEnvironment, plan: RunnerPlan, runner_id: str) -> Measured:
+async def _evaluate(pool: ServerPool, tasks: Sequence[TaskInPlay], plan: RunnerPlan, runner_id: str) -> Measured:
     try:
-        return await evaluate(
+        return await evaluate_all(
             pool,
-            environment,
+            tasks,
+            plan.evaluation,
             seed=plan.seed,
-            problems=plan.evaluation.problems,
-            max_tokens=plan.max_tokens,
-            temperature=plan.evaluation.temperature,
-            samples=plan.evaluation.samples,
-            limits=plan.limits,
             runner_id=runner_id,
-            groups_at_once=max(1, plan.concurrency * plan.group_size // GROUP_SIZE),
+            sessions_at_once=plan.concurrency * plan.group_size,
         )
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from failed
-
-
-@dataclass(frozen=True)
-class _Owed:
-    """A problem whose group was lost, to be played again."""
-
-    index: int
-    attempt: int
 
 
 @dataclass
 class _Next:
     """What a player does next. `call`: names its call for a group until that is answered: none is opened unheard of."""
 
-    owed: _Owed | None = None
+    owed: Drawn | None = None
+    """A problem whose group was lost, to be played again."""
     call: str | None = None
 
 
 class _Players:
     """`concurrency` players, each with one group in play at a time."""
 
-    def __init__(
-        self,
-        pool: ServerPool,
-        environment: AnyEnvironment,
-        plan: RunnerPlan,
-        runner_id: str,
-        evaluation: PeriodicEvaluation,
-    ) -> None:
+    def __init__(self, pool: ServerPool, tasks: Tasks, plan: RunnerPlan, evaluation: PeriodicEvaluation) -> None:
         self._evaluation = evaluation
         self._left_behind = LeftBehind(pool.clients)
-        self._pool, self._environment, self._plan = pool, environment, plan
+        self._pool, self._tasks, self._plan = pool, tasks, plan
         self._failures = GroupFailures(plan.retries, plan.concurrency)
         self._progress = Progress(self._failures)
-        sampling = SamplingBody(max_tokens=plan.max_tokens, temperature=plan.temperature)
-        self._opening = OpenGroup(
-            task=environment.name,
-            group_size=plan.group_size,
-            sampling=sampling,
-            wait_s=ADMISSION_WAIT_S,
-            greedy_baseline=plan.greedy_baseline,
-            runner=runner_id,
-        )
 
     async def play_until_concluded(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 players = [tasks.create_task(self._keep_playing()) for _ in range(self._plan.concurrency)]
                 beside = [tasks.create_task(self._progress.run()), tasks.create_task(self._evaluation.run())]
-                if isinstance(self._environment, AgentEnvironment):
+                if self._tasks.any_agent:
                     # An agent may still run for minutes, although no trajectory is accepted any more.
                     watching = tasks.create_task(self._until_concluded())
                     await asyncio.wait([watching, *players], return_when=asyncio.FIRST_COMPLETED)
@@ -286,12 +250,13 @@ class _Players:
         group = await self._open(client, next_up)
         if group is None:
             return
-        playing = next_up.owed or _Owed(group.ordinal, 0)
+        playing = next_up.owed or self._tasks.drawn(group.ordinal)
+        task = self._tasks.all[playing.task]
         self._evaluation.serves(group.policy_version)
-        span.note(group=group.group_id, ordinal=group.ordinal, problem=playing.index, attempt=playing.attempt)
+        span.note(group=group.group_id, ordinal=group.ordinal, problem=playing.problem.index, attempt=playing.attempt)
         try:
-            with structlog.contextvars.bound_contextvars(group=group.group_id):
-                played = await self._play(client, group, playing.index)
+            with structlog.contextvars.bound_contextvars(group=group.group_id, task=task.label):
+                played = await self._play(client, group, playing)
         except GroupLostError as lost:
             span.note(lost=lost.cause)
             if await self._concluded(client):
@@ -299,7 +264,8 @@ class _Players:
             next_up.owed = await self._lost(client, group, lost, playing)
             return
         next_up.owed = None
-        self._progress.count(played)
+        self._tasks.played(playing, played)
+        self._progress.count(task.label, played)
         span.note(success=sum(episode.ended.success for episode in played) / len(played))
 
     async def _open(self, client: RolloutClient, next_up: _Next) -> GroupOpened | None:
@@ -307,7 +273,7 @@ class _Players:
         if next_up.call is None or len(self._pool.clients) > 1:  # another address may belong to another server
             next_up.call = new_call_name()
         try:
-            group = await open_group(client, self._opening, next_up.call)
+            group = await open_group(client, self._tasks.opening(next_up.owed), next_up.call)
         except (ServerUnreachableError, NotReadyError, DeadlineError) as error:
             self._pool.set_aside(client, str(error))
             return None
@@ -321,29 +287,41 @@ class _Players:
         next_up.call = None
         return group
 
-    async def _play(self, client: RolloutClient, group: GroupOpened, index: int) -> list[Played]:
-        problem = self._environment.problem("train", index, self._plan.seed)
+    async def _play(self, client: RolloutClient, group: GroupOpened, playing: Drawn) -> list[Played]:
+        task = self._tasks.all[playing.task]
         self._progress.in_play += 1
         try:
             return await play_to_end(
-                client, self._environment, group, problem, self._opening.sampling, self._plan.limits
+                client,
+                task.environment,
+                group,
+                playing.problem,
+                self._tasks.sampling(playing.task),
+                task.limits,
+                self._tasks.noted(playing.task),
             )
         finally:
             self._progress.in_play -= 1
 
     async def _lost(
-        self, client: RolloutClient, group: GroupOpened, lost: GroupLostError, playing: _Owed
-    ) -> _Owed | None:
+        self, client: RolloutClient, group: GroupOpened, lost: GroupLostError, playing: Drawn
+    ) -> Drawn | None:
         again = self._failures.lost(lost.cause, lost.what, playing.attempt)
         _log.warning(
-            "group lost", cause=lost.cause, why=lost.what, problem=playing.index, attempt=playing.attempt, again=again
+            "group lost",
+            task=self._tasks.all[playing.task].label,
+            cause=lost.cause,
+            why=lost.what,
+            problem=playing.problem.index,
+            attempt=playing.attempt,
+            again=again,
         )
         if lost.cause == "server":
             self._left_behind.add(group)
             self._pool.set_aside(client, lost.what)
         else:
             await asyncio.sleep(_PAUSE_AFTER_LOSS_S)
-        return _Owed(playing.index, playing.attempt + 1) if again else None
+        return playing.again() if again else None
 
 
 async def _wait_for_final_weights(clients: Sequence[RolloutClient]) -> None:
@@ -358,52 +336,3 @@ async def _wait_for_final_weights(clients: Sequence[RolloutClient]) -> None:
                 what = f"{client.url} serves version {state.policy_version}, not the final {state.final_version}"
                 raise DeadlineError(f"{what}, after {FINAL_WEIGHTS_S:g} s", "see the weight bus's log")
             await asyncio.sleep(_POLL_S)
-
-
-PROGRESS_EVERY_S = 5.0
-
-
-class Progress:
-    """Progress log of the runner: a line every few seconds with the counts since the last one, until cancelled."""
-
-    def __init__(self, failures: GroupFailures) -> None:
-        self._failures = failures
-        self._episodes = self._successes = self._groups = 0
-        self._reward = 0.0
-        self.in_play = 0
-        """Groups that are open right now."""
-
-    def count(self, played: Sequence[Played]) -> None:
-        """A group came to its end."""
-        self._failures.played()
-        self._groups += 1
-        self._episodes += len(played)
-        self._successes += sum(episode.ended.success for episode in played)
-        self._reward += sum(episode.ended.reward for episode in played)
-
-    async def run(self) -> None:
-        said_at = time.monotonic()
-        while True:
-            await asyncio.sleep(PROGRESS_EVERY_S)
-            now = time.monotonic()
-            self._say(now - said_at)
-            said_at = now
-
-    def _say(self, seconds: float) -> None:
-        lost = dict(self._failures.by_cause)
-        more = {"lost": lost, "retried": self._failures.retried, "given_up": self._failures.given_up} if lost else {}
-        if self._groups:
-            success, reward = round(self._successes / self._episodes, 3), round(self._reward / self._episodes, 3)
-            _log.info(
-                "groups played",
-                groups=self._groups,
-                success=success,
-                reward=reward,
-                in_play=self.in_play,
-                seconds=round(seconds, 1),
-                **more,
-            )
-        else:
-            _log.info("waiting", waiting_for="episodes to end", in_play=self.in_play, seconds=round(seconds, 1), **more)
-        self._episodes = self._successes = self._groups = 0
-        self._reward = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import structlog
 
@@ -16,6 +17,7 @@ from services.wire.reward_api import RewardFailedError
 from services.wire.rollout_api import GroupOpened, SessionReward, TakeTurns, Turn
 
 _log = structlog.get_logger()
+NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,10 @@ class Played:
     ended: Ended
     tokens: int
 
-    def as_reward(self) -> SessionReward:
-        return SessionReward(session_id=self.session_id, reward=self.ended.reward, components=components(self.ended))
+    def as_reward(self, noted: Mapping[str, float]) -> SessionReward:
+        """`noted`: what is recorded beside the environment's own components."""
+        parts = {**components(self.ended), **noted}
+        return SessionReward(session_id=self.session_id, reward=self.ended.reward, components=parts)
 
 
 def components(ended: Ended) -> dict[str, float]:

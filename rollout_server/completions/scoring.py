@@ -2,7 +2,7 @@
 
     prompt ──► GenerationRequest(prompt_logprobs) ──► engine ──► one whole delta ──► answer, as vLLM writes it
                           ▲                             │
-                          └── asked for again where it was aborted, or read under two versions ──┘
+                          └─────── asked for again where it was aborted ────────┘
 
 They belong to no session, and nothing of them is captured.
 """
@@ -26,20 +26,20 @@ from rollout_server.completions.resumable import UntilAccepting, deltas_of
 from rollout_server.completions.samples import Sample
 from rollout_server.completions.sampling import choose_sampling
 from rollout_server.completions.text import prompts_of, text_logprobs
-from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest, PromptVersionsError, collect
+from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest, collect
 from services.host.aio import first_failure
 from services.wire.errors import NotReadyError, UnsupportedParameterError
 from services.wire.openai_api import CompletionCall
 from services.wire.rollout_api import SamplingLimits
 
 TRIES = 8
-"""A prompt is read in a fraction of the time between two versions: so many interruptions in a row mean something else."""
+"""A prompt is read in a fraction of the time between two commits: so many interruptions in a row mean something else."""
 _LARGE = 2048
 """Prompt tokens above which an answer is written on a thread: each takes three microseconds."""
 
 
 async def score(engine: Engine, request: GenerationRequest, until_accepting: UntilAccepting) -> GenerationDelta:
-    """The whole answer to a request for `prompt_logprobs`: not aborted, its prompt and first token of one version.
+    """The whole answer to a request for `prompt_logprobs`, asked for again until it is not aborted.
 
     Raises NotReadyError where it was interrupted `TRIES` times, and what the engine raises.
     """
@@ -47,15 +47,12 @@ async def score(engine: Engine, request: GenerationRequest, until_accepting: Unt
         if number:
             await until_accepting()
         tried = replace(request, request_id=f"{request.request_id}~{number}") if number else request
-        try:
-            async with aclosing(deltas_of(engine, tried)) as deltas:
-                (answer,) = await collect(deltas)
-        except PromptVersionsError:
-            continue
+        async with aclosing(deltas_of(engine, tried)) as deltas:
+            (answer,) = await collect(deltas)
         if answer.finish_reason != "abort":
             return answer
     raise NotReadyError(
-        f"request {request.request_id} was interrupted {TRIES} times before its prompt was read", "send the call again"
+        f"request {request.request_id} was interrupted {TRIES} times before it was answered", "send the call again"
     )
 
 

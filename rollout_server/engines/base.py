@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
-from services.wire.errors import NotReadyError, RollmeshError
+from services.wire.errors import RollmeshError
 from services.wire.sampling import SamplingParams
 from services.wire.trajectory import VersionSpan
 from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
@@ -139,8 +139,8 @@ class Engine(Protocol):
     def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationDelta]:
         """Yield deltas until each of the `n` samples has had one with a `finish_reason`.
 
-        Closing the iterator early aborts the request. Raises ContextLengthError for a prompt that does not fit,
-        UsageError for ids or parameters that no engine can generate with (`request_check`), and PromptVersionsError.
+        Closing the iterator early aborts the request. Raises ContextLengthError for a prompt that does not fit and
+        UsageError for ids or parameters that no engine can generate with (`request_check`).
         """
         ...
 
@@ -248,14 +248,3 @@ class NonFiniteLogitsError(RollmeshError):
 
     def __init__(self, version: int) -> None:
         super().__init__(f"policy version {version} gives logits that are not finite", "publish weights that are")
-
-
-class PromptVersionsError(NotReadyError):
-    """The weights changed while a prompt was read whose logprobs were asked for; asked again, one version may read it."""
-
-    code = "prompt_versions"
-
-    def __init__(self, request_id: str) -> None:
-        super().__init__(
-            f"the weights changed while the prompt of request {request_id} was read", "send the call again"
-        )

@@ -30,9 +30,10 @@ from rollout_server.sessions.group import Group, GroupRegistry, new_group_id, sa
 from rollout_server.sessions.session import Session, Terms
 from services.host.aio import NamedLocks
 from services.observability.tracing import NO_TRACING, Tracing
+from services.policies.training.mixture import draw
 from services.run_store.ledger import Ledger
 from services.wire.errors import ConflictError, NotReadyError, RollmeshError, SessionConcludedError
-from services.wire.rollout_api import OpenGroup, SamplingLimits
+from services.wire.rollout_api import OpenGroup, SamplingBody, SamplingLimits
 from services.wire.session_api import OpenSession
 
 _log = structlog.get_logger()
@@ -79,19 +80,20 @@ class SessionOpener:
             ordinal = await self._admit(group_id, call.purpose == "train", call.wait_s)
             if ordinal is None:
                 return self._found(group_id)
+            task, sampling = _task_of(call, ordinal)
             group = Group(
                 group_id,
                 ordinal,
                 call.group_size,
-                call.task,
+                task,
                 call.purpose,
                 self._idle_timeout_s,
-                sampling_of(call.sampling),
+                sampling_of(sampling),
                 runner=call.runner,
             )
-            limits = SamplingLimits.model_validate(call.sampling.model_dump(exclude_unset=True))
+            limits = SamplingLimits.model_validate(sampling.model_dump(exclude_unset=True))
             terms = Terms(
-                task=call.task,
+                task=task,
                 purpose=call.purpose,
                 sampling=limits,
                 idle_timeout_s=self._idle_timeout_s,
@@ -232,6 +234,14 @@ class SessionOpener:
             metadata=call.metadata,
             trace=self._tracing.current(),
         )
+
+
+def _task_of(call: OpenGroup, ordinal: int) -> tuple[str, SamplingBody]:
+    if call.mixture is not None:
+        chosen = call.mixture.tasks[draw(call.mixture.parts, call.mixture.seed, ordinal).task]
+        return chosen.task, chosen.sampling
+    assert call.task is not None and call.sampling is not None, "the body was checked"
+    return call.task, call.sampling
 
 
 async def _shielded(work: Awaitable[T]) -> T:

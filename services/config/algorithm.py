@@ -78,6 +78,8 @@ class LossSettings(PpoClipSettings, LossChoice):
 
 GREEDY_BASELINE = "remax"
 """The estimator that compares with an answer sampled greedily: the first sibling of each group is that one."""
+DISTILLATION = "opd"
+"""The estimator that reads a teacher's logprobs and no reward."""
 
 
 class CriticSettings(Section):
@@ -114,14 +116,32 @@ class GaeSettings(ReinforcePpSettings):
     whiten: bool = Field(default=True, description="gae: mean 0 and standard deviation 1 over the batch's tokens")
 
 
+class DistillationSettings(Section):
+    """The teacher's part of the advantage: what opd is, and what others may add."""
+
+    distil: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Coefficient of the reverse KL from the teacher at each token (none: 1 for opd, 0 for others)",
+    )
+    distil_discount: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="γ a token of that KL's later terms; 0: each token has its own alone"
+    )
+
+    @property
+    def distil_coefficient(self) -> float:
+        """That of opd where none is set."""
+        return 1.0 if self.distil is None else self.distil
+
+
 class EstimatorChoice(Section):
     estimator: str = Field(
         default="grpo",
-        description="grpo, rloo, remax, reinforce_pp, reinforce_pp_baseline, gae, or your own as module:function",
+        description="grpo, rloo, remax, reinforce_pp, reinforce_pp_baseline, gae, opd, or your own as module:function",
     )
 
 
-class AdvantageSettings(GaeSettings, GrpoSettings, EstimatorChoice):
+class AdvantageSettings(GaeSettings, GrpoSettings, DistillationSettings, EstimatorChoice):
     """The settings of all estimators, and what they share. The formula in force is printed when the trainer starts."""
 
     kl: float = Field(default=0.0, ge=0.0, description="Coefficient of the divergence from the first policy, in reward")

@@ -13,10 +13,42 @@ from services.wire.errors import UsageError
 
 def check(settings: RunSettings) -> None:
     """Raises UsageError for settings under which a run could not go on, or of which one would have no effect."""
+    _refuse_idle_task(settings)
+    _refuse_judges_of_nobody(settings)
+    _refuse_idle_curriculum(settings)
     _refuse_starvation(settings)
     _refuse_epochs(settings)
     check_learner(settings.trainer)
     check_schedule(settings.trainer, settings.steps)
+
+
+def _refuse_idle_task(settings: RunSettings) -> None:
+    if settings.tasks and settings.task != RunSettings.model_fields["task"].default:
+        raise UsageError(
+            f"task={settings.task} would have no effect beside tasks", "put it into a section [[tasks]], too"
+        )
+
+
+def _refuse_judges_of_nobody(settings: RunSettings) -> None:
+    """Where all tasks are known by name. Without `tasks` the service may be anybody's."""
+    names = {each.called for each in settings.tasks}
+    if not names or None in names:
+        return
+    for component in settings.rewards.components:
+        for name in component.tasks:
+            if name not in names:
+                raise UsageError(
+                    f"reward component {component.name!r} is for a task {name!r} that is not played",
+                    f"there are: {', '.join(sorted(each for each in names if each))}",
+                )
+
+
+def _refuse_idle_curriculum(settings: RunSettings) -> None:
+    if not settings.curriculum.enabled:
+        for name, value in changed_fields(settings.curriculum).items():
+            raise UsageError(
+                f"curriculum.{name}={value} would have no effect", "leave it out, or set curriculum.enabled=true"
+            )
 
 
 def _refuse_starvation(settings: RunSettings) -> None:

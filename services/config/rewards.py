@@ -53,6 +53,7 @@ class RewardComponent(Section):
         default=None, description="Recorded instead where the component fails; empty: the reward fails with it"
     )
     deadline_s: float = Field(default=30.0, gt=0.0, description="Longest time a sample may take, waiting included")
+    tasks: list[str] = Field(default=[], description="Names of the tasks that it judges; empty: all")
     clip: tuple[Finite, Finite] | None = Field(
         default=None, description="Least and largest value that counts; what is recorded is not clipped"
     )

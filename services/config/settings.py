@@ -9,36 +9,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.base import Section
 from services.config.lora import LoraSettings
 from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.rewards import RewardSettings
+from services.config.tasks import CurriculumSettings, TaskList, TaskSettings, TaskText
+from services.config.teacher import TeacherSettings
 from services.config.traces import TraceSettings
 from services.config.tracking import TrackingSettings
 from services.policies.admission import LOOKAHEAD, AdmissionRules
 from services.policies.training.batch_shape import BatchShape
 from services.policies.training.threads import threads_left
-from services.wire.errors import UsageError
 from services.wire.sampling import KvPolicy
-from services.wire.task_name import parse_task
 from services.wire.weights_api import FleetPolicyName
 
 EngineName = Literal["auto", "torch", "vllm"]
 TransportName = Literal["auto", "nixl", "shm", "nccl", "file"]
-
-
-def _known_task(name: str) -> str:
-    try:
-        parse_task(name)
-    except UsageError as error:
-        raise ValueError(error.remedy) from error
-    return name
-
-
-TaskText = Annotated[str, AfterValidator(_known_task)]
 
 
 def _byte_bound(value: object) -> object:
@@ -182,6 +171,7 @@ class TrainerSettings(LearnerSettings):
     )
     loss: LossSettings = LossSettings()
     advantage: AdvantageSettings = AdvantageSettings()
+    teacher: TeacherSettings = TeacherSettings()
     checkpoint_every: int = Field(default=20, ge=1, description="Optimizer steps between checkpoints")
     minibatches_per_batch: int = Field(
         default=1, ge=1, description="Parts of a batch, an optimizer step each; only the last is published"
@@ -278,6 +268,7 @@ class EvaluationSettings(Section):
 class RunSettings(Section):
     seed: int = Field(default=1, ge=0)
     task: TaskText = Field(default="running-sums", description="A name as `services.wire.task_name` describes it")
+    tasks: TaskList = Field(default=[], description="Several tasks in place of `task`: `[[tasks]]`, one section each")
     engine: EngineName = "auto"
     servers: int = Field(default=1, ge=1, le=64)
     steps: int = Field(default=60, ge=1)
@@ -291,6 +282,7 @@ class RunSettings(Section):
     run_store: RunStoreSettings = RunStoreSettings()
     model: ModelSettings = ModelSettings()
     warm_start: WarmStartSettings = WarmStartSettings()
+    curriculum: CurriculumSettings = CurriculumSettings()
     rollout: RolloutSettings = RolloutSettings()
     gateway: GatewaySettings = GatewaySettings()
     rewards: RewardSettings = RewardSettings()
@@ -299,6 +291,19 @@ class RunSettings(Section):
     evaluation: EvaluationSettings = EvaluationSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     tracking: TrackingSettings = TrackingSettings()
+
+    @property
+    def played(self) -> list[TaskSettings]:
+        """The tasks of the run, in order."""
+        return self.tasks or [TaskSettings(task=self.task)]
+
+    @property
+    def task_in_words(self) -> str:
+        """What is played, for people: names of several with their shares."""
+        if not self.tasks:
+            return self.task
+        whole = sum(each.weight for each in self.tasks)
+        return ", ".join(f"{each.called or each.task} ({each.weight / whole:.0%})" for each in self.tasks)
 
     def with_threads(self, cores: int, *, tiny: bool) -> RunSettings:
         """With a number in place of `trainer.threads = auto`, on a machine of so many cores. `tiny`: the policy."""

@@ -113,6 +113,15 @@ TRAINER_STALEST = _gauge("rollmesh_trainer_largest_staleness_steps", "Largest st
 TRAINER_ESS = _gauge("rollmesh_trainer_effective_samples_ratio", "Effective sample size of the last step's tokens")
 TRAINER_REWARD = _gauge("rollmesh_trainer_mean_reward_units", "Mean reward of the last step's trajectories")
 TRAINER_SUCCESS = _gauge("rollmesh_trainer_success_ratio", "Mean success of the last step's trajectories")
+TRAINER_TASK_SUCCESS = _gauge(
+    "rollmesh_trainer_task_success_ratio", "Mean success of the last step's trajectories of a task", "task"
+)
+TRAINER_TASK_REWARD = _gauge(
+    "rollmesh_trainer_task_mean_reward_units", "Mean reward of the last step's trajectories of a task", "task"
+)
+TRAINER_TASK_LENGTH = _gauge(
+    "rollmesh_trainer_task_response_tokens", "Mean sampled tokens of the last step's trajectories of a task", "task"
+)
 TRAINER_UNACCOUNTED = _gauge(
     "rollmesh_trainer_unaccounted_trajectories",
     "By how much Redis' account differs from step log and stream; groups too",

@@ -29,6 +29,7 @@ PANELS = (
         "none",
         ((catalog.TRAINER_SUCCESS.name, "success"), (catalog.TRAINER_REWARD.name, "reward")),
     ),
+    Panel("Success by task", "none", ((catalog.TRAINER_TASK_SUCCESS.name, "{{task}}"),)),
     Panel(
         "Staleness",
         "none",

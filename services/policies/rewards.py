@@ -54,18 +54,24 @@ class Failure:
 class Term:
     """One component of the formula. `substitute`: stands in for a missing value; None: the reward fails with it.
 
-    `clip`: the least and the largest value that count.
+    `clip`: the least and the largest value that count. `tasks`: those that it is part of; empty: all.
     """
 
     name: str
     weight: float = 1.0
     substitute: float | None = None
     clip: tuple[float, float] | None = None
+    tasks: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
         """As it stands in the formula."""
-        return self.name if self.clip is None else f"clip({self.name}, {self.clip[0]:g}, {self.clip[1]:g})"
+        name = f"{self.name}[{', '.join(self.tasks)}]" if self.tasks else self.name
+        return name if self.clip is None else f"clip({name}, {self.clip[0]:g}, {self.clip[1]:g})"
+
+    def judges(self, task: str) -> bool:
+        """Whether it is part of the reward of this task."""
+        return not self.tasks or task in self.tasks
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,10 @@ class Judge:
         models = (each.model for each in settings.components)
         self._hidden = [*hidden, *(model.key_file for model in models if model is not None and model.key_file)]
         self._metrics = metrics
-        self._terms = [rewards.Term(each.name, each.weight, each.substitute, each.clip) for each in settings.components]
+        self._terms = [
+            rewards.Term(each.name, each.weight, each.substitute, each.clip, tuple(each.tasks))
+            for each in settings.components
+        ]
         self._scorers: Mapping[str, Scorer] = {each.name: self._make(each) for each in settings.components}
         self._deadlines = {each.name: each.deadline_s for each in settings.components}
 
@@ -75,15 +78,20 @@ class Judge:
 
     async def judge(self, sample: Sample) -> rewards.Composed | rewards.NotComposed:
         """Raises CapacityError, with nothing begun, while too many samples wait for a component."""
-        full = [name for name, scorer in self._scorers.items() if scorer.full]
+        terms = [term for term in self._terms if term.judges(sample.task)]
+        scorers = {term.name: self._scorers[term.name] for term in terms}
+        full = [name for name, scorer in scorers.items() if scorer.full]
         if full:
             self._metrics.refused()
             what = f"{self._settings.max_waiting} samples wait for {full[0]} already"
             raise CapacityError(what, RETRY_AFTER_S)
         # No await until all have it: else another call could fill one of them in between.
-        futures = {name: scorer.submit(sample) for name, scorer in self._scorers.items()}
+        futures = {name: scorer.submit(sample) for name, scorer in scorers.items()}
         scores = await asyncio.gather(*(self._within_deadline(name, future) for name, future in futures.items()))
-        judged = rewards.compose(self._settings.combine, self._terms, dict(zip(futures, scores, strict=True)))
+        if terms:
+            judged = rewards.compose(self._settings.combine, terms, dict(zip(futures, scores, strict=True)))
+        else:
+            judged = _nobodys(self._terms, sample.task)
         self._metrics.count(judged)
         if isinstance(judged, rewards.NotComposed):
             _log.warning(
@@ -109,6 +117,11 @@ class Judge:
             self._metrics.component_took(name, loop.time() - began)
 
 
+def _nobodys(terms: Sequence[rewards.Term], task: str) -> rewards.NotComposed:
+    what = f"no component judges task {task!r}"
+    return rewards.NotComposed(terms[0].name, rewards.Failure(rewards.RewardFailure.SAMPLE, what))
+
+
 def describe_component(component: RewardComponent) -> str:
     """One line: what it is, what it may take, and what follows when it fails."""
     failing = "fails the reward" if component.substitute is None else f"{component.substitute:g} stands in"
@@ -123,4 +136,5 @@ def describe_component(component: RewardComponent) -> str:
             f"{kind}, {component.workers} at once, {component.time_limit_s:g} s, "
             f"{component.memory_mib} MiB, {' and '.join(allowed) or 'no network, no processes'}"
         )
-    return f"{component.name}: {what}; within {component.deadline_s:g} s; without a value: {failing}"
+    of = f" of {', '.join(component.tasks)} alone" if component.tasks else ""
+    return f"{component.name}{of}: {what}; within {component.deadline_s:g} s; without a value: {failing}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
 import structlog
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from services.policies.training.evaluation import interval, ks_of, pass_at, success_of
 from services.run_store.keys import RunKeys
-from services.wire.rollout_api import Evaluation, EvaluationAnswers
+from services.wire.rollout_api import Evaluation, EvaluationAnswers, TaskEvaluation
 from services.wire.run_metrics import EvaluationPoint
 
 _log = structlog.get_logger()
@@ -16,21 +19,28 @@ _log = structlog.get_logger()
 
 def evaluation_of(told: EvaluationAnswers) -> Evaluation:
     """What the answers say."""
-    solved, samples = told.solved, told.samples
-    within = interval(solved, samples)
     return Evaluation(
-        **told.model_dump(exclude={"solved"}),
+        **told.model_dump(exclude={"solved", "tasks", "mean_length"}),
+        **_found(told.solved, told.samples, told.mean_length).model_dump(),
+        tasks={each.task: _found(each.solved, told.samples, each.mean_length) for each in told.tasks},
+    )
+
+
+def _found(solved: Sequence[int], samples: int, mean_length: float) -> TaskEvaluation:
+    within = interval(solved, samples)
+    return TaskEvaluation(
         problems=len(solved),
         success=success_of(solved, samples),
         low=within.low,
         high=within.high,
         pass_at={k: pass_at(solved, samples, k) for k in ks_of(samples)},
+        mean_length=mean_length,
     )
 
 
 def point_of(evaluation: Evaluation) -> EvaluationPoint:
     """What status and summary show of it."""
-    return EvaluationPoint(**{name: getattr(evaluation, name) for name in EvaluationPoint.__struct_fields__})
+    return msgspec.convert(evaluation, EvaluationPoint, from_attributes=True)
 
 
 class EvaluationStore:

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from services.run_store.client import as_text
 from services.run_store.keys import RunKeys
+from services.wire.run_metrics import TaskOutcome
 
 _log = structlog.get_logger()
 
@@ -98,6 +99,8 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories of the whole run that will never be trained, by cause."""
     warnings: dict[str, str] = {}
     """Signs at the last step that the run cannot learn, by kind, in words."""
+    tasks: dict[str, TaskOutcome] = {}
+    """Each task by itself, over the last `over_steps` steps."""
 
 
 async def post_trainer_status(redis: Redis, run_id: str, status: TrainerStatus) -> None:

@@ -85,6 +85,11 @@ def _figures(report: MeshReport) -> RenderableType:
             table.add_row("effective samples", f"{trainer.effective_samples:.2f}")
         for sign, words in trainer.warnings.items():
             table.add_row("may not learn", Text(f"{sign}: {words}", style=_BAD))
+        for name, one in trainer.tasks.items():
+            if len(trainer.tasks) > 1 or one.skipped is not None:
+                figures = f"success {one.success:.1%}, reward {one.reward:.3g}, {one.response_length:.1f} tokens"
+                skipped = "" if one.skipped is None else f", {one.skipped:.1%} of its problems skipped"
+                table.add_row(f"task {name}", f"{figures}, {one.groups} groups{skipped}")
         if trainer.dropped:
             table.add_row("dropped", ", ".join(f"{cause} {count}" for cause, count in trainer.dropped.items()))
     held_out = report.evaluation
@@ -92,6 +97,10 @@ def _figures(report: MeshReport) -> RenderableType:
         success = f"{held_out.success:.1%} ({held_out.low:.1%} to {held_out.high:.1%}) of {held_out.problems} problems"
         versions = f"versions {held_out.first_version} to {held_out.last_version}"
         table.add_row("held out", f"{success}, {versions}, {report.at - held_out.at:.0f} s ago")
+        for name, each in held_out.tasks.items():
+            table.add_row(
+                f"  {name}", f"{each.success:.1%} ({each.low:.1%} to {each.high:.1%}) of {each.problems} problems"
+            )
     if queue is not None:
         table.add_row("queue", f"{queue.in_stream} trajectories in the stream, {queue.trained} trained")
         if queue.unaccounted or queue.corrected:

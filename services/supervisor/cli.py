@@ -127,6 +127,8 @@ def evaluate(
 ) -> None:
     flags = {
         "task": None if task is None else json.dumps(task),
+        # In place of several of a run.
+        "tasks": None if task is None else "[]",
         "engine": None if engine is None else json.dumps(engine),
         "servers": servers,
         "evaluation.problems": problems,
@@ -193,7 +195,7 @@ def play(
     from services.supervisor.processes import OURS
 
     settings = load_settings(config, [])
-    command = (*OURS, *environment_command(settings, run_id, run_dir or config.parent, rollout_url, name))
+    command = (*OURS, *environment_command(settings, config, run_id, run_dir or config.parent, rollout_url, name))
     # In this process's place: signals and the exit code are the environment's own.
     os.execve(command[0], command, {**os.environ, **as_environ(settings.telemetry)})
 

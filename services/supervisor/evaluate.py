@@ -19,6 +19,7 @@ from rich.console import Console
 from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings
+from services.config.teacher import TeacherSettings
 from services.host.aio import to_its_end
 from services.host.files import shm_directory, shm_prefix, write_whole
 from services.host.process import missing_tunables
@@ -67,6 +68,11 @@ def _lines(found: Evaluation) -> list[str]:
         **{f"pass@{k}": f"{share:.1%}" for k, share in found.pass_at.items() if k > 1},
         "problems": f"{found.problems}, {found.samples} answers each, {how}",
         "answer length": f"{found.mean_length:.1f} tokens",
+        **{
+            f"  {name}": f"{each.success:.1%} ({each.low:.1%} to {each.high:.1%}) of {each.problems}, "
+            f"{each.mean_length:.1f} tokens"
+            for name, each in found.tasks.items()
+        },
         "took": f"{found.seconds:.1f} s",
     }
     widest = max(map(len, rows))
@@ -99,7 +105,7 @@ async def _measure(asked: Asked, scratch: Path, say: Console) -> Evaluation:
     settings, folder = resolved.settings, resolved.folder
     write_whole(folder.config, dump_settings(settings).encode())
     folder.redis.mkdir(exist_ok=True)
-    say.print(f"{settings.servers} × {settings.engine} engine, {settings.task}", markup=False)
+    say.print(f"{settings.servers} × {settings.engine} engine, {settings.task_in_words}", markup=False)
     with PortReservation() as ports:
         plan = plan_launch(
             settings,
@@ -143,7 +149,8 @@ def _alone(settings: RunSettings, scratch: Path) -> RunSettings:
     """Without what belongs to training, and in a folder and a Redis of its own."""
     once = settings.evaluation.model_copy(update={"every": 0, "stop_at": None})
     # Whose code need not be here.
-    trainer = settings.trainer.model_copy(update={"loss": LossSettings(), "advantage": AdvantageSettings()})
+    plain = {"loss": LossSettings(), "advantage": AdvantageSettings(), "teacher": TeacherSettings()}
+    trainer = settings.trainer.model_copy(update=plain)
     changes = {"run_dir": scratch / "run", "redis_url": None, "evaluation": once, "trainer": trainer}
     return settings.model_copy(update=changes)
 

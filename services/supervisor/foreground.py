@@ -50,7 +50,9 @@ async def _run(
     settings, folder, run_id = resolved.settings, resolved.folder, resolved.run_id
     received: list[signal.Signals] = []
     with make_view(console, settings.steps, settings.k, plain=plain) as view:
-        view.say(f"run {run_id}: {settings.task}, seed {settings.seed}, {settings.engine} engine, in {folder.root}")
+        view.say(
+            f"run {run_id}: {settings.task_in_words}, seed {settings.seed}, {settings.engine} engine, in {folder.root}"
+        )
         for name, why in resolved.found.items():
             if name != "trainer.threads":
                 view.say(f"{name} = {value_of(settings, name)}, {why}")

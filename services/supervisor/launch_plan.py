@@ -4,6 +4,7 @@
                    rollout-server-0 … n  (imports, then waits for the model folder)
                    gateway               (in front of more than one rollout server)
                    rewards               (where they are enabled)
+                   teacher               (a rollout server of a fixed model, for a distillation from one)
                    trainer               (imports, then waits for the model folder; see `Mesh` for when)
                    environment           (waits for the servers)
                    tracking              (where logging backends are named; the run goes on without it)
@@ -46,13 +47,15 @@ class MeshPorts:
     gateway: int
     rewards: int
     servers: tuple[int, ...]
+    teacher: int
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
     """`warm_start` jobs wait for each other; none where a model was given. `valkey` is None with --redis-url.
 
-    `gateway_url`: the one address of all rollout servers, None where there is no gateway; `rewards_url` likewise.
+    `gateway_url`: the one address of all rollout servers, None where there is no gateway; `rewards_url`, `teacher_url`
+    likewise.
     """
 
     redis_url: str
@@ -60,11 +63,13 @@ class LaunchPlan:
     server_urls: tuple[str, ...]
     gateway_url: str | None
     rewards_url: str | None
+    teacher_url: str | None
     valkey: ProcessSpec | None
     bus: ProcessSpec
     servers: tuple[ProcessSpec, ...]
     gateway: ProcessSpec | None
     rewards: ProcessSpec | None
+    teacher: ProcessSpec | None
     trainer: ProcessSpec
     environment: ProcessSpec
     tracking: ProcessSpec | None
@@ -96,6 +101,7 @@ def plan_launch(
     server_urls = tuple(f"{scheme}://{LOOPBACK}:{port}" for port in ports.servers)
     gateway_url = f"{scheme}://{LOOPBACK}:{ports.gateway}" if has_gateway(settings) else None
     rewards_url = f"{scheme}://{LOOPBACK}:{ports.rewards}" if settings.rewards.enabled else None
+    teacher_url = f"{scheme}://{LOOPBACK}:{ports.teacher}" if has_teacher(settings) and not fixed else None
     # In its environment variables, where a task of the user's own finds it too.
     judged = {} if rewards_url is None else {"ROLLMESH_REWARDS_URL": rewards_url}
     model = settings.model.path or folder.model
@@ -109,6 +115,7 @@ def plan_launch(
         server_urls=server_urls,
         gateway_url=gateway_url,
         rewards_url=rewards_url,
+        teacher_url=teacher_url,
         valkey=None if valkey is None else ProcessSpec("valkey", valkey.command()),
         bus=commands.command(
             *("weight-bus", "weight-bus", *run, "--state-file", str(folder.bus_state)),
@@ -136,24 +143,53 @@ def plan_launch(
         rewards=None
         if rewards_url is None
         else commands.command("rewards", "rewards", *run, "--host", LOOPBACK, "--port", str(ports.rewards)),
+        teacher=None
+        if teacher_url is None
+        else _teacher(settings, folder, redis_url, ports.teacher, commands, tunables),
         trainer=commands.command(
             *("trainer", "train", *mesh, *bus, "--run-dir", str(folder.root)),
+            *(() if teacher_url is None else ("--teacher-url", teacher_url)),
             role="job",
             threads=settings.trainer.thread_count,
             environ=tunables,
         ),
         environment=commands.command(
             "environment",
-            *environment_command(settings, run_id, folder.root, server_urls if gateway_url is None else (gateway_url,)),
+            *environment_command(
+                settings, folder.config, run_id, folder.root, server_urls if gateway_url is None else (gateway_url,)
+            ),
             *(("--evaluate-only",) if fixed else ()),
             role="job",
-            # It reads no configuration; all others learn from there whether traces are wanted.
+            # All others learn from the configuration whether traces are wanted; it may be given none.
             environ={**judged, **as_environ(settings.telemetry)},
         ),
         tracking=commands.command("tracking", "track", str(folder.root), "--follow")
         if settings.tracking.backends
         else None,
         warm_start=_warm_start(settings, folder, commands, tunables),
+    )
+
+
+def has_teacher(settings: RunSettings) -> bool:
+    """Whether a teacher is served here."""
+    return settings.trainer.teacher.model is not None and settings.trainer.teacher.url is None
+
+
+def _teacher(
+    settings: RunSettings,
+    folder: RunFolder,
+    redis_url: str,
+    port: int,
+    commands: _Commands,
+    tunables: Mapping[str, str],
+) -> ProcessSpec:
+    """A rollout server under a run id of its own: it is no engine of the run, and knows no bus."""
+    return commands.command(
+        *("teacher", "rollout-server", "--run-id", f"{commands.run_id}-teacher", "--server-id", "teacher"),
+        *("--config", str(folder.config), "--redis-url", redis_url, "--model", str(settings.trainer.teacher.model)),
+        *("--engine", settings.engine, "--host", LOOPBACK, "--port", str(port)),
+        threads=settings.rollout.threads,
+        environ=tunables,
     )
 
 
@@ -195,16 +231,17 @@ class _Commands:
 
 
 def environment_command(
-    settings: RunSettings, run_id: str, run_dir: Path, rollout_urls: Sequence[str], name: str = RUNNER
+    settings: RunSettings, config: Path, run_id: str, run_dir: Path, rollout_urls: Sequence[str], name: str = RUNNER
 ) -> tuple[str, ...]:
-    """What plays a run's task: a command of ours, without `rollmesh`.
+    """What plays a run's tasks: a command of ours, without `rollmesh`.
 
-    `name`: started again under it, it takes its predecessor's place, and nobody waits for that one's groups.
+    `config`: where the settings are written. `name`: started again under it, it takes its predecessor's place, and nobody
+    waits for that one's groups.
     """
     flags: dict[str, object] = {
         "--run-id": run_id,
         "--name": name,
-        "--task": settings.task,
+        "--config": config,
         "--seed": settings.seed,
         "--group-size": settings.rollout.group_size,
         "--temperature": settings.rollout.temperature,
@@ -328,8 +365,8 @@ class PortReservation:
 
     def of_mesh(self, servers: int) -> MeshPorts:
         """All ports of a mesh with so many rollout servers."""
-        redis, bus, gateway, rewards, *others = (self.reserve() for _ in range(4 + servers))
-        return MeshPorts(redis=redis, bus=bus, gateway=gateway, rewards=rewards, servers=tuple(others))
+        redis, bus, gateway, rewards, teacher, *others = (self.reserve() for _ in range(5 + servers))
+        return MeshPorts(redis=redis, bus=bus, gateway=gateway, rewards=rewards, servers=tuple(others), teacher=teacher)
 
     def __enter__(self) -> PortReservation:
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -124,6 +124,7 @@ def _facts(snapshot: Snapshot, steps: int, k: int) -> list[tuple[str, str]]:
     return [
         ("step", f"{metrics.step}/{steps}"),
         ("success", f"{metrics.success:.2f}"),
+        *_by_task({name: one.success for name, one in metrics.tasks.items()}),
         *held_out,
         ("length", f"{metrics.response_length:.1f}"),
         ("tokens/s", f"{metrics.tokens_per_s:,.0f}"),
@@ -131,6 +132,12 @@ def _facts(snapshot: Snapshot, steps: int, k: int) -> list[tuple[str, str]]:
         ("stall", "–" if stall is None else f"{stall:.1f} ms"),
         ("served", " ".join(f"{engine.server_id}:v{engine.policy_version}" for engine in snapshot.engines) or "–"),
     ]
+
+
+def _by_task(success: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Nothing of a single task: it is the whole."""
+    shown = ", ".join(f"{name} {value:.2f}" for name, value in success.items())
+    return [("by task", shown)] if len(success) > 1 else []
 
 
 def _waits(snapshot: Snapshot) -> list[tuple[str, str]]:

@@ -65,6 +65,7 @@ class MeshProcesses:
     servers: tuple[ManagedProcess, ...]
     gateway: ManagedProcess | None
     rewards: ManagedProcess | None
+    teacher: ManagedProcess | None
     trainer: ManagedProcess
     environment: ManagedProcess
     tracking: ManagedProcess | None
@@ -77,7 +78,7 @@ class MeshProcesses:
 
     @property
     def _at_the_edge(self) -> tuple[ManagedProcess, ...]:
-        return tuple(managed for managed in (self.gateway, self.rewards) if managed is not None)
+        return tuple(managed for managed in (self.gateway, self.rewards, self.teacher) if managed is not None)
 
     @property
     def in_order_of_stopping(self) -> tuple[tuple[ManagedProcess, ...], ...]:
@@ -171,6 +172,7 @@ class Mesh:
             servers=tuple(manage(spec) for spec in plan.servers),
             gateway=None if plan.gateway is None else manage(plan.gateway),
             rewards=None if plan.rewards is None else manage(plan.rewards),
+            teacher=None if plan.teacher is None else manage(plan.teacher),
             trainer=manage(plan.trainer),
             environment=manage(plan.environment),
             tracking=None if plan.tracking is None else manage(plan.tracking),
@@ -310,6 +312,8 @@ def _named_urls(plan: LaunchPlan) -> list[tuple[str, str]]:
         named.append((plan.gateway.name, plan.gateway_url))
     if plan.rewards is not None and plan.rewards_url is not None:
         named.append((plan.rewards.name, plan.rewards_url))
+    if plan.teacher is not None and plan.teacher_url is not None:
+        named.append((plan.teacher.name, plan.teacher_url))
     return named
 
 

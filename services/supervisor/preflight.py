@@ -28,9 +28,9 @@ from services.observability.setup import check_installed
 from services.run_store.client import check_store, reached_by
 from services.security.keys import KeyPlaces
 from services.security.tls import read_tls
-from services.supervisor.launch_plan import LOOPBACK, warm_start_commands
+from services.supervisor.launch_plan import LOOPBACK, has_teacher, warm_start_commands
 from services.supervisor.processes import OURS
-from services.supervisor.user_code import check_task, with_own_algorithm
+from services.supervisor.user_code import check_tasks, with_algorithm
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.task_name import parse_task
 
@@ -89,39 +89,60 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> Resolved:
     Raises UsageError, with nothing left behind, for environment variables in which the run cannot work.
     """
     engine = choose_engine(settings.engine)
-    task = find_task(settings.task)
+    settings, added = await with_algorithm(find_tasks(settings))
     settings = await asyncio.to_thread(with_model_folder, settings)
-    check_first_policy(settings.model.path, task)
-    if parse_task(task).kind == "prompts" and not settings.rewards.enabled:
-        raise UsageError(f"task {task} has nobody to judge its answers", "set rewards.enabled and its components")
-    await check_task(task)
-    settings, added = await with_own_algorithm(settings)
+    check_first_policy(settings)
+    for each in settings.played:
+        if parse_task(each.task).kind == "prompts" and not settings.rewards.enabled:
+            raise UsageError(
+                f"task {each.task} has nobody to judge its answers", "set rewards.enabled and its components"
+            )
+    await check_tasks(settings)
     settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
     settings, found = fitted(settings)
     await _check_surroundings(settings, keys)
-    run_id = new_run_id(parse_task(task).label)
+    run_id = new_run_id("mixture" if settings.tasks else parse_task(settings.task).label)
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
     folder = make_run_folder(root)
-    settings = settings.model_copy(update={"engine": engine, "run_dir": root, "task": task})
+    settings = settings.model_copy(update={"engine": engine, "run_dir": root})
     return Resolved(settings, folder, run_id, found | added)
 
 
 def with_model_folder(settings: RunSettings) -> RunSettings:
-    """With a folder in place of a model's name: where it is not there, `rollmesh models fetch` makes it, with progress.
+    """With folders in place of the names of the policy's model and of a teacher's that is served here: where one is not
+    there, `rollmesh models fetch` makes it, with progress.
 
     Raises RollmeshError where that fails; it says why.
     """
-    model = settings.model.path
-    if model is None or is_folder(model):
-        return settings
+    model, teacher = settings.model.path, settings.trainer.teacher
+    if model is not None:
+        settings = settings.model_copy(
+            update={"model": settings.model.model_copy(update={"path": _folder_of(model, "model.path")})}
+        )
+    if has_teacher(settings):
+        found = _folder_of(Path(str(teacher.model)), "trainer.teacher.model").expanduser().absolute()
+        check_teacher(found)
+        teacher = teacher.model_copy(update={"model": str(found)})
+        settings = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"teacher": teacher})})
+    return settings
+
+
+def _folder_of(model: Path, setting: str) -> Path:
+    if is_folder(model):
+        return model
     done = subprocess.run([*OURS, "models", "fetch", str(model)], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise RollmeshError(
             f"there is no folder {model}, and no model of that name could be fetched",
-            "see what is said above, or set model.path=FOLDER",
+            f"see what is said above, or set {setting}=FOLDER",
         )
-    folder = Path(done.stdout.strip().splitlines()[-1])
-    return settings.model_copy(update={"model": settings.model.model_copy(update={"path": folder})})
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def check_teacher(model: Path) -> None:
+    """Raises UsageError for a folder that holds no model."""
+    if not is_complete(model):
+        raise UsageError(f"trainer.teacher.model={model} is no Hugging Face model folder", "it must hold a config.json")
 
 
 def fitted(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:
@@ -131,12 +152,19 @@ def fitted(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:
     return fit(settings, facts, cores=usable_cores(), gpu=has_gpu())
 
 
-def check_first_policy(model: Path | None, task: str) -> None:
-    """Raises UsageError where a run of `task` would have no policy to start from: `model`, or a warm start."""
+def check_first_policy(settings: RunSettings) -> None:
+    """Raises UsageError where a run would have no policy to start from: a model, or a warm start for its one task."""
+    model = settings.model.path
     if model is not None and not is_complete(model):
         raise UsageError(f"{model} is no Hugging Face model folder", "it must hold a config.json")
-    if model is None and not parse_task(task).demonstrated:
-        raise UsageError(f"task {task} has no demonstrations to warm-start a model with", "name one: model.path=FOLDER")
+    if model is not None:
+        return
+    if settings.tasks:
+        raise UsageError("a model is warm-started for one task alone, not for tasks", "name one: model.path=FOLDER")
+    if not parse_task(settings.task).demonstrated:
+        raise UsageError(
+            f"task {settings.task} has no demonstrations to warm-start a model with", "name one: model.path=FOLDER"
+        )
 
 
 def new_run_id(task_label: str) -> str:
@@ -148,6 +176,12 @@ def new_run_id(task_label: str) -> str:
 def find_task(task: str) -> str:
     """The task's name with a file in it as an absolute path, so that it means the same wherever it is read again."""
     return str(parse_task(task).with_files(lambda file: str(Path(file).expanduser().absolute())))
+
+
+def find_tasks(settings: RunSettings) -> RunSettings:
+    """With `find_task` of each task."""
+    tasks = [each.model_copy(update={"task": find_task(each.task)}) for each in settings.tasks]
+    return settings.model_copy(update={"task": find_task(settings.task), "tasks": tasks})
 
 
 def check_libraries(trainer: TrainerSettings) -> None:
@@ -221,9 +255,9 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
     if settings.notify is not None:
         raise UsageError("notify is read by `rollmesh up` alone", "leave it out")
     root = run_dir.expanduser().absolute()
-    settings = with_model_folder(settings.model_copy(update={"run_dir": root}))
-    check_first_policy(settings.model.path, settings.task)
-    settings, added = asyncio.run(with_own_algorithm(settings))
+    settings, added = asyncio.run(with_algorithm(settings.model_copy(update={"run_dir": root})))
+    settings = with_model_folder(settings)
+    check_first_policy(settings)
     folder = RunFolder(root)
     if folder.config.exists():
         began_with = load_settings(folder.config, [])

@@ -12,14 +12,26 @@ import msgspec
 from services.config.settings import RunSettings
 from services.host.files import write_whole
 from services.host.run_folder import RunFolder
-from services.policies.training.evaluation import interval, ks_of, pass_at
+from services.policies.training.evaluation import interval, ks_of, pass_at, success_of
 from services.run_store.evaluations import point_of
 from services.run_store.ledger import Accounts
 from services.wire.errors import UNDECODABLE, WireError
 from services.wire.rollout_api import EngineReport, Evaluation
-from services.wire.run_metrics import EvaluationPoint, EvaluationReport, TrainerReport
+from services.wire.run_metrics import EvaluationPoint, EvaluationReport, TaskReport, TrainerReport
 
 ReportT = TypeVar("ReportT")
+
+
+class TaskChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one task of several, on its held-out problems."""
+
+    success_before: float
+    success_after: float
+    success_interval_before: tuple[float, float]
+    success_interval_after: tuple[float, float]
+    response_length_before: float
+    response_length_after: float
+    problems: int
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +54,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     pass_at_before: dict[int, float]
     pass_at_after: dict[int, float]
     """k → share of held-out problems that k answers solve."""
+    tasks: dict[str, TaskChange]
+    """Of a run of several tasks, each by itself; all other figures are of all of them together."""
     evaluations: list[EvaluationPoint]
     """Those beside training, in order."""
     response_length_before: float
@@ -106,7 +120,7 @@ def summarise(
     stalls = [stall for engine in engines for stall in engine.stalls_ms]
     return Summary(
         run_id=run_id,
-        task=settings.task,
+        task=settings.task_in_words,
         seed=settings.seed,
         engine=settings.engine,
         steps=trainer.steps,
@@ -117,6 +131,7 @@ def summarise(
         success_interval_after=_within(evaluation.solved_after, samples),
         pass_at_before=_pass_at(evaluation.solved_before, samples),
         pass_at_after=_pass_at(evaluation.solved_after, samples),
+        tasks={name: _change(each, samples) for name, each in evaluation.tasks.items()},
         evaluations=[point_of(each) for each in evaluations],
         response_length_before=round(evaluation.mean_length_before, 3),
         response_length_after=round(evaluation.mean_length_after, 3),
@@ -142,6 +157,18 @@ def summarise(
         restarts=restarts,
         warnings=trainer.warnings,
         http_ms_per_step=round(1e3 * sum(engine.http_cpu_s for engine in engines) / max(1, trainer.steps), 3),
+    )
+
+
+def _change(of: TaskReport, samples: int) -> TaskChange:
+    return TaskChange(
+        success_before=success_of(of.solved_before, samples),
+        success_after=success_of(of.solved_after, samples),
+        success_interval_before=_within(of.solved_before, samples),
+        success_interval_after=_within(of.solved_after, samples),
+        response_length_before=round(of.mean_length_before, 3),
+        response_length_after=round(of.mean_length_after, 3),
+        problems=len(of.solved_after),
     )
 
 
@@ -174,6 +201,11 @@ def closing_lines(folder: RunFolder, summary: Summary) -> list[str]:
     rows = {
         "success, held out": f"{_success(summary.success_before, summary.success_interval_before)} → "
         f"{_success(summary.success_after, summary.success_interval_after)}",
+        **{
+            f"  {name}": f"{_success(each.success_before, each.success_interval_before)} → "
+            f"{_success(each.success_after, each.success_interval_after)}"
+            for name, each in summary.tasks.items()
+        },
         "answer length": f"{summary.response_length_before:.1f} → {summary.response_length_after:.1f} tokens",
         "optimizer steps": f"{summary.steps}, the first after {summary.first_step_s:.1f} s, all in {summary.wall_s:.1f} s",
         "tokens": f"{summary.tokens_generated:,} generated, {summary.tokens_trained:,} trained",

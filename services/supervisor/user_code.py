@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.config.algorithm import DISTILLATION
 from services.config.base import Section
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
@@ -20,26 +21,29 @@ from services.wire.task_name import parse_task
 _CHECK_S = 120.0
 
 
-async def check_task(task: str) -> None:
-    """See whether the task can be made, in a process of its own: neither libraries nor the user's code are imported here.
+async def check_tasks(settings: RunSettings) -> None:
+    """See whether the tasks can be made, in a process of its own: neither libraries nor the user's code are imported here.
 
     Raises UsageError with what that process says of a name, an option or a library; RollmeshError when it hangs.
     """
-    if parse_task(task).built_in:
+    if not settings.tasks and parse_task(settings.task).built_in:
         return
-    flags = ("--task", task, "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
-    await _ask(("run-environment", *flags), f"task {task} was not made")
+    flags = ("--config", "/dev/stdin", "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
+    hangs = f"{settings.task_in_words} was not made"
+    await _ask(("run-environment", *flags), hangs, dump_settings(settings).encode())
 
 
-async def with_own_algorithm(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:
+async def with_algorithm(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:
     """`settings` with the defaults of an algorithm of the user's own; dotted name → whose, for those that were added.
 
-    Raises UsageError for one that cannot be imported, and for settings that it has not.
+    Raises UsageError for one that cannot be imported, for settings that it has not, and for what it reads and is not there.
+    What built-in ones refuse the trainer says as soon: they are asked here only of a teacher, which takes long to load.
     """
     trainer = settings.trainer
     loss, advantage = trainer.loss, trainer.advantage
     named = {"loss": _found(loss.policy), "advantage": _found(advantage.estimator)}
-    if not any(":" in name for name in named.values()) and not loss.own and not advantage.own:
+    distils = trainer.teacher.there or advantage.distil is not None or advantage.estimator == DISTILLATION
+    if not any(":" in name for name in named.values()) and not loss.own and not advantage.own and not distils:
         return settings, {}
     loss = loss.model_copy(update={"policy": named["loss"]})
     advantage = advantage.model_copy(update={"estimator": named["advantage"]})

@@ -65,12 +65,47 @@ class SamplingLimits(SamplingFields, Body):
     max_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
 
 
-class OpenGroup(Body):
-    """Open a group of `group_size` sessions."""
+LARGEST_MIXTURE = 1000
+"""Parts of all tasks together: in so many groups they stand in exact proportion."""
+
+
+class MixedTask(Body):
+    """One of the tasks of a mixture. `parts`: of the mixture's groups, so many of all parts are of this task."""
 
     task: str = Field(min_length=1, max_length=200)
-    group_size: int = Field(ge=1, le=1024)
+    parts: int = Field(ge=1, le=LARGEST_MIXTURE)
     sampling: SamplingBody
+
+
+class Mixture(Body):
+    """Several tasks. Which one a group plays follows from `seed` and its ordinal (`services.policies.training.mixture`)."""
+
+    seed: int = Field(ge=0, lt=1 << 63)
+    tasks: list[MixedTask] = Field(min_length=1, max_length=100)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return tuple(each.parts for each in self.tasks)
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> Mixture:
+        if sum(self.parts) > LARGEST_MIXTURE:
+            raise ValueError(f"the tasks have {sum(self.parts)} parts together, {LARGEST_MIXTURE} is the most")
+        return self
+
+
+class OpenGroup(Body):
+    """Open a group of `group_size` sessions: of a task, or of one of a mixture's."""
+
+    model_config = ConfigDict(
+        extra="forbid", json_schema_extra={"oneOf": [{"required": ["task", "sampling"]}, {"required": ["mixture"]}]}
+    )
+
+    task: str | None = Field(default=None, min_length=1, max_length=200)
+    group_size: int = Field(ge=1, le=1024)
+    sampling: SamplingBody | None = None
+    mixture: Mixture | None = None
+    """In place of `task` and `sampling`, for `train` alone."""
     purpose: Purpose = "train"
     wait_s: float = Field(default=0.0, ge=0.0, le=60.0)
     """How long the server may hold the call until admission opens, before it answers 429."""
@@ -78,6 +113,16 @@ class OpenGroup(Body):
     """The first session is sampled greedily, whatever its calls say: the baseline that the others are compared with."""
     runner: RunnerId | None = None
     """Who plays it: the group is given up when this runner's lease ends. Left out: it lasts for its idle time."""
+
+    @model_validator(mode="after")
+    def _one_task(self) -> OpenGroup:
+        if self.mixture is None and (self.task is None or self.sampling is None):
+            raise ValueError("give task and sampling, or a mixture")
+        if self.mixture is not None and (self.task is not None or self.sampling is not None):
+            raise ValueError("give either task and sampling, or a mixture")
+        if self.mixture is not None and self.purpose != "train":
+            raise ValueError("a mixture is drawn from by ordinal, which groups of evaluations have not")
+        return self
 
 
 class GroupOpened(Body):
@@ -218,6 +263,14 @@ class RunnerLease(Body):
 # Evaluations beside training. Whoever plays a run's task measures the policy and tells the run, at any of its servers.
 
 
+class TaskAnswers(Body):
+    """Of `EvaluationAnswers`, one task's."""
+
+    task: str = Field(min_length=1, max_length=200)
+    solved: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, max_length=1_000_000)
+    mean_length: float = Field(ge=0.0)
+
+
 class EvaluationAnswers(Body):
     """Held-out problems, answered by one version, or by those that were served meanwhile. Lengths in sampled tokens."""
 
@@ -236,12 +289,31 @@ class EvaluationAnswers(Body):
     seconds: float = Field(ge=0.0)
     at: float
     """Unix seconds, at its end."""
+    tasks: list[TaskAnswers] = Field(default_factory=list, max_length=100)
+    """Where several were played, each by itself; `solved` has all of their problems, in this order."""
+
+    @model_validator(mode="after")
+    def _all_of_all_tasks(self) -> EvaluationAnswers:
+        if self.tasks and [right for each in self.tasks for right in each.solved] != self.solved:
+            raise ValueError("solved is not what the tasks say, one behind the other")
+        return self
 
     @model_validator(mode="after")
     def _no_more_than_all(self) -> EvaluationAnswers:
         if max(self.solved) > self.samples:
             raise ValueError(f"a problem with {max(self.solved)} right answers of {self.samples}")
         return self
+
+
+class TaskEvaluation(Body):
+    """Of `Evaluation`, one task's."""
+
+    problems: int
+    success: float
+    low: float
+    high: float
+    pass_at: dict[int, float]
+    mean_length: float
 
 
 class Evaluation(Body):
@@ -262,6 +334,8 @@ class Evaluation(Body):
     mean_length: float
     seconds: float
     at: float
+    tasks: dict[str, TaskEvaluation] = Field(default_factory=dict)
+    """Where several were played, each by itself; all else is of all their problems together."""
 
 
 class Evaluations(Body):

@@ -10,6 +10,22 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+SKIPPED = "curriculum_skipped"
+"""Recorded beside rewards: the share of a task's problems that its curriculum leaves out of the pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOutcome:
+    """What the environment of one task said of a batch."""
+
+    groups: int
+    trajectories: int
+    reward: float
+    success: float
+    response_length: float
+    skipped: float | None = None
+    """Share of its problems that its curriculum leaves out; None without one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOutcome:
@@ -44,6 +60,8 @@ class BatchOutcome:
     """Tokens of prompts that stand for text that the vocabulary has not."""
     unrendered_tools: int = 0
     """Trajectories that were offered tools that the chat template leaves out."""
+    tasks: dict[str, TaskOutcome] = field(default_factory=dict)
+    """Each task by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +84,17 @@ class StepTimes:
     stage_ms: float
     """Of the slowest engine, same update."""
     flip_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceUse:
+    """Of the trainer's process and its device in one optimizer step."""
+
+    memory_bytes: int = 0
+    """On a GPU the most that tensors took in the step; on a CPU what the process holds behind it."""
+    mfu: float | None = None
+    """Share of the device's arithmetic that `train_ms` used (`services.policies.training.flops`); None where its peak is
+    not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +156,7 @@ class ValueStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutcome, StepTimes):
+class StepMetrics(TokenStatistics, CreditStatistics, ValueStatistics, BatchOutcome, StepTimes, DeviceUse):
     """`step` counts from 1; `version` is the policy version that it made. It consumed tokens for `version − 1`.
 
     `epoch`: the pass over its batch, from 1; from the second on its trajectories are in the lines of the first, too.
@@ -235,6 +264,15 @@ class TrainerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Steps with a sign that the run cannot learn, by kind."""
 
 
+class TaskReport(msgspec.Struct, frozen=True):
+    """Of `EvaluationReport`, one task's."""
+
+    mean_length_before: float
+    mean_length_after: float
+    solved_before: list[int]
+    solved_after: list[int]
+
+
 class EvaluationReport(msgspec.Struct, frozen=True):
     """`evaluation.json`: held-out problems before and after training. Lengths in sampled tokens an episode."""
 
@@ -248,6 +286,18 @@ class EvaluationReport(msgspec.Struct, frozen=True):
     """Right answers to each problem; empty in reports of before they were written down."""
     samples: int = 1
     """Answers to each problem."""
+    tasks: dict[str, TaskReport] = {}
+    """Of a run of several tasks, each by itself; all else is of all their problems together."""
+
+
+class TaskSuccess(msgspec.Struct, frozen=True, kw_only=True):
+    """Success on a task's held-out problems, within `low` and `high`."""
+
+    problems: int
+    success: float
+    low: float
+    high: float
+    mean_length: float
 
 
 class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,3 +312,5 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
     low: float
     high: float
     mean_length: float
+    tasks: dict[str, TaskSuccess] = {}
+    """Of a run of several tasks, each by itself."""

@@ -84,9 +84,23 @@ class TaskName:
         return found["where"], found["attribute"]
 
     @property
+    def called(self) -> str | None:
+        """What its environment calls itself; None where that is for the user's code to say."""
+        if self.kind == "python":
+            return None
+        if self.kind == "prompts":
+            return f"prompts:{self._table}"
+        return f"{self.kind}:{self.rest}" if self.rest else self.kind
+
+    @property
+    def _table(self) -> str:
+        """The name of the table without its endings."""
+        return Path(self.rest.removesuffix(".gz")).stem
+
+    @property
     def label(self) -> str:
         """A short name for folders and keys: lower-case letters, digits and dashes."""
-        words = f"{self.kind}-{Path(self.rest).stem if self.kind == 'prompts' else self.rest}"
+        words = f"{self.kind}-{self._table if self.kind == 'prompts' else self.rest}"
         if self.kind == "python":
             where, attribute = self.python
             words = f"{Path(where).stem if where.endswith('.py') else where}-{attribute}"

@@ -14,6 +14,7 @@ from clients.environments.chat import chat
 from clients.rollout.client import RolloutClient
 from clients.runner.evaluation import Terms
 from clients.runner.runner import RunnerPlan
+from clients.runner.tasks import PlayedTask
 from services.wire.errors import RollmeshError
 from services.wire.rollout_api import GroupOpened, OpenGroup, Purpose, SamplingBody
 from tests.support.rollout_host import Host, hosting, small_batch
@@ -40,13 +41,13 @@ async def one_call(problem: Problem, endpoint: AgentEndpoint) -> Ended:
     return Ended(reward=float(len(said)), success=True, components={"letters": float(len(said))})
 
 
-def plan_for(environment: AnyEnvironment, run_dir: Path, **changes: object) -> RunnerPlan:
+def plan_for(
+    environment: AnyEnvironment, run_dir: Path, episode_timeout_s: float = 600.0, **changes: object
+) -> RunnerPlan:
     plan = {
-        "environment": environment,
+        "tasks": [PlayedTask(environment, max_tokens=8, episode_timeout_s=episode_timeout_s)],
         "seed": 5,
         "group_size": 3,
-        "temperature": 1.0,
-        "max_tokens": 8,
         "concurrency": 2,
         "evaluation": Terms(4),
         "run_dir": run_dir,

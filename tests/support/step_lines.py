@@ -23,7 +23,10 @@ def step_metrics(step: int, **changes: object) -> StepMetrics:
         "staleness_histogram": {"0": 10, "1": 5},
         "dropped": {"late": 1},
         "components": {},
+        "tasks": {},
         "warnings": {},
+        "figures": {},
+        "teacher_kl": None,
         "effective_samples": None,
         "update_state": None,
     }

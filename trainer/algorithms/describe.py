@@ -196,9 +196,16 @@ def describe_advantage(advantage: algorithm.AdvantageSettings) -> str:
     term = term_of(entry.term, built_in, advantages.own_of(advantage), advantage.estimator)
     if advantage.estimator == "grpo" and not advantage.std:
         term = "R − mean over the group"
+    if advantage.estimator == algorithm.DISTILLATION:
+        term = f"−{_teacher_term(advantage)}"
     if "whiten" in entry.uses and advantage.whiten:
         term = f"(x − mean)/(std + 1e-8) over the batch's tokens with x = {term}"
-    legend = [f"A = {term}", *_reward_legend(advantage), *_columns_legend(entry.columns)]
+    distils = advantage.estimator == algorithm.DISTILLATION
+    whole = f"[{term}] − {_teacher_term(advantage)}" if advantage.distil is not None and not distils else term
+    legend = [f"A = {whole}", *_reward_legend(advantage)]
+    if distils or advantage.distil is not None:
+        legend += ["π_beh = the engine's own logprobs", "π_T = the teacher, at temperature 1"]
+    legend += [] if distils else _columns_legend(entry.columns)
     if entry.critic:
         legend.append(
             f"V = the critic, loss ½·max((V − A_V)², (clip(V, V_old ± {advantage.critic.clip:g}) − A_V)²), A_V = x + V_old"
@@ -212,6 +219,12 @@ def describe_advantage(advantage: algorithm.AdvantageSettings) -> str:
             f"groups of equal rewards are dropped and made up for, at most {advantage.dynamic_sampling_most} a batch"
         )
     return ", ".join(legend)
+
+
+def _teacher_term(advantage: algorithm.AdvantageSettings) -> str:
+    gap, discount = "(log π_beh − log π_T)", advantage.distil_discount
+    summed = f"Σ_u≥t {discount:g}^(u−t)·{gap}_u" if discount else gap
+    return f"{advantage.distil_coefficient:g}·{summed}"
 
 
 def _reward_legend(advantage: algorithm.AdvantageSettings) -> list[str]:
@@ -239,6 +252,7 @@ def _refuse_idle_advantage(advantage: algorithm.AdvantageSettings, entry: Advant
         if not entry.critic:
             under = f"advantage.estimator={advantage.estimator}, which has no critic"
             raise idle(f"advantage.critic.{name}", value, under, "leave it out, or set advantage.estimator=gae")
+    _refuse_idle_distillation(advantage, entry)
     if "kl_estimator" in changed and not advantage.kl:
         raise idle("advantage.kl_estimator", advantage.kl_estimator, "advantage.kl=0", "set advantage.kl")
     if "overlong_buffer" in changed and advantage.overlong_length is None:
@@ -265,6 +279,21 @@ def _refuse_idle_advantage(advantage: algorithm.AdvantageSettings, entry: Advant
             f"trainer.advantage.cost.price={advantage.cost.price} lies above largest={advantage.cost.largest}",
             "begin with less, or allow more",
         )
+
+
+def _refuse_idle_distillation(advantage: algorithm.AdvantageSettings, entry: AdvantageEntry) -> None:
+    if advantage.distil_discount and advantage.distil is None and advantage.estimator != algorithm.DISTILLATION:
+        under = f"advantage.estimator={advantage.estimator} without advantage.distil"
+        raise idle("advantage.distil_discount", advantage.distil_discount, under, "set trainer.advantage.distil")
+    changed = changed_fields(advantage) | {
+        f"cost.{name}": value for name, value in changed_fields(advantage.cost).items()
+    }
+    for name in () if entry.rewards else ("kl", "overlong_length", "cost.component", "keep"):
+        if name in changed:
+            under = f"advantage.estimator={advantage.estimator}, which reads no rewards"
+            raise idle(
+                f"advantage.{name}", changed[name], under, "set trainer.advantage.distil beside another estimator"
+            )
 
 
 def _refuse_idle_groups(advantage: algorithm.AdvantageSettings, entry: AdvantageEntry) -> None:

@@ -51,6 +51,9 @@ _ABSENT_BEFORE = (
     "loss.own",
     "loss.router_aux",
     "advantage.own",
+    "advantage.distil",
+    "advantage.distil_discount",
+    "teacher",
 )
 """Settings that runs of before did not know: at their defaults they leave a fingerprint as it was."""
 
@@ -134,7 +137,10 @@ def _fingerprint(settings: RunSettings, without: set[str], steps: int | None = N
     trainer = settings.trainer.model_dump(mode="json", exclude=without)
     # Where state is kept changes no bytes.
     trainer["optimizer"]["offload"] = False
+    # Nor does where a teacher is asked: which one it is stays, where that is known.
+    trainer["teacher"] = {"model": trainer["teacher"]["model"]}
     defaults = TrainerSettings().model_dump(mode="json")
+    defaults["teacher"] = {"model": None}
     for name in _ABSENT_BEFORE:
         section, dot, key = name.rpartition(".")
         of_run, by_default = (trainer[section], defaults[section]) if dot else (trainer, defaults)

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
+from typing import Protocol
 
 import structlog
 from redis.exceptions import RedisError
@@ -49,10 +50,22 @@ _CHECKPOINTS_AFTER_LOSS = 2
 _log = structlog.get_logger()
 
 
+class Follower(Protocol):
+    """Who is told, on the background loop, what arrives and what is settled."""
+
+    def begin(self, members: Sequence[Member[Trajectory]]) -> None:
+        """These are sound; each may be told of several times."""
+        ...
+
+    def forget(self, entries: Collection[str]) -> None:
+        """These are settled, and nobody asks for them any more."""
+        ...
+
+
 class Intake:
     """`version`: the newest policy version that exists. `expire_after_s`: how long siblings may lag before their server is
     asked for. `smallest`: siblings that a group is trained with at the least, where others of it are lost. `group_filter`:
-    which of the complete groups are trained.
+    which of the complete groups are trained. `follower`: is told what arrives.
 
     `run` lives on the background loop; `take` is for the training thread.
     """
@@ -67,12 +80,14 @@ class Intake:
         smallest: int = 2,
         group_filter: GroupFilter | None = None,
         audit_every_s: float = AUDIT_EVERY_S,
+        follower: Follower | None = None,
     ) -> None:
         self._open_reader = open_reader
         self._reader = open_reader()
         self._ledger, self._validator, self._version = ledger, validator, version
         self._expire_after_s = expire_after_s
         self._filter = group_filter or GroupFilter()
+        self._follower = follower
         self._assembler: GroupAssembler[Trajectory] = GroupAssembler(smallest, judge=self._judge)
         self._known: set[str] = set()
         self._changed = threading.Condition()
@@ -193,6 +208,8 @@ class Intake:
         with self._changed:
             self._known.difference_update(entries)
             self._tally.drop(entries)
+        if self._follower is not None:
+            self._follower.forget(entries)
 
     def forget_before(self, stream_id: str) -> None:
         """Entries before this one were trimmed and cannot come again."""
@@ -275,6 +292,8 @@ class Intake:
             self._arrivals.dropped.update(str(drop.cause) for drop in verdict.drops)
             if self._wanted is not None and self._assembler.complete >= self._wanted:
                 self._changed.notify_all()
+        if self._follower is not None:
+            self._follower.begin([item for item in judged if isinstance(item, Member)])
         for group in verdict.spoiled:
             _log.warning("group will never be trained", group=group)
         _extend(self._owed, verdict)

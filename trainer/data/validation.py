@@ -161,7 +161,7 @@ class Validator:
     def _of_segment(self, segment: Segment, newest_version: int) -> Objection | None:
         tokens = unpack_tokens(segment.token_ids)
         if len(tokens) > self.longest:
-            return DropCause.TOO_LONG, f"has a segment of {len(tokens)} tokens, the model takes {self.longest}"
+            return DropCause.TOO_LONG, f"has a segment of {len(tokens)} tokens, {self.longest} are taken"
         # Read without their sign, negative ones are the largest.
         if len(tokens) and int(np.maximum.reduce(tokens.view(np.uint32))) >= self.vocabulary:
             return DropCause.UNKNOWN_TOKEN, f"has a token outside 0 … {self.vocabulary - 1}"

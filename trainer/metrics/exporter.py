@@ -39,6 +39,7 @@ from services.wire.errors import DeadlineError, UsageError
 from services.wire.rollout_api import Evaluation
 from services.wire.run_metrics import StepMetrics, decode_step_metrics
 from trainer.io_loop import Background
+from trainer.metrics.step import over_steps
 
 READ_EVERY_S = 1.0
 CLOSE_WITHIN_S = 10.0
@@ -250,6 +251,7 @@ class StepTotals:
             effective_samples=line.effective_samples,
             dropped=dict(sorted(self._dropped.items())),
             warnings=line.warnings,
+            tasks=over_steps([each for each in self._recent if each.epoch == 1]),
         )
 
     def readings(self) -> Iterator[Reading]:
@@ -274,3 +276,7 @@ class StepTotals:
             yield Reading(catalog.TRAINER_ESS, line.effective_samples)
         yield Reading(catalog.TRAINER_REWARD, line.reward)
         yield Reading(catalog.TRAINER_SUCCESS, line.success)
+        for task, one in line.tasks.items():
+            yield Reading(catalog.TRAINER_TASK_SUCCESS, one.success, (task,))
+            yield Reading(catalog.TRAINER_TASK_REWARD, one.reward, (task,))
+            yield Reading(catalog.TRAINER_TASK_LENGTH, one.response_length, (task,))

@@ -258,7 +258,13 @@ def plot_curves(
     steps = [line.step for line in lines]
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 6), layout="constrained")
     success, length, shares, staleness, times, left_out = axes.flat
-    success.plot(steps, [line.success for line in lines])
+    names = sorted({name for line in lines for name in line.tasks})
+    success.plot(steps, [line.success for line in lines], label="all tasks" if len(names) > 1 else None)
+    for name in names if len(names) > 1 else []:
+        there = [line for line in lines if name in line.tasks]
+        success.plot([line.step for line in there], [line.tasks[name].success for line in there], ":", label=name)
+    if len(names) > 1:
+        success.legend()
     if evaluations:
         below = [max(0.0, each.success - each.low) for each in evaluations]
         above = [max(0.0, each.high - each.success) for each in evaluations]

@@ -47,7 +47,54 @@ def outcome(batch: Batch, unknown_token: int | None = None) -> run_metrics.Batch
         entropy=-float(said.mean(dtype=np.float64)) if len(said) else None,
         unknown_tokens=unknown,
         unrendered_tools=sum(one.unrendered_tools for one in trajectories),
+        tasks=_tasks(batch, solved, sampled),
     )
+
+
+def _tasks(batch: Batch, solved: Sequence[float], sampled: Sequence[int]) -> dict[str, run_metrics.TaskOutcome]:
+    of = defaultdict[str, list[int]](list)
+    for place, one in enumerate(batch.trajectories):
+        of[one.task].append(place)
+    return {
+        task: run_metrics.TaskOutcome(
+            groups=len({int(batch.group[place]) for place in places}),
+            trajectories=len(places),
+            reward=fmean(batch.trajectories[place].reward for place in places),
+            success=fmean(solved[place] for place in places),
+            response_length=fmean(sampled[place] for place in places),
+            skipped=_mean_or_none(
+                [batch.trajectories[place].reward_components.get(run_metrics.SKIPPED) for place in places]
+            ),
+        )
+        for task, places in sorted(of.items())
+    }
+
+
+def over_steps(lines: Sequence[run_metrics.StepMetrics]) -> dict[str, run_metrics.TaskOutcome]:
+    """What tasks have been worth over several steps."""
+    found = defaultdict[str, list[run_metrics.TaskOutcome]](list)
+    for line in lines:
+        for task, one in line.tasks.items():
+            found[task].append(one)
+    return {task: _summed(outcomes) for task, outcomes in sorted(found.items())}
+
+
+def _summed(outcomes: Sequence[run_metrics.TaskOutcome]) -> run_metrics.TaskOutcome:
+    count = sum(one.trajectories for one in outcomes)
+    return run_metrics.TaskOutcome(
+        groups=sum(one.groups for one in outcomes),
+        trajectories=count,
+        reward=sum(one.reward * one.trajectories for one in outcomes) / count,
+        success=sum(one.success * one.trajectories for one in outcomes) / count,
+        response_length=sum(one.response_length * one.trajectories for one in outcomes) / count,
+        skipped=outcomes[-1].skipped,
+    )
+
+
+def _mean_or_none(values: Sequence[float | None]) -> float | None:
+    """Of those that there are."""
+    there = [value for value in values if value is not None]
+    return fmean(there) if there else None
 
 
 def _components(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -72,6 +119,7 @@ def step_metrics(
     statistics: run_metrics.TokenStatistics,
     credited: run_metrics.CreditStatistics,
     valued: run_metrics.ValueStatistics,
+    used: run_metrics.DeviceUse,
     times: run_metrics.StepTimes,
     arrivals: Arrivals,
     commits: int,
@@ -83,6 +131,7 @@ def step_metrics(
         **vars(credited),
         **vars(valued),
         **vars(times),
+        **vars(used),
         step=step,
         version=version,
         epoch=epoch,

@@ -24,6 +24,7 @@ from trainer.algorithms.losses.objective import Objective, TokenTerms
 from trainer.algorithms.losses.tokens import BatchSize
 from trainer.data.packing import MicroBatch, PackedBatch
 from trainer.memory.activations import recompute_activations
+from trainer.memory.device_use import Gauge
 from trainer.model.adapters import Adapters
 from trainer.model.anomaly import check_finite
 from trainer.model.compilation import compile_layers
@@ -65,6 +66,7 @@ class Learner:
         self.run_steps = run_steps
         self._policy = PackedForward(self.model, settings.dtype)
         self.adapters = adapters
+        self.gauge = Gauge(model, self.stem_width, frozen=adapters is not None)
         self.reference = Reference(self._policy, adapters.off) if adapters is not None else reference
         if self.objective.needs_reference and self.reference is None:
             what = "trainer.loss.kl" if settings.loss.kl else f"trainer.loss.policy={settings.loss.policy}"

@@ -22,7 +22,7 @@ from services.config.settings import RunSettings, TrainerSettings
 from services.wire.errors import UsageError
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
-from trainer.algorithms.advantages.compute import AdvantageComputer
+from trainer.algorithms.advantages.compute import AdvantageComputer, Taught
 from trainer.algorithms.needs import needs_of
 from trainer.memory.activations import recompute_activations
 from trainer.memory.host_weights import HostWeights
@@ -69,8 +69,11 @@ class Roles:
         return self.critic is None and self.learner.objective.idle_at_zero
 
 
-def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, version: int) -> Roles:
-    """The roles that `settings` ask for. `load`: a fresh copy of the run's first policy, which has made `version` steps.
+def make_roles(
+    load: Callable[[], PreTrainedModel], settings: RunSettings, version: int, teacher: Taught | None = None
+) -> Roles:
+    """The roles that `settings` ask for. `load`: a fresh copy of the run's first policy, which has made `version` steps;
+    `teacher`: tells its logprobs, where they are read.
 
     Raises UsageError for settings of which one would have no effect, or which do not fit the model.
     """
@@ -96,6 +99,7 @@ def make_roles(load: Callable[[], PreTrainedModel], settings: RunSettings, versi
         settings.seed,
         reference=None if learner.reference is None else of_reference,
         critic=None if critic is None else critic.values,
+        teacher=teacher,
     )
     return Roles(learner, advantage_computer, critic)
 

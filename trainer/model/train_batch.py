@@ -22,7 +22,7 @@ import structlog
 from services.config.settings import RunSettings
 from services.policies.batching import Group
 from services.policies.token_budget import smaller_budget
-from services.wire.run_metrics import CreditStatistics, TokenStatistics, ValueStatistics
+from services.wire.run_metrics import CreditStatistics, DeviceUse, TokenStatistics, ValueStatistics
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.rewards import Batch
 from trainer.data.packing import PackedBatch, pack
@@ -42,7 +42,7 @@ class Trained:
     gradient; `credited`: of the whole batch; `packed_ahead`: the batch came prepared.
 
     `pack_s`: seconds that the training thread took to compute advantages and pack the batch, 0 but for its first step, and
-    where that was done ahead; `train_s`: of the step itself.
+    where that was done ahead; `train_s`: of the step itself. `used`: of memory and arithmetic.
     """
 
     step: int
@@ -57,6 +57,7 @@ class Trained:
     valued: ValueStatistics
     pack_s: float
     train_s: float
+    used: DeviceUse
     packed_ahead: bool = False
 
     @property
@@ -210,6 +211,7 @@ def _steps(
             valued=valued,
             pack_s=pack_s,
             train_s=ended - ready,
+            used=learner.gauge.read(step.packed, ended - ready),
             packed_ahead=ahead,
         )
         pack_s, ready = 0.0, time.perf_counter()

@@ -49,12 +49,14 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-def warm_start(folder: Path, recipe: Recipe, seed: int, report: Report) -> Qwen3ForCausalLM:
-    """Train a fresh tiny policy by the recipe in `folder`; returns it in float32.
+def warm_start(
+    folder: Path, recipe: Recipe, seed: int, report: Report, model: Qwen3ForCausalLM | None = None
+) -> Qwen3ForCausalLM:
+    """Train `model`, else a fresh tiny policy, by the recipe in `folder`; returns it in float32.
 
     Raises WarmStartError when a phase with a bar ends below it, UsageError for files that are not what the recipe says.
     """
-    model = build_model(seed)
+    model = build_model(seed) if model is None else model
     # No dropout: the supervised run is to be repeatable, and RL needs the trainer to agree with the engine.
     model.eval()
     tokenizer = build_tokenizer()

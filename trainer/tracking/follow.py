@@ -101,8 +101,11 @@ class FolderReader:
 
 
 def _as_figures(evaluation: Evaluation) -> dict[str, float]:
-    names = ("due", "success", "low", "high", "mean_length")
-    return {f"held_out/{name}": float(getattr(evaluation, name)) for name in names}
+    names = ("success", "low", "high", "mean_length")
+    figures = {f"held_out/{name}": float(getattr(evaluation, name)) for name in ("due", *names)}
+    for task, each in evaluation.tasks.items():
+        figures |= {f"held_out/{task}/{name}": float(getattr(each, name)) for name in names}
+    return figures
 
 
 def _as_text(sample: _Sampled) -> str:

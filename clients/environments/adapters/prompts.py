@@ -43,11 +43,11 @@ _OPTIONS = {"prompt", "solution", "extract", "instruction", "held_out", "success
 class Prompts:
     """Use as an async context manager, for its connection to the service. Raises UsageError for a file of no prompts.
 
-    `speaks_chat`: prompts are messages, which the text dialect cannot say.
+    `name`: what judges hear. `speaks_chat`: prompts are messages, which the text dialect cannot say.
     """
 
-    def __init__(self, file: Path, options: Mapping[str, str], rewards: RewardsAddress | None) -> None:
-        self.name = f"prompts:{Path(file.name.removesuffix('.gz')).stem}"
+    def __init__(self, name: str, file: Path, options: Mapping[str, str], rewards: RewardsAddress | None) -> None:
+        self.name = name
         refuse_unknown(self.name, options, _OPTIONS)
         success = values(options).get("success", _SOLVED)
         if isinstance(success, bool) or not isinstance(success, int | float):

@@ -23,7 +23,6 @@ from rollout_server.engines.base import (
     EngineStatus,
     GenerationDelta,
     GenerationRequest,
-    PromptVersionsError,
     collect,
     join,
 )
@@ -158,7 +157,6 @@ class VllmEngine:
         self._live[request.request_id] = request.n
         collector, unfinished = None, request.n
         begins = [0] * request.n
-        served = self.policy_version, self._meter.commits
         buffered: dict[int, GenerationDelta] = {}
         try:
             prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt)
@@ -176,7 +174,7 @@ class VllmEngine:
                     index = completion.index
                     delta = self._delta(request, collector.request_id, completion, begins[index])
                     if request.prompt_logprobs and not begins[index] and delta.token_ids:
-                        self._check_unchanged(request, delta, *served)
+                        # Of one version: `weight_bus.vllm.kv_cache` begins prompts anew that a commit finds read in part.
                         delta = replace(delta, prompt_logprobs=prompt_logprobs(request, output.prompt_logprobs))
                     begins[index] += len(delta.token_ids)
                     unfinished -= delta.finish_reason is not None
@@ -377,12 +375,6 @@ class VllmEngine:
             self._computed_anew.get(sample_id, ()),
             request.resumed > 0,
         )
-
-    def _check_unchanged(self, request: GenerationRequest, delta: GenerationDelta, version: int, commits: int) -> None:
-        """Raise PromptVersionsError unless the version that was served before the prompt was read is its first token's,
-        and none came between: a prompt is read in several steps, and weights change between two."""
-        if delta.versions[0].version != version or self._meter.commits != commits:
-            raise PromptVersionsError(request.request_id)
 
     def _version_starts(self, sample_id: str, completion: Any) -> Sequence[tuple[str, int]]:
         """(label, first token) of each version in a sample so far: on its last output, before that in vLLM's own books."""

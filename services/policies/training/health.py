@@ -2,7 +2,7 @@
 
 | kind               | seen                                                                         | steps |
 |--------------------|------------------------------------------------------------------------------|-------|
-| `no_signal`        | in every group all rewards are equal, and the task is not solved             | 2     |
+| `no_signal`        | in every group all rewards are equal, the task not solved, and no teacher    | 2     |
 | `truncated`        | more than 20 % of the trajectories end at the token limit                    | 2     |
 | `unknown_tokens`   | prompts hold tokens that stand for text that the vocabulary has not          | 1     |
 | `unrendered_tools` | tools were offered that the chat template leaves out                         | 1     |
@@ -60,7 +60,7 @@ def _at_once(line: StepMetrics) -> dict[str, str]:
 def _in_two(line: StepMetrics, clip_grad_norm: float) -> dict[str, str]:
     found = {}
     solved = line.success >= SOLVED
-    if line.equal_groups == 1.0 and not solved:
+    if line.equal_groups == 1.0 and not solved and line.teacher_kl is None:
         found["no_signal"] = (
             f"all rewards of each group are equal (mean {line.reward:.3g}): there is nothing to learn from; give rewards "
             "in parts, easier problems, larger groups or a higher temperature"

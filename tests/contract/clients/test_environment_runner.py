@@ -16,6 +16,7 @@ from clients.rollout.client import RolloutClient
 from clients.rollout.transport import ServerUnreachableError
 from clients.runner.evaluation import Terms
 from clients.runner.runner import RunnerPlan, run_environment
+from clients.runner.tasks import PlayedTask
 from services.config.settings import RunSettings
 from services.wire.errors import CapacityError, ConcludedError, ContextLengthError, NotFoundError
 from services.wire.packed import unpack_mask, unpack_tokens
@@ -30,11 +31,9 @@ SAMPLING = SamplingBody(max_tokens=8)
 
 def plan_for(run_dir: Path, task: str = "running-sums", *, concurrency: int = 4) -> RunnerPlan:
     return RunnerPlan(
-        environment=make_environment(task),
+        tasks=[PlayedTask(make_environment(task), max_tokens=8)],
         seed=5,
         group_size=3,
-        temperature=1.0,
-        max_tokens=8,
         concurrency=concurrency,
         evaluation=Terms(40),
         run_dir=run_dir,

@@ -24,6 +24,7 @@ from clients.runner.evaluation import Terms
 from clients.runner.failures import GroupLostError
 from clients.runner.groups import evaluate_group, play_to_end
 from clients.runner.runner import RunnerPlan, run_environment
+from clients.runner.tasks import PlayedTask
 from services.config.load import load_settings
 from services.config.rewards import ModelScoring, RewardComponent
 from services.wire.errors import UsageError
@@ -79,11 +80,9 @@ async def test_a_run_without_reward_code_records_components_and_never_trains_on_
 ) -> None:
     async with mesh(redis_url, run_id, tiny_policy) as (host, rewards):
         plan = RunnerPlan(
-            environment=prompts(folder, rewards, "?success=2.5"),
+            tasks=[PlayedTask(prompts(folder, rewards, "?success=2.5"), max_tokens=4)],
             seed=3,
             group_size=2,
-            temperature=1.0,
-            max_tokens=4,
             concurrency=4,
             evaluation=Terms(8),
             run_dir=folder,

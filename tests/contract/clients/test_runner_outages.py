@@ -24,6 +24,7 @@ from clients.rollout.client import RolloutClient
 from clients.runner.evaluation import Terms
 from clients.runner.lease import Lease, new_runner
 from clients.runner.runner import RunnerPlan, run_environment
+from clients.runner.tasks import PlayedTask
 from services.run_store.runners import RunnerRegistry
 from services.security.tls import PUBLIC
 from services.wire.errors import ConflictError, UsageError
@@ -185,11 +186,9 @@ async def _answers(http: httpx.AsyncClient) -> bool:
 
 def plan_for(run_dir: Path) -> RunnerPlan:
     return RunnerPlan(
-        environment=make_environment("running-sums"),
+        tasks=[PlayedTask(make_environment("running-sums"), max_tokens=8)],
         seed=5,
         group_size=2,
-        temperature=1.0,
-        max_tokens=8,
         concurrency=4,
         evaluation=Terms(2),
         run_dir=run_dir,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 import pytest_asyncio
@@ -102,6 +104,27 @@ async def test_streams_pauses_and_aborts_are_exact(engine: HttpEngine, folder: P
         assert gap(folder, prompt, sample.token_ids, sample.logprobs, 0.7) <= TOLERANCE
         assert sample.top_logprobs is not None
         assert all(len(likeliest) == 2 for likeliest in sample.top_logprobs)
+
+
+async def test_prompts_are_scored_by_it_directly_and_through_an_engine_in_front(
+    engine: HttpEngine, url: str, folder: Path
+) -> None:
+    # Longer than a block of its cache, and asked for twice: the second time a prefix would be found.
+    prompts = harness.prompts(3, seed=74, shortest=200, longest=400)
+    async with httpx.AsyncClient(base_url=url, timeout=60.0) as http:
+        for prompt in [*prompts, *prompts]:
+            expected = harness.teacher_forced(folder, prompt[:1], prompt[1:])
+            scored = replace(request(prompt, 1), prompt_logprobs=True)
+            found = sample_of(await collect(engine.generate(scored))).prompt_logprobs
+            assert found is not None
+            assert float((torch.tensor(found.logprobs) - expected).abs().max()) <= TOLERANCE
+            # The very call that a trainer sends to a teacher, of ours or of vLLM's.
+            call = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+            first, *told = (await http.post("/v1/completions", json=call)).json()["choices"][0]["prompt_logprobs"]
+            assert first is None
+            direct = [entry[str(token)]["logprob"] for token, entry in zip(prompt[1:], told, strict=True)]
+            assert float((torch.tensor(direct) - expected).abs().max()) <= TOLERANCE
+            assert [entry[str(token)]["rank"] for token, entry in zip(prompt[1:], told, strict=True)] == found.ranks
 
 
 async def test_new_weights_come_by_manifest_and_no_prefix_of_the_old_ones_is_used(

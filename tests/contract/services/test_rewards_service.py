@@ -62,6 +62,23 @@ async def test_named_components_make_one_reward(folder: Path) -> None:
         assert (await judge(http, "a b c d", solution="a b c d")).json()["reward"] == 2.0
 
 
+async def test_a_component_may_be_for_some_tasks_alone(folder: Path) -> None:
+    async with judging({**EXACT, "tasks": ["math"]}, {**WORDS, "tasks": ["math", "talk"]}) as http:
+
+        async def of(task: str) -> httpx.Response:
+            body = {"task": task, "prompt": "p", "answer": "a b", "metadata": {"solution": "a b"}}
+            return await http.post("/v1/rewards", json=body)
+
+        assert (await of("math")).json()["components"] == {"exact": 1.0, "words": 2.0}
+        assert (await of("talk")).json() == {"reward": 1.0, "components": {"words": 2.0}, "substituted": {}}
+        nobodys = await of("code")
+        assert nobodys.status_code == 424
+        assert "no component judges task 'code'" in nobodys.json()["error"]["message"]
+        in_force = (await http.get("/v1/rewards")).json()
+        assert in_force["formula"] == "reward = 1·exact[math] + 0.5·words[math, talk]"
+        assert in_force["components"][0].startswith("exact of math alone: ")
+
+
 async def test_a_component_that_fails_fails_the_reward_with_its_cause_and_what_it_wrote(folder: Path) -> None:
     async with judging(EXACT, RAISES) as http:
         failed = await judge(http, "a", solution="a")

@@ -28,6 +28,7 @@ from services.run_store.status import TrainerStatus, WaitBoard
 from services.status.collector import StatusCollector
 from services.status.render import screen
 from services.status.report import CauseView, GroupView, MeshReport, QueueView, ServiceView, WaitView
+from services.wire.run_metrics import TaskOutcome
 from tests.conftest import free_port
 from tests.support.evaluations import evaluation
 from tests.support.mesh_command import COMMAND, run_command
@@ -311,6 +312,10 @@ def test_the_screen_says_everything_that_the_report_does() -> None:
         masked_fraction=0.125,
         effective_samples=0.75,
         dropped={"expired": 4},
+        tasks={
+            name: TaskOutcome(groups=2, trajectories=8, reward=reward, success=reward, response_length=9.5)
+            for name, reward in (("code", 0.25), ("gsm8k", 0.5))
+        },
     )
     report = MeshReport(
         run_id="run-1",
@@ -338,6 +343,8 @@ def test_the_screen_says_everything_that_the_report_does() -> None:
         "trainer step 3/60, 12,346 tokens/s, 75% busy, 25% idle over 3 steps",
         "staleness mean 1.25, max 3 of K 2, over K 12.5% (tokens by steps: 0:5 3:1)",
         "effective samples 0.75",
+        "task code success 25.0%, reward 0.25, 9.5 tokens, 2 groups",
+        "task gsm8k success 50.0%, reward 0.5, 9.5 tokens, 2 groups",
         "dropped expired 4",
         "held out 50.0% (0.0% to 100.0%) of 4 problems, versions 20 to 20, 10 s ago",
         "queue 12 trajectories in the stream, 64 trained",

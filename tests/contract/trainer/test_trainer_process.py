@@ -26,6 +26,7 @@ from services.config.load import dump_settings  # noqa: E402
 from services.config.lora import LoraSettings  # noqa: E402
 from services.config.optimizer import OptimizerSettings, ScheduleSettings  # noqa: E402
 from services.config.settings import RolloutSettings, RunSettings, RunStoreSettings, TrainerSettings, WeightSettings  # noqa: E402
+from services.config.teacher import TeacherSettings  # noqa: E402
 from services.host.files import remove_shm_files  # noqa: E402
 from services.run_store.client import connect  # noqa: E402
 from services.run_store.keys import RunKeys  # noqa: E402
@@ -36,6 +37,7 @@ from services.run_store.stream import DeadLetters  # noqa: E402
 from services.wire.run_metrics import TrainerReport  # noqa: E402
 from services.wire.trajectory import Trajectory  # noqa: E402
 from tests.support.fragile_loss import BROKEN, NAME, NOT_FINITE, marked  # noqa: E402
+from tests.support.teacher_stand_in import TeacherStandIn, taught  # noqa: E402
 from tests.support.trajectories import a_rollout, a_segment, grouped, random_trajectories  # noqa: E402
 from tests.support.until import until  # noqa: E402
 from tests.weight_parts import PlainTarget, SmallEngine, eventually, served  # noqa: E402
@@ -48,6 +50,7 @@ from trainer.metrics.files import read_metrics  # noqa: E402
 from trainer.model.learner import Learner, named_weights  # noqa: E402
 from trainer.model.roles import make_roles  # noqa: E402
 from trainer.model.train_batch import train_batch  # noqa: E402
+from trainer.sft.tiny_model import build_model, build_tokenizer  # noqa: E402
 from weight_bus.client.bus_client import BusClient  # noqa: E402
 from weight_bus.coordinator.app import build_app  # noqa: E402
 from weight_bus.receiver.receiver import Receiver  # noqa: E402
@@ -210,6 +213,63 @@ async def test_killed_stopped_and_restarted_a_run_ends_with_the_same_bytes(mesh:
     assert accounts.dropped == {"run_concluded": SIZE, "future_version": 1}
     assert accounts.published == accounts.trained + accounts.dropped_total()
     assert (accounts.concluded, accounts.final_version) == (True, STEPS)
+
+
+async def test_a_teacher_is_waited_for_by_name_and_asked_again_by_a_restart(mesh: Mesh) -> None:
+    """It is away at the start and dies for good in the middle: an error by name, and in the end the bytes of a run that
+    heard it always."""
+    threads, steps = torch.get_num_threads(), 4
+    torch.set_num_threads(1)
+    teacher = TeacherStandIn(build_model(seed=9, hidden_size=32, layers=1).eval(), build_tokenizer())
+    batches = mesh.steps_of_groups(steps)
+    async with served(teacher.app()) as url:
+        trainer = SETTINGS.trainer.model_copy(
+            update={
+                "checkpoint_every": 20,
+                "advantage": AdvantageSettings(estimator="opd"),
+                "teacher": TeacherSettings(url=url, timeout_s=2.0, at_once=2),
+            }
+        )
+        settings = SETTINGS.model_copy(update={"steps": steps, "trainer": trainer})
+        (mesh.run_dir / "config.toml").write_text(dump_settings(settings))
+        for batch in batches[:2]:
+            await mesh.writer.publish(batch)
+        teacher.down = True
+        first = mesh.trainer()
+        await waiting_for(mesh, f"the teacher at {url} to answer")
+        teacher.down = False
+        await mesh.until(2, first)
+        teacher.down = True
+        await mesh.writer.publish(batches[2])
+        await waiting_for(mesh, f"the teacher's logprobs of step 3: {GROUPS * SIZE} of {GROUPS * SIZE} trajectories")
+        code, errors = await ended(first)
+        assert code == 3, errors
+        assert f"the teacher at {url} did not answer within 2 s" in errors
+        assert len(read_metrics(mesh.run_dir / "metrics.jsonl")) == 2
+
+        teacher.down = False
+        asked = len(teacher.prompts)
+        await mesh.writer.publish(batches[3])
+        code, errors = await ended(mesh.trainer())
+        assert code == 0, errors
+    # Those of the two steps that are repeated, too, and the probe.
+    assert len(teacher.prompts) - asked == steps * GROUPS * SIZE + 1
+    lines = read_metrics(mesh.run_dir / "metrics.jsonl")
+    assert [line.step for line in lines] == [*range(1, steps + 1)]
+    roles = make_roles(lambda: load_policy(mesh.model), settings, 0, lambda batch: taught(teacher.model, batch))
+    made = [train_batch(roles, settings, grouped(batch), 1)[0] for batch in batches]
+    trained = named_weights(load_policy(mesh.run_dir / "checkpoints" / "final"))
+    assert all(torch.equal(trained[name], weight) for name, weight in roles.learner.weights().items())
+    assert [line.teacher_kl for line in lines] == [step.statistics.teacher_kl for step in made]
+    torch.set_num_threads(threads)
+
+
+async def waiting_for(mesh: Mesh, what: str) -> None:
+    async with asyncio.timeout(60):
+        for _ in count():
+            if (await mesh.waits()).get("trainer") == what:
+                return
+            await asyncio.sleep(0.02)
 
 
 def nudge(checkpoint: Path) -> None:

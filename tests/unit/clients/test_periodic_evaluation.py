@@ -45,12 +45,12 @@ class Measuring:
         return await answer
 
 
-FOUND = Measured(success=0.5, mean_length=2.0, solved=[1, 0], first_version=20, last_version=22)
+FOUND = Measured(task="a-task", success=0.5, mean_length=2.0, solved=[1, 0], first_version=20, last_version=22)
 
 
 @asynccontextmanager
 async def evaluating(run: Run, measure: Measuring) -> AsyncIterator[PeriodicEvaluation]:
-    beside = PeriodicEvaluation(cast(ServerPool, run), "a-task", Terms(problems=2, every=10), measure)
+    beside = PeriodicEvaluation(cast(ServerPool, run), Terms(problems=2, every=10), measure)
     task = asyncio.create_task(beside.run())
     try:
         yield beside

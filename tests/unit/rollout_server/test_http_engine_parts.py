@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollout_server.engines.base import GenerationRequest
+from rollout_server.engines.base import GenerationRequest, PromptLogprobs
 from rollout_server.engines.http.client import EngineLostError, EventReader, engine_error, stream_error
 from rollout_server.engines.http.health import EngineHealth
 from rollout_server.engines.http.wire import (
@@ -23,6 +23,7 @@ from rollout_server.engines.http.wire import (
     Flow,
     OtherWeightsError,
     generate_body,
+    read_answer,
 )
 from services.wire.errors import ContextLengthError, NotFoundError, RollmeshError, WireError
 from services.wire.sampling import SamplingParams
@@ -103,6 +104,56 @@ def test_an_engine_that_cannot_resume_gets_a_lower_min_tokens() -> None:
     assert [body["sampling_params"]["min_tokens"] for body in bodies] == [8, 7]
     assert [body.get("resumed") for body in bodies] == [1, None]
     assert bodies[0]["sampling_params"]["stop_token_ids"] == [1, 3]
+
+
+def answer(*, told: Any, version: str, tokens: tuple[int, ...] = (7,)) -> bytes:
+    """A whole answer of one token, as vLLM and rollout servers write it."""
+    content = [{"token": f"token_id:{token}", "token_id": token, "logprob": -0.5} for token in tokens]
+    choice = {
+        "index": 0,
+        "token_ids": list(tokens),
+        "logprobs": {"content": content},
+        "finish_reason": "length",
+        "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+    }
+    return msgspec.json.encode({"request_id": "r", "choices": [choice], "prompt_logprobs": told})
+
+
+SCORED = [None, {"6": {"logprob": -0.25, "rank": 3, "decoded_token": None}}]
+
+
+def test_logprobs_of_the_prompt_are_asked_for_and_read_in_a_whole_answer() -> None:
+    request = asked(prompt_logprobs=True, stream=False)
+    body = generate_body(request, name="r", limit=1, ours=True, vocabulary=64, eos_token_ids=())
+    call = msgspec.json.decode(body, type=dict)
+    assert (call["stream"], call["sampling_params"]["prompt_logprobs"], call.get("stream_options")) == (False, 0, None)
+    (delta,) = Flow(request, 4, {4}).take(read_answer(answer(told=SCORED, version="4"), ours=False))
+    assert delta.prompt_logprobs == PromptLogprobs([-0.25], [3])
+    assert (delta.token_ids, [span.version for span in delta.versions]) == ([7], [4])
+    # A rollout server goes on through a commit: the version that it says is the one that read the prompt.
+    (delta,) = Flow(request, 4, {4, 5}).take(read_answer(answer(told=SCORED, version="5"), ours=True))
+    assert [span.version for span in delta.versions] == [5]
+    for ours in (True, False):
+        with pytest.raises(OtherWeightsError, match="version 6 where 4"):
+            Flow(request, 4, {4, 5}).take(read_answer(answer(told=SCORED, version="6"), ours=ours))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        [None],
+        [None, None],
+        [None, {}],
+        [None, {"5": {"logprob": -0.25}}],
+        [None, {"6": {"logprob": 3.5}}],
+        [None, {"6": {"logprob": -0.25}}, {"7": {"logprob": -0.25}}],
+    ],
+    ids=str,
+)
+def test_logprobs_of_another_prompt_or_none_are_an_error(told: Any) -> None:
+    with pytest.raises(WireError, match="request r"):
+        Flow(asked(prompt_logprobs=True), 4, {4}).take(read_answer(answer(told=told, version="4"), ours=False))
 
 
 def test_weights_are_known_from_the_first_look_or_a_commit_and_from_nothing_else() -> None:

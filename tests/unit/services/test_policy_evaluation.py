@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.policies.training.evaluation import LEVEL, best_of, interval, ks_of, pass_at, success_of
-from services.run_store.evaluations import evaluation_of
+from services.run_store.evaluations import evaluation_of, point_of
 from services.wire.rollout_api import EvaluationAnswers
 
 RUNS = 4000
@@ -78,6 +78,22 @@ def test_the_interval_holds_what_was_measured(samples: int, data: st.DataObject)
     assert 0.0 <= found.low <= found.success <= found.high <= 1.0
     assert found.problems == len(solved) and found.pass_at[1] == pytest.approx(found.success)
     assert list(found.pass_at.values()) == sorted(found.pass_at.values())
+
+
+def test_each_task_of_an_evaluation_is_told_apart() -> None:
+    of = {"task": "a", "solved": [2, 0], "mean_length": 4.0}, {"task": "b", "solved": [2], "mean_length": 1.0}
+    whole = {"due": 3, "first_version": 3, "last_version": 4, "task": "a, b", "samples": 2, "temperature": 1.0}
+    told = {**whole, "solved": [2, 0, 2], "mean_length": 3.0, "seconds": 1.0, "at": 0.0, "tasks": list(of)}
+    found = evaluation_of(EvaluationAnswers.model_validate(told))
+    assert (found.success, found.problems, found.mean_length) == (pytest.approx(2 / 3), 3, 3.0)
+    assert {name: (each.success, each.problems, each.mean_length) for name, each in found.tasks.items()} == {
+        "a": (0.5, 2, 4.0),
+        "b": (1.0, 1, 1.0),
+    }
+    point = point_of(found)
+    assert (point.success, point.tasks["a"].success, point.tasks["b"].high) == (found.success, 0.5, 1.0)
+    with pytest.raises(ValueError, match="not what the tasks say"):
+        EvaluationAnswers.model_validate(told | {"solved": [0, 2, 2]})
 
 
 def test_the_best_is_the_oldest_of_the_highest() -> None:

@@ -23,7 +23,7 @@ from services.supervisor.preflight import choose_engine, has_gpu, new_run_id
 from services.supervisor.summary import closing_lines, read_report, summarise, write_summary
 from services.wire.errors import NoBatchError, UsageError, WireError
 from services.wire.rollout_api import EngineReport
-from services.wire.run_metrics import EvaluationReport, LengthReport, TrainerReport
+from services.wire.run_metrics import EvaluationReport, LengthReport, TaskReport, TrainerReport
 
 
 def test_restarts_wait_longer_each_time_and_end() -> None:
@@ -65,7 +65,7 @@ def test_a_run_that_has_failed_is_never_started_again_however_long_it_lived() ->
 def plan(*overrides: str, keys: KeyPlaces = NO_PLACES) -> LaunchPlan:
     settings = load_settings(None, ["engine=torch", *overrides]).with_threads(2, tiny=True)
     servers = tuple(range(9100, 9100 + settings.servers))
-    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=servers)
+    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=servers, teacher=9005)
     return plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports, keys)
 
 
@@ -89,7 +89,7 @@ def test_every_process_is_told_by_its_environment_where_the_keys_are_and_no_key_
 
 def test_who_computes_with_weights_has_its_tunables_from_the_start_and_no_service_else() -> None:
     settings = load_settings(None, ["engine=torch"]).with_threads(2, tiny=True)
-    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=(9100,))
+    ports = MeshPorts(redis=9001, bus=9002, gateway=9003, rewards=9004, servers=(9100,), teacher=9005)
     tunables = {VARIABLE: HUGE_PAGES}
     launch = plan_launch(settings, RunFolder(Path("/runs/a")), "run-1", ports, tunables=tunables)
     for spec in (*launch.servers, launch.trainer, launch.warm_start[-1]):
@@ -151,6 +151,18 @@ def test_a_reward_service_is_started_where_it_is_enabled_and_the_environment_kno
     command = launch.rewards.command
     assert (flag(command, "--port"), flag(command, "--config")) == ("9004", "/runs/a/config.toml")
     assert launch.environment.environment["ROLLMESH_REWARDS_URL"] == launch.rewards_url == "http://127.0.0.1:9004"
+
+
+def test_a_teacher_is_served_under_a_run_of_its_own_and_the_trainer_knows_where() -> None:
+    assert (plan().teacher, plan().teacher_url) == (None, None)
+    launch = plan('trainer.teacher.model="/models/big"', "trainer.advantage.estimator=opd")
+    assert launch.teacher is not None
+    command = launch.teacher.command
+    assert (flag(command, "--model"), flag(command, "--port")) == ("/models/big", "9005")
+    assert flag(command, "--run-id") == "run-1-teacher" and "--bus-url" not in command
+    assert flag(launch.trainer.command, "--teacher-url") == launch.teacher_url == "http://127.0.0.1:9005"
+    elsewhere = plan('trainer.teacher.url="http://big:8000"', "trainer.advantage.estimator=opd")
+    assert elsewhere.teacher is None and "--teacher-url" not in elsewhere.trainer.command
 
 
 def test_a_given_model_and_redis_are_used_instead_of_our_own() -> None:
@@ -262,7 +274,13 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
         RunSettings(engine="torch").with_threads(2, tiny=True),
         "run-1",
         trainer=trainer,
-        evaluation=EvaluationReport(0.2, 0.98, 3.1, 11.9, 50, [1] * 10 + [0] * 40, [1] * 49 + [0]),
+        evaluation=EvaluationReport(
+            *(0.2, 0.98, 3.1, 11.9, 50, [1] * 10 + [0] * 40, [1] * 49 + [0]),
+            tasks={
+                "easy": TaskReport(2.0, 9.0, [1] * 10, [1] * 10),
+                "hard": TaskReport(3.4, 12.6, [0] * 40, [1] * 39 + [0]),
+            },
+        ),
         accounts=Accounts(published=7800, trained=7680, dropped={"run_concluded": 100, "expired": 20}),
         engines=[report(0, [1.0, 3.0]), report(1, [2.0])],
         began_at=100.0,
@@ -283,6 +301,10 @@ def test_the_summary_has_the_promised_keys_and_sums_over_engines(tmp_path: Path)
     assert '"success_after": 0.98' in folder.summary.read_text()
     lines = closing_lines(folder, summary)
     assert lines[0].endswith("20% (11% to 33%) → 98% (90% to 100%)")
+    assert lines[1:3] == [
+        "  easy              100% (72% to 100%) → 100% (72% to 100%)",
+        "  hard              0% (0% to 9%) → 98% (87% to 100%)",
+    ]
     assert any(line.endswith(str(folder.curves)) for line in lines)
 
 

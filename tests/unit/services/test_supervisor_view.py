@@ -55,7 +55,10 @@ async def test_a_snapshot_is_had_even_where_nothing_answers_yet(redis_url: str, 
 
 
 def snapshot(step: int) -> Snapshot:
-    metrics = step_metrics(step, success=0.75, response_length=11.5, tokens_per_s=9000.0, staleness_max=2)
+    of = {"groups": 1, "trajectories": 4, "reward": 1.0, "response_length": 8.0}
+    tasks = {"a": {**of, "success": 1.0}, "b": {**of, "success": 0.5}}
+    shown = {"success": 0.75, "response_length": 11.5, "tokens_per_s": 9000.0, "staleness_max": 2, "tasks": tasks}
+    metrics = step_metrics(step, **shown)
     wait = Wait(waiting_for="16 complete groups", since=time.time() - 3.0)
     return Snapshot(elapsed_s=12.0, metrics=metrics, waits={"trainer": wait})
 
@@ -79,6 +82,7 @@ def test_plain_lines_say_what_happened_and_who_waits() -> None:
     for fact in (
         "step 60/60",
         "success 0.75",
+        "by task a 1.00, b 0.50",
         "length 11.5",
         "tokens/s 9,000",
         "max 2 of 2",
@@ -92,7 +96,7 @@ def test_the_live_view_shows_the_same_facts() -> None:
     view = make_view(console, steps=60, k=2, plain=False)
     assert isinstance(view, LiveView)
     text = shown(view, console)
-    for fact in ("60/60", "0.75", "11.5", "9,000", "max 2 of 2", "waits for 16 complete groups (3."):
+    for fact in ("60/60", "0.75", "a 1.00, b 0.50", "11.5", "9,000", "max 2 of 2", "waits for 16 complete groups (3."):
         assert fact in text
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from services.config.fitting import value_of
 from services.config.load import load_settings
-from services.supervisor.user_code import with_own_algorithm
+from services.supervisor.user_code import with_algorithm
 from services.wire.errors import UsageError
 
 CODE = """
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 async def test_its_settings_are_told_with_their_defaults_and_its_file_wherever_it_is_read_again(folder: Path) -> None:
     settings = load_settings(None, ["trainer.loss.policy=own_of_user.py:own", "trainer.loss.own.decay=0.25"])
-    whole, added = await with_own_algorithm(settings)
+    whole, added = await with_algorithm(settings)
     assert whole.trainer.loss.own == {"decay": 0.25, "rounds": 3}
     assert whole.trainer.loss.policy == f"{folder}/own_of_user.py:own"
     assert added == {"trainer.loss.own.rounds": f"default of {folder}/own_of_user.py:own"}
@@ -47,9 +47,9 @@ async def test_its_settings_are_told_with_their_defaults_and_its_file_wherever_i
 async def test_a_key_that_it_has_not_is_refused_with_the_nearest(folder: Path) -> None:
     settings = load_settings(None, ["trainer.loss.policy=own_of_user:own", "trainer.loss.own.decoy=0.25"])
     with pytest.raises(UsageError, match=r"unknown key 'trainer\.loss\.own\.decoy'.*'trainer\.loss\.own\.decay'"):
-        await with_own_algorithm(settings)
+        await with_algorithm(settings)
 
 
 async def test_built_in_ones_import_nothing(folder: Path) -> None:
     settings = load_settings(None, [])
-    assert await with_own_algorithm(settings) == (settings, {})
+    assert await with_algorithm(settings) == (settings, {})

@@ -7,6 +7,9 @@ import math
 import msgspec
 import pytest
 
+from services.policies.batching import Group
+from services.wire.run_metrics import TaskOutcome
+from services.wire.trajectory import Trajectory
 from tests.support.trajectories import a_rollout, a_segment, group_of
 from trainer.algorithms.advantages.rewards import Batch
 from trainer.metrics.step import outcome
@@ -45,6 +48,19 @@ def test_figures_of_a_batch() -> None:
     assert found.unrendered_tools == 1
     assert found.reward == 0.5 and found.reward_spread == pytest.approx(math.sqrt(0.125))
     assert found.components == {"form": 0.5, "success": pytest.approx(2 / 3)}
+
+
+def test_each_task_is_told_apart() -> None:
+    def rollouts(name: str, task: str, reward: float, length: int) -> Group[Trajectory]:
+        said = a_segment([5], [7] * length, [-1.0] * length, [0] * length)
+        both = (a_rollout([said], reward, group=name, size=2, member=member) for member in range(2))
+        return group_of([msgspec.structs.replace(one, task=task) for one in both])
+
+    mixed = [rollouts("g0", "b", 1.0, 1), rollouts("g1", "a", 0.0, 3), rollouts("g2", "a", 2.0, 1)]
+    found = outcome(Batch.of(mixed)).tasks
+    assert list(found) == ["a", "b"]
+    assert found["a"] == TaskOutcome(groups=2, trajectories=4, reward=1.0, success=0.5, response_length=2.0)
+    assert found["b"] == TaskOutcome(groups=1, trajectories=2, reward=1.0, success=1.0, response_length=1.0)
 
 
 def test_a_vocabulary_that_has_tokens_for_every_text_has_no_unknown_ones() -> None:

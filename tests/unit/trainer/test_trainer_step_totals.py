@@ -11,10 +11,16 @@ import pytest
 pytest.importorskip("torch")
 
 from services.host.files import LineTail
-from services.observability.catalog import TRAINER_DROPPED, TRAINER_SECONDS, TRAINER_STEPS, TRAINER_TOKENS
+from services.observability.catalog import (
+    TRAINER_DROPPED,
+    TRAINER_SECONDS,
+    TRAINER_STEPS,
+    TRAINER_TASK_SUCCESS,
+    TRAINER_TOKENS,
+)
 from services.policies.length_stats import Lengths
 from services.supervisor.live_view import MetricsTail
-from services.wire.run_metrics import StepMetrics, TrainerReport
+from services.wire.run_metrics import StepMetrics, TaskOutcome, TrainerReport
 from tests.support.step_lines import step_line, step_metrics
 from trainer.metrics.exporter import RECENT_STEPS, StepTotals
 from trainer.metrics.files import RunRecords, make_report, plot_curves, read_metrics
@@ -51,6 +57,21 @@ def test_counters_add_up_over_all_steps_and_the_busy_share_is_of_the_last() -> N
     assert figures[TRAINER_TOKENS, "1"] == 125
     assert figures[TRAINER_DROPPED, "late"] == 25
     assert figures[TRAINER_SECONDS, "wait"] == pytest.approx(5.0 + 0.25 * RECENT_STEPS)
+
+
+def test_tasks_are_told_over_the_last_steps_each_weighed_by_its_trajectories() -> None:
+    totals = StepTotals(steps=100, k=2)
+    of = {"groups": 1, "trajectories": 4, "reward": 1.0, "success": 1.0, "response_length": 8.0}
+    none = {"groups": 3, "trajectories": 12, "reward": 0.0, "success": 0.0, "response_length": 4.0}
+    totals.add([step_line(1, tasks={"a": of, "b": of}), step_line(2, tasks={"a": none})])
+    report = totals.status()
+    assert report is not None
+    assert report.tasks == {
+        "a": TaskOutcome(groups=4, trajectories=16, reward=0.25, success=0.25, response_length=5.0),
+        "b": TaskOutcome(groups=1, trajectories=4, reward=1.0, success=1.0, response_length=8.0),
+    }
+    figures = {(each.metric, *each.labels): each.value for each in totals.readings()}
+    assert (TRAINER_TASK_SUCCESS, "a") in figures and (TRAINER_TASK_SUCCESS, "b") not in figures
 
 
 def test_a_torn_line_is_read_once_it_is_whole_or_never_where_it_is_cut_off(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from services.config.algorithm import AdvantageSettings
+from services.config.algorithm import DISTILLATION, AdvantageSettings
 from services.policies.batching import Group
 from services.wire.errors import UsageError
 from services.wire.packed import Float32Array
 from services.wire.run_metrics import CreditStatistics
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import BoolArray, Column, Float64Array
+from trainer.algorithms.advantages.opd import teacher_term
 from trainer.algorithms.advantages.registry import find_estimator, make_estimator
 from trainer.algorithms.advantages.rewards import Batch, CostPrice, score
 from trainer.algorithms.columns import AdvantageColumn
@@ -28,6 +29,7 @@ from trainer.algorithms.describe import describe_advantage
 from trainer.algorithms.divergence import Estimator, divergence
 
 _Changed = TypeVar("_Changed")
+_PASS = "pass it to AdvantageComputer"
 Measure = Callable[[Sequence[Trajectory]], Float64Array]
 """A value for each sampled token of some trajectories, flat, in the order of their segments: `[N]`."""
 
@@ -127,10 +129,15 @@ class BatchCredits(Mapping[str, Credit]):
         ]
 
 
-class AdvantageComputer:
-    """Computes the advantages of batches. `reference`: logprobs of the run's first policy; `critic`: its values.
+Taught = Callable[[Batch], Float64Array]
+"""A teacher's logprob of each sampled token of a batch: `[N]`. It may have been asked before."""
 
-    Raises UsageError for a setting without effect, and for a `reference` or `critic` that is needed and missing.
+
+class AdvantageComputer:
+    """Computes the advantages of batches. `reference`: logprobs of the run's first policy; `critic`: its values; `teacher`:
+    its logprobs, which are told of too where they are given.
+
+    Raises UsageError for a setting without effect, and for one of these that is needed and missing.
     """
 
     def __init__(
@@ -140,6 +147,7 @@ class AdvantageComputer:
         *,
         reference: Measure | None = None,
         critic: Measure | None = None,
+        teacher: Taught | None = None,
     ) -> None:
         self.formula = describe_advantage(settings)
         self.price = CostPrice(settings.cost) if settings.cost.component is not None else None
@@ -155,10 +163,14 @@ class AdvantageComputer:
         )
         needs_critic = entry.critic
         self._critic = _needed(critic, needs_critic, f"trainer.advantage.estimator={settings.estimator} needs a critic")
+        if teacher is None and (settings.distil is not None or "teacher" in entry.columns):
+            raise UsageError(f"trainer.advantage.estimator={settings.estimator} needs a teacher", _PASS)
+        self._teacher = teacher
 
     @property
     def independent(self) -> bool:
-        """Whether advantages depend on the batch alone: on no model, and on no price that batches before it have moved."""
+        """Whether advantages depend on the batch alone (a fixed teacher's logprobs are of it): on no model that this
+        process computes with, and on no price that batches before it have moved."""
         return self._reference is None and self._critic is None and self.price is None
 
     def of(
@@ -176,14 +188,19 @@ class AdvantageComputer:
             kl = divergences(behaviour, reference, settings.kl_estimator)
         values = None if self._critic is None else self._critic(batch.trajectories)
         penalty = None if kl is None else settings.kl * kl
-        known = {"behaviour": behaviour, "reference": reference, "values": values}
+        teacher = None if self._teacher is None else self._teacher(batch)
+        known = {"behaviour": behaviour, "reference": reference, "values": values, "teacher": teacher}
         columns = {name: _column(name, batch, known.get(name), version) for name in self._columns}
         reward_batch = score(batch, settings, self._seed, self.price, penalty, values, columns)
         found = self._estimate(reward_batch, settings)
+        advantages = found.advantages
+        if teacher is not None and settings.distil is not None and settings.estimator != DISTILLATION:
+            advantages = advantages + teacher_term(behaviour, teacher, batch.lengths, settings)
         by_token = TokenCredits(
-            found.advantages.astype(np.float32),
+            advantages.astype(np.float32),
             None if values is None else values.astype(np.float32),
             None if found.returns is None else found.returns.astype(np.float32),
+            None if teacher is None else teacher.astype(np.float32),
         )
         credits = BatchCredits(batch, reward_batch.trained, by_token)
         costs = self._costs(batch.trajectories)
@@ -223,7 +240,7 @@ def _column(name: AdvantageColumn, batch: Batch, known: Float64Array | None, ver
 
 def _needed(measure: Measure | None, needed: bool, what: str) -> Measure | None:
     if needed and measure is None:
-        raise UsageError(what, "pass it to AdvantageComputer")
+        raise UsageError(what, _PASS)
     return measure if needed else None
 
 

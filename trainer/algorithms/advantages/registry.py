@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.config.algorithm import GREEDY_BASELINE, AdvantageSettings, GaeSettings, GrpoSettings, ReinforcePpSettings
+from services.config.algorithm import (
+    DISTILLATION,
+    GREEDY_BASELINE,
+    AdvantageSettings,
+    GaeSettings,
+    GrpoSettings,
+    ReinforcePpSettings,
+)
 from services.config.base import Section
 from trainer.algorithms.columns import ADVANTAGE_COLUMNS, AdvantageColumn, check_columns
 from trainer.algorithms.plugins import bound, find_entry, load_function, own_settings
@@ -28,8 +35,8 @@ class AdvantageEntry:
     """`term`: what the advantage is, as text with `{setting}` in it. `uses`: which of the estimators' settings it reads.
 
     `compares`: it compares siblings, so that a group of equal rewards gives no gradient, and a group of one no advantage.
-    `critic`: it needs a critic's values, and returns their targets. `columns`: what it reads beyond rewards
-    (`trainer.algorithms.columns`). `settings`: its own, under `trainer.advantage.own`.
+    `critic`: it needs a critic's values, and returns their targets. `rewards`: it reads them. `columns`: what it reads
+    beyond (`trainer.algorithms.columns`). `settings`: its own, under `trainer.advantage.own`.
     """
 
     target: str
@@ -37,6 +44,7 @@ class AdvantageEntry:
     uses: tuple[str, ...] = ()
     compares: bool = False
     critic: bool = False
+    rewards: bool = True
     columns: tuple[AdvantageColumn, ...] = ()
     settings: type[Section] | None = None
 
@@ -69,6 +77,10 @@ ADVANTAGES: Mapping[str, AdvantageEntry] = {
         "Σ_l ({discount:g}·{trace:g})^l·(r + {discount:g}·V_next − V)",
         tuple(GaeSettings.model_fields),
         critic=True,
+    ),
+    # Its term is the teacher's, which others may have, too.
+    DISTILLATION: AdvantageEntry(
+        "trainer.algorithms.advantages.opd:opd", "", rewards=False, columns=("behaviour", "teacher")
     ),
 }
 
