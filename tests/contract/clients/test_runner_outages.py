@@ -41,9 +41,9 @@ IN_SECONDS = 12.0
 
 
 @asynccontextmanager
-async def process(log: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def process(log: Path, *arguments: str, folder: Path | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
     with log.open("ab") as out:
-        child = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdout=out, stderr=out)
+        child = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdout=out, stderr=out, cwd=folder)
     try:
         yield child
     finally:
