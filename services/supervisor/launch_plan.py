@@ -143,9 +143,7 @@ def plan_launch(
         rewards=None
         if rewards_url is None
         else commands.command("rewards", "rewards", *run, "--host", LOOPBACK, "--port", str(ports.rewards)),
-        teacher=None
-        if teacher_url is None
-        else _teacher(settings, folder, redis_url, ports.teacher, commands, tunables),
+        teacher=None if teacher_url is None else _teacher(settings, folder, ports, commands, tunables),
         trainer=commands.command(
             *("trainer", "train", *mesh, *bus, "--run-dir", str(folder.root)),
             *(() if teacher_url is None else ("--teacher-url", teacher_url)),
@@ -176,18 +174,17 @@ def has_teacher(settings: RunSettings) -> bool:
 
 
 def _teacher(
-    settings: RunSettings,
-    folder: RunFolder,
-    redis_url: str,
-    port: int,
-    commands: _Commands,
-    tunables: Mapping[str, str],
+    settings: RunSettings, folder: RunFolder, ports: MeshPorts, commands: _Commands, tunables: Mapping[str, str]
 ) -> ProcessSpec:
-    """A rollout server under a run id of its own: it is no engine of the run, and knows no bus."""
+    """A rollout server under a run id of its own: it is no engine of the run, and knows no bus.
+
+    In the embedded Valkey it has another database: whoever asks for the one run there finds one.
+    """
+    redis_url = settings.redis_url or f"redis://{LOOPBACK}:{ports.redis}/1"
     return commands.command(
         *("teacher", "rollout-server", "--run-id", f"{commands.run_id}-teacher", "--server-id", "teacher"),
         *("--config", str(folder.config), "--redis-url", redis_url, "--model", str(settings.trainer.teacher.model)),
-        *("--engine", settings.engine, "--host", LOOPBACK, "--port", str(port)),
+        *("--engine", settings.engine, "--host", LOOPBACK, "--port", str(ports.teacher)),
         threads=settings.rollout.threads,
         environ=tunables,
     )

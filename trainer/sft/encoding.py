@@ -56,8 +56,9 @@ class ExampleEncoder:
         template = tokenizer.chat_template
         self.has_template = bool(template)
         self._conversations = Conversations(self._rendered, knows_developer="developer" in str(template))
-        self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
         self._stops = _stops(tokenizer, folder)
+        special = (token for token, added in backend.get_added_tokens_decoder().items() if added.special)
+        self._closes = frozenset([*self._stops, *special])
         self.unknown = None if getattr(backend.model, "byte_fallback", False) else tokenizer.unk_token_id
         """The token of text that has none; None where every text has some."""
 
@@ -126,16 +127,11 @@ class ExampleEncoder:
         self, ids: list[int], learned: list[bool], turn: Turn, content: list[int], tail: list[int], closing: int
     ) -> None:
         """Add an answer, the token that ends it, and what follows. `closing`: how many tokens of `tail` close the turn."""
-        closes, inserted = {*self._stops, *self._special}, 0
+        closes, inserted = self._closes, 0
         if turn.close is None:
-            # The content ends with it.
-            content, tail, closing, closes, inserted = (
-                [],
-                [*content, *tail],
-                len(content),
-                {*self._stops},
-                len(content),
-            )
+            # The content ends with it. Markers within it, as of tool calls, may be special tokens, too.
+            content, tail, closing = [], [*content, *tail], len(content)
+            closes, inserted = frozenset(self._stops), closing
         ends = next((at for at, token in enumerate(tail[:closing]) if token in closes), None)
         if ends is None and not closing and tail and tail[0] in self._stops:
             # The opening of the next turn closes this one.

@@ -15,6 +15,7 @@ from rollout_server.completions.scoring import TRIES
 from rollout_server.engines.factory import make_engine
 from services.security.permissions import Keys
 from tests.contract.rollout_server import engine_harness as harness
+from tests.support.gateway_host import gateway
 from tests.support.rollout_host import Host, hosting, small_batch, until
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -179,6 +180,20 @@ async def test_only_keys_that_generate_outside_sessions_open_it(
         "session": [400, 400, 200],
         "": [401, 401, 401],
     }
+
+
+async def test_a_gateway_passes_them_on(host: Host, redis_url: str, run_id: str) -> None:
+    tokens = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+    async with gateway(redis_url, run_id) as front:
+        await front.until_known(s0="serving")
+        by_text = (await front.http.post(COMPLETIONS, json=call())).json()["choices"][0]["prompt_logprobs"]
+        by_token = (await front.http.post(GENERATE, json=tokens)).json()["prompt_logprobs"]
+    for told in (by_text, by_token):
+        assert [entry and {token: each["logprob"] for token, each in entry.items()} for entry in told] == [
+            None,
+            {"4": -1 / 16},
+            {"5": -2 / 16},
+        ]
 
 
 async def test_many_at_once_wait_for_their_turn_and_all_are_answered(host: Host) -> None:

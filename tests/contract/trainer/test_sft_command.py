@@ -99,7 +99,7 @@ def test_prompts_with_answers_are_learned_the_same_way_twice(tmp_path: Path) -> 
         assert (one / name).read_bytes() == (two / name).read_bytes(), name
 
 
-def test_chats_are_learned_through_the_template_and_the_best_weights_are_kept(tmp_path: Path) -> None:
+def test_chats_are_learned_through_the_template(tmp_path: Path) -> None:
     model, out, data = tmp_path / "model", tmp_path / "out", tmp_path / "chats.jsonl"
     save_chat_policy(model)
     chats = [
@@ -115,20 +115,31 @@ def test_chats_are_learned_through_the_template_and_the_best_weights_are_kept(tm
         for text in ("the weather?", "the city?", "the number?")
     ]
     data.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    often = ("steps=30", "evaluation.every=5", "evaluation.keep_best=true", "data.held_out=0.2")
-    summary = trained(model, data, out, "trainer.learning_rate=5e-3", *often)
-    lines = [json.loads(line) for line in (out / "sft.jsonl").read_text().splitlines()]
-    measured = {line["step"]: line["held_out_loss"] for line in lines if line["held_out_loss"] is not None}
-    assert len(measured) == 6
-    assert summary.written_step == min(measured, key=lambda step: measured[step])
-    assert summary.loss_before is not None
-    assert summary.loss_written == min(measured.values()) < summary.loss_before / 2
-    again = trained(out, data, tmp_path / "again", "trainer.learning_rate=1e-9", "steps=1", "data.held_out=0.2")
-    assert again.loss_before == pytest.approx(summary.loss_written, rel=1e-5)
+    summary = trained(model, data, out, "trainer.learning_rate=5e-3", "steps=30", "data.held_out=0.2")
+    assert summary.loss_before is not None and summary.loss_after is not None
+    assert summary.loss_after < summary.loss_before / 2
     prompt = AutoTokenizer.from_pretrained(out).apply_chat_template(
         [{"role": "user", "content": "the city?"}], tokenize=False, add_generation_prompt=True
     )
     assert answer_to(out, str(prompt)) == f"fine{TURN_END}"
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_the_best_weights_are_kept_where_more_training_makes_them_worse(tmp_path: Path, rank: int) -> None:
+    """Answers at random: there is nothing to learn beyond their form, and remembering them is wrong elsewhere."""
+    model, out, data = a_model(tmp_path / "model"), tmp_path / "out", tmp_path / "d.jsonl"
+    numbers = random.Random(2)
+    rows = [{"prompt": f"{number:03d}=", "answer": str(numbers.randrange(10))} for number in range(60)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    often = ("steps=80", "evaluation.every=5", "evaluation.keep_best=true", "data.held_out=0.2")
+    summary = trained(model, data, out, "trainer.learning_rate=2e-2", f"trainer.lora.rank={rank}", *often)
+    lines = [json.loads(line) for line in (out / "sft.jsonl").read_text().splitlines()]
+    measured = {line["step"]: line["held_out_loss"] for line in lines if line["held_out_loss"] is not None}
+    assert len(measured) == 16
+    assert summary.written_step == min(measured, key=lambda step: measured[step]) < 80
+    assert summary.loss_written == min(measured.values()) < measured[80]
+    again = trained(out, data, tmp_path / "again", "steps=1", "data.held_out=0.2")
+    assert again.loss_before == pytest.approx(summary.loss_written, rel=1e-4)
 
 
 def test_adapters_are_merged_into_a_folder_in_the_serving_dtype(tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ def test_a_teacher_is_served_under_a_run_of_its_own_and_the_trainer_knows_where(
     command = launch.teacher.command
     assert (flag(command, "--model"), flag(command, "--port")) == ("/models/big", "9005")
     assert flag(command, "--run-id") == "run-1-teacher" and "--bus-url" not in command
+    assert flag(command, "--redis-url") == "redis://127.0.0.1:9001/1", "status finds one run in the first database"
     assert flag(launch.trainer.command, "--teacher-url") == launch.teacher_url == "http://127.0.0.1:9005"
     elsewhere = plan('trainer.teacher.url="http://big:8000"', "trainer.advantage.estimator=opd")
     assert elsewhere.teacher is None and "--teacher-url" not in elsewhere.trainer.command
