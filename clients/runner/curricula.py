@@ -55,12 +55,15 @@ class TaskCurriculum:
         if kept is not None and kept.problems != self._digest:
             _log.warning("the curriculum begins anew: these are other problems", task=name, problems=count)
             kept = None
-        self._curriculum = Curriculum(
-            count,
-            rules,
-            lambda passed: pass_order(order, "train", passed, seed, count),
-            None if kept is None else kept.state,
-        )
+
+        def in_order(passed: int) -> Sequence[int]:
+            return pass_order(order, "train", passed, seed, count)
+
+        try:
+            self._curriculum = Curriculum(count, rules, in_order, None if kept is None else kept.state)
+        except ValueError as error:
+            _log.warning("the curriculum begins anew", task=name, why=str(error))
+            self._curriculum = Curriculum(count, rules, in_order)
         self._told = -1
 
     def draw(self) -> Problem:

@@ -117,7 +117,11 @@ async def test_other_problems_or_a_broken_file_begin_anew_and_another_runner_has
             return replace(super().numbered(split, number), prompt=f"{number}+0=")
 
     assert drawn("mine", Others()) == first
-    (tmp_path / "curriculum-mine.json").write_text("{")
-    assert drawn("mine", Rows()) == first
+    file = tmp_path / "curriculum-mine.json"
+    kept = json.loads(file.read_text())
+    kept["rows"]["state"]["playing"] = [COUNT]
+    for text in ("{", json.dumps(kept)):
+        file.write_text(text)
+        assert drawn("mine", Rows()) == first
     assert drawn(None, Rows()) != first
     assert not (tmp_path / "curriculum-None.json").exists()
