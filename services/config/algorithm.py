@@ -7,12 +7,13 @@ order of keys follows the classes: the base named last comes first.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from services.config.base import Section
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Own = dict[str, JsonValue]
 """Settings of an algorithm of the user's own, as they stand in the file. Who knows its code validates them
 (`trainer.algorithms.plugins`); every other process hands them on."""
@@ -112,6 +113,23 @@ class CostSettings(Section):
     largest: float = Field(default=5.0, gt=0.0, description="Largest multiplier")
 
 
+class RewardShaping(Section):
+    """What becomes of an environment's reward before penalties and costs (`trainer.algorithms.advantages.shaping`)."""
+
+    clip: tuple[Finite, Finite] | None = Field(default=None, description="Least and largest reward (none: no bounds)")
+    scale: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="What rewards are multiplied by")
+    normalise: bool = Field(
+        default=False,
+        description="Less the mean of the task's rewards so far, divided by their standard deviation",
+    )
+
+    @model_validator(mode="after")
+    def _holds_values(self) -> RewardShaping:
+        if self.clip is not None and self.clip[0] >= self.clip[1]:
+            raise ValueError(f"clip = [{self.clip[0]:g}, {self.clip[1]:g}] leaves one value at most")
+        return self
+
+
 class GrpoSettings(Section):
     std: bool = Field(default=True, description="grpo: divide by the group's standard deviation (Dr. GRPO does not)")
 
@@ -171,6 +189,7 @@ class AdvantageSettings(GaeSettings, GrpoSettings, DistillationSettings, Estimat
     dynamic_sampling_most: int = Field(
         default=64, ge=1, description="Groups dropped so for one batch; after that they are trained as they are"
     )
+    reward: RewardShaping = RewardShaping()
     critic: CriticSettings = CriticSettings()
     cost: CostSettings = CostSettings()
     own: Own = Field(default={}, description="Settings of an estimator of your own, as its entry declares them")

@@ -1,7 +1,7 @@
 """The formulas of the loss and of the advantage as text, and validation: settings without effect are refused. No torch.
 
     L = −(1/N) Σ over fresh sampled tokens of [weight ·] term [− kl·D] [+ entropy·H] [+ router_aux·ℓ_experts]
-    A = estimator(R)          R = (reward [+ length penalty] [− λ·cost])[/(1 + λ)] [− β·D]
+    A = estimator(R)          R = (shaped reward [+ length penalty] [− λ·cost])[/(1 + λ)] [− β·D]
 
 Terms: `trainer.algorithms.losses.registry`; weights and masks: `trainer.algorithms.losses.correction`. Decoupled PPO
 (Hilton et al. 2022, arXiv:2110.00641) is ppo_clip with anchor = proximal and a token weight; DAPO (arXiv:2503.14476)
@@ -195,7 +195,7 @@ def describe_advantage(advantage: algorithm.AdvantageSettings) -> str:
     """One line with the exact formula in force. Raises UsageError for choices of which one would have no effect."""
     entry = find_estimator(advantage.estimator)
     _refuse_idle_advantage(advantage, entry)
-    built_in = advantage.model_dump(exclude={"critic", "cost", "own"})
+    built_in = advantage.model_dump(exclude={"reward", "critic", "cost", "own"})
     term = term_of(entry.term, built_in, advantages.own_of(advantage), advantage.estimator)
     if advantage.estimator == "grpo" and not advantage.std:
         term = "R − mean over the group"
@@ -249,11 +249,13 @@ def _teacher_term(advantage: algorithm.AdvantageSettings) -> str:
 
 
 def _reward_legend(advantage: algorithm.AdvantageSettings) -> list[str]:
-    reward = "reward"
+    parts = []
+    reward = _shaped(advantage.reward)
+    if advantage.reward.normalise:
+        parts.append("μ, σ = mean and standard deviation of the task's rewards so far")
     if advantage.overlong_length is not None:
         expected = advantage.overlong_length - advantage.overlong_buffer
         reward += f" + clip(({expected} − |y|)/{advantage.overlong_buffer}, −1, 0)"
-    parts = []
     if advantage.cost.component is not None:
         reward = f"({reward} − λ·{advantage.cost.component})/(1 + λ)"
         cost = advantage.cost
@@ -261,6 +263,15 @@ def _reward_legend(advantage: algorithm.AdvantageSettings) -> list[str]:
     if advantage.kl:
         reward += f" − {advantage.kl:g}·Σ {advantage.kl_estimator}(π_beh, π_ref)"
     return [f"R = {reward}", *parts] if reward != "reward" else []
+
+
+def _shaped(shaping: algorithm.RewardShaping) -> str:
+    reward = "reward"
+    if shaping.clip is not None:
+        reward = f"clip(reward, {shaping.clip[0]:g}, {shaping.clip[1]:g})"
+    if shaping.normalise:
+        reward = f"({reward} − μ)/(σ + 1e-8)"
+    return reward if shaping.scale == 1.0 else f"{shaping.scale:g}·{reward}"
 
 
 def _refuse_idle_advantage(advantage: algorithm.AdvantageSettings, entry: AdvantageEntry) -> None:
@@ -293,6 +304,7 @@ def _refuse_idle_advantage(advantage: algorithm.AdvantageSettings, entry: Advant
             "every answer would get a penalty: make it smaller",
         )
     _refuse_idle_groups(advantage, entry)
+    _refuse_idle_shaping(advantage)
     for name, value in changed_fields(advantage.cost).items():
         if advantage.cost.component is None:
             raise idle(
@@ -305,14 +317,32 @@ def _refuse_idle_advantage(advantage: algorithm.AdvantageSettings, entry: Advant
         )
 
 
+def _refuse_idle_shaping(advantage: algorithm.AdvantageSettings) -> None:
+    """What is divided by its own standard deviation, of the group or of the batch, does not change with its scale."""
+    shaping = changed_fields(advantage.reward)
+    if advantage.kl or advantage.overlong_length is not None or advantage.cost.component is not None:
+        return
+    idle_ones: tuple[str, ...] = ()
+    if advantage.estimator == "grpo" and advantage.std:
+        idle_ones, under = ("scale", "normalise"), "grpo with std, which divides by the group's own standard deviation"
+    elif advantage.estimator in ("reinforce_pp", "reinforce_pp_baseline"):
+        idle_ones, under = ("scale",), f"{advantage.estimator}, which divides by the batch's own standard deviation"
+    for name in idle_ones:
+        if name in shaping:
+            under = f"advantage.estimator={under}"
+            raise idle(f"advantage.reward.{name}", shaping[name], under, "leave it out")
+
+
 def _refuse_idle_distillation(advantage: algorithm.AdvantageSettings, entry: AdvantageEntry) -> None:
     if advantage.distil_discount and advantage.distil is None and advantage.estimator != algorithm.DISTILLATION:
         under = f"advantage.estimator={advantage.estimator} without advantage.distil"
         raise idle("advantage.distil_discount", advantage.distil_discount, under, "set trainer.advantage.distil")
-    changed = changed_fields(advantage) | {
-        f"cost.{name}": value for name, value in changed_fields(advantage.cost).items()
-    }
-    for name in () if entry.rewards else ("kl", "overlong_length", "cost.component", "keep"):
+    changed = changed_fields(advantage)
+    for section in ("cost", "reward"):
+        of = changed_fields(getattr(advantage, section))
+        changed |= {f"{section}.{name}": value for name, value in of.items()}
+    shaping = [f"reward.{name}" for name in algorithm.RewardShaping.model_fields]
+    for name in () if entry.rewards else ("kl", "overlong_length", "cost.component", "keep", *shaping):
         if name in changed:
             under = f"advantage.estimator={advantage.estimator}, which reads no rewards"
             raise idle(

@@ -4,7 +4,7 @@ checkpoints/
   step-00000020/   model.safetensors      weights by the model's own names, training dtype; with LoRA the adapters alone
                    optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq, step; others of Muon's and 8 bits'
                    critic.safetensors, critic_optimizer.safetensors      the same of a critic, where there is one
-                   meta.json              {"schema", "run_id", "version", "fingerprint", "log_price", "skipped", "sizes"}
+                   meta.json              `Meta`
   final/           a Hugging Face folder with tokenizer, as `transformers` loads it; adapters are merged into its weights
   final-adapter/   the adapters alone, as `peft` loads them; with LoRA only
 
@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from services.host.files import appearing, remove_unfinished, sync
 from services.wire.errors import RollmeshError
+from trainer.algorithms.advantages.shaping import Moments
 from trainer.model.adapters import Adapters
 from trainer.model.learner import named_weights, trained_weights
 from trainer.model.roles import Roles
@@ -66,6 +67,8 @@ class Meta(msgspec.Struct, frozen=True):
     fingerprint: str
     log_price: float | None = None
     """Of a cost (`trainer.algorithms.advantages.rewards`); None where there is none."""
+    moments: dict[str, tuple[int, float, float]] | None = None
+    """Of each task's rewards (`trainer.algorithms.advantages.shaping`); None where they are not normalised."""
     skipped: int = 0
     """Versions below `version` that no step made (`trainer.model.learner.Learner.skipped`)."""
     sizes: dict[str, int] = {}
@@ -99,7 +102,17 @@ def snapshot(roles: Roles, run_id: str, fingerprint: str, over: Snapshot | None 
             tensors[file] = {key: _copied(tensor, held.get(key)) for key, tensor in live.items()}
     log_price = None if roles.advantage_computer.price is None else roles.advantage_computer.price.log_value
     learner = roles.learner
-    meta = Meta(SCHEMA, run_id, learner.version, fingerprint, log_price, learner.skipped)
+    shaper = roles.advantage_computer.shaper
+    moments = {task: (each.count, each.mean, each.squares) for task, each in shaper.by_task.items()}
+    meta = Meta(
+        SCHEMA,
+        run_id,
+        learner.version,
+        fingerprint,
+        log_price,
+        moments if shaper.remembers else None,
+        learner.skipped,
+    )
     return Snapshot(meta, tensors)
 
 
@@ -292,6 +305,10 @@ def _restore(path: Path, roles: Roles, run_id: str) -> None:
         raise MismatchError(f"{path} belongs to run {meta.run_id}", "choose another --run-dir")
     if (meta.log_price is None) != (roles.advantage_computer.price is None):
         raise MismatchError(f"{path} is of a run with another advantage.cost", "continue it with its own config.toml")
+    if (meta.moments is not None) != roles.advantage_computer.shaper.remembers:
+        raise MismatchError(
+            f"{path} is of a run with another advantage.reward.normalise", "continue it with its own config.toml"
+        )
     loaded = {
         name: (load_file(path / f"{name}.safetensors"), load_file(path / _optimizer_file(name)))
         for name in roles.models()
@@ -311,6 +328,9 @@ def _restore(path: Path, roles: Roles, run_id: str) -> None:
         _load_optimizer(model, optimizer, state, on_host=roles.learner.settings.optimizer.offload)
     if roles.advantage_computer.price is not None and meta.log_price is not None:
         roles.advantage_computer.price.log_value = meta.log_price
+    roles.advantage_computer.shaper.by_task = {
+        task: Moments(*figures) for task, figures in (meta.moments or {}).items()
+    }
     roles.learner.version, roles.learner.skipped = meta.version, meta.skipped
 
 

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from services.config.algorithm import AdvantageSettings, CostSettings, LossSettings  # noqa: E402
+from services.config.algorithm import AdvantageSettings, CostSettings, LossSettings, RewardShaping  # noqa: E402
 from services.config.load import dump_settings  # noqa: E402
 from services.config.lora import LoraSettings  # noqa: E402
 from services.config.optimizer import OptimizerSettings, ScheduleSettings  # noqa: E402
@@ -390,12 +390,16 @@ async def test_epochs_of_muon_on_a_schedule_are_made_again_and_each_trajectory_c
 
 
 @pytest.mark.slow
-async def test_a_critic_and_a_price_are_brought_back_too(mesh: Mesh) -> None:
-    """Killed after a step that no checkpoint holds: it is made again, from the critic and the price that there were."""
+async def test_a_critic_a_price_and_moments_of_rewards_are_brought_back_too(mesh: Mesh) -> None:
+    """Killed after a step that no checkpoint holds: it is made again, from the critic, price and moments there were."""
     threads, steps = torch.get_num_threads(), 5
     torch.set_num_threads(1)
     advantage = AdvantageSettings(
-        estimator="gae", kl=0.05, keep="best_random", cost=CostSettings(component="success", limit=0.2)
+        estimator="gae",
+        kl=0.05,
+        keep="best_random",
+        cost=CostSettings(component="success", limit=0.2),
+        reward=RewardShaping(normalise=True),
     )
     trainer = SETTINGS.trainer.model_copy(update={"advantage": advantage})
     settings = SETTINGS.model_copy(update={"steps": steps, "trainer": trainer})

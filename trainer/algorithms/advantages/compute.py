@@ -2,7 +2,8 @@
 
     groups ──► reference logprobs, critic's values (where needed) ──► RewardBatch ──► estimator ──► Credit, per trajectory
 
-Deterministic: they depend only on the batch, the critic and the cost's multiplier, all of which a checkpoint restores.
+Deterministic: they depend only on the batch, the critic, the cost's multiplier and the moments of rewards, all of which a
+checkpoint restores.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from trainer.algorithms.advantages.batch import BoolArray, Column, Float64Array
 from trainer.algorithms.advantages.opd import teacher_term
 from trainer.algorithms.advantages.registry import find_estimator, make_estimator
 from trainer.algorithms.advantages.rewards import Batch, CostPrice, score
+from trainer.algorithms.advantages.shaping import RewardShaper
 from trainer.algorithms.columns import AdvantageColumn
 from trainer.algorithms.describe import describe_advantage
 from trainer.algorithms.divergence import Estimator, divergence
@@ -151,6 +153,7 @@ class AdvantageComputer:
     ) -> None:
         self.formula = describe_advantage(settings)
         self.price = CostPrice(settings.cost) if settings.cost.component is not None else None
+        self.shaper = RewardShaper(settings.reward, leaves_out_first=settings.greedy_baseline)
         self._settings, self._seed = settings, seed
         self._estimate = make_estimator(settings)
         entry = find_estimator(settings.estimator)
@@ -170,8 +173,9 @@ class AdvantageComputer:
     @property
     def independent(self) -> bool:
         """Whether advantages depend on the batch alone (a fixed teacher's logprobs are of it): on no model that this
-        process computes with, and on no price that batches before it have moved."""
-        return self._reference is None and self._critic is None and self.price is None
+        process computes with, and on no price or moments of rewards that batches before it have moved."""
+        alone = self.price is None and not self.shaper.remembers
+        return alone and self._reference is None and self._critic is None
 
     def of(
         self, groups: Sequence[Group[Trajectory]], version: int | None = None
@@ -191,7 +195,7 @@ class AdvantageComputer:
         teacher = None if self._teacher is None else self._teacher(batch)
         known = {"behaviour": behaviour, "reference": reference, "values": values, "teacher": teacher}
         columns = {name: _column(name, batch, known.get(name), version) for name in self._columns}
-        reward_batch = score(batch, settings, self._seed, self.price, penalty, values, columns)
+        reward_batch = score(batch, settings, self._seed, self.price, penalty, values, columns, self.shaper)
         found = self._estimate(reward_batch, settings)
         advantages = found.advantages
         if teacher is not None and settings.distil is not None and settings.estimator != DISTILLATION:
@@ -212,9 +216,11 @@ class AdvantageComputer:
         )
 
     def learn(self, groups: Sequence[Group[Trajectory]]) -> None:
-        """Update the cost's multiplier after a batch."""
+        """Update the cost's multiplier and the moments of rewards after a batch."""
+        trajectories = [member.payload for group in groups for member in group.members]
+        self.shaper.learn(trajectories)
         if self.price is not None:
-            self.price.learn(self._costs([member.payload for group in groups for member in group.members]))
+            self.price.learn(self._costs(trajectories))
 
     def _costs(self, trajectories: Sequence[Trajectory]) -> list[float]:
         if self.price is None:

@@ -1,6 +1,6 @@
 """Reward shaping: from groups of trajectories to the `RewardBatch` that an estimator takes.
 
-    reward ── + length penalty ── − λ · cost ── placed at tokens ── − β · divergence ──► RewardBatch
+    reward ── shaped ── + length penalty ── − λ · cost ── placed at tokens ── − β · divergence ──► RewardBatch
 
 The reward of a call is placed at the call's last token; the rest of a trajectory's reward at its last token.
 """
@@ -22,6 +22,7 @@ from services.wire.errors import UsageError
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import BoolArray, Column, Float64Array, Int64Array, RewardBatch
 from trainer.algorithms.advantages.flat import FlatSegments
+from trainer.algorithms.advantages.shaping import RewardShaper
 from trainer.algorithms.columns import AdvantageColumn
 
 
@@ -64,18 +65,22 @@ def score(
     penalty: Float64Array | None,
     values: Float64Array | None,
     columns: Mapping[AdvantageColumn, Column] = MappingProxyType({}),
+    shaper: RewardShaper | None = None,
 ) -> RewardBatch:
     """`penalty`: `[N]`, subtracted from each token's reward (β · divergence); `values`: `[N]`, a critic's; `columns`:
-    `[N]` each, of the estimator."""
+    `[N]` each, of the estimator; `shaper`: with what batches before have taught it, None where there were none."""
     lengths = batch.lengths
-    fined = zip(batch.trajectories, lengths.tolist(), strict=True)
-    outcomes = np.array([_outcome(one, length, settings, price) for one, length in fined], dtype=np.float64)
+    shaped, factors = (shaper or RewardShaper(settings.reward)).of(batch.trajectories)
+    fined = zip(batch.trajectories, shaped.tolist(), lengths.tolist(), strict=True)
+    outcomes = np.array(
+        [_outcome(one, reward, length, settings, price) for one, reward, length in fined], dtype=np.float64
+    )
     rewards = np.zeros(int(lengths.sum()))
     spoken = np.flatnonzero(lengths)
     ends = np.cumsum(lengths)
     rewards[ends[spoken] - 1] += outcomes[spoken]
     if any(one.reward_spans for one in batch.trajectories):
-        _place_calls(batch, 1.0 if price is None else 1.0 / (1.0 + price.value), ends, rewards)
+        _place_calls(batch, factors if price is None else factors / (1.0 + price.value), ends, rewards)
     owner = np.repeat(np.arange(len(outcomes)), lengths)
     if penalty is not None:
         rewards -= penalty
@@ -102,15 +107,18 @@ def success_of(trajectory: Trajectory) -> float:
     return trajectory.reward_components.get("success", float(trajectory.reward > 0))
 
 
-def _outcome(trajectory: Trajectory, tokens: int, settings: AdvantageSettings, price: CostPrice | None) -> float:
-    reward = trajectory.reward + overlong_fine(tokens, settings)
+def _outcome(
+    trajectory: Trajectory, shaped: float, tokens: int, settings: AdvantageSettings, price: CostPrice | None
+) -> float:
+    reward = shaped + overlong_fine(tokens, settings)
     return reward if price is None else price.charged(reward, price.cost_of(trajectory))
 
 
-def _place_calls(batch: Batch, scale: float, ends: Int64Array, rewards: Float64Array) -> None:
+def _place_calls(batch: Batch, scales: Float64Array, ends: Int64Array, rewards: Float64Array) -> None:
     """Rewards of calls at their last tokens, the rest of a trajectory's at its last one, where all of it stands before.
 
-    A call whose last token was not sampled in its segment counts to the rest. `ends`: where in `rewards` trajectories end.
+    A call whose last token was not sampled in its segment counts to the rest. `scales`: `[T]`, of rewards of calls;
+    `ends`: where in `rewards` trajectories end.
     """
     sampled, begins = batch.segments.places, batch.segments.begins
     firsts = np.searchsorted(batch.owner, np.arange(len(batch.trajectories)))
@@ -123,7 +131,7 @@ def _place_calls(batch: Batch, scale: float, ends: Int64Array, rewards: Float64A
             last = begins[firsts[index] + span.segment] + span.start + span.length - 1
             found = int(np.searchsorted(sampled, last))
             if found < len(sampled) and sampled[found] == last:
-                rewards[found] += scale * span.reward
+                rewards[found] += scales[index] * span.reward
         own[-1] += whole - own.sum()
 
 
