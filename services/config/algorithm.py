@@ -70,6 +70,9 @@ class LossSettings(PpoClipSettings, LossChoice):
     entropy: float = Field(default=0.0, ge=0.0, description="Coefficient of the policy's entropy, which is rewarded")
     kl: float = Field(default=0.0, ge=0.0, description="Coefficient of the divergence from the run's first policy")
     kl_estimator: Literal["k2", "k3"] = "k3"
+    positive: float = Field(
+        default=0.0, ge=0.0, description="Coefficient of −log π over the tokens of right answers (VAPO)"
+    )
     router_aux: float = Field(
         default=0.0, ge=0.0, description="Coefficient of the load-balancing loss of a mixture of experts"
     )
@@ -89,6 +92,12 @@ class CriticSettings(Section):
     learning_rate: float = Field(default=1e-3, gt=0.0, description="Constant; the optimizer is as the policy's")
     clip: float = Field(
         default=0.2, gt=0.0, description="How far a value may move from that before the batch; inf: unbounded"
+    )
+    trace: float | None = Field(
+        default=None, ge=0.0, le=1.0, description="λ of its targets (none: that of the advantages); 1: what is earned"
+    )
+    pretrain_steps: int = Field(
+        default=0, ge=0, description="The run's first optimizer steps, in which it learns alone and the policy stays"
     )
 
 
@@ -131,6 +140,9 @@ class ReinforcePpSettings(Section):
 
 class GaeSettings(ReinforcePpSettings):
     trace: float = Field(default=0.95, ge=0.0, le=1.0, description="gae: λ")
+    trace_alpha: float | None = Field(
+        default=None, gt=0.0, description="gae: λ = 1 − 1/(α·l) for l sampled tokens, in place of trace (VAPO: 0.05)"
+    )
     whiten: bool = Field(default=True, description="gae: mean 0 and standard deviation 1 over the batch's tokens")
 
 

@@ -19,7 +19,13 @@ def check(settings: RunSettings) -> None:
     _refuse_starvation(settings)
     _refuse_epochs(settings)
     check_learner(settings.trainer)
-    check_schedule(settings.trainer, settings.steps)
+    stays = settings.trainer.advantage.critic.pretrain_steps
+    if stays >= settings.steps:
+        raise UsageError(
+            f"trainer.advantage.critic.pretrain_steps={stays} leaves the policy no step of steps={settings.steps}",
+            "make it smaller, or steps more",
+        )
+    check_schedule(settings.trainer, settings.steps - stays)
 
 
 def _refuse_idle_task(settings: RunSettings) -> None:

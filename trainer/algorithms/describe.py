@@ -99,6 +99,9 @@ def describe_loss(loss: algorithm.LossSettings) -> str:
     if loss.kl or "reference" in entry.columns:
         legend.append("π_ref = the policy that the run began with")
     balance = f" + {loss.router_aux:g}·ℓ_experts" if loss.router_aux else ""
+    if loss.positive:
+        balance = f" − ({loss.positive:g}/N⁺) Σ⁺ log π{balance}"
+        legend.append("Σ⁺ over the N⁺ fresh tokens of answers whose success is at least ½")
     if loss.router_aux:
         legend.append("ℓ_experts = the experts' load-balancing loss over all tokens of a pass")
     return f"L = −{factor.format(length=loss.fixed_length)} {gain}{balance};  {', '.join(legend)}"
@@ -198,6 +201,12 @@ def describe_advantage(advantage: algorithm.AdvantageSettings) -> str:
         term = "R − mean over the group"
     if advantage.estimator == algorithm.DISTILLATION:
         term = f"−{_teacher_term(advantage)}"
+    if advantage.estimator == "gae" and advantage.trace_alpha is not None:
+        discount, alpha = advantage.discount, advantage.trace_alpha
+        term = (
+            f"Σ_l ({discount:g}·λ)^l·(r + {discount:g}·V_next − V) with λ = max(0, 1 − 1/({alpha:g}·|y|)), |y| = the "
+            "trajectory's sampled tokens"
+        )
     if "whiten" in entry.uses and advantage.whiten:
         term = f"(x − mean)/(std + 1e-8) over the batch's tokens with x = {term}"
     distils = advantage.estimator == algorithm.DISTILLATION
@@ -207,11 +216,7 @@ def describe_advantage(advantage: algorithm.AdvantageSettings) -> str:
         legend += ["π_beh = the engine's own logprobs", "π_T = the teacher, at temperature 1"]
     legend += [] if distils else _columns_legend(entry.columns)
     if entry.critic:
-        legend.append(
-            f"V = the critic, loss ½·max((V − A_V)², (clip(V, V_old ± {advantage.critic.clip:g}) − A_V)²), A_V = x + V_old"
-            if advantage.whiten
-            else f"V = the critic, loss ½·max((V − A − V_old)², (clip(V, V_old ± {advantage.critic.clip:g}) − A − V_old)²)"
-        )
+        legend += _critic_legend(advantage)
     if advantage.keep != "all":
         legend.append(_KEPT[advantage.keep])
     if advantage.dynamic_sampling:
@@ -219,6 +224,22 @@ def describe_advantage(advantage: algorithm.AdvantageSettings) -> str:
             f"groups of equal rewards are dropped and made up for, at most {advantage.dynamic_sampling_most} a batch"
         )
     return ", ".join(legend)
+
+
+def _critic_legend(advantage: algorithm.AdvantageSettings) -> Iterable[str]:
+    critic = advantage.critic
+    goal, meaning = ("A_V", "A_V = x + V_old") if advantage.whiten else ("A − V_old", "")
+    if critic.trace is not None:
+        goal, meaning = (
+            "A_V",
+            f"A_V = V_old + Σ_l ({advantage.discount:g}·{critic.trace:g})^l·(r + {advantage.discount:g}·V_next − V)",
+        )
+    bounded = f"(clip(V, V_old ± {critic.clip:g}) − {goal})²"
+    yield f"V = the critic, loss ½·max((V − {goal})², {bounded})"
+    if meaning:
+        yield meaning
+    if critic.pretrain_steps:
+        yield f"in the first {critic.pretrain_steps} steps the critic learns alone"
 
 
 def _teacher_term(advantage: algorithm.AdvantageSettings) -> str:
@@ -259,6 +280,9 @@ def _refuse_idle_advantage(advantage: algorithm.AdvantageSettings, entry: Advant
         if name in changed and name not in entry.uses:
             under = f"advantage.estimator={advantage.estimator}, which does not read it"
             raise idle(f"advantage.{name}", changed[name], under, "leave it out")
+    if advantage.trace_alpha is not None and "trace" in changed:
+        under = f"advantage.trace_alpha={advantage.trace_alpha:g}"
+        raise idle("advantage.trace", advantage.trace, under, "leave one of them out")
     for name, value in changed_fields(advantage.critic).items():
         if not entry.critic:
             under = f"advantage.estimator={advantage.estimator}, which has no critic"

@@ -50,9 +50,13 @@ _ABSENT_BEFORE = (
     "lora",
     "loss.own",
     "loss.router_aux",
+    "loss.positive",
     "advantage.own",
     "advantage.distil",
     "advantage.distil_discount",
+    "advantage.trace_alpha",
+    "advantage.critic.trace",
+    "advantage.critic.pretrain_steps",
     "teacher",
 )
 """Settings that runs of before did not know: at their defaults they leave a fingerprint as it was."""
@@ -142,8 +146,10 @@ def _fingerprint(settings: RunSettings, without: set[str], steps: int | None = N
     defaults = TrainerSettings().model_dump(mode="json")
     defaults["teacher"] = {"model": None}
     for name in _ABSENT_BEFORE:
-        section, dot, key = name.rpartition(".")
-        of_run, by_default = (trainer[section], defaults[section]) if dot else (trainer, defaults)
+        *sections, key = name.split(".")
+        of_run, by_default = trainer, defaults
+        for section in sections:
+            of_run, by_default = of_run[section], by_default[section]
         if key in of_run and of_run[key] == by_default[key]:
             del of_run[key]
     # Its name of before.

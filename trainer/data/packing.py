@@ -157,7 +157,8 @@ class MicroBatch:
     `segments`; `staleness` float32, in optimizer steps; `advantages` float32. With a critic also `values` and `returns`,
     with a teacher `teacher`, float32, as `trainer.data.rows.Row` has them.
 
-    `group`: int64 `[segments]`, the number of each one's group in the step.
+    Of the segments: `group` int64 `[segments]`, the number of each one's group in the step; `right` bool `[segments]`, of a
+    right answer, None where nobody says what that is.
     """
 
     row: PackedRow
@@ -174,6 +175,7 @@ class MicroBatch:
     values: Tensor | None = None
     returns: Tensor | None = None
     teacher: Tensor | None = None
+    right: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -196,10 +198,13 @@ def pack(
 
     `stem_width`: of the model, as `split_batch` has it.
     """
-    size = BatchSize(tokens=tally.fresh, segments=tally.segments)
     if not len(rows):
-        return PackedBatch([], size, tally)
+        return PackedBatch([], BatchSize(tokens=tally.fresh, segments=tally.segments), tally)
     flat = Rows.joined(rows)
+    right = 0
+    if flat.right is not None:
+        right = int(np.count_nonzero((flat.ages >= 0) & np.repeat(flat.right, flat.lengths)))
+    size = BatchSize(tokens=tally.fresh, segments=tally.segments, right=right)
     split = split_batch(flat, budget, stem_width)
     micro_batches = [micro_batch(flat.take(np.array(together)), device) for together in split]
     for micro in micro_batches:
@@ -256,6 +261,7 @@ def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> Micr
         staleness=tensor(ages[fresh].astype(np.float32)),
         advantages=tensor(flat.advantages[fresh]),
         group=tensor(flat.group),
+        right=None if flat.right is None else tensor(flat.right),
         values=of_fresh(flat.values),
         returns=of_fresh(flat.returns),
         teacher=of_fresh(flat.teacher),

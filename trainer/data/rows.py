@@ -15,10 +15,10 @@ from services.config.algorithm import AdvantageSettings
 from services.policies.batching import Group
 from services.wire.packed import Float32Array, Int32Array
 from services.wire.trajectory import Trajectory
-from trainer.algorithms.advantages.batch import Int64Array
+from trainer.algorithms.advantages.batch import BoolArray, Int64Array
 from trainer.algorithms.advantages.compute import AdvantageComputer, BatchCredits, Credits
 from trainer.algorithms.advantages.flat import FlatSegments, ranges
-from trainer.algorithms.advantages.rewards import Batch
+from trainer.algorithms.advantages.rewards import RIGHT, Batch, success_of
 from trainer.data.staleness import NOT_SAMPLED, Ages, Int16Array, StalenessTally, judge_segments
 
 
@@ -29,7 +29,7 @@ class Row:
     `advantages`: float32 `[n]`, 0 where the policy did not generate the token. `temperatures`: float32 `[n]`, with
     which each sampled token was sampled, 1 elsewhere; None when all are 1. `values`, `returns`: float32 `[n]`, a
     critic's before the batch and what they should have been; None without a critic. `teacher`: float32 `[n]`, its logprobs;
-    None without one. `group`: its number among the groups of the step.
+    None without one. `group`: its number among the groups of the step. `right`: it is of a right answer.
     """
 
     token_ids: Int32Array
@@ -41,11 +41,15 @@ class Row:
     returns: Float32Array | None = None
     teacher: Float32Array | None = None
     group: int = 0
+    right: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Rows(Sequence[Row]):
-    """Rows of `lengths` `[R]` tokens, end to end: the columns of `Row`, `[T]` each; `current_until`, `group` `[R]`."""
+    """Rows of `lengths` `[R]` tokens, end to end: the columns of `Row`, `[T]` each; `current_until` and `group` `[R]`.
+
+    `right`: `[R]`; None where nobody says what a right answer is.
+    """
 
     lengths: Int64Array
     token_ids: Int32Array
@@ -58,6 +62,7 @@ class Rows(Sequence[Row]):
     values: Float32Array | None = None
     returns: Float32Array | None = None
     teacher: Float32Array | None = None
+    right: BoolArray | None = None
 
     @staticmethod
     def joined(rows: Sequence[Row]) -> Rows:
@@ -78,6 +83,7 @@ class Rows(Sequence[Row]):
             _joined([row.values for row in rows]),
             _joined([row.returns for row in rows]),
             _joined([row.teacher for row in rows]),
+            np.array([row.right for row in rows], dtype=np.bool_),
         )
 
     @property
@@ -105,6 +111,7 @@ class Rows(Sequence[Row]):
             of(self.values),
             of(self.returns),
             of(self.teacher),
+            None if self.right is None else self.right[chosen],
         )
 
     def __len__(self) -> int:
@@ -127,8 +134,9 @@ class Rows(Sequence[Row]):
             for column in (self.temperatures, self.values, self.returns, self.teacher)
         )
         ages, group = Ages(self.ages[own], int(self.current_until[index])), int(self.group[index])
+        right = self.right is not None and bool(self.right[index])
         tokens, logprobs, advantages = self.token_ids[own], self.logprobs[own], self.advantages[own]
-        return Row(tokens, logprobs, ages, advantages, temperatures, values, returns, teacher, group)
+        return Row(tokens, logprobs, ages, advantages, temperatures, values, returns, teacher, group, right)
 
 
 def rows_of(
@@ -169,6 +177,7 @@ def rows_of(
         None if by_token.values is None else segments.spread(by_token.values),
         None if by_token.returns is None else segments.spread(by_token.returns),
         None if by_token.teacher is None else segments.spread(by_token.teacher),
+        np.array([success_of(one) >= RIGHT for one in batch.trajectories], dtype=np.bool_)[batch.owner],
     )
     return (rows if trains.all() else rows.take(np.flatnonzero(trains))), tally
 

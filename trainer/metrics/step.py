@@ -11,7 +11,7 @@ import numpy as np
 from services.policies.length_stats import Lengths
 from services.wire import run_metrics
 from services.wire.trajectory import Trajectory
-from trainer.algorithms.advantages.rewards import Batch
+from trainer.algorithms.advantages.rewards import Batch, success_of
 from trainer.data.staleness import StalenessTally
 from trainer.data.tally import Arrivals
 
@@ -20,7 +20,7 @@ def outcome(batch: Batch, unknown_token: int | None = None) -> run_metrics.Batch
     """`unknown_token`: what the tokenizer puts for text that its vocabulary has not; None where there is no such text."""
     groups, trajectories, sampled = batch.groups, batch.trajectories, batch.lengths.tolist()
     count = len(trajectories)
-    solved = [one.reward_components.get("success", float(one.reward > 0)) for one in trajectories]
+    solved = [success_of(one) for one in trajectories]
     lengths = Lengths.of(Counter(sampled))
     rewards = [one.reward for one in trajectories]
     segments = batch.segments

@@ -151,12 +151,16 @@ class Learner:
         return found
 
     def gradient(self, batch: PackedBatch, proximal: Sequence[Tensor | None]) -> TokenStatistics:
-        """Compute the gradient of one part; `apply` makes the step. Raises AnomalyError where it is not finite."""
+        """Compute the gradient of one part; `apply` makes the step. Raises AnomalyError where it is not finite.
+
+        While the policy stays (`stays`) there is none, and the part is only measured.
+        """
         sums = StepSums(self.model.device)
         # Before all passes of the policy, whose graphs hold on to their activations.
         references = self._of_reference(batch)
-        for micro, before, reference in zip(batch.micro_batches, proximal, references, strict=True):
-            self._accumulate(micro, before, reference, batch.size, sums)
+        with torch.set_grad_enabled(not self.stays):
+            for micro, before, reference in zip(batch.micro_batches, proximal, references, strict=True):
+                self._accumulate(micro, before, reference, batch.size, sums)
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -166,13 +170,14 @@ class Learner:
         return statistics
 
     def apply(self) -> None:
-        """Make the step of the gradient that was computed."""
-        rate = self.learning_rate(self.steps_made)
+        """Make the step of the gradient that was computed; of a policy that stays, only its version is another."""
+        rate, stays = self.learning_rate(self.steps_made), self.stays
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # First, so that whatever fails from here on is known for more than a failed pass.
         self.version += 1
-        self.optimizer.step()
+        if not stays:
+            self.optimizer.step()
         self.forget_gradient()
 
     def forget_gradient(self) -> None:
@@ -184,14 +189,23 @@ class Learner:
         """float32 `[N]`: of each fresh token under the policy as it is, at the temperature that it was sampled with."""
         return sampled_terms(self._policy, micro)[0][micro.chosen]
 
+    @property
+    def stays(self) -> bool:
+        """Whether the next step is one of the critic's alone (`advantage.critic.pretrain_steps`)."""
+        return self.steps_made < self.settings.advantage.critic.pretrain_steps
+
     def learning_rate(self, steps: int) -> float:
-        """That of the step after so many. Raises UsageError where the schedule needs the run's steps and has none."""
-        settings = self.settings
+        """That of the step after so many; 0 while the policy stays, whose schedule begins behind that.
+
+        Raises UsageError where the schedule needs the run's steps and has none.
+        """
+        settings, before = self.settings, self.settings.advantage.critic.pretrain_steps
+        run_steps = None if self.run_steps is None else self.run_steps - before
         try:
-            schedule = settings.schedule.of_run(settings.warmup_steps, self.run_steps)
+            schedule = settings.schedule.of_run(settings.warmup_steps, run_steps)
         except ValueError as error:
             raise UsageError(f"trainer.{error}", "give the learner the run's steps") from error
-        return settings.learning_rate * schedule.factor(steps)
+        return 0.0 if steps < before else settings.learning_rate * schedule.factor(steps - before)
 
     def _unnamed(self) -> dict[str, PublishedTensor]:
         """The live weights by the names that the model has for them without adapters."""
@@ -229,10 +243,13 @@ class Learner:
         )
         judged = self.objective(terms)
         loss = self.objective.mean(judged.loss, terms.segment, terms.segments, size)
+        if micro.right is not None and self.settings.loss.positive:
+            loss = loss + self.objective.positive(terms.logprobs, micro.right[micro.segment], size)
         if self._router is not None:
             # It is no mean over tokens: each pass has one, which counts as its fresh tokens do.
             loss = loss + self.settings.loss.router_aux * self._router.value() * (len(micro.chosen) / size.tokens)
-        loss.backward()  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            loss.backward()  # type: ignore[no-untyped-call]
         sums.add(micro, logprobs.detach(), loss.detach(), judged)
 
 

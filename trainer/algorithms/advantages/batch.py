@@ -71,9 +71,18 @@ class RewardBatch:
             judged[siblings] = judge(self.outcomes[siblings].reshape(-1, n)).reshape(-1)
         return judged
 
-    def sums_to_the_end(self, values: Float64Array, factor: float) -> Float64Array:
-        """`[N]`: S_t = x_t + factor · S_{t+1} within each trajectory, S = 0 behind its last token."""
-        return discounted_sums(values, np.bincount(self.trajectory, minlength=len(self.outcomes)), factor)
+    @property
+    def lengths(self) -> Int64Array:
+        """`[T]`: sampled tokens of each trajectory."""
+        found: Int64Array = np.bincount(self.trajectory, minlength=len(self.outcomes))
+        return found
+
+    def sums_to_the_end(self, values: Float64Array, factor: float | Float64Array) -> Float64Array:
+        """`[N]`: S_t = x_t + factor · S_{t+1} within each trajectory, S = 0 behind its last token.
+
+        `factor`: of all, or `[T]`, of each trajectory.
+        """
+        return discounted_sums(values, self.lengths, factor)
 
     def normalised(self, values: Float64Array) -> Float64Array:
         """`[N]`: (x − mean) / (std + 1e-8), over the tokens that are trained; std with n − 1.
@@ -95,13 +104,17 @@ class TokenAdvantages:
     returns: Float64Array | None = None
 
 
-def discounted_sums(values: Float64Array, lengths: Int64Array, factor: float) -> Float64Array:
-    """S_t = x_t + factor · S_{t+1} within each run of `lengths` consecutive elements of `values` `[N]`."""
+def discounted_sums(values: Float64Array, lengths: Int64Array, factor: float | Float64Array) -> Float64Array:
+    """S_t = x_t + factor · S_{t+1} within each run of `lengths` consecutive elements of `values` `[N]`.
+
+    `factor`: of all runs, or of each.
+    """
     sums = values.astype(np.float64, copy=True)
     last = np.cumsum(lengths) - 1
     longest_first = np.argsort(-lengths, kind="stable")
-    reach = lengths[longest_first]
+    reach, factors = lengths[longest_first], np.broadcast_to(factor, lengths.shape)[longest_first]
     for back in range(1, int(lengths.max(initial=0))):
-        here = last[longest_first[: np.searchsorted(-reach, -back, side="left")]] - back
-        sums[here] += factor * sums[here + 1]
+        reaching = int(np.searchsorted(-reach, -back, side="left"))
+        here = last[longest_first[:reaching]] - back
+        sums[here] += factors[:reaching] * sums[here + 1]
     return sums

@@ -19,8 +19,7 @@ from trainer.algorithms.losses.tokens import LARGEST_LOG_RATIO
 def opd(reward_batch: RewardBatch, settings: DistillationSettings) -> TokenAdvantages:
     """See the module's docstring."""
     behaviour, teacher = (reward_batch.column(name).astype(np.float64, copy=False) for name in ("behaviour", "teacher"))
-    lengths = np.bincount(reward_batch.trajectory, minlength=len(reward_batch.outcomes))
-    return TokenAdvantages(teacher_term(behaviour, teacher, lengths, settings))
+    return TokenAdvantages(teacher_term(behaviour, teacher, reward_batch.lengths, settings))
 
 
 def teacher_term(

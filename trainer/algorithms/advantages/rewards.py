@@ -98,6 +98,15 @@ def score(
     )
 
 
+RIGHT = 0.5
+"""An answer of at least this success is a right one."""
+
+
+def success_of(trajectory: Trajectory) -> float:
+    """The reward component `success`; of an environment that has none, whether the reward is above 0."""
+    return trajectory.reward_components.get("success", float(trajectory.reward > 0))
+
+
 def _outcome(
     trajectory: Trajectory, shaped: float, tokens: int, settings: AdvantageSettings, price: CostPrice | None
 ) -> float:

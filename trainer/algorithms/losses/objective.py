@@ -96,7 +96,7 @@ class Objective:
     def idle_at_zero(self) -> bool:
         """Whether a token's loss is exactly 0 where its advantage is, and nothing else is learnt from it."""
         settings = self._settings
-        adds = settings.kl > 0.0 or settings.entropy > 0.0 or settings.router_aux > 0.0
+        adds = any((settings.kl, settings.entropy, settings.router_aux, settings.positive))
         return self._entry.idle_at_zero and not adds
 
     def __call__(self, terms: TokenTerms) -> Judged:
@@ -135,6 +135,17 @@ class Objective:
         if self._settings.mean == "fixed":
             return loss.sum() / (of.segments * self._settings.fixed_length)
         return mean_by_segment(loss, segment, segments).sum() / of.segments
+
+    def positive(self, logprobs: Tensor, right: Tensor, of: BatchSize) -> Tensor:
+        """This micro-batch's share of the language-model loss on right answers, with its coefficient (VAPO, Yue et al.
+        2025, arXiv:2504.05118, section 4.3):
+
+            μ · −(1/N⁺) Σ log π(x_t)            over the N⁺ fresh tokens of right answers; 0 where there are none
+
+        `logprobs` `[N]`, with gradient; `right` bool `[N]`.
+        """
+        found = -self._settings.positive * torch.where(right, logprobs, torch.zeros_like(logprobs)).sum()
+        return found / max(1, of.right)
 
 
 @torch.no_grad()

@@ -16,10 +16,14 @@ from trainer.algorithms.columns import LossColumn, declared
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Denominators of the mean over a batch: its fresh tokens, and the segments that have any; skipped ones count."""
+    """Denominators of the mean over a batch: its fresh tokens, and the segments that have any; skipped ones count.
+
+    `right`: fresh tokens of right answers, of the rows that are not skipped.
+    """
 
     tokens: int
     segments: int
+    right: int = 0
 
 
 LARGEST_LOG_RATIO = 20.0
