@@ -43,6 +43,7 @@ from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
 from trainer.data.tally import Arrivals, stream_order
 from trainer.data.teacher import Teacher
+from trainer.data.teacher_client import TeacherError
 from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.metrics.files import RunRecords
 from trainer.metrics.step import outcome, step_metrics
@@ -241,7 +242,11 @@ class TrainingLoop:
     def _one_batch(self, groups: Sequence[Group[Trajectory]], started: float) -> None:
         ahead, prepared = self._ahead, None
         if ahead is not None:
-            prepared = self.background.result(ahead.prepared, "packing the next batch", PACK_DEADLINE_S)
+            try:
+                prepared = self.background.result(ahead.prepared, "packing the next batch", PACK_DEADLINE_S)
+            except TeacherError as error:
+                # It was asked once more since (`_hear_teacher`), and has told all.
+                _log.warning("the batch is packed again", why=str(error))
         taken = time.perf_counter()
         entries = [member.entry for group in groups for member in group.members]
         record = StepRecord(self.learner.version, entries, self._updates())

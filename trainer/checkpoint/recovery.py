@@ -55,6 +55,7 @@ _ABSENT_BEFORE = (
     "advantage.distil",
     "advantage.distil_discount",
     "advantage.trace_alpha",
+    "advantage.reward",
     "advantage.critic.trace",
     "advantage.critic.pretrain_steps",
     "teacher",

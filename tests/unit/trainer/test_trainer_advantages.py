@@ -192,6 +192,7 @@ def test_no_token_at_all_is_a_batch_too(name: str) -> None:
         group=np.zeros(2, dtype=np.int64),
         trained=np.array([name != "remax", True]),
         greedy=np.array([name == "remax", False]),
+        columns=dict.fromkeys(ADVANTAGES[name].columns, np.zeros(0)),
     )
     assert load_estimator(name)(silent, plain).advantages.shape == (0,)
 

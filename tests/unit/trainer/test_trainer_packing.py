@@ -50,7 +50,7 @@ def test_columns_carry_the_tokens_they_belong_to() -> None:
     group = group_of([a_rollout([turns, whole], 1.0, size=2, member=0), a_rollout([turns], 0.0, size=2, member=1)])
     rows, tally = rows_of([group], policy_version=7, k=2)
     packed = pack(rows, tally, budget=64)
-    assert packed.size == BatchSize(tokens=2 + 3 + 2, segments=3) and tally.masked == 1
+    assert packed.size == BatchSize(tokens=2 + 3 + 2, segments=3, right=2 + 3) and tally.masked == 1
     assert dict(tally.histogram) == {0: 5, 1: 2}
     (micro,) = packed.micro_batches
     assert micro.row.input_ids.tolist() == [[9, 8, 5, 6, 9, 8, 5, 6, 4, 4, 4, 1, 2, 3, 5]]
