@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.cli import ROLLMESH
 from services.config.fitting import read_facts
 from services.wire.errors import UsageError
 from services.wire.tables import read_table
@@ -211,7 +210,7 @@ def test_ctrl_c_says_how_far_it_came_and_leaves_nothing(tmp_path: Path) -> None:
     assert [*(tmp_path / "made").iterdir()] == []
 
 
-def test_misuse_is_one_line_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misuse_is_one_line_before_anything_is_loaded(tmp_path: Path) -> None:
     model, data, out = a_model(tmp_path / "model"), questions(tmp_path / "data.jsonl"), tmp_path / "out"
     (tmp_path / "there").mkdir()
     cases = [
@@ -226,10 +225,10 @@ def test_misuse_is_one_line_before_anything_is_loaded(tmp_path: Path, capsys: py
         ([*command(model, data, out), "--threads", "1"], "set trainer.threads"),
         (["sft", "--demonstrations", str(tmp_path), "--out", str(out), "seed=3"], "goes with --data"),
     ]
-    capsys.readouterr()
     for arguments, complaint in cases:
-        code, said = ROLLMESH.run(arguments), capsys.readouterr().err
-        assert (code, complaint in said, len(said.strip().splitlines())) == (2, True, 1), (arguments, said)
+        done = run_command(arguments)
+        lines = done.err.strip().splitlines()
+        assert (done.code, complaint in done.err, len(lines)) == (2, True, 1), (arguments, done.err)
     for overrides, complaint in (
         (["data.longest=100000"], "more than the model's context"),
         (["trainer.schedule.kind=linear", "steps=2"], "schedule linear cannot decay"),
