@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import structlog
 
 from services.supervisor.launch_plan import ValkeyPlan
 
@@ -20,6 +21,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The keys and certificates of a mesh of the developer's own are not for those of tests.
 for _name in ("ROLLMESH_KEYS_DIR", "ROLLMESH_REDIS_PASSWORD_FILE", "ROLLMESH_TLS_DIR"):
     os.environ.pop(_name, None)
+
+
+# As processes of the mesh write it: structlog's default draws every local of every frame, for which an exception takes seconds.
+structlog.configure(
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 
 def free_port() -> int:
