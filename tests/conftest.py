@@ -23,7 +23,7 @@ for _name in ("ROLLMESH_KEYS_DIR", "ROLLMESH_REDIS_PASSWORD_FILE", "ROLLMESH_TLS
     os.environ.pop(_name, None)
 
 
-# As processes of the mesh write it: structlog's default draws every local of every frame, for which an exception takes seconds.
+# As processes of the mesh write it: structlog's default draws every local of every frame, seconds for an exception.
 structlog.configure(
     processors=[
         *structlog.get_config()["processors"][:-1],
