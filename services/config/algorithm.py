@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import msgspec
 from pydantic import Field, JsonValue, model_validator
 
 from services.config.base import Section
@@ -198,3 +199,14 @@ class AdvantageSettings(GaeSettings, GrpoSettings, DistillationSettings, Estimat
     def greedy_baseline(self) -> bool:
         """Whether the first sibling of each group is sampled greedily, to compare the others with."""
         return self.estimator == GREEDY_BASELINE
+
+
+class Formula(msgspec.Struct, frozen=True):
+    """What `rollmesh formula --json` says of a choice of loss and advantage.
+
+    `loss`, `advantage`: settings of algorithms of the user's own, with their defaults.
+    """
+
+    formula: str
+    loss: Own
+    advantage: Own

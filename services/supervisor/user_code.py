@@ -9,13 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from services.config.algorithm import DISTILLATION
+from services.config.algorithm import DISTILLATION, Formula
 from services.config.base import Section
 from services.config.load import dump_settings
 from services.config.settings import RunSettings
 from services.supervisor.processes import OURS
 from services.wire.errors import RollmeshError, UsageError
-from services.wire.formula import Formula
 from services.wire.task_name import parse_task
 
 _CHECK_S = 120.0

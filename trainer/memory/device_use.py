@@ -15,13 +15,16 @@ from trainer.data.packing import MicroBatch, PackedBatch
 
 
 class Gauge:
-    """Reads what each step of a model took. `width`: of its hidden states where prefixes are computed once, else None."""
+    """Reads what each step of a model took. `width`: of its hidden states where prefixes are computed once, else None.
 
-    def __init__(self, model: PreTrainedModel, width: int | None, *, frozen: bool) -> None:
+    `peak`: operations a second that the device is made for; left out: by the card's name.
+    """
+
+    def __init__(self, model: PreTrainedModel, width: int | None, *, frozen: bool, peak: float | None = None) -> None:
         self._cost, self._width = step_cost(model, frozen=frozen), width
         self._device = model.device
         cuda = self._device.type == "cuda"
-        self._peak = peak_flops(torch.cuda.get_device_name(self._device)) if cuda else None
+        self._peak = peak_flops(torch.cuda.get_device_name(self._device)) if peak is None and cuda else peak
         self._process = None if cuda else psutil.Process()
 
     def read(self, batch: PackedBatch, seconds: float) -> DeviceUse:

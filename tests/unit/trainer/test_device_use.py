@@ -75,7 +75,6 @@ def test_a_learner_tells_the_memory_of_its_process_and_no_share_of_a_peak_that_i
     used = learner.gauge.read(batch, 1.0)
     assert used.memory_bytes > 50 << 20
     assert used.mfu is None
-    known = Gauge(learner.model, learner.stem_width, frozen=False)
-    known._peak = 1e12
+    known = Gauge(learner.model, learner.stem_width, frozen=False, peak=1e12)
     mfu = known.read(batch, 1.0).mfu
     assert mfu is not None and 0.0 < mfu < 1e-3
