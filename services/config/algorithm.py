@@ -7,7 +7,7 @@ order of keys follows the classes: the base named last comes first.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field, JsonValue, model_validator
@@ -208,5 +208,5 @@ class Formula(msgspec.Struct, frozen=True):
     """
 
     formula: str
-    loss: Own
-    advantage: Own
+    loss: dict[str, Any]
+    advantage: dict[str, Any]
