@@ -15,6 +15,7 @@ import pytest
 import structlog
 
 from services.supervisor.launch_plan import ValkeyPlan
+from tests.support.rank_pool import RankPool
 
 # Many processes share two cores; torch's default of one thread a core makes each of them wait for the others.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -103,3 +104,10 @@ def chat_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat") / "chat-policy"
     save_chat_policy(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """Processes in which functions run as ranks of a process group."""
+    with RankPool() as pool:
+        yield pool
