@@ -108,6 +108,6 @@ def _serve(pipe: Connection) -> None:
                 answer = True, function(rank, *arguments)
             finally:
                 dist.destroy_process_group()
-        except BaseException:
+        except Exception:
             answer = False, traceback.format_exc()
         pipe.send(answer)
