@@ -160,7 +160,9 @@ async def evaluate(
     began: list[int] = []
 
     async def play(first: int, sample: int) -> list[Played]:
-        chosen = SamplingBody(max_tokens=max_tokens, temperature=temperature, seed=_seed(temperature, seed, sample))
+        chosen = SamplingBody(
+            max_tokens=max_tokens, temperature=temperature, seed=_seed(temperature, seed, sample, first)
+        )
         async with room:
             group = held_out[first : first + GROUP_SIZE]
             opening = OpenGroup(
@@ -193,9 +195,10 @@ async def evaluate(
     )
 
 
-def _seed(temperature: float, seed: int, sample: int) -> int | None:
-    """None where nothing is drawn."""
-    return None if temperature == 0.0 else (seed + 1) * 1_000_003 + sample
+def _seed(temperature: float, seed: int, sample: int, first: int) -> int | None:
+    """Of the group whose first problem is number `first`; the sessions behind its first have seeds that follow it. Each
+    answer has another, or all would be drawn alike. None where nothing is drawn."""
+    return None if temperature == 0.0 else ((seed + 1) * 1_000_003 + sample) * 1_000_003 % (1 << 62) + first
 
 
 async def _served(pool: ServerPool) -> list[int]:

@@ -36,9 +36,11 @@ _KEPT_ANSWERS = 4
 
 
 def _sampling_in(group: Group, session: Session, asked: SamplingParams) -> SamplingParams:
-    """A session that was opened to be sampled greedily, other than its group, is."""
-    own, siblings = session.terms.sampling.temperature, None if group.sampling is None else group.sampling.temperature
-    return msgspec.structs.replace(asked, temperature=0.0) if own == 0.0 and siblings != 0.0 else asked
+    """A session that was opened to be sampled greedily, other than its group, is; one with a seed of its own, by that."""
+    own, siblings = session.terms.sampling, None if group.sampling is None else group.sampling.temperature
+    if own.temperature == 0.0 and siblings != 0.0:
+        asked = msgspec.structs.replace(asked, temperature=0.0)
+    return asked if own.seed is None or own.seed == asked.seed else msgspec.structs.replace(asked, seed=own.seed)
 
 
 @dataclass(frozen=True, slots=True)

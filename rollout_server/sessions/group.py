@@ -93,7 +93,7 @@ class Group:
     def fill(self, terms: Terms, first: Terms | None = None) -> None:
         """Open all siblings at once; `first`: what the first one is opened on, where it is not that of the others."""
         for member in range(self.size):
-            own = first if first is not None and member == 0 else terms
+            own = first if first is not None and member == 0 else terms.of_sibling(member)
             self.add(self.next_session(sibling_id(self.group_id, member), own, b""))
 
     def next_session(self, name: str, terms: Terms, fingerprint: bytes) -> Session:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -31,6 +31,7 @@ from services.wire.errors import (
     SessionExpiredError,
 )
 from services.wire.rollout_api import Purpose, SamplingLimits
+from services.wire.sampling import sibling_seed
 from services.wire.session_api import SessionState
 
 
@@ -142,9 +143,16 @@ class Terms:
     metadata: Mapping[str, str] = field(default_factory=dict)
     trace: str = ""
 
+    def of_sibling(self, member: int) -> Terms:
+        """These for one of several: with a seed of its own, where they have one."""
+        seed = sibling_seed(self.sampling.seed, member)
+        if seed == self.sampling.seed:
+            return self
+        return replace(self, sampling=self.sampling.model_copy(update={"seed": seed}))
+
     @cached_property
     def packed_limits(self) -> bytes:
-        """`sampling` as it is written down: once for all siblings."""
+        """`sampling` as it is written down: once for all siblings that share them."""
         return self.sampling.model_dump_json(exclude_none=True).encode()
 
 

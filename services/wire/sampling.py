@@ -67,3 +67,8 @@ KvPolicy = Literal["keep", "recompute", "salt"]
 `keep`: running requests go on with theirs; nothing is shared. `salt`: running requests go on with theirs; prefixes are
 shared within a version. `recompute`: running requests have theirs computed anew; prefixes are shared within a version.
 """
+
+
+def sibling_seed(seed: int | None, member: int) -> int | None:
+    """The seed of sibling `member` of a group opened with `seed`: its own, or all answers would be drawn alike."""
+    return seed if seed is None or seed == -1 or member == 0 else (seed + member) % (1 << 63)

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from clients.environments import chat as chats
-from clients.environments.base import AgentEndpoint, Answer, Ended, Problem, Split, agent_environment
+from clients.environments.base import AgentEndpoint, Answer, Dialect, Ended, Problem, Split, agent_environment
 from clients.environments.chat import ChatEnvironment
 from clients.environments.registry import make_environment
 from clients.environments.tasks.guess_number import GuessNumber
@@ -215,6 +215,36 @@ async def test_episodes_that_are_lost_in_an_evaluation_count_as_not_solved(
         assert measured.success == 0.5
         assert measured.mean_length == 2.0
         assert await host.published() == []
+
+
+@pytest.mark.parametrize("dialect", ["text", "chat"])
+async def test_sampled_answers_of_an_evaluation_are_drawn_apart_and_the_same_each_time(
+    dialect: Dialect, redis_url: str, run_id: str, chat_policy: Path
+) -> None:
+    """With one seed for all, they would be right or wrong together, and the interval of their share would not hold."""
+    engine = ScriptedEngine(answer_length=3, max_model_len=2048)
+    settings = small_batch(k=50, batch=4)
+    async with (
+        hosting(engine, redis_url=redis_url, run_id=run_id, model=chat_policy, settings=settings) as host,
+        RolloutClient(host.url, patience_s=0.2) as client,
+    ):
+        environment = await in_dialect(client, make_environment("sums"), dialect)
+        drawn = []
+        for _ in range(2):
+            before = len(engine.requests)
+            await evaluate(
+                ServerPool([client]),
+                environment,
+                seed=3,
+                problems=20,
+                samples=2,
+                max_tokens=8,
+                temperature=1.0,
+                limits=EpisodeLimits(10.0),
+            )
+            drawn.append(sorted(str(request.sampling.seed) for request in engine.requests[before:]))
+    assert len(set(drawn[0])) == 40
+    assert drawn[0] == drawn[1]
 
 
 async def test_an_environment_of_texts_plays_through_chat_in_one_segment(
