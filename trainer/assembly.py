@@ -105,8 +105,12 @@ class Assembly:
     def roles(self) -> Roles:
         # The folder holds the run's first policy, also when the trainer is restarted in the middle.
         teacher = None if self._teacher is None else self._teacher.of
-        roles = make_roles(lambda: load_policy(self.arguments.model), self.arguments.settings, BASE_VERSION, teacher)
-        use_tf32(self.arguments.settings.trainer.tf32, roles.learner.model.device)
+        settings = self.arguments.settings
+        code = settings.model.trust_remote_code
+        roles = make_roles(
+            lambda: load_policy(self.arguments.model, trust_remote_code=code), settings, BASE_VERSION, teacher
+        )
+        use_tf32(settings.trainer.tf32, roles.learner.model.device)
         return roles
 
     def _make_teacher(self) -> Teacher | None:

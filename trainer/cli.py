@@ -205,11 +205,11 @@ def export(
     if target.exists():
         raise UsageError(f"{target} is there already", "name another --out, or remove it")
     base = settings.model.path or folder.model
-    adapters = None
+    adapters, code = None, settings.model.trust_remote_code
     if version == ended:
-        model = load_policy(final)
+        model = load_policy(final, trust_remote_code=code)
     else:
-        model = load_policy(base)
+        model = load_policy(base, trust_remote_code=code)
         lora = settings.trainer.lora
         adapters = Adapters(model, lora, settings.seed) if lora.rank else None
         checkpoint.load_weights(evaluated.find(folder.checkpoints, version), model)

@@ -59,6 +59,7 @@ def make_engine(
         kv_policy=settings.rollout.kv_policy,
         weights_key=weights_key,
         file_root=settings.weights.file_root,
+        trust_remote_code=settings.model.trust_remote_code,
         **({"tensor_parallel": ranks} if name == "vllm" else {}),
     )
     return cast(Engine, made)

@@ -45,6 +45,9 @@ class ModelSettings(Section):
         description="Hugging Face folder, or a name (`rollmesh models`); empty: a tiny model is warm-started",
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Serving dtype")
+    trust_remote_code: bool = Field(
+        default=False, description="Run code that a model folder carries (`auto_map`), in trainer and engines"
+    )
 
 
 class WarmStartSettings(Section):

@@ -9,6 +9,7 @@ A folder that is there is meant, whatever its name.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -16,7 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from services.host.run_folder import is_complete
+from services.wire.errors import UNDECODABLE, UsageError
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,12 @@ PACKAGED: Mapping[str, Packaged] = {
         mib=89,
     )
 }
+
+
+class _CodeOfModel(msgspec.Struct):
+    model_type: str = ""
+    auto_map: dict[str, str] = {}
+
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -67,3 +77,33 @@ def cache_folder() -> Path:
 def packaged_folder(name: str) -> Path:
     """Where the folder of a model of PACKAGED is kept."""
     return cache_folder() / "models" / name
+
+
+def code_files(folder: Path) -> frozenset[str]:
+    """Python files that the folder's config.json has transformers load the model with; none where transformers knows the
+    type itself, which needs no code of a folder's."""
+    try:
+        found = msgspec.json.decode((folder / "config.json").read_bytes(), type=_CodeOfModel)
+    except (OSError, *UNDECODABLE):
+        # Whoever loads it says so.
+        return frozenset()
+    if not found.auto_map or _is_known(found.model_type):
+        return frozenset()
+    # `owner/name--module.Class` is in another repository.
+    return frozenset(f"{entry.rpartition('--')[2].partition('.')[0]}.py" for entry in found.auto_map.values())
+
+
+def check_code(folder: Path, *, trusted: bool) -> None:
+    """Raises UsageError for a model that only code of its own folder can load, unless that is `trusted`."""
+    if not trusted and (files := code_files(folder)):
+        raise UsageError(
+            f"{folder} needs code of its own ({', '.join(sorted(files))}), which nobody asked to run",
+            "read it, then set model.trust_remote_code=true",
+        )
+
+
+def _is_known(model_type: str) -> bool:
+    """By transformers' folders, a module a type: importing it costs seconds."""
+    library = importlib.util.find_spec("transformers")
+    places = [] if library is None else library.submodule_search_locations or []
+    return any((Path(place) / "models" / model_type.replace("-", "_")).is_dir() for place in places if model_type)

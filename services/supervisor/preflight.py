@@ -21,7 +21,7 @@ from services.config.settings import RunSettings, TrainerSettings
 from services.config.traces import with_environ
 from services.config.tracking import TrackingSettings
 from services.host.files import write_whole
-from services.host.models import is_folder
+from services.host.models import check_code, is_folder
 from services.host.process import usable_cores
 from services.host.run_folder import RunFolder, is_complete, make_run_folder
 from services.observability.setup import check_installed
@@ -112,25 +112,30 @@ def with_model_folder(settings: RunSettings) -> RunSettings:
     """With folders in place of the names of the policy's model and of a teacher's that is served here: where one is not
     there, `rollmesh models fetch` makes it, with progress.
 
-    Raises RollmeshError where that fails; it says why.
+    Raises RollmeshError where that fails; it says why. UsageError for one that needs code of its own, which nobody asked
+    to run.
     """
-    model, teacher = settings.model.path, settings.trainer.teacher
+    model, teacher, trusted = settings.model.path, settings.trainer.teacher, settings.model.trust_remote_code
     if model is not None:
         settings = settings.model_copy(
-            update={"model": settings.model.model_copy(update={"path": _folder_of(model, "model.path")})}
+            update={"model": settings.model.model_copy(update={"path": _folder_of(model, "model.path", trusted)})}
         )
     if has_teacher(settings):
-        found = _folder_of(Path(str(teacher.model)), "trainer.teacher.model").expanduser().absolute()
+        found = _folder_of(Path(str(teacher.model)), "trainer.teacher.model", trusted).expanduser().absolute()
         check_teacher(found)
         teacher = teacher.model_copy(update={"model": str(found)})
         settings = settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"teacher": teacher})})
     return settings
 
 
-def _folder_of(model: Path, setting: str) -> Path:
+def _folder_of(model: Path, setting: str, trusted: bool) -> Path:
     if is_folder(model):
+        check_code(model.expanduser(), trusted=trusted)
         return model
-    done = subprocess.run([*OURS, "models", "fetch", str(model)], stdout=subprocess.PIPE, text=True, check=False)
+    options = ["--trust-remote-code"] if trusted else []
+    done = subprocess.run(
+        [*OURS, "models", "fetch", str(model), *options], stdout=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode:
         raise RollmeshError(
             f"there is no folder {model}, and no model of that name could be fetched",

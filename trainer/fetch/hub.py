@@ -8,16 +8,18 @@ from pathlib import Path
 
 import msgspec
 
+from services.host.models import check_code, code_files
 from services.wire.errors import RollmeshError, UsageError
 
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-"""Configuration, weights, tokenizer, chat template. No code: nothing of a repository is run."""
+"""Configuration, weights, tokenizer, chat template. No code, unless it is asked for."""
 
 
-def fetch(name: str, say: Callable[[str], None]) -> Path:
+def fetch(name: str, say: Callable[[str], None], *, trust_remote_code: bool = False) -> Path:
     """The folder of `owner/name`: from the local cache where it is there whole, else fetched, with progress.
 
-    Raises UsageError for a repository that is unknown or closed to this user, RollmeshError where the Hub cannot be
+    Raises UsageError for a repository that is unknown or closed to this user, and for one that needs code of its own
+    unless `trust_remote_code`; RollmeshError where the Hub cannot be
     reached.
     """
     from huggingface_hub import snapshot_download
@@ -29,11 +31,14 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
         RepositoryNotFoundError,
     )
 
-    if (found := cached(name)) is not None:
+    if (found := cached(name, trust_remote_code=trust_remote_code)) is not None:
+        check_code(found, trusted=trust_remote_code)
         return found
     say(f"fetching {name} from the Hugging Face Hub; an interrupted download goes on where it stopped")
     try:
-        folder = Path(snapshot_download(name, allow_patterns=_FILES))
+        # First, so that one that is refused costs no download.
+        check_code(Path(snapshot_download(name, allow_patterns=["config.json"])), trusted=trust_remote_code)
+        folder = Path(snapshot_download(name, allow_patterns=_wanted(trust_remote_code)))
     except GatedRepoError as error:
         raise UsageError(
             f"{name} is open to those alone who accepted its terms",
@@ -47,26 +52,33 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
             f"{name} is not in the local cache and cannot be fetched ({_first_line(error)})",
             f"`rollmesh models fetch {name}` where the Hub can be reached, or model.path=FOLDER",
         ) from error
-    if not _is_whole(folder):
+    if not _is_whole(folder, trust_remote_code):
         raise UsageError(f"{name} holds no safetensors beside a config.json", "choose another repository")
     return folder
 
 
-def cached(name: str) -> Path | None:
+def cached(name: str, *, trust_remote_code: bool = False) -> Path | None:
     """The folder of `owner/name` in the local cache; None where it is not there whole. Nothing is fetched."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=_FILES, local_files_only=True))
+        folder = Path(snapshot_download(name, allow_patterns=_wanted(trust_remote_code), local_files_only=True))
     except LocalEntryNotFoundError:
         return None
-    return folder if _is_whole(folder) else None
+    return folder if _is_whole(folder, trust_remote_code) else None
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether configuration and all weights are there: an interrupted download leaves a folder without some of them."""
+def _wanted(trust_remote_code: bool) -> list[str]:
+    return [*_FILES, "*.py"] if trust_remote_code else _FILES
+
+
+def _is_whole(folder: Path, trust_remote_code: bool) -> bool:
+    """Whether configuration, all weights and the code that is asked for are there: an interrupted download leaves a folder
+    without some of them."""
     if not (folder / "config.json").exists():
+        return False
+    if trust_remote_code and not all((folder / file).exists() for file in code_files(folder)):
         return False
     index = folder / "model.safetensors.index.json"
     if not index.exists():

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.host.models import PACKAGED, is_folder, packaged_folder
+from services.host.models import PACKAGED, check_code, is_folder, packaged_folder
 from services.host.run_folder import is_complete
 from services.wire.errors import UsageError
 from trainer.fetch import hub
 
 
-def find_model(model: Path) -> Path:
+def find_model(model: Path, *, trust_remote_code: bool = False) -> Path:
     """`model` itself where it is a folder, else that of the name that it is (`services.host.models`).
 
-    Raises UsageError for what is no model folder, and, with the command that fetches it, for a name that is not there yet.
+    Raises UsageError for what is no model folder, for one that needs code of its own unless `trust_remote_code`, and,
+    with the command that fetches it, for a name that is not there yet.
     """
     if is_folder(model):
         folder = model.expanduser()
         if not is_complete(folder):
             known = f"known names: {', '.join(PACKAGED)}, and owner/name of the Hugging Face Hub"
             raise UsageError(f"{folder} is no Hugging Face model folder", f"it must hold a config.json; {known}")
+        check_code(folder, trusted=trust_remote_code)
         return folder
     name = str(model)
-    found = hub.cached(name) if name not in PACKAGED else packaged_folder(name)
+    found = hub.cached(name, trust_remote_code=trust_remote_code) if name not in PACKAGED else packaged_folder(name)
     if found is None or not is_complete(found):
         raise UsageError(f"the model {name} is not there yet", f"fetch it: rollmesh models fetch {name}")
+    check_code(found, trusted=trust_remote_code)
     return found

@@ -111,7 +111,7 @@ def _from_data(model: Path, data: Path, out: Path, config: Path | None, override
     from trainer.sft.sft_settings import fit_sft, load_sft_settings
 
     settings, origins = load_sft_settings(config, overrides)
-    folder = find_model(model)
+    folder = find_model(model, trust_remote_code=settings.model.trust_remote_code)
     facts = read_facts(folder)
     examples = read_examples(data, read_table(data), settings.data)
     with heavy_imports():

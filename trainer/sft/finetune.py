@@ -79,7 +79,7 @@ def finetune(arguments: SftArguments, display: Display, reached: Reached) -> Sum
         # Now: a place that cannot be written is known before hours of training.
         making = stack.enter_context(appearing(arguments.out))
         lines = stack.enter_context(step_lines(making))
-        model = load_policy(arguments.model)
+        model = load_policy(arguments.model, trust_remote_code=settings.model.trust_remote_code)
         use_tf32(settings.trainer.tf32, model.device)
         lora = settings.trainer.lora
         adapters = Adapters(model, lora, settings.seed) if lora.rank else None
@@ -118,8 +118,9 @@ def _choose(arguments: SftArguments, display: Display) -> Chosen:
     """Encode and part the examples."""
     data, examples = arguments.settings.data, arguments.examples
     try:
-        config = AutoConfig.from_pretrained(arguments.model).get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        code = arguments.settings.model.trust_remote_code
+        config = AutoConfig.from_pretrained(arguments.model, trust_remote_code=code).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(arguments.model, trust_remote_code=code)
     except (OSError, ValueError, KeyError) as error:
         raise NoModelError(arguments.model, error) from error
     context: int | None = getattr(config, "max_position_embeddings", None)

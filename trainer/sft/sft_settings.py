@@ -56,6 +56,7 @@ class SavedModelSettings(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Serving dtype, of the weights written"
     )
+    trust_remote_code: bool = Field(default=False, description="Run code that the model folder carries (`auto_map`)")
 
 
 class HeldOutSettings(Section):

@@ -71,6 +71,7 @@ class TorchEngine:
         kv_policy: KvPolicy = "keep",
         weights_key: str | None = None,
         file_root: Path | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if dtype not in _DTYPES:
             raise UsageError(f"weights of dtype {dtype!r} cannot be served", f"known: {', '.join(_DTYPES)}")
@@ -84,6 +85,7 @@ class TorchEngine:
         self._kv_policy: KvPolicy = kv_policy
         self._weights_key = weights_key
         self._file_root = file_root
+        self._trust_remote_code = trust_remote_code
         self._streams = DeltaStreams()
         self._weight_threads: ThreadPoolExecutor | None = None
         self._readers: list[Reader] | None = None
@@ -234,7 +236,7 @@ class TorchEngine:
     def _load(self) -> tuple[Scheduler, Receiver]:
         torch.set_num_threads(self._threads)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        decoder = load_decoder(self._folder, self._dtype, device)
+        decoder = load_decoder(self._folder, self._dtype, device, trust_remote_code=self._trust_remote_code)
         self._vocabulary, self._outputs = decoder.vocabulary, decoder.outputs
         self.max_model_len, self.eos_token_ids = decoder.longest, decoder.ends
         forward = PolicyForward(decoder)
@@ -256,8 +258,11 @@ class TorchEngine:
         return batch, receiver
 
 
-def load_decoder(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The model in `folder`. Raises UsageError where there is none, or one that cannot be decoded here."""
+def load_decoder(folder: Path, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False) -> Decoder:
+    """The model in `folder`, whose own code is run with `trust_remote_code` alone.
+
+    Raises UsageError where there is none, or one that cannot be decoded here.
+    """
     found = read_llama(folder, dtype, device)
     if found is not None:
         return found
@@ -265,7 +270,7 @@ def load_decoder(folder: Path, dtype: torch.dtype, device: torch.device) -> Deco
     # Here, so that a server without such a model does not spend 1.6 s of CPU on it.
     with heavy_imports():
         from rollout_server.engines.torch.transformers_decoder import load_transformers
-    return load_transformers(folder, dtype, device)
+    return load_transformers(folder, dtype, device, trust_remote_code=trust_remote_code)
 
 
 class ModelWeights:

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from rollout_server.engines.torch.decoder import Decoder, mask_of, positions_of
 from rollout_server.engines.torch.kv_cache import KvCache, KvShape
 from rollout_server.engines.torch.llama_config import end_ids
+from services.host.models import check_code
 from services.wire.errors import NoModelError, UsageError
 from weight_bus.manifest.published import PublishedNames
 
@@ -186,11 +187,19 @@ def _kv_shape(model: PreTrainedModel) -> KvShape:
     return KvShape(layers=len(cache.layers), heads=heads, key_dim=key_dim, value_dim=value_dim)
 
 
-def load_transformers(folder: Path, dtype: torch.dtype, device: torch.device) -> TransformersDecoder:
-    """The model in `folder`. Raises UsageError where there is none, or one that cannot be decoded here."""
+def load_transformers(
+    folder: Path, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+) -> TransformersDecoder:
+    """The model in `folder`, whose own code is run with `trust_remote_code` alone.
+
+    Raises UsageError where there is none, or one that cannot be decoded here.
+    """
+    check_code(folder, trusted=trust_remote_code)
     try:
         transformers_logging.disable_progress_bar()
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise NoModelError(folder, error) from error
     # transformers' own choice, where the model can.

@@ -69,6 +69,7 @@ class VllmEngine:
         weights_key: str | None = None,
         file_root: Path | None = None,
         tensor_parallel: int = 1,
+        trust_remote_code: bool = False,
     ) -> None:
         self._plan = vllm_launch.Plan(
             model=model,
@@ -77,6 +78,7 @@ class VllmEngine:
             seed=seed,
             kv_policy=kv_policy,
             tensor_parallel=tensor_parallel,
+            trust_remote_code=trust_remote_code,
         )
         self._run_id = run_id
         self._threads = threads

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from rollout_server.engines.request_check import read_json
+from services.host.models import check_code
 from services.wire.errors import RollmeshError, UsageError
 from services.wire.sampling import KvPolicy
 from weight_bus.vllm.protocol import LIVE_WEIGHTS, SCRATCH, WORKER_EXTENSION
@@ -55,6 +56,7 @@ class Plan:
     seed: int
     kv_policy: KvPolicy = "keep"
     tensor_parallel: int = 1
+    trust_remote_code: bool = False
 
 
 def set_environment(threads: int) -> None:
@@ -100,8 +102,10 @@ def launch(plan: Plan) -> tuple[Any, Path]:
     """An AsyncLLM and its scratch folder. Blocks until the model is loaded: a second on a CPU, minutes on a GPU.
 
     On a CPU call it on the main thread with no other thread at work, for it forks; on a GPU on any thread. Raises
-    RollmeshError with vLLM's reason when the engine does not come up.
+    UsageError for a model that needs code of its own, unless `plan` trusts it; RollmeshError with vLLM's reason when the
+    engine does not come up.
     """
+    check_code(plan.model, trusted=plan.trust_remote_code)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -175,6 +179,7 @@ def _arguments(plan: Plan) -> dict[str, Any]:
         "distributed_executor_backend": "uni" if plan.tensor_parallel == 1 else "mp",
         "worker_extension_cls": WORKER_EXTENSION,
         "use_tqdm_on_load": False,
+        "trust_remote_code": plan.trust_remote_code,
     }
     if on_cpu():
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _cache_bytes(plan)}

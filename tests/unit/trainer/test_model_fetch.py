@@ -102,11 +102,12 @@ FILES = {
     "tokenizer.json": b"{}",
     "code.py": b"raise SystemExit",
 }
+OWN_CONFIG = b'{"model_type": "own", "auto_map": {"AutoModelForCausalLM": "code.OwnForCausalLM"}}'
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """As much of the Hub's interface as a download needs. It knows `me/tiny`."""
+    """As much of the Hub's interface as a download needs. It knows `me/tiny`, and `me/own`, which needs its code."""
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
@@ -116,18 +117,20 @@ class _Hub(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         path = self.path.partition("?")[0]
+        files = FILES | {"config.json": OWN_CONFIG} if "me/own" in path else FILES
+        path = path.replace("me/own", "me/tiny")
         if path.startswith("/api/models/me/tiny/tree/"):
             listed = [
                 {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                for name, content in FILES.items()
+                for name, content in files.items()
             ]
             self._send(200, json.dumps(listed).encode(), body=body)
         elif path.startswith("/api/models/me/tiny"):
-            siblings = [{"rfilename": name, "size": len(content)} for name, content in FILES.items()]
+            siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
             self._send(200, json.dumps({"id": "me/tiny", "sha": SHA, "siblings": siblings}).encode(), body=body)
         elif path.startswith("/me/tiny/resolve/"):
             name = path.rpartition("/")[2]
-            self._send(200, FILES[name], body=body, etag=hashlib.sha1(FILES[name]).hexdigest())
+            self._send(200, files[name], body=body, etag=hashlib.sha1(files[name]).hexdigest())
         else:
             self._send(404, b"{}", body=body, error="RepoNotFound")
 
@@ -157,10 +160,10 @@ def a_hub() -> Iterator[str]:
             serving.join()
 
 
-def fetched(name: str, cache: Path, hub: str) -> subprocess.CompletedProcess[str]:
+def fetched(name: str, cache: Path, hub: str, *options: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "HF_HOME": str(cache), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": ""}
     environ.pop("HF_HUB_OFFLINE", None)
-    command = [sys.executable, "-P", "-m", "services", "models", "fetch", name]
+    command = [sys.executable, "-P", "-m", "services", "models", "fetch", name, *options]
     return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
 
 
@@ -171,6 +174,12 @@ def test_a_model_of_the_hub_is_fetched_once_without_its_code(tmp_path: Path) -> 
         folder = Path(first.stdout.strip())
         assert {file.name for file in folder.iterdir()} == FILES.keys() - {"code.py"}
         assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+        asked = fetched("me/tiny", tmp_path / "asked", hub, "--trust-remote-code")
+        assert {file.name for file in Path(asked.stdout.strip()).iterdir()} == FILES.keys(), asked.stderr
+        own = fetched("me/own", tmp_path, hub)
+        assert own.returncode == 2
+        assert "needs code of its own (code.py)" in own.stderr and "model.trust_remote_code=true" in own.stderr
+        assert not list(tmp_path.glob("hub/models--me--own/snapshots/*/*.safetensors")), "refused before it is fetched"
         unknown = fetched("me/other", tmp_path, hub)
         assert unknown.returncode == 2
         assert "the Hugging Face Hub has no me/other" in unknown.stderr
