@@ -1,0 +1,72 @@
+"""A run that is interrupted by Ctrl-C again and again, each time gone on with by the command that it prints.
+
+python -m tests.support.interruptions RUN_DIR REDIS_URL MOMENTS SEED ──► "recomputed N steps" when all that is to hold holds
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from time import sleep
+
+from tests.support.mesh_command import left_behind, run_command, running, summary_of, warm_start
+
+SMALL = ("--engine", "torch", "evaluation.problems=32", "rollout.groups_per_step=4", "trainer.deterministic=true")
+
+
+def steps_for(moments: int) -> int:
+    """Optimizer steps of a run that is not at its end before the last moment: at most 3 between two, and one on the way."""
+    return 4 * moments + 2
+
+
+def interrupt_at_random(run_dir: Path, redis_url: str, *, moments: int, seed: int) -> int:
+    """Returns how many steps a process of its own computed once more, to the same final bytes. Raises AssertionError."""
+    random, steps = Random(seed), steps_for(moments)
+    settings = (*SMALL, "--steps", str(steps), "--redis-url", redis_url, "trainer.checkpoint_every=1000")
+    command: Sequence[str] = ("up", "--run-dir", str(run_dir), *settings, warm_start())
+    for _ in range(moments):
+        with running(run_dir, [*command, "--plain"]) as mesh:
+            mesh.wait_for_steps(mesh.steps() + random.randint(1, 3))
+            sleep(random.uniform(0.0, 0.3))
+            started = mesh.descendants()
+            mesh.process.send_signal(signal.SIGINT)
+            done = mesh.finish(60.0)
+            assert left_behind(started) == []
+        printed = re.search(r"go on with: rollmesh (up --resume \S+)", done.out)
+        assert printed is not None, done.out + done.err
+        command = printed[1].split()
+    done = run_command([*command, "--plain"], deadline_s=240.0)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    check_end(run_dir, steps)
+    recomputed = subprocess.run(
+        [sys.executable, "-P", "-m", "tests.support.recompute", str(run_dir), redis_url],
+        capture_output=True,
+        text=True,
+        timeout=240.0,
+        check=False,
+    )
+    assert recomputed.returncode == 0, recomputed.stdout + recomputed.stderr
+    return int(recomputed.stdout)
+
+
+def check_end(run_dir: Path, steps: int) -> None:
+    """The run was made to its end, each step once, nothing lost."""
+    made = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert made == list(range(1, steps + 1))
+    summary = summary_of(run_dir)
+    assert summary["steps"] == summary["final_version"] == steps, "deterministic: no version was skipped"
+    assert summary["weights_digest_match"] is True
+    assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
+    assert summary["max_staleness"] <= 2
+
+
+if __name__ == "__main__":
+    folder, url, count, numbers = sys.argv[1:]
+    repeated = interrupt_at_random(Path(folder), url, moments=int(count), seed=int(numbers))
+    sys.stdout.write(f"recomputed {repeated} steps\n")
