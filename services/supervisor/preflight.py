@@ -165,7 +165,10 @@ def check_first_policy(settings: RunSettings) -> None:
     if model is not None:
         return
     if settings.tasks:
-        raise UsageError("a model is warm-started for one task alone, not for tasks", "name one: model.path=FOLDER")
+        raise UsageError(
+            "[[tasks]] need a model: the tiny one is warm-started on the demonstrations of one task alone",
+            "name one: model.path=FOLDER",
+        )
     if not parse_task(settings.task).demonstrated:
         raise UsageError(
             f"task {settings.task} has no demonstrations to warm-start a model with", "name one: model.path=FOLDER"

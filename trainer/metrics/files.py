@@ -256,8 +256,10 @@ def plot_curves(
     from matplotlib import pyplot
 
     steps = [line.step for line in lines]
-    figure, axes = pyplot.subplots(2, 3, figsize=(14, 6), layout="constrained")
-    success, length, shares, staleness, times, left_out = axes.flat
+    taught = [line for line in lines if line.teacher_kl is not None]
+    size = {"ncols": 4, "figsize": (18, 6)} if taught else {"ncols": 3, "figsize": (14, 6)}
+    figure, axes = pyplot.subplots(nrows=2, layout="constrained", **size)
+    success, length, shares, staleness, times, left_out, *of_teacher = axes.flat
     names = sorted({name for line in lines for name in line.tasks})
     success.plot(steps, [line.success for line in lines], label="all tasks" if len(names) > 1 else None)
     for name in names if len(names) > 1 else []:
@@ -300,6 +302,14 @@ def plot_curves(
     left_out.plot(steps, [dropped / max(1, came) for came, dropped in fates], label="dropped, share", linestyle=":")
     left_out.set(title="what is not trained", xlabel="optimizer step", ylim=(0, None))
     left_out.legend()
+    for panel, name, title in zip(
+        of_teacher,
+        ("teacher_kl", "entropy"),
+        ("reverse KL to the teacher, nats a token", "entropy of the policy, nats a token"),
+        strict=False,
+    ):
+        panel.plot([line.step for line in taught], [getattr(line, name) for line in taught])
+        panel.set(title=title, xlabel="optimizer step")
     with writing(path):
         figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -21,6 +21,13 @@ def test_overrides_come_on_top_of_the_file(tmp_path: Path) -> None:
     assert settings.task == "guess-number"
 
 
+def test_an_empty_path_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('run_dir = ""\n[model]\npath = "models/mine"\n[warm_start]\ncache_dir = ""\n')
+    settings = load_settings(file, ["model.path="])
+    assert (settings.model.path, settings.run_dir, settings.warm_start.cache_dir) == (None, None, None)
+
+
 def test_a_setting_is_read_under_its_former_name(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("[trainer]\nupdates_per_batch = 2\n")

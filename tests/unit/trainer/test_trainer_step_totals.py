@@ -110,6 +110,15 @@ def test_no_reader_ends_at_a_line_that_lacks_a_figure(tmp_path: Path) -> None:
     plot_curves(lines, Lengths.of(Counter()), tmp_path / "curves.png")
 
 
+def test_the_divergence_from_a_teacher_is_plotted_where_there_is_one(tmp_path: Path) -> None:
+    plain = [step_metrics(step) for step in (1, 2)]
+    for name, lines in (("plain", plain), ("taught", [step_metrics(step, teacher_kl=0.5) for step in (1, 2)])):
+        plot_curves(lines, Lengths.of(Counter()), tmp_path / f"{name}.svg")
+        # Above the outlines of its letters each text stands as a comment.
+        shown = "reverse KL to the teacher" in (tmp_path / f"{name}.svg").read_text()
+        assert shown == (name == "taught")
+
+
 def test_a_report_counts_a_trajectory_once_and_a_token_in_each_epoch() -> None:
     batch = {"trajectories": 4, "response_length": 8.0, "response_lengths": {"8": 4}, "lost_siblings": 1, "tokens": 30}
     report = report_of([step_metrics(step, epoch=epoch, **batch) for step, epoch in ((1, 1), (2, 2), (3, 1), (4, 2))])
