@@ -1,6 +1,6 @@
 """A run that is interrupted by Ctrl-C again and again, each time gone on with by the command that it prints.
 
-python -m tests.support.interruptions RUN_DIR REDIS_URL MOMENTS SEED ──► "recomputed N steps" when all that is to hold holds
+python -m tests.support.interruptions RUN_DIR REDIS_URL MOMENTS SEED STEPS ──► "recomputed N steps", or what does not hold
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from random import Random
 from time import sleep
 
 from tests.support.mesh_command import left_behind, run_command, running, summary_of, warm_start
+from tests.support.suite import heed_interrupts, share_a_folder
 
 SMALL = ("--engine", "torch", "evaluation.problems=32", "rollout.groups_per_step=4", "trainer.deterministic=true")
 
 
-def steps_for(moments: int) -> int:
-    """Optimizer steps of a run that is not at its end before the last moment: at most 3 between two, and one on the way."""
-    return 4 * moments + 2
+def interrupt_at_random(run_dir: Path, redis_url: str, *, moments: int, seed: int, steps: int) -> int:
+    """Interrupt a run of so many steps, 1 to 3 after it went on, and some that it makes meanwhile.
 
-
-def interrupt_at_random(run_dir: Path, redis_url: str, *, moments: int, seed: int) -> int:
-    """Returns how many steps a process of its own computed once more, to the same final bytes. Raises AssertionError."""
-    random, steps = Random(seed), steps_for(moments)
+    Returns how many steps a process of its own computed once more, to the same final bytes. Raises AssertionError.
+    """
+    random = Random(seed)
     settings = (*SMALL, "--steps", str(steps), "--redis-url", redis_url, "trainer.checkpoint_every=1000")
     command: Sequence[str] = ("up", "--run-dir", str(run_dir), *settings, warm_start())
     for _ in range(moments):
@@ -67,6 +66,8 @@ def check_end(run_dir: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    folder, url, count, numbers = sys.argv[1:]
-    repeated = interrupt_at_random(Path(folder), url, moments=int(count), seed=int(numbers))
+    folder, url, count, numbers, length = sys.argv[1:]
+    heed_interrupts()
+    with share_a_folder():
+        repeated = interrupt_at_random(Path(folder), url, moments=int(count), seed=int(numbers), steps=int(length))
     sys.stdout.write(f"recomputed {repeated} steps\n")

@@ -57,19 +57,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_left_out] = 0
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # As in the background of a shell. Processes that tests start, to interrupt them, would ignore it too.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    heed_interrupts()
     register_profiles()
     settings.load_profile(config.getoption("--hypothesis-profile") or ("ci" if config.getoption("--all") else "dev"))
     if not _is_worker(config):
-        folder = config.stash[_shared] = TemporaryDirectory(prefix="rollmesh-tests-")
-        os.environ[_SHARED_VARIABLE] = folder.name
+        config.stash[_shared] = share_a_folder()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if folder := config.stash.get(_shared, None):
         folder.cleanup()
+
+
+def heed_interrupts() -> None:
+    """Also in the background of a shell, where processes that are started to be interrupted would ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def share_a_folder() -> TemporaryDirectory[str]:
+    """That of `shared_folder`, for this process and those that it starts."""
+    folder = TemporaryDirectory(prefix="rollmesh-tests-")
+    os.environ[_SHARED_VARIABLE] = folder.name
+    return folder
 
 
 def shared_folder() -> Path:
