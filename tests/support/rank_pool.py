@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any
 
 DEADLINE_S = 240.0
-_PRELOAD = ["torch", "torch.distributed.fsdp", "transformers"]
+PRELOAD = ["torch", "torch.distributed.fsdp", "transformers", "trainer.run"]
+"""There is one fork server in a process, with the modules that its first user names."""
 
 
 class RankPool:
@@ -26,7 +27,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+        self._context.set_forkserver_preload(PRELOAD)
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._calls = 0
