@@ -133,7 +133,8 @@ def test_the_same_job_runs_on_vllm(tmp_path: Path) -> None:
 def test_a_run_is_evaluated_beside_training_and_its_best_policy_is_evaluated_alone(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     chosen = ["every=10", "samples=2", "temperature=1.0", "problems=64", "stop_at=0.7"]
-    arguments = ["up", "--engine", "torch", "--run-dir", str(run_dir), *(f"evaluation.{each}" for each in chosen)]
+    arguments = ["up", "--engine", "torch", "--run-dir", str(run_dir), warm_start()]
+    arguments += [f"evaluation.{each}" for each in chosen]
     done = run_command(arguments, deadline_s=240.0)
     assert done.code == 0, f"{done.out}\n{done.err}"
     summary = summary_of(run_dir)

@@ -19,6 +19,7 @@ from tests.support.mesh_command import left_behind, run_command, running, summar
 from tests.support.suite import heed_interrupts, share_a_folder
 
 SMALL = ("--engine", "torch", "evaluation.problems=32", "rollout.groups_per_step=4", "trainer.deterministic=true")
+NOTIFY = 'notify=echo "$ROLLMESH_OUTCOME" >> "$ROLLMESH_RUN_DIR/outcomes"'
 
 
 def interrupt_at_random(run_dir: Path, redis_url: str, *, moments: int, seed: int, steps: int) -> int:
@@ -27,27 +28,32 @@ def interrupt_at_random(run_dir: Path, redis_url: str, *, moments: int, seed: in
     Returns how many steps a process of its own computed once more, to the same final bytes. Raises AssertionError.
     """
     random = Random(seed)
-    settings = (*SMALL, "--steps", str(steps), "--redis-url", redis_url, "trainer.checkpoint_every=1000")
+    settings = (*SMALL, "--steps", str(steps), "--redis-url", redis_url, "trainer.checkpoint_every=1000", NOTIFY)
     command: Sequence[str] = ("up", "--run-dir", str(run_dir), *settings, warm_start())
     for _ in range(moments):
         with running(run_dir, [*command, "--plain"]) as mesh:
-            mesh.wait_for_steps(mesh.steps() + random.randint(1, 3))
+            mesh.wait_for_steps(mesh.steps() + random.randint(1, 3), deadline_s=300.0)
             sleep(random.uniform(0.0, 0.3))
             started = mesh.descendants()
             mesh.process.send_signal(signal.SIGINT)
-            done = mesh.finish(60.0)
+            done = mesh.finish(180.0)
             assert left_behind(started) == []
         printed = re.search(r"go on with: rollmesh (up --resume \S+)", done.out)
         assert printed is not None, done.out + done.err
+        assert re.search(rf"\d+ of {steps} steps are made", done.out)
+        assert (run_dir / "curves.png").exists() and list((run_dir / "checkpoints").glob("step-*"))
         command = printed[1].split()
-    done = run_command([*command, "--plain"], deadline_s=240.0)
+    done = run_command([*command, "--plain"], deadline_s=600.0)
     assert done.code == 0, f"{done.out}\n{done.err}"
     check_end(run_dir, steps)
+    assert (run_dir / "outcomes").read_text().split() == [*["interrupted"] * moments, "done"]
+    ended = run_command(["up", "--resume", str(run_dir)])
+    assert (ended.code, "has ended" in ended.err) == (2, True)
     recomputed = subprocess.run(
         [sys.executable, "-P", "-m", "tests.support.recompute", str(run_dir), redis_url],
         capture_output=True,
         text=True,
-        timeout=240.0,
+        timeout=600.0,
         check=False,
     )
     assert recomputed.returncode == 0, recomputed.stdout + recomputed.stderr

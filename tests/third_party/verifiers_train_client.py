@@ -1,14 +1,17 @@
-"""Two turns with verifiers' train client, run by the Python of its own environment (`.venv-verifiers`).
+"""Two turns each with verifiers' train client, run by the Python of its own environment (`.venv-verifiers`).
 
-    python verifiers_train_client.py BASE_URL MODEL_FOLDER [TRACE_ID]      key in $ROLLOUT_KEY, JSON on standard output
+    python verifiers_train_client.py MODEL_FOLDER < CASES      JSON on standard output
 
-What it writes: for each turn what the client read, and the tokens and mask of the trace that verifiers made of it.
+`CASES`: JSON, a list of `base_url`, `key`, `trace_id` (may be null); one process for all, which takes long to import its
+libraries. What it writes of each: for each turn what the client read, and the tokens and mask of the trace that verifiers
+made of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from typing import Any
 
@@ -25,7 +28,7 @@ from verifiers.v1.types import Message, SamplingConfig, Tool, ToolMessage, UserM
 TOOL = Tool(name="weather", description="The weather of a city", parameters={"type": "object", "properties": {}})
 
 
-async def main(base_url: str, model_folder: str, trace_id: str | None) -> None:
+async def played(base_url: str, model_folder: str, trace_id: str | None) -> dict[str, Any]:
     """Ask, make the tool call that comes back, answer it, and ask once more."""
     client = TrainClient(
         TrainClientConfig(
@@ -71,8 +74,16 @@ async def main(base_url: str, model_folder: str, trace_id: str | None) -> None:
         await client.close()
     (branch,) = trace.branches
     whole = {"token_ids": list(branch.token_ids), "mask": [int(one) for one in branch.sampled_mask]}
-    sys.stdout.write(json.dumps({"turns": turns, "trace": whole}))
+    return {"turns": turns, "trace": whole}
+
+
+async def main(model_folder: str) -> None:
+    found = []
+    for case in json.load(sys.stdin):
+        os.environ["ROLLOUT_KEY"] = case["key"]
+        found.append(await played(case["base_url"], model_folder, case["trace_id"]))
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None))
+    asyncio.run(main(sys.argv[1]))

@@ -73,8 +73,7 @@ async def test_a_server_outlives_the_redis_that_it_would_write_ends_to(
 
             await until(given_up, 15.0)
             # Whatever else needs Redis says so, and says that it may be sent again.
-            for path in ("/run", "/trajectories"):
-                answer = await host.http.get(path)
+            for answer in await asyncio.gather(*(host.http.get(path) for path in ("/run", "/trajectories"))):
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
             assert host.stop.failure is None
             process = started(plan)
