@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.e2e
 
 SUMS = "reasoning-gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1&allow_negation=false"
 GUESSING = "textarena:GuessTheNumber-v0?max_turns=3"
+TASKS = {"sums": SUMS, "game": GUESSING}
 GROUPS, SIBLINGS = 2, 6
 
 
@@ -43,10 +45,10 @@ def pupil(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(
-    task: str, pupil: Path, run_dir: Path, *settings: str
+    task: Sequence[str], pupil: Path, run_dir: Path, *settings: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[Any]]:
     """Three steps; returns the summary, the lines of metrics.jsonl and those of samples.jsonl."""
-    arguments = ["up", "--task", task, "--steps", "3", "--engine", "torch", "--run-dir", str(run_dir)]
+    arguments = ["up", *task, "--steps", "3", "--engine", "torch", "--run-dir", str(run_dir)]
     # K = 0: every token is of the version that trains it, so that each step can compare its logprobs with the engine's.
     size = [f"rollout.groups_per_step={GROUPS}", f"rollout.group_size={SIBLINGS}", "k=0"]
     small = [*size, "rollout.max_tokens=6", "evaluation.problems=8"]
@@ -71,23 +73,20 @@ def assert_trained(summary: dict[str, Any], metrics: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.slow
-def test_a_reasoning_gym_task_is_trained_on(pupil: Path, tmp_path: Path) -> None:
-    summary, metrics, samples = train(SUMS, pupil, tmp_path / "sums")
+def test_a_reasoning_gym_task_and_a_textarena_game_of_several_turns_are_trained_on(pupil: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("".join(f'[[tasks]]\ntask = "{task}"\nname = "{name}"\n' for name, task in TASKS.items()))
+    summary, metrics, samples = train(["--config", str(config)], pupil, tmp_path / "run")
     assert_trained(summary, metrics)
-    assert summary["task"] == SUMS
-    for sample in samples:
-        (segment,) = sample["segments"]
+    assert summary["task"] == "sums (50%), game (50%)"
+    # A group of each in every step, of which a trajectory of the first and one of the last are written down.
+    told = {name: [sample["segments"] for sample in samples if sample["task"] == name] for name in TASKS}
+    assert {name: len(found) for name, found in told.items()} == dict.fromkeys(TASKS, 3)
+    for (segment,) in told["sums"]:
         assert segment["text"].startswith("<|im_start|>user\nState the final answer")
         assert len(segment["spans"]) == 1
-
-
-@pytest.mark.slow
-def test_a_textarena_game_of_several_turns_is_trained_on(pupil: Path, tmp_path: Path) -> None:
-    summary, metrics, samples = train(GUESSING, pupil, tmp_path / "game")
-    assert_trained(summary, metrics)
     turns = []
-    for sample in samples:
-        (segment,) = sample["segments"]
+    for (segment,) in told["game"]:
         assert "You are playing Guess The Number" in segment["text"]
         spans = [span["text"] for span in segment["spans"]]
         turns.append(sum(text.count("<|im_end|>") for text in spans))
@@ -99,7 +98,7 @@ def test_a_textarena_game_of_several_turns_is_trained_on(pupil: Path, tmp_path: 
 def test_an_agent_with_a_tool_runs_as_it_is(pupil: Path, tmp_path: Path) -> None:
     pytest.importorskip("openai")
     agent = Path(__file__).parents[2] / "docs" / "examples" / "calculator_agent.py"
-    summary, metrics, samples = train(f"python:{agent}:calculator", pupil, tmp_path / "agent", "steps=1")
+    summary, metrics, samples = train(["--task", f"python:{agent}:calculator"], pupil, tmp_path / "agent", "steps=1")
     assert summary["trajectories_trained"] == GROUPS * SIBLINGS
     assert summary["run_id"].startswith("calculator-agent-calculator-")
     assert metrics[0]["tokens"] > 0
@@ -109,7 +108,7 @@ def test_an_agent_with_a_tool_runs_as_it_is(pupil: Path, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_model_without_a_chat_template_plays_in_plain_text(tiny_policy: Path, tmp_path: Path) -> None:
-    summary, _, samples = train(SUMS, tiny_policy, tmp_path / "text", "steps=1")
+    summary, _, samples = train(["--task", SUMS], tiny_policy, tmp_path / "text", "steps=1")
     assert summary["final_version"] == 1
     assert "dialect=text" in (tmp_path / "text" / "logs" / "environment.log").read_text(encoding="utf-8")
     assert "the final answer" in samples[0]["segments"][0]["text"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -74,27 +73,6 @@ def test_the_run_folder_holds_all_of_the_run(trained: Path) -> None:
 
 def test_nothing_of_it_is_left_in_shared_memory(trained: Path) -> None:
     assert shared_memory_files(summary_of(trained)["run_id"]) == []
-
-
-@pytest.mark.slow
-def test_two_servers_and_the_other_task_run_the_same_way(tmp_path: Path) -> None:
-    run_dir = tmp_path / "game"
-    settings = ["evaluation.problems=64", warm_start("guess-number"), "rollout.groups_per_step=8"]
-    arguments = ["up", "--task", "guess-number", "--servers", "2", "--steps", "10", "--k", "1", "--engine", "torch"]
-    done = run_command([*arguments, "--run-dir", str(run_dir), *settings], deadline_s=240.0)
-    assert done.code == 0, f"{done.out}\n{done.err}"
-    summary = summary_of(run_dir)
-    assert summary["max_staleness"] <= 1
-    assert summary["warnings"] == {}
-    assert summary["weights_digest_match"] is True
-    assert 10 <= summary["commits"] <= 20, "up to ten on each server"
-    # One address in front of both, and the environment knew no other.
-    address = re.search(r"gateway is ready at (http://\S+)", done.out)
-    assert address is not None, done.out
-    assert f"urls=['{address[1]}']" in (run_dir / "logs" / "environment.log").read_text()
-    assert summary["trajectories_trained"] == 10 * 8 * 8
-    assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
-    assert processes_of_runs_in(run_dir) == []
 
 
 @pytest.mark.slow

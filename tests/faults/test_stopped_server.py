@@ -1,15 +1,17 @@
-"""K means K in a live run: one of two rollout servers stands still for many steps and comes back with what it held."""
+"""K means K in a live run of two servers and the other built-in task: one of them stands still for many steps, and comes
+back with what it held."""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.mesh_command import Running, running_up, summary_of, warm_start
+from tests.support.mesh_command import Running, processes_of_runs_in, running_up, summary_of, warm_start
 
 pytestmark = pytest.mark.e2e
 STEPS, K = 40, 1
@@ -43,3 +45,10 @@ def test_no_token_over_k_is_trained_when_a_server_stops_and_goes_on(
     assert 0 < summary["masked_fraction"] < 0.5
     assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
     assert summary["weights_digest_match"] is True
+    assert summary["warnings"] == {}
+    assert STEPS // 2 <= summary["commits"] <= 2 * STEPS, "one on each server for a version, at most"
+    # One address in front of both, and the environment knew no other.
+    address = re.search(r"gateway is ready at (http://\S+)", done.out)
+    assert address is not None, done.out
+    assert f"urls=['{address[1]}']" in (run_dir / "logs" / "environment.log").read_text()
+    assert processes_of_runs_in(run_dir) == []

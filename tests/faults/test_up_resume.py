@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.interruptions import SMALL, check_end, interrupt_at_random
-from tests.support.mesh_command import left_behind, run_command, running_up, warm_start
+from tests.support.mesh_command import end_by, run_command, running_up, warm_start
 
 STEPS = 14
 
@@ -19,10 +19,7 @@ def test_a_run_goes_on_after_its_supervisor_was_killed(tmp_path: Path) -> None:
     arguments = (*SMALL, "--steps", str(STEPS), warm_start())
     with running_up(run_dir, *arguments) as mesh:
         mesh.wait_for_steps(6)
-        started = mesh.descendants()
-        mesh.process.send_signal(signal.SIGKILL)
-        mesh.finish(60.0)
-        assert left_behind(started) == []
+        end_by(mesh, signal.SIGKILL)
     done = run_command(["up", "--resume", str(run_dir), "--plain"], deadline_s=120.0)
     assert done.code == 0, f"{done.out}\n{done.err}"
     check_end(run_dir, STEPS)

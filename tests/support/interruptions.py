@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from time import sleep
 
-from tests.support.mesh_command import left_behind, run_command, running, summary_of, warm_start
+from tests.support.mesh_command import end_by, run_command, running, summary_of, warm_start
 from tests.support.suite import heed_interrupts, share_a_folder
 
 SMALL = ("--engine", "torch", "evaluation.problems=32", "rollout.groups_per_step=4", "trainer.deterministic=true")
@@ -34,10 +34,7 @@ def interrupt_at_random(run_dir: Path, redis_url: str, *, moments: int, seed: in
         with running(run_dir, [*command, "--plain"]) as mesh:
             mesh.wait_for_steps(mesh.steps() + random.randint(1, 3), deadline_s=300.0)
             sleep(random.uniform(0.0, 0.3))
-            started = mesh.descendants()
-            mesh.process.send_signal(signal.SIGINT)
-            done = mesh.finish(180.0)
-            assert left_behind(started) == []
+            done = end_by(mesh, signal.SIGINT)
         printed = re.search(r"go on with: rollmesh (up --resume \S+)", done.out)
         assert printed is not None, done.out + done.err
         assert re.search(rf"\d+ of {steps} steps are made", done.out)

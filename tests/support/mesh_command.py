@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import psutil
 from services.host.files import shm_directory, shm_prefix
 from tests.support.suite import locked, shared_folder
 
+STOPPED_WITHIN_S = 15.0
 COMMAND = (sys.executable, "-P", "-m", "services")
 
 
@@ -138,6 +140,25 @@ def warm_start(task: str = "running-sums") -> str:
 def summary_of(run_dir: Path) -> dict[str, Any]:
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     return summary
+
+
+def end_by(mesh: Running, which: signal.Signals) -> Finished:
+    """End a mesh by a signal to its supervisor: in time nothing of it is left, no process, port or shared memory."""
+    started, run_id = mesh.descendants(), mesh.run_id()
+    ports = listening(started)
+    assert ports, "at least Valkey listens"
+    began = time.monotonic()
+    mesh.process.send_signal(which)
+    done = mesh.finish(180.0)
+    assert done.code == (-which if which == signal.SIGKILL else 128 + which), done.err
+    assert left_behind(started) == []
+    assert time.monotonic() - began < STOPPED_WITHIN_S
+    assert "Traceback" not in done.err
+    assert shared_memory_files(run_id) == []
+    for port in ports:
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0, f"somebody still listens on {port}"
+    return done
 
 
 def listening(processes: Sequence[psutil.Process]) -> set[int]:

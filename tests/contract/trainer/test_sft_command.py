@@ -19,7 +19,8 @@ from services.config.fitting import read_facts
 from services.wire.errors import UsageError
 from services.wire.tables import read_table
 from tests.support.chat_policy import TURN_END, save_chat_policy
-from tests.support.mesh_command import COMMAND, run_command
+from tests.support.forked_command import run_forked
+from tests.support.mesh_command import COMMAND
 from trainer.sft.columns import read_examples
 from trainer.sft.display import Display
 from trainer.sft.finetune import Reached, SftArguments, finetune
@@ -77,7 +78,7 @@ def answer_to(folder: Path, prompt: str) -> str:
 def test_prompts_with_answers_are_learned_the_same_way_twice(tmp_path: Path) -> None:
     model, data = a_model(tmp_path / "model"), questions(tmp_path / "data.jsonl")
     one, two = tmp_path / "one", tmp_path / "two"
-    done = run_command(command(model, data, one, *NAMED, *LEARNING), deadline_s=120)
+    done = run_forked(command(model, data, one, *NAMED, *LEARNING), tmp_path)
     assert done.code == 0, done.err
     summary = trained(model, data, two, *NAMED, *LEARNING)
     assert summary.examples.read == 50 == summary.examples.trained + summary.examples.held_out
@@ -226,7 +227,7 @@ def test_misuse_is_one_line_before_anything_is_loaded(tmp_path: Path) -> None:
         (["sft", "--demonstrations", str(tmp_path), "--out", str(out), "seed=3"], "goes with --data"),
     ]
     for arguments, complaint in cases:
-        done = run_command(arguments)
+        done = run_forked(arguments, tmp_path)
         lines = done.err.strip().splitlines()
         assert (done.code, complaint in done.err, len(lines)) == (2, True, 1), (arguments, done.err)
     for overrides, complaint in (

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings
-from tests.support.mesh_command import run_command
+from tests.support.forked_command import run_forked
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.checkpoint import checkpoint
 from trainer.model.roles import Roles, make_roles
@@ -36,7 +36,7 @@ def a_run(folder: Path, *overrides: str) -> tuple[RunSettings, Roles]:
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_newest_checkpoint_is_exported_in_the_serving_dtype(tmp_path: Path, rank: int) -> None:
     _, roles = a_run(tmp_path, "model.dtype=bfloat16", f"trainer.lora.rank={rank}", "trainer.learning_rate=1e-2")
-    done = run_command(["export", str(tmp_path / "run"), "--shard-mib", "1"])
+    done = run_forked(["export", str(tmp_path / "run"), "--shard-mib", "1"], tmp_path)
     assert done.code == 0, done.err
     folder = Path(done.out.strip())
     assert folder == tmp_path / "run" / "export-2"
@@ -54,15 +54,15 @@ def test_the_newest_checkpoint_is_exported_in_the_serving_dtype(tmp_path: Path, 
 def test_an_earlier_checkpoint_in_float32_is_what_it_was(tmp_path: Path) -> None:
     _, roles = a_run(tmp_path)
     run, out = tmp_path / "run", tmp_path / "out"
-    done = run_command(["export", str(run), "--at", "1", "--out", str(out)])
+    done = run_forked(["export", str(run), "--at", "1", "--out", str(out)], tmp_path)
     assert done.code == 0, done.err
     first = AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict()
     newest = roles.learner.model.state_dict()
     assert {weight.dtype for weight in first.values()} == {torch.float32}
     assert any(not torch.equal(weight, newest[name]) for name, weight in first.items())
-    again = run_command(["export", str(run), "--at", "1", "--out", str(out)])
+    again = run_forked(["export", str(run), "--at", "1", "--out", str(out)], tmp_path)
     assert (again.code, "is there already" in again.err) == (2, True)
-    unknown = run_command(["export", str(run), "--at", "7"])
+    unknown = run_forked(["export", str(run), "--at", "7"], tmp_path)
     assert unknown.code != 0 and "there are: 1, 2" in unknown.err
-    nowhere = run_command(["export", str(tmp_path)])
+    nowhere = run_forked(["export", str(tmp_path)], tmp_path)
     assert (nowhere.code, "is no run folder" in nowhere.err) == (2, True)
