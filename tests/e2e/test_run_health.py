@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,17 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def trainer_in_status(mesh: Running, redis_url: str, steps: int) -> dict[str, Any]:
+    """What `rollmesh status` says of the trainer once it has told of so many steps: it does so every second or two."""
+    ends = time.monotonic() + 120.0
+    while True:
+        asked = run_command(["status", "--redis-url", redis_url, "--run-id", mesh.run_id(), "--json"])
+        told: dict[str, Any] | None = json.loads(asked.out)["trainer"]
+        if told is not None and told["step"] >= steps:
+            return told
+        assert time.monotonic() < ends, asked.out
+
+
 def live_view_until(mesh: Running, expected: Sequence[str]) -> str:
     """Its lines up to the one in which the last of these texts is."""
     assert mesh.process.stdout is not None
@@ -162,11 +174,11 @@ def test_four_causes_at_once_are_all_named_also_by_status_while_it_runs(tmp_path
     with running_up(run_dir, *arguments_of(tmp_path, "hopeless", 3, settings)) as mesh:
         # The third step has its episodes when the file `go-on` is there.
         mesh.wait_for_steps(2)
-        told = run_command(["status", "--redis-url", redis_url, "--run-id", mesh.run_id(), "--json"])
+        told = trainer_in_status(mesh, redis_url, 2)
         seen = live_view_until(mesh, [f"this run may not learn ({kind})" for kind in kinds])
         (tmp_path / "go-on").touch()
         done = mesh.finish(60.0)
     assert done.code == 0, f"{seen}{done.out}\n{done.err}"
-    assert kinds <= json.loads(told.out)["trainer"]["warnings"].keys(), told.err
+    assert kinds <= told["warnings"].keys()
     for kind in kinds:
         named(kind, run_dir, done, lines_of(run_dir)[:2])

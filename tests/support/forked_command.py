@@ -60,6 +60,16 @@ def run_forked(arguments: Sequence[str], folder: Path, *, deadline_s: float = 12
     return Finished(code, out.read_text(), command.errors(), time.monotonic() - began)
 
 
+def exit_code_of(program: str, *, deadline_s: float = 120.0) -> int | None:
+    """Of a process that executes `program`, with nothing imported but PRELOAD and what that needs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=exec, args=(program,), daemon=True)
+    process.start()
+    process.join(deadline_s)
+    return process.exitcode
+
+
 def _run(arguments: list[str], streams: dict[int, str], environ: dict[str, str]) -> None:
     os.environ.clear()
     # Without the tunables of memory it would begin again, as a Python without the imports.

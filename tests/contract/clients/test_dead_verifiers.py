@@ -89,7 +89,7 @@ async def test_no_trajectory_is_rewarded_by_a_verifier_that_did_not_judge_it(
     redis_url: str, run_id: str, tiny_policy: Path, tmp_path: Path
 ) -> None:
     kinds = ["fine", "wrong", *CAUSES]
-    rows = [{"prompt": f"{number:03d}=", "kind": kinds[number % len(kinds)]} for number in range(3 * len(kinds))]
+    rows = [{"prompt": f"{number:03d}=", "kind": kinds[number % len(kinds)]} for number in range(2 * len(kinds))]
     (tmp_path / "dead_verifier.py").write_text(VERIFIER)
     (tmp_path / "run.toml").write_text(CONFIG)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

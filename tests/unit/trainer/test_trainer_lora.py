@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from services.config.load import load_settings
 from services.config.lora import LoraSettings
 from services.config.settings import RunSettings, TrainerSettings
 from services.wire.errors import UsageError
+from tests.support.forked_command import exit_code_of
 from tests.support.model_families import make_family
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.describe import describe
@@ -325,8 +325,8 @@ def test_a_folder_with_an_adapter_is_no_policy(base: Qwen3ForCausalLM, tmp_path:
 
 
 def test_a_trainer_without_adapters_does_not_wait_for_peft() -> None:
-    code = "import sys, trainer.model.roles; sys.exit('peft' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert exit_code_of("import sys, trainer.model.roles; sys.exit('peft' in sys.modules)") == 0
+    assert exit_code_of("import sys, peft; sys.exit('peft' in sys.modules)") == 1
 
 
 def test_without_peft_a_run_with_adapters_says_what_to_install(
