@@ -73,7 +73,10 @@ class Host:
         """Every trajectory in the stream, checked."""
         reader = TrajectoryReader(self.redis, self.run_id)
         await reader.open()
-        entries = await reader.read(1000, 1)
+        entries = []
+        # First what was read before, in earlier calls, then what is new.
+        while more := await reader.read(1000, 1):
+            entries += more
         return [decode_trajectory(entry.payload) for entry in entries]
 
 
