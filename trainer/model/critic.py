@@ -13,6 +13,7 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from services.config.settings import TrainerSettings
@@ -44,11 +45,14 @@ def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> 
 class ValueModel(nn.Module):
     """A language model's layers with a head of one number."""
 
-    def __init__(self, policy: PreTrainedModel, precision: Precision = "float32") -> None:
-        """`policy`: whose layers become this model's own; its language head is not used. `precision`: of its passes."""
+    def __init__(
+        self, policy: PreTrainedModel, precision: Precision = "float32", context: DeviceMesh | None = None
+    ) -> None:
+        """`policy`: whose layers become this model's own; its language head is not used. `precision`, `context`: of its
+        passes, as `PackedForward` has them."""
         super().__init__()
         self.policy = policy.eval()
-        self._packed = PackedForward(self.policy, precision)
+        self._packed = PackedForward(self.policy, precision, context)
         self.head = nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -59,9 +63,11 @@ class ValueModel(nn.Module):
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """float32 `[N]`: the value before each fresh token."""
-        before = self._packed.hidden(micro.row, micro.places[micro.chosen] - 1)
-        values: Tensor = self.head(before.to(self.head.weight.dtype)).squeeze(-1).float()
-        return values
+        return self._packed.each(micro.row, micro.places[micro.chosen] - 1, self._value)
+
+    def _value(self, hidden: Tensor) -> Tensor:
+        value: Tensor = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
+        return value
 
 
 class Critic:

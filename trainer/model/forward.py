@@ -9,26 +9,33 @@ shorter still (`trainer.model.reach`).
     masked    the model's own attention under the block mask that `transformers` makes of restarting positions
     apart     a pass a run of rows of one length: for what mixes tokens by more than attention, makes no such mask, or
               cannot be tried with short rows
+
+On several context ranks (`trainer.parallel.ulysses`) each computes some of the row's tokens, head included, and all are
+told what every one found.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import structlog
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from services.wire.errors import UsageError
 from trainer.data.packing import PackedRow, lay_end_to_end, lay_shared
 from trainer.data.sharing import share
 from trainer.model import packed_attention
 from trainer.model.head import Terms, head_terms, linear_head, logit_terms
 from trainer.model.precision import Precision, compute_dtype, computing
 from trainer.model.reach import limited, short_reach, untried
+from trainer.parallel.ulysses import ContextSlice, slice_of
+from trainer.parallel.vocabulary import local_rows
 
 Separation = Literal["within", "masked", "apart"]
 _log = structlog.get_logger()
@@ -46,9 +53,16 @@ class PackedForward:
     Its attention may be replaced; ordinary calls of it give what they gave before.
     """
 
-    def __init__(self, model: PreTrainedModel, precision: Precision = "float32") -> None:
-        """`precision`: of passes; weights keep theirs. Raises UsageError where the device does not have it."""
+    def __init__(
+        self, model: PreTrainedModel, precision: Precision = "float32", context: DeviceMesh | None = None
+    ) -> None:
+        """`precision`: of passes; weights keep theirs. `context`: a mesh of one dimension, whose ranks share each row's
+        tokens; all of them call the same things in the same order.
+
+        Raises UsageError where the device does not have the precision, and where the model cannot be shared so.
+        """
         self._model = model
+        self._context: DeviceMesh | None = None
         self._dtype = compute_dtype(precision, model.device)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.stem_width: int | None = None
@@ -56,6 +70,8 @@ class PackedForward:
         self.stem_width = self._stem_width()
         """The hidden size, where rows may share stems (`trainer.data.sharing`); None where each is computed whole."""
         self._head = self._linear_head()
+        if context is not None and context.size() > 1:
+            self._share(context)
 
     def terms(
         self,
@@ -67,20 +83,68 @@ class PackedForward:
         entropy: bool = False,
     ) -> Terms:
         """What the model says of `tokens`, int64 `[N]`, behind those at `places`; as `logits` has them."""
-        if self._head is None:
-            return logit_terms(self.logits(row, places), tokens, temperature, entropy=entropy)
-        hidden = self.hidden(row, places)
-        if self._dtype != torch.float32:
-            # The last norm leaves float32 behind. Weights of another dtype than float32 keep theirs.
-            hidden = hidden.to(self._dtype)
-        return head_terms(hidden, self._head.weight, tokens, temperature, bias=self._head.bias, entropy=entropy)
+        row, places = self._condensed(row, places)
+        part = self._part(row)
+        if part is None:
+            return self._terms(row, places, tokens, temperature, entropy=entropy)
+        mine, own = part.own_places(places)
+        of_mine = None if temperature is None else temperature[mine]
+        found = self._terms(row, own, tokens[mine], of_mine, entropy=entropy)
+        if found.entropy is None:
+            return Terms(part.gathered(found.logprobs, mine, len(places)))
+        both = part.gathered(torch.stack([found.logprobs, found.entropy], dim=-1), mine, len(places))
+        return Terms(both[:, 0], both[:, 1])
+
+    def each(self, row: PackedRow, places: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
+        """`score`, of weights of its own, of the hidden states of the tokens at `places`: `[n, width]` to `[n]`.
+
+        Each context rank scores its own tokens, and gets the scores of all, `[N]`.
+        """
+        row, places = self._condensed(row, places)
+        part = self._part(row)
+        if part is None:
+            return score(self._hidden(row, places))
+        mine, own = part.own_places(places)
+        return part.gathered(score(self._hidden(row, own)), mine, len(places))
 
     def logits(self, row: PackedRow, places: Tensor) -> Tensor:
         """The logits behind the tokens at `places`, int64 `[N]` in `0 … T − 1`: `[N, V]`; others are not computed.
 
         Where the row says which tokens it needs, others must not be asked for.
         """
-        row, places = self._condensed(row, places)
+        return self._gathered(self._logits, *self._condensed(row, places))
+
+    def hidden(self, row: PackedRow, places: Tensor) -> Tensor:
+        """What the last layer makes of the tokens at `places`, as above, the final norm included: `[N, width]`."""
+        return self._gathered(self._hidden, *self._condensed(row, places))
+
+    def part_of(self, row: PackedRow) -> ContextSlice | None:
+        """Which of the tokens that are computed of `row` are this rank's; None for all."""
+        return self._part(self._condensed(row, row.starts[:0])[0])
+
+    def _gathered(self, compute: Callable[[PackedRow, Tensor], Tensor], row: PackedRow, places: Tensor) -> Tensor:
+        part = self._part(row)
+        if part is None:
+            return compute(row, places)
+        mine, own = part.own_places(places)
+        return part.gathered(compute(row, own), mine, len(places))
+
+    # What follows computes this rank's tokens of a condensed row; `places` are among them.
+
+    def _terms(
+        self, row: PackedRow, places: Tensor, tokens: Tensor, temperature: Tensor | None, *, entropy: bool
+    ) -> Terms:
+        if self._head is None:
+            return logit_terms(self._logits(row, places), tokens, temperature, entropy=entropy)
+        hidden = self._hidden(row, places)
+        if self._dtype != torch.float32:
+            # The last norm leaves float32 behind. Weights of another dtype than float32 keep theirs.
+            hidden = hidden.to(self._dtype)
+        weight, shard = local_rows(self._head.weight)
+        bias = None if self._head.bias is None else local_rows(self._head.bias)[0]
+        return head_terms(hidden, weight, tokens, temperature, bias=bias, entropy=entropy, shard=shard)
+
+    def _logits(self, row: PackedRow, places: Tensor) -> Tensor:
         with computing(self._dtype, self._model.device):
             if self.separation == "apart":
                 return self._apart(row, lambda inputs: self._model(**inputs).logits).index_select(0, places)
@@ -91,9 +155,7 @@ class PackedForward:
             every: Tensor = self._model(**inputs).logits[0]
             return every.index_select(0, places)
 
-    def hidden(self, row: PackedRow, places: Tensor) -> Tensor:
-        """What the last layer makes of the tokens at `places`, as above, the final norm included: `[N, width]`."""
-        row, places = self._condensed(row, places)
+    def _hidden(self, row: PackedRow, places: Tensor) -> Tensor:
         base = layers_of(self._model)
         with computing(self._dtype, self._model.device):
             if self.separation == "apart":
@@ -101,6 +163,10 @@ class PackedForward:
             hidden: Tensor = base(**self._inputs(row)).last_hidden_state[0]
             # Not by `hidden[places]`: its gradient adds up equal places in an order that threads decide.
             return hidden.index_select(0, places)
+
+    def _part(self, row: PackedRow) -> ContextSlice | None:
+        """Which of the row's tokens are this rank's; None for all."""
+        return None if self._context is None else slice_of(self._context, row.input_ids.shape[1])
 
     def _condensed(self, row: PackedRow, places: Tensor) -> tuple[PackedRow, Tensor]:
         """The row without what nobody needs, each stem once; and where in it the tokens at `places` are."""
@@ -110,14 +176,39 @@ class PackedForward:
         return condensed.row, condensed.places[places]
 
     def _inputs(self, row: PackedRow) -> dict[str, Any]:
-        inputs = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
-        return inputs | (packed_attention.keywords(row) if self.separation == "within" else {})
+        part, ids, positions = self._part(row), row.input_ids, row.position_ids
+        if part is not None:
+            ids, positions = part.own(ids), part.own(positions)
+        inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        return inputs | (packed_attention.keywords(row, part) if self.separation == "within" else {})
 
     def _apart(self, row: PackedRow, run: Callable[[dict[str, Any]], Tensor]) -> Tensor:
         """`run` on rows of one length at a time: `[T, …]`."""
         parts = torch.split(row.input_ids[0], [length * count for length, count in row.runs])
         batches = (part.view(count, length) for (length, count), part in zip(row.runs, parts, strict=True))
         return torch.cat([run({"input_ids": batch, "use_cache": False}).flatten(0, 1) for batch in batches])
+
+    def _share(self, context: DeviceMesh) -> None:
+        """Share rows among the ranks of `context`, where that gives what one rank does: tried too."""
+        kind, ranks = self._model.config.model_type, context.size()
+        if self.separation != "within":
+            raise UsageError(
+                f"trainer.parallel.context={ranks}: attention of {kind} models cannot be shared by heads, because their "
+                f"packed rows are kept apart otherwise ({self.separation})",
+                "set trainer.parallel.context=1",
+            )
+        # Every rank begins within a row.
+        probe = _probe(self._model, (1, 3 * ranks))
+        with short_reach(self._model):
+            alone, self._context = self._every(probe), context
+            # What each rank finds, all have: it is gathered.
+            off = _off(self._every(probe), alone)
+        if not off <= self._tolerance(alone):
+            raise UsageError(
+                f"trainer.parallel.context={ranks}: tokens of {kind} models see others by more than attention "
+                f"(hidden states differ by {off:.1e} of the largest)",
+                "set trainer.parallel.context=1",
+            )
 
     def _choose(self) -> Separation:
         model, own = self._model, self._model.config._attn_implementation
@@ -215,7 +306,7 @@ def _off(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-def _probe(model: PreTrainedModel) -> PackedRow:
+def _probe(model: PreTrainedModel, lengths: Sequence[int] = _PROBE_LENGTHS) -> PackedRow:
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    tokens = np.arange(1, 1 + sum(_PROBE_LENGTHS), dtype=np.int32) % vocabulary
-    return lay_end_to_end(np.split(tokens, np.cumsum(_PROBE_LENGTHS)[:-1]), model.device)
+    tokens = np.arange(1, 1 + sum(lengths), dtype=np.int32) % vocabulary
+    return lay_end_to_end(np.split(tokens, np.cumsum(lengths)[:-1]), model.device)

@@ -6,6 +6,9 @@
     log π(t) = z_t − log Σ exp z        ∂ log π(t) / ∂z_j = 1[j = t] − p_j
     H = log Σ exp z − Σ p·z             ∂H / ∂z_j         = −p_j · (log p_j + H)
 
+Where the vocabulary is on several ranks (`trainer.parallel.vocabulary`) each computes its own part of z for all tokens, and
+they exchange a few numbers a token: the largest z, Σ exp z, z_t, Σ p·z; and ∂x, of which each has a part.
+
 Computing z again costs a matrix product of four; keeping it would cost M·V floats several times over, 2.5 GB each for 4096
 tokens of a vocabulary of 151,936. What fits a chunk as a whole is kept: there is nothing to save.
 """
@@ -18,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from trainer.parallel.vocabulary import VocabularyShard
 
 _CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}
 """Logits of a chunk: 32 MiB of float32, of which four are held; twice as many would save 5 to 10 % of the head's time on
@@ -45,20 +50,25 @@ def head_terms(
     entropy: bool = False,
     top: int = 0,
     chunk: int | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Terms:
     """What a linear head says of `tokens`, with gradients for `hidden`, `weight` and `bias`.
 
     `hidden` `[M, H]`; `weight` `[V, H]`, multiplied in `hidden`'s dtype; `tokens` int64 `[M]`; `temperature` float32 `[M]`,
     None for 1 everywhere; `bias` `[V]`. `top`: how many of the likeliest tokens are asked for. `chunk`: logits of a chunk.
     Sums are made in float32, in float64 where `hidden` is.
+
+    `shard`: which part of the vocabulary `weight` and `bias` are, `V` of it, where other ranks have the others: all call
+    this with the same of all else, have the same loss of what it returns, and get the whole gradient of `hidden`.
     """
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     chunk = _CHUNK.get(hidden.device.type, _CHUNK["cpu"]) if chunk is None else chunk
-    rows = max(1, chunk // weight.shape[0])
+    # As many on all ranks.
+    rows = max(1, chunk // (weight.shape[0] if shard is None else shard.most))
     if temperature is not None:
         temperature = temperature.to(wide)
     found: tuple[Tensor, Tensor, Tensor] = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, tokens, temperature, entropy, top, rows
+        hidden, weight, bias, tokens, temperature, entropy, top, rows, shard
     )
     logprobs, of_entropy, ids = found
     return Terms(
@@ -84,6 +94,7 @@ class _ChunkedHead(torch.autograd.Function):
         entropy: bool,
         top: int,
         rows: int,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         count = len(hidden)
@@ -97,6 +108,12 @@ class _ChunkedHead(torch.autograd.Function):
         for start in range(0, count, rows):
             own = slice(start, start + rows)
             logits = _logits(hidden[own], cast, cast_bias, _of(temperature, own), wide)
+            if shard is not None:
+                log_p = _of_shard(
+                    logits, shard, ids[own], logprobs[own], normaliser[own], _of(of_entropy, own, entropy)
+                )
+                kept = log_p if count <= rows else None
+                continue
             normaliser[own] = logits.logsumexp(-1)
             if top:
                 ids[own, 1:] = logits.topk(top, dim=-1).indices
@@ -107,7 +124,7 @@ class _ChunkedHead(torch.autograd.Function):
                 of_entropy[own] = -torch.linalg.vecdot(log_p.exp(), log_p)
             kept = log_p if count <= rows else None
         ctx.save_for_backward(hidden, weight, bias, temperature, ids, normaliser, of_entropy, kept)
-        ctx.entropy, ctx.rows = entropy, rows
+        ctx.entropy, ctx.rows, ctx.shard = entropy, rows, shard
         ctx.mark_non_differentiable(ids)
         return logprobs, of_entropy, ids
 
@@ -115,6 +132,7 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         to_logprobs, to_entropy, _ = gradients
         hidden, weight, bias, temperature, ids, normaliser, of_entropy, kept = ctx.saved_tensors
+        shard: VocabularyShard | None = ctx.shard
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         wide = normaliser.dtype
         cast, cast_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
@@ -135,7 +153,11 @@ class _ChunkedHead(torch.autograd.Function):
                 toward = log_p.clone() if kept is not None else log_p
                 pull = toward.add_(of_entropy[own, None]).mul_(to_entropy[own, None]).add_(pull)
             slopes.mul_(pull).neg_()
-            slopes.scatter_add_(1, ids[own], to_logprobs[own])
+            if shard is None:
+                slopes.scatter_add_(1, ids[own], to_logprobs[own])
+            elif shard.size:
+                places, inside = shard.own(ids[own])
+                slopes.scatter_add_(1, places, to_logprobs[own] * inside)
             if scale is not None:
                 slopes.mul_(scale.reciprocal()[:, None])
             steep = slopes.to(hidden.dtype)
@@ -148,7 +170,42 @@ class _ChunkedHead(torch.autograd.Function):
                     to_weight += steep.t() @ hidden[own]
             if to_bias is not None:
                 to_bias += slopes.sum(0)
-        return to_hidden, to_weight, to_bias, None, None, None, None, None
+        if shard is not None and to_hidden is not None:
+            shard.summed(to_hidden)
+        return to_hidden, to_weight, to_bias, None, None, None, None, None, None
+
+
+def _of_shard(
+    logits: Tensor, shard: VocabularyShard, ids: Tensor, logprobs: Tensor, normaliser: Tensor, entropy: Tensor | None
+) -> Tensor:
+    """Of `logits` `[rows, size]`, which are this rank's and the caller's to change: log p of the same tokens.
+
+    `logprobs`, `normaliser` and `entropy` are written, and `ids` behind its first column, as `_ChunkedHead` has them.
+    """
+    top = ids.shape[1] - 1
+    highest = shard.largest(logits)
+    # Of what is left, nothing is large: the sums are as exact as those of one rank.
+    z = logits.sub_(highest[:, None])
+    weights = z.exp()
+    columns = [weights.sum(-1)]
+    if shard.size:
+        places, inside = shard.own(ids[:, 0])
+        columns.append(z.gather(1, places[:, None])[:, 0] * inside)
+    else:
+        columns.append(torch.zeros_like(highest))
+    if entropy is not None:
+        columns.append(torch.linalg.vecdot(weights, z))
+    total, chosen, *expected = shard.summed(torch.stack(columns))
+    log_total = total.log()
+    normaliser.copy_(highest + log_total)
+    logprobs[:, 0] = chosen - log_total
+    if top:
+        likeliest, ids[:, 1:] = shard.likeliest(z, top)
+        logprobs[:, 1:] = likeliest - log_total[:, None]
+    if entropy is not None:
+        # H = log Σ exp z − Σ p·z
+        entropy.copy_(log_total - expected[0] / total)
+    return z.sub_(log_total[:, None])
 
 
 def _logits(
@@ -159,8 +216,8 @@ def _logits(
     return logits if temperature is None else logits.div_(temperature[:, None])
 
 
-def _of(column: Tensor | None, own: slice) -> Tensor | None:
-    return None if column is None else column[own]
+def _of(column: Tensor | None, own: slice, wanted: bool = True) -> Tensor | None:
+    return None if column is None or not wanted else column[own]
 
 
 def linear_head(model: PreTrainedModel) -> nn.Linear | None:

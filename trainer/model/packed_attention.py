@@ -5,7 +5,8 @@
                                  alone, and no work is done for pairs of rows
     with sinks (gpt-oss)         the same row by row, its scores written out: the kernels know no sinks
 
-Rows that share a stem (`trainer.data.sharing`) see its keys, computed once, before their own.
+Rows that share a stem (`trainer.data.sharing`) see its keys, computed once, before their own. Where several ranks hold the
+row's tokens (`trainer.parallel.ulysses`), each attends for some heads.
 
 It stands in the place that `transformers` keeps for attention functions. What is not packed gets that library's own
 attention and masks, so the model answers ordinary calls as before. Models whose attention cannot be replaced see the block
@@ -14,6 +15,7 @@ mask that `transformers` makes from restarting positions: exact too, at T² pair
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from trainer.data.packing import PackedRow
+from trainer.parallel.ulysses import ContextSlice
 
 NAME = "rollmesh_packed"
 _UNKNOWN = ("softcap", "position_bias")
@@ -37,13 +40,15 @@ def register(*, compiled: bool = False) -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def keywords(row: PackedRow) -> dict[str, Any]:
+def keywords(row: PackedRow, context_slice: ContextSlice | None = None) -> dict[str, Any]:
     """What a model whose attention is this one is called with beside tokens and positions.
+
+    `context_slice`: where these are only some of the row's.
 
     The mask is a blank: with one of four axes `transformers` does not make the T² one.
     """
     blank = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=row.input_ids.device)
-    return {"attention_mask": blank, "packed_row": row}
+    return {"attention_mask": blank, "packed_row": row, "context_slice": context_slice}
 
 
 def _attention(
@@ -54,6 +59,7 @@ def _attention(
     attention_mask: Tensor | None,
     *,
     packed_row: PackedRow | None = None,
+    context_slice: ContextSlice | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
@@ -61,6 +67,7 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """`query` `[1, H, T, D]`, `key`, `value` `[1, H_kv, T, D]`; returns `[1, T, H, D]`. `s_aux` `[H]`: the heads' sinks.
+    With a `context_slice` all of that rank's `t` tokens instead of `T`.
 
     Raises NotImplementedError for attention that this function does not compute.
     """
@@ -84,13 +91,41 @@ def _attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # Tokens first: [T, H, D].
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if context_slice is None:
+        return _of_rows(queries, keys, values, packed_row, scaling, sliding_window, dropout, s_aux)[None], None
+    queries, keys, values = context_slice.to_heads(queries, keys, values)
+    sinks = None if s_aux is None else context_slice.own_heads(s_aux)
+    of_heads = _of_rows(queries, keys, values, packed_row, scaling, sliding_window, dropout, sinks)
+    return context_slice.to_tokens(of_heads)[None], None
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """What `transformers`' function asks of an attention module. A context rank's heads are not grouped as the module's."""
+
+    num_key_value_groups: int
+    is_causal: bool = True
+
+
+def _of_rows(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    packed_row: PackedRow,
+    scaling: float | None,
+    sliding_window: int | None,
+    dropout: float,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """`[T, H, D]` of `[T, H, D]`, `[T, H_kv, D]`: each row of `packed_row` for itself."""
     shared = packed_row.shared
     if shared is not None:
         both = torch.cat([keys, values], dim=-1).index_select(0, shared.seen)
         keys, values = both.split_with_sizes([keys.shape[-1], values.shape[-1]], dim=-1)
-    fits_varlen = s_aux is None and query.shape[-1] == value.shape[-1] <= _LARGEST_VARLEN_HEAD
-    if fits_varlen and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        return _in_one_kernel(queries, keys, values, packed_row, scaling, sliding_window), None
+    fits_varlen = s_aux is None and queries.shape[-1] == values.shape[-1] <= _LARGEST_VARLEN_HEAD
+    if fits_varlen and queries.is_cuda and queries.dtype in (torch.float16, torch.bfloat16):
+        return _in_one_kernel(queries, keys, values, packed_row, scaling, sliding_window)
+    heads = _Heads(queries.shape[1] // keys.shape[1])
     before = (0,) * len(packed_row.runs) if shared is None else shared.before
     own = [length * count for length, count in packed_row.runs]
     seen = [(length + stem) * count for (length, count), stem in zip(packed_row.runs, before, strict=True)]
@@ -99,13 +134,13 @@ def _attention(
     pieces = []
     for (length, count), stem, *part in zip(packed_row.runs, before, *split, strict=True):
         rows = [tensor.view(count, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in part]
-        mask = _mask(length, stem, sliding_window, query.device)
+        mask = _mask(length, stem, sliding_window, queries.device)
         if s_aux is not None:
             output = _with_sinks(rows[0], rows[1], rows[2], mask, s_aux, dropout, scaling)
         else:
-            output, _ = sdpa_attention_forward(module, *rows, mask, dropout=dropout, scaling=scaling)
+            output, _ = sdpa_attention_forward(heads, *rows, mask, dropout=dropout, scaling=scaling)
         pieces.append(output.flatten(0, 1))
-    return torch.cat(pieces)[None], None
+    return torch.cat(pieces)
 
 
 def _mask(length: int, stem: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
@@ -161,4 +196,4 @@ def _in_one_kernel(
         enable_gqa=queries.shape[1] != keys.shape[1],
     )
     assert isinstance(output, Tensor)
-    return output[None]
+    return output

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from services.wire.errors import UsageError
+from trainer.parallel.ulysses import ContextSlice
 
 
 class RouterLoss:
@@ -55,10 +56,15 @@ class RouterLoss:
         finally:
             self._recording = False
 
-    def value(self) -> Tensor:
-        """Scalar, of the passes recorded last. They are forgotten."""
+    def value(self, part: ContextSlice | None = None) -> Tensor:
+        """Scalar, of the passes recorded last. They are forgotten.
+
+        `part`: of the row that was passed, where other ranks computed its other tokens: all get the loss of all tokens.
+        """
         assert self._loss is not None
         logits, self._logits = self._logits, []
+        if part is not None:
+            logits = [part.every(each) for each in logits]
         return self._loss(tuple(logits), self._experts, self._chosen)
 
     def _keep(self, _: nn.Module, __: tuple[object, ...], output: Tensor | tuple[Tensor, ...]) -> None:
