@@ -32,7 +32,7 @@ def expert_plan(model: PreTrainedModel, ranks: int) -> dict[str, str]:
     Its names are what `tensor_parallel` is to leave alone. Raises UsageError for a family that has no such plan, and for
     experts that do not divide.
     """
-    kind, plan = model.config.model_type, dict(model.ep_plan)
+    kind, plan = model.config.get_text_config().model_type, dict(model.ep_plan)
     if _DISPATCH not in plan.values() or set(plan.values()) - {_DISPATCH, _CUT}:
         raise UsageError(
             f"trainer.parallel.expert={ranks}: there is no plan for {kind} models to send tokens to experts on other ranks",

@@ -114,11 +114,11 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     for name, ranks, why in (
         ("qwen3", 4, "num_key_value_heads of this qwen3 model is 2"),
         ("qwen3", 3, "num_attention_heads of this qwen3 model is 4"),
-        ("gpt-oss, sinks", 2, "no plan for gpt_oss models"),
+        ("gpt-oss, sinks", 2, "no plan to cut layers of gpt_oss models"),
     ):
         with pytest.raises(UsageError, match=why):
             tensor_plan(a_model(name), ranks)
-    with pytest.raises(UsageError, match="no plan for gpt2 models"):
+    with pytest.raises(UsageError, match="no plan to cut layers of gpt2 models"):
         tensor_plan(a_model_of_another_kind("gpt2, learned positions"), 2)
     model = a_model("qwen3")
     model._tp_plan["model.layers.*.input_layernorm"] = "sequence_parallel"
