@@ -35,6 +35,7 @@ from trainer.data.packing import MicroBatch, micro_batch
 from trainer.data.rows import rows_of
 from trainer.model.forward import PackedForward
 from trainer.model.logprobs import sampled_terms
+from trainer.model.precision import Precision
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -110,9 +111,10 @@ def found_by(
     shares: bool = True,
     entropy: bool = True,
     passes: Sequence[int] = (0, 1, 2),
+    precision: Precision = "float32",
 ) -> Arrays:
     """Logprobs of all sampled tokens, and what a loss of them leaves in `model`'s gradients; not yet summed over ranks."""
-    policy = PackedForward(model, context=context)
+    policy = PackedForward(model, precision, context)
     if policy.stem_width is not None:
         # So wide that whatever can be shared is.
         policy.stem_width = 1 << 20 if shares else None
