@@ -53,9 +53,12 @@ def test_experts_of_ranks_with_tokens_of_their_own(rank_pool: RankPool, name: st
         assert of_ranks == pytest.approx(norm, rel=1e-5)
 
 
-def on_tensor_ranks(rank: int, name: str, cuts_all: bool) -> Arrays:
+def on_tensor_ranks(rank: int, name: str, cuts_all: bool, recomputes: bool = False) -> Arrays:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
     model = expert_parallel(a_model(name), mesh, mesh)
+    if recomputes:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     if cuts_all:
         model = tensor_parallel(model, mesh, expert_plan(model, mesh.size()))
     check_cut(model, mesh)
@@ -80,6 +83,12 @@ def test_experts_of_ranks_with_the_same_tokens(rank_pool: RankPool, name: str) -
     for way in ((on_tensor_ranks, name, True), (by_features, name)):
         for found in rank_pool.run(2, *way):
             assert largest_error(found, wanted) <= 1e-5, way
+
+
+def test_layers_may_be_computed_again_for_the_gradient(rank_pool: RankPool) -> None:
+    wanted = found_by(a_model("qwen3, experts"))
+    for found in rank_pool.run(2, on_tensor_ranks, "qwen3, experts", True, True):
+        assert largest_error(found, wanted) <= 1e-5
 
 
 def test_experts_of_ranks_with_parts_of_a_row(rank_pool: RankPool) -> None:
