@@ -21,7 +21,6 @@ from transformers.distributed.tensor_parallel import (
 )
 
 from services.wire.errors import UsageError
-from trainer.parallel.tensor import own_storage
 
 _DISPATCH, _CUT = "ep_dispatch_experts", "grouped_gemm"
 
@@ -53,8 +52,5 @@ def expert_parallel(model: PreTrainedModel, mesh: DeviceMesh, tensor: DeviceMesh
     `tensor`: the mesh of the ranks that have the same tokens, all of them ranks of `mesh`; cut the rest of the model on it
     by `tensor_parallel(model, tensor, expert_plan(…))`. Raises UsageError as `expert_plan`.
     """
-    plan = expert_plan(model, mesh.size())
-    apply_expert_parallelism(model, mesh, tensor, plan)
-    for module in model.modules():
-        own_storage(module)
+    apply_expert_parallelism(model, mesh, tensor, expert_plan(model, mesh.size()))
     return model

@@ -64,7 +64,7 @@ def tensor_plan(model: PreTrainedModel, ranks: int, without: Iterable[str] = ())
         for name, style in model.tp_plan.items()
         if not any(name == one or name.startswith(f"{one}.") for one in apart)
     }
-    if kind in _UNTRAINED or not any(".layers." in f".{name}" for name in plan):
+    if kind in _UNTRAINED or not any("*" in name for name in plan):
         raise UsageError(
             f"trainer.parallel.tensor={ranks}: there is no plan to cut layers of {kind} models that trains",
             "set trainer.parallel.tensor=1",
@@ -88,7 +88,8 @@ def tensor_plan(model: PreTrainedModel, ranks: int, without: Iterable[str] = ())
 
 
 def tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, without: Iterable[str] = ()) -> PreTrainedModel:
-    """Cut `model` on `mesh`, of one dimension, and return it. Each rank holds the same whole weights before, or meta ones.
+    """Cut `model` on `mesh`, of one dimension, and return it. Each rank holds the same whole weights before, or meta ones;
+    whole ones are let go of.
 
     A head that is tied to the embedding stays so: both are one parameter, cut by rows. Raises UsageError as `tensor_plan`.
     """
@@ -112,7 +113,6 @@ def tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, without: Iterable[
     for module, name in names.items():
         if replace_layer_number_by_wildcard(name) in summed:
             _sum_gradients(module, mesh.get_group())
-        own_storage(module)
     if tied:
         # Not by `tie_weights`, which a loader calls: it need not know of this mesh.
         head._parameters["weight"] = embedding._parameters["weight"]
@@ -144,24 +144,6 @@ def _with_adapters(model: PreTrainedModel, plan: dict[str, str], ranks: int) -> 
         found[f"{name}.base_layer"] = style
         found |= {f"{name}.{_ADAPTER_SIDES[style]}.{adapter}": style for adapter in adapters}
     return found
-
-
-def own_storage(module: nn.Module) -> None:
-    """Let go of the whole tensors that shards of `module`'s own parameters are views of."""
-    for name, parameter in module.named_parameters(recurse=False):
-        if not isinstance(parameter, DTensor) or parameter.is_meta:
-            continue
-        local = parameter.to_local()
-        if local.untyped_storage().nbytes() > local.numel() * local.itemsize:
-            copied = DTensor.from_local(
-                local.detach().clone(),
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            module._parameters[name] = nn.Parameter(copied, requires_grad=parameter.requires_grad)
 
 
 def _check_even(model: PreTrainedModel, mesh: DeviceMesh) -> None:
