@@ -1,13 +1,13 @@
 """The weight manifest: tensor layout, hashed buckets and sources of one policy version; validation and signature.
 
-`Layout` is the canonical layout: where each tensor, with its full shape, lies in one range of bytes. Each publishing rank
-is an owner with an arena; where there are several, shards say which bytes of which tensor are in it. Buckets cut the
-arenas into ranges that are hashed, read and verified one by one:
+`Layout` is the canonical layout: where each tensor, with its full shape, lies in one range of bytes. Buckets cut it into
+ranges that are hashed and verified one by one, so that a version's digest does not depend on who publishes which part.
+Each publishing rank is an owner with an arena; where there are several, shards say which bytes of which tensor are in it:
 
     layout     |t0 |t1           |t2  |t3               |      tensors, each aligned to 64 bytes
-    owner 0    |t0 |t1, rows 0–7 |t3, rows 0–7 |               `shards`; None: the arena is the whole layout
-    owner 1    |t1, rows 8–15 |t2  |t3, rows 8–15 |
-    buckets    |b0      |b1      |b2      |b3      | … |       `owner, offset, length, hash`; they cover the arenas
+    buckets    |b0      |b1      |b2      |b3      | … |       `offset, length, hash`; they cover the layout
+    owner 0    |t0 |t1, rows 0–7 |t3, columns 0–7 |            `shards`; None: the arena is the whole layout
+    owner 1    |t1, rows 8–15 |t2  |t3, columns 8–15 |
 
 A delta is offered beside the dense bytes: an engine that serves its base may take it, and gets the same bytes. A manifest
 is published last, when every byte it names is in place.
@@ -25,8 +25,9 @@ import msgspec
 from services.wire.errors import UNDECODABLE, WireError
 from services.wire.weights_api import LAST_VERSION
 from weight_bus.errors import SignatureError
+from weight_bus.manifest.tiling import Runs, why_not_exact
 
-MANIFEST_SCHEMA = 2
+MANIFEST_SCHEMA = 3
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,12 +89,22 @@ Source = NixlSource | ShmSource | FileSource | CollectiveSource
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
-    """`nbytes` bytes of the layout's tensor number `tensor`, from its byte `tensor_offset`, lie at `offset` of an arena."""
+    """`nbytes` bytes of the layout's tensor number `tensor`, from its byte `tensor_offset`, lie at `offset` of an arena.
+
+    With `run` they are runs of that many bytes: together in the arena, `stride` bytes apart in the tensor. 0: one run.
+    """
 
     tensor: int
     tensor_offset: int
     offset: int
     nbytes: int
+    run: int = 0
+    stride: int = 0
+
+    @property
+    def runs(self) -> tuple[int, int, int]:
+        """Bytes of a run, bytes from one to the next, number of runs."""
+        return (self.run, self.stride, self.nbytes // self.run) if self.run else (self.nbytes, self.nbytes, 1)
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,17 +116,15 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
-    """`length` bytes from `offset` of the arena of owner number `owner`; `hash` is their blake3, hexadecimal."""
+    """`length` bytes from `offset` of the layout; `hash` is their blake3, hexadecimal, padding taken as zeros."""
 
-    owner: int = 0
     offset: int
     length: int
     hash: str
 
 
 class DeltaBucket(msgspec.Struct, frozen=True, kw_only=True):
-    """How `target_length` bytes from `target_offset` of the canonical layout change: `weight_bus.manifest.delta`
-    decodes it.
+    """How `target_length` bytes from `target_offset` of an owner's arena change: `weight_bus.manifest.delta` decodes it.
 
     The code is `length` bytes from `offset` of the delta's arena; `hash` is their blake3.
     """
@@ -127,17 +136,28 @@ class DeltaBucket(msgspec.Struct, frozen=True, kw_only=True):
     target_length: int
 
 
+class DeltaPart(msgspec.Struct, frozen=True, kw_only=True):
+    """How one owner's arena changes. `total_bytes` is the length of the codes' own arena; no sources where it is 0."""
+
+    total_bytes: int
+    sources: list[Source]
+    buckets: list[DeltaBucket]
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What turns the bytes of `base_version`, whose root digest is `base_digest`, into this version's.
 
-    What no bucket targets is unchanged. `total_bytes` is the length of the delta's own arena.
+    `parts`: one for each owner. What no bucket targets is unchanged.
     """
 
     base_version: int
     base_digest: str
-    total_bytes: int
-    sources: list[Source]
-    buckets: list[DeltaBucket]
+    parts: list[DeltaPart]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all its codes."""
+        return sum(part.total_bytes for part in self.parts)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,8 +221,8 @@ def check_manifest(manifest: Manifest) -> None:
         layout    every tensor inside it
         owners    one whole arena, or shards: inside their arenas, without overlap, and together every byte of every
                   tensor exactly once
-        buckets   by owner and offset, covering each arena without gap or overlap; hashes of 32 bytes
-        delta     its buckets cover its arena; their targets ascend inside the layout without overlap
+        buckets   by offset, covering the layout without gap or overlap; hashes of 32 bytes
+        delta     one part an owner; its buckets cover its arena; their targets ascend inside the owner's without overlap
 
     The receiver checks that the layout's offsets follow from names and shapes, and the root digest from the hashes.
     """
@@ -244,19 +264,14 @@ def _check_coverage(manifest: Manifest, what: str) -> None:
         return
     for number, owner in enumerate(manifest.owners):
         _check_shards(manifest, owner, f"{what}, owner {number}")
-    shards = sorted(
-        (shard.tensor, shard.tensor_offset, shard.nbytes) for owner in manifest.owners for shard in owner.shards or ()
-    )
-    covered = [0] * len(manifest.layout.tensors)
-    for tensor, offset, nbytes in shards:
-        if offset != covered[tensor]:
-            lacks = "lacks" if offset > covered[tensor] else "has twice"
-            name = manifest.layout.tensors[tensor].name
-            raise WireError(f"{what}: {name} {lacks} bytes between {covered[tensor]} and {offset}")
-        covered[tensor] += nbytes
-    for entry, end in zip(manifest.layout.tensors, covered, strict=True):
-        if end != entry.nbytes:
-            raise WireError(f"{what}: the shards of {entry.name} hold {end} of {entry.nbytes} bytes")
+    held: list[list[Runs]] = [[] for _ in manifest.layout.tensors]
+    for owner in manifest.owners:
+        for shard in owner.shards or ():
+            held[shard.tensor].append((shard.tensor_offset, *shard.runs))
+    for entry, runs in zip(manifest.layout.tensors, held, strict=True):
+        why = why_not_exact(entry.nbytes, runs)
+        if why is not None:
+            raise WireError(f"{what}: the shards of {entry.name} {why}")
 
 
 def _check_shards(manifest: Manifest, owner: Owner, what: str) -> None:
@@ -270,6 +285,10 @@ def _check_shards(manifest: Manifest, owner: Owner, what: str) -> None:
                 f"{what}: {shard.nbytes} bytes from {shard.tensor_offset} are no shard of {entry.name}, which has "
                 f"{entry.nbytes}"
             )
+        if shard.run < 0 or (shard.run > 0 and (shard.nbytes % shard.run or shard.stride < shard.run)):
+            raise WireError(
+                f"{what}: {shard.nbytes} bytes of {entry.name} are no runs of {shard.run}, {shard.stride} apart"
+            )
         if shard.offset < end:
             raise WireError(f"{what}: the shard of {entry.name} at {shard.offset} overlaps what ends at {end}")
         end = shard.offset + shard.nbytes
@@ -278,35 +297,30 @@ def _check_shards(manifest: Manifest, owner: Owner, what: str) -> None:
 
 
 def _check_buckets(manifest: Manifest, what: str) -> None:
-    ends = [owner.total_bytes for owner in manifest.owners]
-    number, position = _next_byte(ends, 0, 0)
+    position, end = 0, manifest.layout.total_bytes
     for bucket in manifest.buckets:
-        if (bucket.owner, bucket.offset) != (number, position):
-            raise WireError(
-                f"{what}: a bucket starts at {bucket.offset} of owner {bucket.owner}, expected {position} of {number}"
-            )
-        if not 0 < bucket.length <= (ends[number] if number < len(ends) else 0) - position:
-            raise WireError(
-                f"{what}: a bucket of {bucket.length} bytes from {position} of owner {number} leaves its arena"
-            )
-        _check_hash(bucket.hash, f"{what}, bucket at {bucket.offset} of owner {number}")
-        number, position = _next_byte(ends, number, position + bucket.length)
-    if number != len(ends):
-        raise WireError(f"{what}: buckets cover owner {number} up to {position} of {ends[number]} bytes")
-
-
-def _next_byte(ends: list[int], number: int, position: int) -> tuple[int, int]:
-    """The owner and offset where the next bucket begins; an owner without bytes has none."""
-    while number < len(ends) and position == ends[number]:
-        number, position = number + 1, 0
-    return number, position
+        if bucket.offset != position:
+            raise WireError(f"{what}: a bucket starts at {bucket.offset}, expected {position}")
+        if not 0 < bucket.length <= end - position:
+            raise WireError(f"{what}: a bucket of {bucket.length} bytes from {position} leaves the layout")
+        _check_hash(bucket.hash, f"{what}, bucket at {bucket.offset}")
+        position += bucket.length
+    if position != end:
+        raise WireError(f"{what}: buckets cover {position} of {end} bytes")
 
 
 def _check_delta(manifest: Manifest, delta: Delta, what: str) -> None:
     if not 0 <= delta.base_version < manifest.version:
         raise WireError(f"{what}: a delta from version {delta.base_version}, which is not older")
+    if len(delta.parts) != len(manifest.owners):
+        raise WireError(f"{what}: a delta of {len(delta.parts)} parts for {len(manifest.owners)} owners")
+    for part, owner in zip(delta.parts, manifest.owners, strict=True):
+        _check_delta_part(part, owner, what)
+
+
+def _check_delta_part(part: DeltaPart, owner: Owner, what: str) -> None:
     position = target = 0
-    for bucket in delta.buckets:
+    for bucket in part.buckets:
         if bucket.offset != position or bucket.length <= 0:
             raise WireError(f"{what}: a delta bucket starts at {bucket.offset}, expected {position}")
         position += bucket.length
@@ -314,10 +328,10 @@ def _check_delta(manifest: Manifest, delta: Delta, what: str) -> None:
             raise WireError(f"{what}: a delta bucket targets {bucket.target_offset}, where {target} is already reached")
         target = bucket.target_offset + bucket.target_length
         _check_hash(bucket.hash, f"{what}, delta bucket at {bucket.offset}")
-    if position != delta.total_bytes:
-        raise WireError(f"{what}: delta buckets cover {position} of {delta.total_bytes} bytes")
-    if target > manifest.layout.total_bytes:
-        raise WireError(f"{what}: the delta targets byte {target} of a layout of {manifest.layout.total_bytes}")
+    if position != part.total_bytes:
+        raise WireError(f"{what}: delta buckets cover {position} of {part.total_bytes} bytes")
+    if target > owner.total_bytes:
+        raise WireError(f"{what}: the delta targets byte {target} of an arena of {owner.total_bytes}")
 
 
 def _check_hash(found: str, what: str) -> None:

@@ -3,7 +3,8 @@
     in the model   mlp.experts.gate_up_proj [E, 2·I, H]      transformers holds some weights fused, or under other names
     in the folder  mlp.experts.0.gate_proj.weight [I, H] …   what vLLM, and `transformers` itself, load
 
-Each published tensor is a view into a live one: nothing is copied, and what is written to one is in the other. How a
+Each published tensor is a view into a live one: nothing is copied, and what is written to one is in the other. Of one that
+is spread over ranks (DTensor) it is a view into this rank's part. How a
 model's names become its folder's is `transformers`' own knowledge (`revert_weight_conversion`); it is asked once, with
 tensors without memory, and what it does to them is written down.
 """
@@ -18,24 +19,24 @@ from typing import Any, overload
 import msgspec
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.wire.errors import UNDECODABLE, UsageError
 from weight_bus.manifest.computed import ComputedTensor, PublishedTensor, computed
+from weight_bus.manifest.local_part import LocalPart, PartView, Ranges, Strided, part_of, plan_view
 
 _HEADER_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True)
 class _View:
-    """Of the live tensor `source`, whose stride is `whole`: shape, stride and first element, in elements."""
+    """Of the live tensor `source`, whose stride is `whole`, in elements."""
 
     source: str
     whole: tuple[int, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    strided: Strided
 
 
 class PublishedNames:
@@ -58,9 +59,11 @@ class PublishedNames:
                     "train a model of another family",
                 )
             whole = _stride(tensors[source])
-            found[name] = _View(source, whole, tuple(one.shape), tuple(one.stride()), one.storage_offset())
-        self._views = dict(sorted(found.items(), key=lambda item: (order[item[1].source], item[1].offset)))
+            found[name] = _View(source, whole, Strided(tuple(one.shape), tuple(one.stride()), one.storage_offset()))
+        self._views = dict(sorted(found.items(), key=lambda item: (order[item[1].source], item[1].strided.offset)))
         """In the order of the model's own, and of memory."""
+        self._parts: dict[str, tuple[tuple[Ranges, ...], PartView]] = {}
+        """Of tensors that are spread over ranks: what lies here, and how a published one is had from it."""
 
     @overload
     def views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
@@ -68,7 +71,30 @@ class PublishedNames:
     def views(self, tensors: Mapping[str, PublishedTensor]) -> dict[str, PublishedTensor]: ...
     def views(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """`tensors`, by the model's names, as they are published; a part of a computed one is computed for itself."""
-        return {name: _view(tensors[view.source], view) for name, view in self._views.items()}
+        return {name: self._view(name, tensors[view.source], view) for name, view in self._views.items()}
+
+    def _view(self, name: str, tensor: PublishedTensor, view: _View) -> PublishedTensor:
+        strided = view.strided
+        if strided.shape == tuple(tensor.shape) and strided.stride == view.whole:
+            return tensor
+        if isinstance(tensor, DTensor):
+            tensor = part_of(view.source, tensor)
+        if isinstance(tensor, LocalPart):
+            known = self._parts.get(name)
+            if known is None or known[0] != tensor.spans:
+                known = self._parts[name] = tensor.spans, plan_view(name, tensor.shape, tensor.spans, strided)
+            return known[1].of(tensor.local)
+        if isinstance(tensor, ComputedTensor):
+            if tensor.placed_as is None:
+                return ComputedTensor(
+                    torch.Size(strided.shape), lambda: computed(self._view(name, tensor.compute().contiguous(), view))
+                )
+            raise UsageError(
+                f"{name} is a part of {view.source}, which is computed and spread over ranks", "train it on one rank"
+            )
+        if tuple(tensor.stride()) != view.whole:
+            raise ValueError(f"{view.source} lies in memory with strides {tensor.stride()}, and lay with {view.whole}")
+        return tensor.as_strided(strided.shape, strided.stride, tensor.storage_offset() + strided.offset)
 
 
 def check_folder(folder: Path, weights: Mapping[str, PublishedTensor], prefix: str = "") -> None:
@@ -90,8 +116,9 @@ def check_folder(folder: Path, weights: Mapping[str, PublishedTensor], prefix: s
 
 
 def _stride(tensor: PublishedTensor) -> tuple[int, ...]:
-    """A computed one is contiguous."""
-    return tuple((torch.empty(tensor.shape, device="meta") if isinstance(tensor, ComputedTensor) else tensor).stride())
+    """A computed one is contiguous, and one in parts as a whole would be."""
+    whole = tensor if isinstance(tensor, Tensor) else torch.empty(tensor.shape, device="meta")
+    return tuple(whole.stride())
 
 
 def _shape_of(tensor: PublishedTensor) -> Tensor:
@@ -106,16 +133,6 @@ class _Uncopied(torch.Tensor):
 
     def contiguous(self, *_: Any, **__: Any) -> Tensor:
         return self
-
-
-def _view(tensor: PublishedTensor, view: _View) -> PublishedTensor:
-    if view.shape == tuple(tensor.shape) and view.stride == view.whole:
-        return tensor
-    if isinstance(tensor, ComputedTensor):
-        return ComputedTensor(torch.Size(view.shape), lambda: computed(_view(tensor.compute().contiguous(), view)))
-    if tuple(tensor.stride()) != view.whole:
-        raise ValueError(f"{view.source} lies in memory with strides {tensor.stride()}, and lay with {view.whole}")
-    return tensor.as_strided(view.shape, view.stride, tensor.storage_offset() + view.offset)
 
 
 def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +40,7 @@ from weight_bus.manifest.manifest import (
     TensorEntry,
     decode_manifest,
 )
+from weight_bus.manifest.shard_map import ShardMap
 
 INDEX_FILE = "model.safetensors.index.json"
 MANIFEST_FILE = "manifest.msgpack"
@@ -77,10 +80,8 @@ def manifest_of_folder(
             )
     layout = plan_mixed_layout(named)
     numbers = {entry.name: number for number, entry in enumerate(layout.tensors)}
-    owners, buckets = [], []
-    for head in heads:
-        owners.append(_owner(head, layout, numbers, alone=len(heads) == 1))
-        buckets += list(_hashed(head, len(owners) - 1, bucket_bytes))
+    owners = [_owner(head, layout, numbers, alone=len(heads) == 1) for head in heads]
+    buckets = list(_hashed(heads, owners, layout, bucket_bytes))
     return Manifest(
         run_id=run_id,
         version=version,
@@ -166,21 +167,29 @@ def _owner(head: FileHead, layout: Layout, numbers: dict[str, int], *, alone: bo
     return Owner(total_bytes=head.data_bytes, sources=[source], shards=None if whole else shards)
 
 
-def _hashed(head: FileHead, owner: int, bucket_bytes: int) -> Iterator[Bucket]:
-    buffer = bytearray(min(bucket_bytes, head.data_bytes))
-    with head.path.open("rb", buffering=0) as file:
-        file.seek(head.data_offset)
-        for offset, length in plan_buckets(head.data_bytes, bucket_bytes):
+def _hashed(heads: list[FileHead], owners: list[Owner], layout: Layout, bucket_bytes: int) -> Iterator[Bucket]:
+    buffer = bytearray(min(bucket_bytes, layout.total_bytes))
+    maps = [ShardMap(layout, owner.shards) for owner in owners]
+    with ExitStack() as stack:
+        files = [stack.enter_context(head.path.open("rb", buffering=0)) for head in heads]
+        for offset, length in plan_buckets(layout.total_bytes, bucket_bytes):
             view = memoryview(buffer)[:length]
-            done = 0
-            while done < length:
-                got = file.readinto(view[done:])
-                if not got:
-                    raise UsageError(
-                        f"{head.path} became shorter while it was read", "write snapshots to another folder"
-                    )
-                done += got
-            yield Bucket(owner=owner, offset=offset, length=length, hash=hash_bytes(view))
+            view[:] = bytes(length)
+            for head, file, held in zip(heads, files, maps, strict=True):
+                for piece in held.within(offset, length):
+                    start = layout.tensors[piece.tensor].offset + piece.tensor_offset - offset
+                    _read(file, head, piece.arena, view[start : start + piece.nbytes])
+            yield Bucket(offset=offset, length=length, hash=hash_bytes(view))
+
+
+def _read(file: FileIO, head: FileHead, offset: int, out: memoryview) -> None:
+    file.seek(head.data_offset + offset)
+    done = 0
+    while done < len(out):
+        got = file.readinto(out[done:])
+        if not got:
+            raise UsageError(f"{head.path} became shorter while it was read", "write snapshots to another folder")
+        done += got
 
 
 def _json(path: Path, kind: type[_T]) -> _T:

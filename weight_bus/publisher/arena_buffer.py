@@ -19,7 +19,7 @@ import torch
 from weight_bus.manifest.computed import ComputedTensor, PublishedTensor
 from weight_bus.manifest.tensors import flat_bytes
 from weight_bus.memory.arena import Arena, copy_memory, populate, streams_well
-from weight_bus.publisher.sharding import OwnerPlan, local_part
+from weight_bus.publisher.sharding import OwnedPiece, OwnerPlan, local_part
 from weight_bus.transports.base import Exporter
 
 
@@ -31,13 +31,15 @@ class ArenaBuffer:
         self.arena: Arena | None = exporter.allocate(plan.total_bytes) if plan.total_bytes else None
         self._dtype = dtype
         self._pieces = plan.pieces
-        self._views: list[torch.Tensor] = []
+        self._names = [entry.name for entry in plan.layout.tensors]
+        self._views: dict[str, list[tuple[OwnedPiece, torch.Tensor]]] = {}
         if self.arena is not None:
             populate(self.arena)
             flat = flat_bytes(self.arena.view)
             for piece in plan.pieces:
                 part = flat[piece.offset : piece.offset + piece.nbytes]
-                self._views.append(part.view(dtype).view(piece.shape))
+                view = part.view(dtype).view(piece.shape)
+                self._views.setdefault(piece.name, []).append((piece, view))
         ends = [(piece.offset + piece.nbytes, after.offset) for piece, after in pairwise(plan.pieces)]
         self._padding = [(end, begin - end) for end, begin in ends if begin > end]
 
@@ -47,17 +49,18 @@ class ArenaBuffer:
 
     def fill(self, tensors: Mapping[str, PublishedTensor]) -> None:
         """Copy the pieces in. The interpreter lock is released while bytes move."""
-        if self.arena is None:
-            return
         views, parts = [], []
-        for piece, view in zip(self._pieces, self._views, strict=True):
-            tensor = tensors[piece.name]
+        for name in self._names:
+            tensor, held = tensors[name], self._views.get(name, [])
             if isinstance(tensor, ComputedTensor):
-                with torch.no_grad():
-                    view.copy_(local_part(tensor.compute()))
-            else:
-                views.append(view)
-                parts.append(local_part(tensor))
+                self._compute(tensor, held)
+            elif held:
+                local = local_part(tensor)
+                for piece, view in held:
+                    views.append(view)
+                    parts.append(piece.of(local))
+        if self.arena is None or not parts:
+            return
         if len(parts) == len(self._pieces) and self._same_layout(parts):
             self._copy_whole(self.arena, parts)
             return
@@ -67,6 +70,14 @@ class ArenaBuffer:
             with torch.no_grad():
                 # One call for all: with thousands of small tensors Python would take as long as the copies.
                 torch._foreach_copy_([view for view, _ in left], [part for _, part in left])
+
+    @torch.no_grad()
+    def _compute(self, tensor: ComputedTensor, held: list[tuple[OwnedPiece, torch.Tensor]]) -> None:
+        """One that is spread over ranks is computed by all of them, also where nothing of it is published."""
+        if held or tensor.placed_as is not None:
+            local = local_part(tensor.compute())
+            for piece, view in held:
+                view.copy_(piece.of(local))
 
     def _same_layout(self, parts: Sequence[torch.Tensor]) -> bool:
         """Whether the pieces are in one storage, at the same distances as in the arena."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from weight_bus.manifest.layout import ITEM_BYTES, plan_mixed_layout
 from weight_bus.manifest.tensors import dtype_name, flat_bytes, tensor_at
@@ -49,7 +50,8 @@ def lay_contiguous(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 def _can_move(tensor: torch.Tensor) -> bool:
     return (
-        tensor.device.type == "cpu"
+        not isinstance(tensor, DTensor)
+        and tensor.device.type == "cpu"
         and tensor.is_contiguous()
         and tensor.nbytes > 0
         and dtype_name(tensor.dtype) in ITEM_BYTES

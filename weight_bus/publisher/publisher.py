@@ -1,7 +1,7 @@
 """The publisher: the trainer's side of the weight bus. It casts weights into an arena buffer and makes the manifest.
 
     training thread   publish(v)   wait for a free buffer ─► cast-copy ─► Publication                  returns
-    background        hash the buckets ─► exchange with the other ranks ─► delta to v−1 ─► sign ─► manifest of v
+    background        hash the buckets, with the other ranks ─► delta to v−1 ─► sign ─► manifest of v
 
     buffers   |v−1, staged by receivers|   |v, just published|      the next version overwrites the older one
 
@@ -12,40 +12,59 @@ newer version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 
 import msgspec
-import structlog
 
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from weight_bus.errors import TransportError
 from weight_bus.manifest.computed import PublishedTensor
-from weight_bus.manifest.delta import WORD_DTYPES, changed_share, encode
 from weight_bus.manifest.layout import ITEM_BYTES, hash_bytes, plan_buckets, root_digest
-from weight_bus.manifest.manifest import Bucket, Delta, DeltaBucket, Layout, Manifest, Owner, check_manifest, sign
+from weight_bus.manifest.manifest import (
+    Bucket,
+    Delta,
+    DeltaPart,
+    Layout,
+    Manifest,
+    Owner,
+    Source,
+    check_manifest,
+    sign,
+)
 from weight_bus.manifest.tensors import dtype_of
-from weight_bus.memory.arena import Arena
 from weight_bus.publisher.arena_buffer import ArenaBuffer
+from weight_bus.publisher.bucket_hashes import BucketHashes
 from weight_bus.publisher.buffer_leases import BUFFERS, BufferLeases
-from weight_bus.publisher.sharding import Ranks, plan_owner
+from weight_bus.publisher.delta_maker import DeltaMaker
+from weight_bus.publisher.ranks import Ranks
+from weight_bus.publisher.sharding import plan_owner
 from weight_bus.transports.base import Exporter
 
 _PARALLEL_HASH_BYTES = 1 << 20
 _HASH_THREADS = 2
-_DELTA_TRANSPORTS = ("nixl", "shm")
-"""Transports whose receivers read ranges. A broadcast sends everything, and a file is for engines without a base."""
+_RANGE_TRANSPORTS = ("nixl", "shm")
+"""Whose receivers read ranges: several ranks' and deltas'. A broadcast sends all, a file is for engines without a base."""
 
 
 class RankPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One publishing rank's part of a version, for the other ranks: what it owns, or why it failed."""
+    """For the other ranks, what is to be known of one rank's part of a version before any bucket is hashed: where it is to
+    be had, or why it is not.
+    """
 
     version: int
-    layout_digest: str
-    owner: Owner
-    buckets: list[Bucket]
+    sources: list[Source]
     error: str = ""
+
+
+class HashedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The buckets that one rank has hashed, by number, and how its part changed since `base_version`, where that pays."""
+
+    buckets: dict[int, Bucket]
+    base_version: int = -1
+    base_digest: str = ""
+    delta: DeltaPart | None = None
 
 
 class Publisher:
@@ -54,9 +73,9 @@ class Publisher:
     `tensors` are the named weights (Hugging Face names, any shape, device or floating dtype; a tied weight under one
     name only), or how one is computed. Their names, order and shapes are fixed for the publisher's life. `dtype` is the
     serving dtype by name, `key` the run's weight key. A delta is offered where it is no larger than `delta_max_ratio` of
-    the dense bytes (0: never), over nixl and shm, by one rank alone. With `ranks`, tensors may be DTensors (FSDP2) and
-    every rank publishes its own part. Raises UsageError for what cannot be served, TransportError when no arena can be
-    had.
+    the dense bytes (0: never), over nixl and shm. With `ranks`, tensors may be DTensors of any placement, or parts of them,
+    and every rank publishes its own part; all make the publisher, and call it, alike. Raises UsageError for what cannot
+    be served, TransportError when no arena can be had.
     """
 
     def __init__(
@@ -73,12 +92,21 @@ class Publisher:
         ranks: Ranks | None = None,
     ) -> None:
         self._run_id, self._exporter, self._key, self._wait_s, self._ranks = run_id, exporter, key, wait_s, ranks
-        self._plan = plan_owner(tensors, dtype, None if ranks is None else ranks.rank)
-        self._ranges = plan_buckets(self._plan.total_bytes, bucket_bytes)
+        if ranks is not None and ranks.size > 1 and exporter.name not in _RANGE_TRANSPORTS:
+            # Engines read all ranks' arenas in turns, bucket by bucket; a broadcast has one order, and a file one owner.
+            raise UsageError(
+                f"several ranks cannot publish over {exporter.name}", "use weights.transport=nixl, or shm on one host"
+            )
+        self._plan = plan_owner(tensors, dtype, ranks)
+        self._ranges = plan_buckets(self.layout.total_bytes, bucket_bytes)
+        self._shared: BucketHashes | None = None
+        if ranks is not None and self._plan.owners is not None:
+            self._shared = BucketHashes(self.layout, self._plan.owners, bucket_bytes, ranks)
         # Both before the first export: a source may describe all registered memory.
         self._arenas = [ArenaBuffer(exporter, self._plan, dtype_of(dtype)) for _ in range(BUFFERS)]
-        offers = ranks is None and exporter.name in _DELTA_TRANSPORTS and delta_max_ratio > 0
-        self._deltas = DeltaMaker(exporter, self.layout, delta_max_ratio) if offers else None
+        offers = exporter.name in _RANGE_TRANSPORTS and delta_max_ratio > 0
+        item = ITEM_BYTES[dtype]
+        self._deltas = DeltaMaker(exporter, self._plan.total_bytes, item, delta_max_ratio) if offers else None
         self._leases = BufferLeases()
         self._newest: int | None = None
         """The version copied last, and its buffer; used by the training thread."""
@@ -92,6 +120,13 @@ class Publisher:
     @property
     def layout(self) -> Layout:
         return self._plan.layout
+
+    @property
+    def held_bytes(self) -> int:
+        """This rank's memory for publishing: both arenas, those of deltas, and what buckets are put together in."""
+        arenas = sum(len(buffer.view) for buffer in self._arenas)
+        deltas = 0 if self._deltas is None else self._deltas.held_bytes
+        return arenas + deltas + (0 if self._shared is None else self._shared.held_bytes)
 
     def publish(self, version: int, tensors: Mapping[str, PublishedTensor], *, leased: bool = False) -> Publication:
         """Put `version` in place; its manifest is made in the background and had from the Publication.
@@ -129,7 +164,7 @@ class Publisher:
         self._leases.begin(buffer, version, leased=False, wait_s=self._wait_s)
         try:
             self._arenas[buffer].fill(tensors)
-            return self._background.submit(self._draft, version, buffer).result().root_digest
+            return self._background.submit(self._draft, version, buffer, final=False).result().root_digest
         finally:
             self._leases.abandon(buffer, version)
 
@@ -156,10 +191,10 @@ class Publisher:
 
     def _make(self, version: int, buffer: int, again: bool) -> Manifest:
         try:
-            draft = self._draft(version, buffer)
+            draft = self._draft(version, buffer, final=not again)
             if again:
                 return self._same_again(draft)
-            manifest = self._offered(draft, buffer)
+            manifest = sign(draft, self._key)
         except BaseException:
             if again:
                 self._leases.abandon(buffer, version)
@@ -181,12 +216,25 @@ class Publisher:
             )
         return latest
 
-    def _draft(self, version: int, buffer: int) -> Manifest:
-        """The version's manifest without signature and delta; a publisher alone leaves its sources out, too."""
-        if self._ranks is None:
-            owners, buckets = [Owner(total_bytes=self._plan.total_bytes, sources=[])], self._hash(buffer, 0)
-        else:
-            owners, buckets = self._with_ranks(self._ranks, version, buffer)
+    def _draft(self, version: int, buffer: int, *, final: bool) -> Manifest:
+        """The version's manifest without signature; where it is not `final`, without a delta and maybe without sources."""
+        if self._ranks is not None and self._shared is not None:
+            return self._with_ranks(self._ranks, self._shared, version, buffer, final=final)
+        view, arena = self._arenas[buffer].view, self._arenas[buffer].arena
+        buckets = [
+            Bucket(offset=offset, length=length, hash=_hash(view[offset : offset + length]))
+            for offset, length in self._ranges
+        ]
+        draft = self._drawn_up(version, [Owner(total_bytes=len(view), sources=[])], buckets)
+        if not final:
+            return draft
+        if arena is not None:
+            owner = Owner(total_bytes=arena.nbytes, sources=[self._exporter.export(arena, draft)])
+            draft = msgspec.structs.replace(draft, owners=[owner])
+        delta, base = self._delta(buffer), self.latest
+        return draft if delta is None or base is None else _with_delta(draft, base.version, base.root_digest, [delta])
+
+    def _drawn_up(self, version: int, owners: list[Owner], buckets: list[Bucket]) -> Manifest:
         draft = Manifest(
             run_id=self._run_id,
             version=version,
@@ -198,54 +246,45 @@ class Publisher:
         check_manifest(draft)
         return draft
 
-    def _with_ranks(self, ranks: Ranks, version: int, buffer: int) -> tuple[list[Owner], list[Bucket]]:
-        parts = [
-            msgspec.msgpack.decode(part, type=RankPart)
-            for part in ranks.exchange(self._part(version, buffer, ranks.rank))
-        ]
+    def _with_ranks(self, ranks: Ranks, shared: BucketHashes, version: int, buffer: int, *, final: bool) -> Manifest:
+        sent = msgspec.msgpack.encode(self._rank_part(version, buffer, final=final))
+        parts = [msgspec.msgpack.decode(part, type=RankPart) for part in ranks.exchange(sent)]
         for number, part in enumerate(parts):
             if part.error:
                 raise TransportError(f"rank {number} could not publish version {version} ({part.error})")
-            if (part.version, part.layout_digest) != (version, self.layout.digest):
-                raise ConflictError(
-                    f"rank {number} publishes version {part.version} of layout {part.layout_digest[:16]}…, "
-                    f"rank {ranks.rank} version {version} of {self.layout.digest[:16]}…"
-                )
-        return [part.owner for part in parts], [bucket for part in parts for bucket in part.buckets]
+            if part.version != version:
+                raise ConflictError(f"rank {number} publishes version {part.version}, rank {ranks.rank} {version}")
+        base = self.latest
+        hashed = HashedPart(buckets=shared.of(self._arenas[buffer].view, _hash))
+        if final and base is not None:
+            hashed = msgspec.structs.replace(
+                hashed, base_version=base.version, base_digest=base.root_digest, delta=self._delta(buffer)
+            )
+        everyone = [
+            msgspec.msgpack.decode(part, type=HashedPart) for part in ranks.exchange(msgspec.msgpack.encode(hashed))
+        ]
+        buckets = dict(item for each in everyone for item in each.buckets.items())
+        assert self._plan.owners is not None
+        owners = [
+            Owner(total_bytes=total, sources=part.sources, shards=shards)
+            for total, part, shards in zip(self._plan.totals, parts, self._plan.owners, strict=True)
+        ]
+        draft = self._drawn_up(version, owners, [buckets[number] for number in sorted(buckets)])
+        deltas = [each.delta for each in everyone if each.delta is not None and each.base_digest == hashed.base_digest]
+        if len(deltas) < ranks.size:
+            return draft
+        return _with_delta(draft, hashed.base_version, hashed.base_digest, deltas)
 
-    def _part(self, version: int, buffer: int, rank: int) -> bytes:
-        arena, error, buckets = self._arenas[buffer].arena, "", []
-        owner = Owner(total_bytes=self._plan.total_bytes, sources=[], shards=self._plan.shards)
+    def _rank_part(self, version: int, buffer: int, *, final: bool) -> RankPart:
+        arena = self._arenas[buffer].arena
         try:
-            buckets = self._hash(buffer, rank)
-            sources = [] if arena is None else [self._exporter.export(arena)]
-            owner = msgspec.structs.replace(owner, sources=sources)
+            sources = [self._exporter.export(arena)] if arena is not None and final else []
         except RollmeshError as failed:
             # The other ranks must be told, or they wait for this one until the deadline.
-            error = str(failed)
-        return msgspec.msgpack.encode(
-            RankPart(version=version, layout_digest=self.layout.digest, owner=owner, buckets=buckets, error=error)
-        )
+            return RankPart(version=version, sources=[], error=str(failed))
+        return RankPart(version=version, sources=sources)
 
-    def _hash(self, buffer: int, owner: int) -> list[Bucket]:
-        view = self._arenas[buffer].view
-        return [
-            Bucket(owner=owner, offset=offset, length=length, hash=_hash(view[offset : offset + length]))
-            for offset, length in self._ranges
-        ]
-
-    def _offered(self, draft: Manifest, buffer: int) -> Manifest:
-        """The draft with its sources, its delta and its signature."""
-        arena = self._arenas[buffer].arena
-        if self._ranks is None and arena is not None:
-            source = self._exporter.export(arena, draft)
-            draft = msgspec.structs.replace(draft, owners=[Owner(total_bytes=arena.nbytes, sources=[source])])
-        delta = self._delta(buffer)
-        if delta is not None:
-            draft = msgspec.structs.replace(draft, kind="delta", base_version=delta.base_version, delta=delta)
-        return sign(draft, self._key)
-
-    def _delta(self, buffer: int) -> Delta | None:
+    def _delta(self, buffer: int) -> DeltaPart | None:
         base, other = self.latest, 1 - buffer
         if self._deltas is None or base is None or self._latest_buffer != other:
             return None
@@ -253,9 +292,14 @@ class Publisher:
             return None
         try:
             old, new = self._arenas[other].view, self._arenas[buffer].view
-            return self._deltas.make(buffer, base, old, new, lambda: self._leases.wanted(other))
+            return self._deltas.make(buffer, old, new, lambda: self._leases.wanted(other))
         finally:
             self._leases.let_go("the base of a delta", base.version, other)
+
+
+def _with_delta(draft: Manifest, base_version: int, base_digest: str, parts: list[DeltaPart]) -> Manifest:
+    delta = Delta(base_version=base_version, base_digest=base_digest, parts=parts)
+    return msgspec.structs.replace(draft, kind="delta", base_version=base_version, delta=delta)
 
 
 def _hash(data: memoryview) -> str:
@@ -289,91 +333,3 @@ class Publication:
             if self.future.done():
                 raise
             raise DeadlineError(f"the manifest of version {self.version} took longer than {timeout_s:g} s") from error
-
-
-TARGET_BYTES = 4 << 20
-"""Bytes of the layout for one delta bucket: as fast as any size that was measured, and soon given up."""
-_SAMPLES, _SAMPLE_BYTES = 8, 64 << 10
-_SAMPLE_SLACK = 1.5
-"""A code takes 0.85 to 1.3 of the share of changed words (measured): a sample above 1.5 of the bound cannot pay."""
-
-_log = structlog.get_logger()
-
-
-class DeltaMaker:
-    """Encodes the delta of a version against the one before; at most `max_ratio` of the layout's bytes.
-
-        sample ── too much changed ──► none
-        each 4 MiB of both buffers ──► code ──► this buffer's delta arena      too large, or the trainer waits ──► none
-
-    Its two arenas are allocated for the first delta.
-    """
-
-    def __init__(self, exporter: Exporter, layout: Layout, max_ratio: float) -> None:
-        self._exporter = exporter
-        self._total = layout.total_bytes
-        self._most = int(max_ratio * layout.total_bytes)
-        smallest = min(ITEM_BYTES[entry.dtype] for entry in layout.tensors)
-        self._word_bytes = min(smallest, max(WORD_DTYPES))
-        self._arenas: list[Arena] = []
-
-    def make(
-        self, buffer: int, base: Manifest, old: memoryview, new: memoryview, give_up: Callable[[], bool]
-    ) -> Delta | None:
-        """The delta from `old`, the bytes of `base`, to `new`, both in the canonical layout; None where none is offered.
-
-        `give_up` is asked between two pieces. The code lies in this buffer's delta arena until the next call for it.
-        """
-        if not self._sample_pays(old, new):
-            return None
-        arena = self._arena(buffer)
-        if arena is None:
-            return None
-        buckets, position = [], 0
-        for offset in range(0, self._total, TARGET_BYTES):
-            if give_up():
-                return None
-            length = min(TARGET_BYTES, self._total - offset)
-            code = encode(old[offset : offset + length], new[offset : offset + length], self._word_bytes)
-            if not code:
-                continue
-            if position + len(code) > self._most:
-                return None
-            arena.view[position : position + len(code)] = code
-            buckets.append(
-                DeltaBucket(
-                    offset=position,
-                    length=len(code),
-                    hash=hash_bytes(code),
-                    target_offset=offset,
-                    target_length=length,
-                )
-            )
-            position += len(code)
-        return Delta(
-            base_version=base.version,
-            base_digest=base.root_digest,
-            total_bytes=position,
-            sources=[self._exporter.export(arena)] if buckets else [],
-            buckets=buckets,
-        )
-
-    def _sample_pays(self, old: memoryview, new: memoryview) -> bool:
-        """Whether so little changed in a sample that encoding it all may end under the bound."""
-        step = max(_SAMPLE_BYTES, self._total // _SAMPLES // 64 * 64)
-        ends = [(offset, min(offset + _SAMPLE_BYTES, self._total)) for offset in range(0, self._total, step)]
-        changed = sum(
-            changed_share(old[start:end], new[start:end], self._word_bytes) * (end - start) for start, end in ends
-        )
-        return changed * self._total <= _SAMPLE_SLACK * self._most * sum(end - start for start, end in ends)
-
-    def _arena(self, buffer: int) -> Arena | None:
-        if not self._arenas:
-            try:
-                self._arenas = [self._exporter.allocate(max(self._most, 1)) for _ in range(BUFFERS)]
-            except RollmeshError as error:
-                # Dense bytes always work: a delta only saves transfer.
-                _log.warning("no arenas for weight deltas: publishing dense bytes alone", why=str(error))
-                self._most = -1
-                return None
-        return self._arenas[buffer]

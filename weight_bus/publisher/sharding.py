@@ -1,149 +1,218 @@
-"""Sharded publishing (FSDP2): which rows of which tensor a rank owns, and where they are in its arena.
+"""Sharded publishing: which part of which tensor a rank owns, and where it is in its arena.
 
-    plain tensor            rank 0
-    DTensor, Replicate      the rank at coordinate 0 of that mesh dimension
-    DTensor, Shard(0)       each rank its own rows, uneven ones included: a contiguous range of the tensor's bytes
+    plain tensor                            rank 0
+    DTensor, Replicate                      one of the ranks that hold the same part: who owns the fewest bytes so far
+    DTensor, Shard(n), _StridedShard(n)     each rank its own part, uneven ones included, on meshes of any dimension
 
-No weight is gathered: each rank copies its local rows, and the manifest says where they belong.
+A part is contiguous in the arena, whatever it is in the tensor: the manifest says it as runs with a stride, so that
+receivers read few large ranges and put the runs in their places. No weight is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from itertools import product
+from math import prod
 
+import msgspec
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from services.wire.errors import UsageError
-from weight_bus.errors import TransportError
-from weight_bus.manifest.computed import PublishedTensor
+from services.wire.errors import ConflictError, UsageError
+from weight_bus.manifest.computed import ComputedTensor, PublishedTensor
 from weight_bus.manifest.layout import ITEM_BYTES, aligned, place, plan_layout
-from weight_bus.manifest.manifest import Layout
-from weight_bus.manifest.manifest import Shard as ManifestShard
+from weight_bus.manifest.local_part import LocalPart, Ranges, part_of
+from weight_bus.manifest.manifest import Layout, Shard
 from weight_bus.manifest.tensors import dtype_of
+from weight_bus.publisher.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """This rank's rows of tensor `name`, with `shape`, from byte `offset` of the arena."""
+    """A block of this rank's part of tensor `name`, from `start` along each dimension, with `shape`, from byte `offset`
+    of the arena.
+    """
 
     name: str
+    start: tuple[int, ...]
     shape: tuple[int, ...]
     offset: int
     nbytes: int
 
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """The block of what lies on this rank, a view."""
+        for dim, (start, size) in enumerate(zip(self.start, self.shape, strict=True)):
+            if size != local.shape[dim]:
+                local = local.narrow(dim, start, size)
+        return local
+
 
 @dataclass(frozen=True)
 class OwnerPlan:
-    """`shards` is None for the one owner of everything, whose arena is the whole layout."""
+    """What this rank owns, and what all do: `owners` has the shards of each; None for one that is alone, whose arena is
+    the whole layout.
+    """
 
     layout: Layout
     total_bytes: int
     pieces: list[OwnedPiece]
-    shards: list[ManifestShard] | None
+    owners: list[list[Shard]] | None
+    totals: list[int]
+    """Bytes of the arenas, by owner."""
 
 
-def plan_owner(tensors: Mapping[str, PublishedTensor], dtype: str, rank: int | None) -> OwnerPlan:
-    """What rank `rank` of several owns of `tensors` served in `dtype`; None: there is no other rank.
+class _Held(msgspec.Struct, frozen=True):
+    """What a rank holds of each tensor, as shards whose arena offsets count from the tensor's first."""
 
-    Raises UsageError for a DTensor that is placed otherwise than by Replicate and Shard(0), or that nobody shares.
+    layout_digest: str
+    tensors: list[list[Shard]]
+
+
+def plan_owner(tensors: Mapping[str, PublishedTensor], dtype: str, ranks: Ranks | None) -> OwnerPlan:
+    """What this rank owns of `tensors` served in `dtype`; None: there is no other rank. All ranks call it alike.
+
+    Raises UsageError for a DTensor with pending sums, or that nobody shares, ConflictError where another rank has other
+    tensors, TransportError where one does not answer.
     """
     dtype_of(dtype)
     layout = plan_layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}, dtype)
-    if rank is None:
+    if ranks is None:
         for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor):
+            if _is_spread(tensor):
                 raise UsageError(f"{name} is spread over ranks, and this publisher is alone", "give it the ranks")
-        pieces = [OwnedPiece(entry.name, entry.shape, entry.offset, entry.nbytes) for entry in layout.tensors]
-        return OwnerPlan(layout, layout.total_bytes, pieces, None)
-    pieces, shards, position = [], [], 0
+        pieces = [
+            OwnedPiece(entry.name, (0,) * len(entry.shape), entry.shape, entry.offset, entry.nbytes)
+            for entry in layout.tensors
+        ]
+        return OwnerPlan(layout, layout.total_bytes, pieces, None, [layout.total_bytes])
+    item = ITEM_BYTES[dtype]
+    blocks = [list(_blocks(_spans(entry.name, tensors[entry.name], ranks.rank))) for entry in layout.tensors]
+    held = [
+        [shard for block in own for shard in _shards(number, entry.shape, block, item)]
+        for number, (entry, own) in enumerate(zip(layout.tensors, blocks, strict=True))
+    ]
+    encoded = msgspec.msgpack.encode(_Held(layout.digest, [_in_a_row(shards) for shards in held]))
+    everyone = [msgspec.msgpack.decode(part, type=_Held) for part in ranks.exchange(encoded)]
+    for number, other in enumerate(everyone):
+        if other.layout_digest != layout.digest:
+            raise ConflictError(
+                f"rank {number} publishes layout {other.layout_digest[:16]}…, rank {ranks.rank} {layout.digest[:16]}…",
+                "give every rank the same names, shapes and dtype, in the same order",
+            )
+    owners, totals, begins = _assigned(layout, [each.tensors for each in everyone])
+    own: list[OwnedPiece] = []
     for number, entry in enumerate(layout.tensors):
-        rows = _owned_rows(entry.name, tensors[entry.name], rank)
-        if rows is None:
-            continue
-        start, shape = rows
-        row_bytes = ITEM_BYTES[dtype]
-        for size in shape[1:]:
-            row_bytes *= size
-        nbytes = row_bytes * (shape[0] if shape else 1)
-        if not nbytes:
-            continue
-        offset = place(position, nbytes)
-        pieces.append(OwnedPiece(entry.name, shape, offset, nbytes))
-        shards.append(ManifestShard(tensor=number, tensor_offset=start * row_bytes, offset=offset, nbytes=nbytes))
-        position = offset + nbytes
-    return OwnerPlan(layout, aligned(position), pieces, shards)
+        position = begins[ranks.rank].get(number)
+        for block in blocks[number] if position is not None else ():
+            assert position is not None
+            shape = tuple(stop - start for start, stop, _ in block)
+            nbytes = prod(shape) * item
+            own.append(OwnedPiece(entry.name, tuple(local for _, _, local in block), shape, position, nbytes))
+            position += nbytes
+    return OwnerPlan(layout, totals[ranks.rank], own, owners, totals)
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of `tensor` that lie on this rank."""
+def local_part(tensor: torch.Tensor | LocalPart) -> torch.Tensor:
+    """What of `tensor` lies on this rank."""
+    if isinstance(tensor, LocalPart):
+        return tensor.local
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _owned_rows(name: str, tensor: PublishedTensor, rank: int) -> tuple[int, tuple[int, ...]] | None:
-    """First row and shape of what this rank owns; None for nothing."""
-    if not isinstance(tensor, DTensor):
-        return (0, tuple(tensor.shape)) if rank == 0 else None
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    start, rows, mine = 0, tensor.shape[0] if tensor.ndim else 1, True
-    for dimension, placement in enumerate(tensor.placements):
-        if type(placement) is Replicate:
-            mine = mine and coordinate[dimension] == 0
-        elif type(placement) is Shard and placement.dim == 0:
-            # As torch.chunk cuts: all of the same size, the last shorter, the rest empty.
-            chunk = -(-rows // tensor.device_mesh.size(dimension))
-            first = min(rows, coordinate[dimension] * chunk)
-            start, rows = start + first, min(rows - first, chunk)
-        else:
-            raise UsageError(
-                f"{name} is placed {placement}, which is no range of its bytes",
-                "shard weights by rows, or replicate them",
-            )
-    local = tuple(tensor.to_local().shape)
-    if mine and tensor.ndim and local[0] != rows:
-        raise UsageError(f"{name} has {local[0]} rows on this rank, {rows} were expected", "shard it by fully_shard")
-    return (start, local) if mine else None
+def _assigned(
+    layout: Layout, held: list[list[list[Shard]]]
+) -> tuple[list[list[Shard]], list[int], list[dict[int, int]]]:
+    """The shards and the bytes of each rank's arena, and where each tensor's part begins in it.
 
-
-class Ranks:
-    """Gloo group of the publishing ranks, to exchange what each of them owns. Made, used and closed by all alike.
-
-    It is the publisher's own: its calls run on background threads and never come between the trainer's collectives.
-    Raises UsageError where torch.distributed is not initialised. `wait_s` bounds every exchange.
+    What several hold goes to who owns the fewest bytes so far: `held` is by rank and tensor. Every rank comes to the same.
     """
+    owners: list[list[Shard]] = [[] for _ in held]
+    ends, begins = [0] * len(held), [dict[int, int]() for _ in held]
+    for tensor in range(len(layout.tensors)):
+        holders: dict[tuple[Shard, ...], list[int]] = {}
+        for rank, of_rank in enumerate(held):
+            if of_rank[tensor]:
+                holders.setdefault(tuple(of_rank[tensor]), []).append(rank)
+        for shards, ranks in holders.items():
+            rank = min(ranks, key=lambda each: ends[each])
+            nbytes = sum(shard.nbytes for shard in shards)
+            begin = begins[rank][tensor] = place(ends[rank], nbytes)
+            owners[rank] += [msgspec.structs.replace(shard, offset=begin + shard.offset) for shard in shards]
+            ends[rank] = begin + nbytes
+    return owners, [aligned(end) for end in ends], begins
 
-    def __init__(self, wait_s: float = 60.0) -> None:
-        if not dist.is_available() or not dist.is_initialized():
-            raise UsageError("weights are published by several ranks, and no process group is initialised", "torchrun")
-        self._wait_s = wait_s
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
 
-    def exchange(self, part: bytes) -> list[bytes]:
-        """Everyone's bytes, by rank. Raises TransportError when a rank is gone or does not come within `wait_s`."""
-        try:
-            return self._exchange(part)
-        except RuntimeError as error:
-            raise TransportError(
-                f"rank {self.rank} got no answer from the other publishing ranks within {self._wait_s:g} s ({error})"
-            ) from error
+def _in_a_row(shards: list[Shard]) -> list[Shard]:
+    placed, position = [], 0
+    for shard in shards:
+        placed.append(msgspec.structs.replace(shard, offset=position))
+        position += shard.nbytes
+    return placed
 
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
 
-    def _exchange(self, part: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(part)]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, mine, group=self._group)
-        return [bytes(found[: int(size)].numpy()) for found, size in zip(parts, sizes, strict=True)]
+def _is_spread(tensor: PublishedTensor) -> bool:
+    if isinstance(tensor, ComputedTensor):
+        return tensor.placed_as is not None
+    return isinstance(tensor, DTensor | LocalPart)
+
+
+def _spans(name: str, tensor: PublishedTensor, rank: int) -> tuple[Ranges, ...] | None:
+    """The indices that this rank holds along each dimension; None for nothing."""
+    if isinstance(tensor, ComputedTensor) and tensor.placed_as is not None:
+        tensor = tensor.placed_as
+    if isinstance(tensor, DTensor):
+        tensor = part_of(name, tensor)
+    if isinstance(tensor, LocalPart):
+        return tensor.spans if tensor.local.numel() else None
+    if rank or not prod(tensor.shape):
+        return None
+    return tuple(((0, size),) for size in tensor.shape)
+
+
+_Block = tuple[tuple[int, int, int], ...]
+"""Along each dimension: first index, the one after the last, and where the first lies on this rank."""
+
+
+def _blocks(spans: tuple[Ranges, ...] | None) -> Iterator[_Block]:
+    """The parts that have one range along each dimension: one, unless shards are interleaved."""
+    if spans is None:
+        return
+    located = []
+    for ranges in spans:
+        begins, position = [], 0
+        for start, stop in ranges:
+            begins.append((start, stop, position))
+            position += stop - start
+        located.append(begins)
+    yield from product(*located)
+
+
+def _shards(tensor: int, shape: tuple[int, ...], block: _Block, item: int) -> Iterator[Shard]:
+    """A block as few shards, in the order of its elements. Offsets in the arena are still to be given.
+
+    Runs are along the last dimension of which only a part is here, and repeat along the one before: further dimensions
+    of which only a part is here take a shard for each index.
+    """
+    cut = [dim for dim, (start, stop, _) in enumerate(block) if stop - start != shape[dim]]
+    inner = cut[-1] if cut else 0
+    outer = cut[-2] if len(cut) > 1 else 0
+    sizes = [prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
+    first = block[inner] if block else (0, 1, 0)
+    # Without a dimension that is cut, or with the first one alone, all is one run.
+    run = (first[1] - first[0]) * (sizes[inner] if block else item)
+    stride = shape[inner] * sizes[inner] if block else run
+    offset = first[0] * (sizes[inner] if block else 0)
+    repeats = prod(stop - start for start, stop, _ in block[outer:inner])
+    offset += sum(block[dim][0] * sizes[dim] for dim in range(outer, inner))
+    for index in product(*(range(start, stop) for start, stop, _ in block[:outer])):
+        at = offset + sum(number * size for number, size in zip(index, sizes[:outer], strict=True))
+        whole = len(cut) < 2 and inner == 0
+        yield Shard(
+            tensor=tensor,
+            tensor_offset=at,
+            offset=0,
+            nbytes=run * repeats,
+            run=0 if whole else run,
+            stride=0 if whole else stride,
+        )

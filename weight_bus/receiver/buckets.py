@@ -9,7 +9,7 @@ definition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -26,6 +26,7 @@ from weight_bus.manifest.layout import (
     root_digest,
 )
 from weight_bus.manifest.manifest import Layout, Manifest, Shard
+from weight_bus.manifest.shard_map import ShardMap
 from weight_bus.manifest.tensors import bytes_under, dtype_name, flat_bytes, host_bytes
 from weight_bus.memory.arena import copy_bytes
 from weight_bus.memory.throttle import BESIDE_DECODING, CpuThrottle
@@ -35,30 +36,26 @@ _ZEROS = bytes(4096)
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Arenas cut into buckets, and the tensor pieces of each: the same from version to version.
+    """The layout cut into buckets, and the tensor pieces of each: the same from version to version.
 
-    `ranges`: `(owner, offset, length)` of each bucket; `shards` says what lies in each owner's arena (None: the layout).
+    `ranges`: `(offset, length)` of each bucket; `shards` says what lies in each owner's arena (None: the layout), `maps`
+    which of its bytes those are.
     """
 
     layout: Layout
     shards: list[list[Shard] | None]
-    ranges: list[tuple[int, int, int]]
+    ranges: list[tuple[int, int]]
     pieces: list[list[Piece]]
+    maps: list[ShardMap]
 
     @classmethod
-    def of(cls, layout: Layout, shards: list[list[Shard] | None], ranges: list[tuple[int, int, int]]) -> BucketPlan:
-        ordered = [None if own is None else sorted(own, key=lambda shard: shard.offset) for own in shards]
-        return cls(
-            layout, shards, ranges, [_pieces(layout, ordered[owner], at, length) for owner, at, length in ranges]
-        )
+    def of(cls, layout: Layout, shards: list[list[Shard] | None], ranges: list[tuple[int, int]]) -> BucketPlan:
+        pieces = [bucket_pieces(layout, offset, length) for offset, length in ranges]
+        return cls(layout, shards, ranges, pieces, [ShardMap(layout, own) for own in shards])
 
     @classmethod
     def of_manifest(cls, manifest: Manifest) -> BucketPlan:
         return cls.of(manifest.layout, [owner.shards for owner in manifest.owners], _ranges(manifest))
-
-    @property
-    def largest(self) -> int:
-        return max(length for _, _, length in self.ranges)
 
     def fits(self, manifest: Manifest) -> bool:
         return (
@@ -203,26 +200,11 @@ def bucket_hash(pieces: list[Piece], length: int, memory: Memory) -> str:
 def default_plan(live: Mapping[str, torch.Tensor]) -> BucketPlan:
     """The plan of weights that came without a manifest: in the order given, buckets of default size."""
     layout = plan_mixed_layout({name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in live.items()})
-    ranges = [(0, offset, length) for offset, length in plan_buckets(layout.total_bytes, DEFAULT_BUCKET_BYTES)]
-    return BucketPlan.of(layout, [None], ranges)
+    return BucketPlan.of(layout, [None], plan_buckets(layout.total_bytes, DEFAULT_BUCKET_BYTES))
 
 
-def _ranges(manifest: Manifest) -> list[tuple[int, int, int]]:
-    return [(bucket.owner, bucket.offset, bucket.length) for bucket in manifest.buckets]
-
-
-def _pieces(layout: Layout, shards: list[Shard] | None, offset: int, length: int) -> list[Piece]:
-    """`shards` ascend by offset."""
-    if shards is None:
-        return bucket_pieces(layout, offset, length)
-    return list(_shard_pieces(shards, offset, length))
-
-
-def _shard_pieces(shards: list[Shard], offset: int, length: int) -> Iterator[Piece]:
-    for shard in shards:
-        start, stop = max(shard.offset, offset), min(shard.offset + shard.nbytes, offset + length)
-        if start < stop:
-            yield Piece(shard.tensor, shard.tensor_offset + start - shard.offset, start - offset, stop - start)
+def _ranges(manifest: Manifest) -> list[tuple[int, int]]:
+    return [(bucket.offset, bucket.length) for bucket in manifest.buckets]
 
 
 def _pad(digest: blake3, length: int) -> None:
@@ -290,7 +272,7 @@ def digest_of(plan: BucketPlan, tensors: Mapping[str, torch.Tensor]) -> str:
     memory = Memory(plan.layout, tensors)
     throttle = memory.throttle()
     hashes = []
-    for (_, _, length), pieces in zip(plan.ranges, plan.pieces, strict=True):
+    for (_, length), pieces in zip(plan.ranges, plan.pieces, strict=True):
         hashes.append(bucket_hash(pieces, length, memory))
         throttle.rest()
     return root_digest(hashes)

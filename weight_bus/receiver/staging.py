@@ -1,7 +1,6 @@
 """Staging: pull a version's buckets into shadow memory, dense or as a delta, and verify their hashes.
 
-    sources ── read_many ──► the shadow's own memory  (large pieces of contiguous tensors)
-                        └──► scratch ──► the shadow   (small pieces and padding, and what is not contiguous)
+    sources ── read_many ──► the shadow's own memory, or scratch ──► the shadow      `weight_bus.receiver.arriving`
     every byte of a bucket there? ──► hash ──► as the manifest says, or StageError
 
 Where the transport can, the next bytes are in flight while a bucket is hashed.
@@ -10,7 +9,7 @@ Where the transport can, the next bytes are in flight while a bucket is hashed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,29 +20,17 @@ from blake3 import blake3
 
 from weight_bus.errors import StageError, TransportError
 from weight_bus.manifest.delta import DecodedDelta, decode
-from weight_bus.manifest.layout import Piece, bucket_pieces, hash_bytes
+from weight_bus.manifest.layout import Piece, hash_bytes
 from weight_bus.manifest.manifest import Delta, DeltaBucket, FileSource, Manifest, Source
+from weight_bus.manifest.shard_map import ShardPiece
 from weight_bus.memory.arena import Arena, private_arena
 from weight_bus.memory.throttle import CpuThrottle
+from weight_bus.receiver.arriving import ArrivingBucket, BucketRead, arriving, windows
 from weight_bus.receiver.buckets import BucketPlan, Memory, bucket_hash
 from weight_bus.transports.base import Reader, read_at_once
 from weight_bus.transports.file import FileReader
 
 _log = structlog.get_logger()
-_DIRECT_BYTES = 64 << 10
-"""Smaller pieces are read together with their neighbours: the fixed cost of a read equals so many bytes."""
-_PART_BYTES = 4 << 20
-"""Larger pieces are read in parts: between two of them decoding has the whole memory bandwidth."""
-_SCRATCH_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Part:
-    """One read: `length` bytes at `offset` of a bucket. `piece`: the tensor bytes that it is read into; None: scratch."""
-
-    offset: int
-    length: int
-    piece: Piece | None
 
 
 class Progress:
@@ -105,91 +92,92 @@ class DenseStage:
         self._plan = job.plan
         self._throttle = CpuThrottle(1.0)
         what = f"version {job.manifest.version}"
-        self._candidates = [sources_in_reach(job.readers, owner.sources, what) for owner in job.manifest.owners]
+        self._candidates = [
+            sources_in_reach(job.readers, owner.sources, what) if owner.total_bytes else []
+            for owner in job.manifest.owners
+        ]
 
     def run(self, memory: Memory) -> None:
         """Fill `memory`. Raises StageError for a source that cannot be read, or a bucket with other bytes."""
         self._throttle = CpuThrottle(1.0) if self._job.at_once else memory.throttle()
-        for number, candidates in enumerate(self._candidates):
-            buckets = [index for index, (owner, _, _) in enumerate(self._plan.ranges) if owner == number]
-            for reader, source in candidates[:-1]:
-                try:
-                    self._pull(reader, source, buckets, memory)
-                    break
-                except _UnreadableError as error:
-                    _log.warning("source cannot be read", version=self._job.manifest.version, why=error.what)
-            else:
-                reader, source = candidates[-1]
-                self._pull(reader, source, buckets, memory)
+        for window in windows([arriving(self._plan, index, memory) for index in range(len(self._plan.ranges))]):
+            self._pull(window, memory)
         memory.finish()
 
-    def _pull(self, reader: Reader, source: Source, buckets: list[int], memory: Memory) -> None:
-        parts = {index: _parts(self._plan.pieces[index], self._plan.ranges[index][2], memory) for index in buckets}
-        needs = {index: sum(part.length for part in parts[index] if part.piece is None) for index in buckets}
-        for window in _windows(buckets, needs):
-            scratch = self._job.scratch.of(sum(needs[index] for index in window))
-            self._pull_window(reader, source, window, parts, scratch, memory)
+    def _pull(self, window: list[ArrivingBucket], memory: Memory) -> None:
+        scratch, used = self._job.scratch.of(sum(bucket.scratch_bytes for bucket in window)), 0
+        reads: list[list[tuple[ArrivingBucket, BucketRead]]] = [[] for _ in self._candidates]
+        for bucket in window:
+            for read in bucket.reads(scratch[used : used + bucket.scratch_bytes]):
+                reads[read.owner].append((bucket, read))
+            used += bucket.scratch_bytes
+        left = {bucket.index: bucket.count for bucket in window}
+        for bucket in window:
+            if not bucket.count:
+                self._verify(bucket, memory)
+        for owner, wanted in enumerate(reads):
+            while wanted:
+                try:
+                    self._read(owner, wanted, left, memory)
+                except _UnreadableError as error:
+                    if len(self._candidates[owner]) == 1:
+                        raise
+                    _log.warning("source cannot be read", version=self._job.manifest.version, why=error.what)
+                    self._candidates[owner].pop(0)
 
-    def _pull_window(
+    def _read(
+        self, owner: int, wanted: list[tuple[ArrivingBucket, BucketRead]], left: dict[int, int], memory: Memory
+    ) -> None:
+        """Make the reads; those that are done are taken off `wanted`."""
+        reader, source = self._candidates[owner][0]
+        asked, done = list(wanted), set[int]()
+        try:
+            self._arrive(reader, source, asked, done, left, memory)
+        finally:
+            wanted[:] = [each for number, each in enumerate(asked) if number not in done]
+
+    def _arrive(
         self,
         reader: Reader,
         source: Source,
-        window: list[int],
-        parts: dict[int, list[Part]],
-        scratch: memoryview,
+        asked: list[tuple[ArrivingBucket, BucketRead]],
+        done: set[int],
+        left: dict[int, int],
         memory: Memory,
     ) -> None:
-        reads: list[tuple[int, memoryview]] = []
-        belongs: list[tuple[int, Part]] = []
-        arrived: dict[int, list[int]] = {index: [] for index in window}
-        used = 0
-        for index in window:
-            for part in parts[index]:
-                into = None if part.piece is None else memory.in_place(part.piece)
-                if into is None:
-                    into, used = scratch[used : used + part.length], used + part.length
-                arrived[index].append(len(reads))
-                reads.append((self._plan.ranges[index][1] + part.offset, into))
-                belongs.append((index, part))
-        left = {index: len(parts[index]) for index in window}
-        with closing(self._arrivals(reader, source, reads, window)) as arrivals:
+        with closing(self._arrivals(reader, source, asked)) as arrivals:
             for number in arrivals:
                 self._job.check()
-                index, part = belongs[number]
-                self._job.progress.bytes_read += part.length
-                left[index] -= 1
-                if not left[index]:
-                    self._verify(index, [reads[each][1] for each in arrived[index]])
-                    for each in arrived[index]:
-                        self._hand_on(index, belongs[each][1], reads[each][1], memory)
+                bucket, read = asked[number]
+                done.add(number)
+                read.arrived()
+                self._job.progress.bytes_read += len(read.into)
+                left[bucket.index] -= 1
+                if not left[bucket.index]:
+                    self._verify(bucket, memory)
                 self._throttle.rest()
 
     def _arrivals(
-        self, reader: Reader, source: Source, reads: list[tuple[int, memoryview]], window: list[int]
+        self, reader: Reader, source: Source, asked: list[tuple[ArrivingBucket, BucketRead]]
     ) -> Generator[int, None, None]:
+        reads = [(read.offset, read.into) for _, read in asked]
         try:
             yield from (read_at_once(reader, source, reads) if self._job.at_once else reader.read_many(source, reads))
         except TransportError as error:
-            which = f"bucket {window[0]}" if len(window) == 1 else f"buckets {window[0]} to {window[-1]}"
+            first, last = asked[0][0].index, asked[-1][0].index
+            which = f"bucket {first}" if first == last else f"buckets {first} to {last}"
             raise _UnreadableError(
                 f"version {self._job.manifest.version}, {which} could not be read ({error})"
             ) from error
 
-    def _verify(self, index: int, data: list[memoryview]) -> None:
+    def _verify(self, bucket: ArrivingBucket, memory: Memory) -> None:
+        """Hash what has arrived, and hand it on."""
         digest = blake3()
-        for part in data:
+        for part in bucket.content():
             digest.update(part)
             self._throttle.rest()
-        check_hash(self._job.manifest, index, str(digest.hexdigest()))
-
-    def _hand_on(self, index: int, part: Part, data: memoryview, memory: Memory) -> None:
-        if part.piece is not None:
-            return
-        end = part.offset + part.length
-        for piece in self._plan.pieces[index]:
-            if part.offset <= piece.bucket_offset < end:
-                start = piece.bucket_offset - part.offset
-                memory.write(piece, data[start : start + piece.length])
+        check_hash(self._job.manifest, bucket.index, str(digest.hexdigest()))
+        bucket.hand_on(memory)
 
 
 class _UnreadableError(StageError):
@@ -230,42 +218,6 @@ def check_hash(manifest: Manifest, index: int, found: str) -> None:
         )
 
 
-def _parts(pieces: list[Piece], length: int, memory: Memory) -> list[Part]:
-    """The reads of a bucket: large pieces in place, everything between them together."""
-    parts: list[Part] = []
-    done = 0
-    for piece in pieces:
-        if piece.length < _DIRECT_BYTES or memory.in_place(piece) is None:
-            continue
-        if piece.bucket_offset > done:
-            parts.append(Part(done, piece.bucket_offset - done, None))
-        for start in range(0, piece.length, _PART_BYTES):
-            parts.append(_of_piece(piece, start, min(_PART_BYTES, piece.length - start)))
-        done = piece.bucket_offset + piece.length
-    if done < length:
-        parts.append(Part(done, length - done, None))
-    return parts
-
-
-def _of_piece(piece: Piece, start: int, length: int) -> Part:
-    own = Piece(piece.tensor, piece.tensor_offset + start, piece.bucket_offset + start, length)
-    return Part(own.bucket_offset, length, own)
-
-
-def _windows(buckets: list[int], needs: dict[int, int]) -> Iterator[list[int]]:
-    """Buckets in order, as many at once as the scratch bound allows, at least one."""
-    window: list[int] = []
-    used = 0
-    for index in buckets:
-        if window and used + needs[index] > _SCRATCH_BYTES:
-            yield window
-            window, used = [], 0
-        window.append(index)
-        used += needs[index]
-    if window:
-        yield window
-
-
 class DeltaStage:
     """Stages by a delta: copy the served base, apply the changed words, verify every dense bucket.
 
@@ -279,30 +231,35 @@ class DeltaStage:
         self._job = job
         self._delta = delta
         self._plan = job.plan
-        candidates = sources_in_reach(job.readers, delta.sources, f"the delta of version {job.manifest.version}")
-        self._reader, self._source = candidates[0]
+        what = f"the delta of version {job.manifest.version}"
+        self._sources = [
+            sources_in_reach(job.readers, part.sources, what)[0] if part.buckets else None for part in delta.parts
+        ]
 
     def run(self, live: Memory, shadow: Memory) -> None:
         """Raises StageError for a source that cannot be read, or bytes that are not those of the manifest."""
         self._job.progress.total_bytes = self._delta.total_bytes
         throttle = shadow.throttle()
         shadow.copy_from(live, throttle.rest)
-        for number, bucket in enumerate(self._delta.buckets):
-            self._job.check()
-            self._apply(bucket, decode(self._read(number, bucket), bucket.target_length), shadow)
-            self._job.progress.bytes_read += bucket.length
-            throttle.rest()
+        for part, held, source in zip(self._delta.parts, self._plan.maps, self._sources, strict=True):
+            for number, bucket in enumerate(part.buckets):
+                assert source is not None
+                self._job.check()
+                change = decode(self._read(source, number, bucket), bucket.target_length)
+                self._apply(held.in_arena(bucket.target_offset, bucket.target_length), bucket, change, shadow)
+                self._job.progress.bytes_read += bucket.length
+                throttle.rest()
         shadow.finish()
-        for index, (pieces, (_, _, length)) in enumerate(zip(self._plan.pieces, self._plan.ranges, strict=True)):
+        for index, (pieces, (_, length)) in enumerate(zip(self._plan.pieces, self._plan.ranges, strict=True)):
             self._job.check()
             check_hash(self._job.manifest, index, bucket_hash(pieces, length, shadow))
             throttle.rest()
 
-    def _read(self, number: int, bucket: DeltaBucket) -> memoryview:
+    def _read(self, source: tuple[Reader, Source], number: int, bucket: DeltaBucket) -> memoryview:
         code = self._job.scratch.of(bucket.length)
         what = f"version {self._job.manifest.version}, delta bucket {number}"
         try:
-            self._reader.read(self._source, bucket.offset, code)
+            source[0].read(source[1], bucket.offset, code)
         except TransportError as error:
             raise StageError(f"{what} could not be read ({error})") from error
         found = hash_bytes(code)
@@ -310,25 +267,28 @@ class DeltaStage:
             raise StageError(f"{what} has the hash {found[:16]}…, the manifest says {bucket.hash[:16]}…")
         return code
 
-    def _apply(self, bucket: DeltaBucket, change: DecodedDelta, shadow: Memory) -> None:
-        """`change` is of words from the bucket's target; each lies in one tensor."""
+    def _apply(self, pieces: list[ShardPiece], bucket: DeltaBucket, change: DecodedDelta, shadow: Memory) -> None:
+        """`change` is of words from the bucket's target; each lies in one run of a piece."""
         size = change.word_bytes
         done = 0
-        for piece in bucket_pieces(self._job.manifest.layout, bucket.target_offset, bucket.target_length):
-            if piece.bucket_offset % size or piece.tensor_offset % size or piece.length % size:
+        for piece in pieces:
+            begin = piece.arena - bucket.target_offset
+            if any(number % size for number in (begin, piece.tensor_offset, piece.run, piece.stride)):
                 raise StageError(
                     f"version {self._job.manifest.version}: delta words of {size} bytes lie across tensors"
                 )
-            start, end = piece.bucket_offset // size, (piece.bucket_offset + piece.length) // size
+            start, end = begin // size, (begin + piece.nbytes) // size
             first, last = np.searchsorted(change.indices, (start, end))
             done += int(last - first)
             if first == last:
                 continue
-            words = np.frombuffer(shadow.read(piece), dtype=change.values.dtype)
-            if not words.flags.writeable or shadow.in_place(piece) is None:
+            whole = Piece(piece.tensor, piece.tensor_offset, 0, piece.span)
+            words = np.frombuffer(shadow.read(whole), dtype=change.values.dtype)
+            if not words.flags.writeable or shadow.in_place(whole) is None:
                 words = words.copy()
-            words[change.indices[first:last] - start] = change.values[first:last]
-            if shadow.in_place(piece) is None:
-                shadow.write(piece, words.view(np.uint8).data)
+            rows, columns = np.divmod(change.indices[first:last] - start, piece.run // size)
+            words[rows * (piece.stride // size) + columns] = change.values[first:last]
+            if shadow.in_place(whole) is None:
+                shadow.write(whole, words.view(np.uint8).data)
         if done != len(change.indices):
             raise StageError(f"version {self._job.manifest.version}: a delta bucket changes bytes that are no tensor's")

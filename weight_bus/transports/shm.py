@@ -30,7 +30,8 @@ from weight_bus.manifest.manifest import Manifest, ShmSource, Source
 from weight_bus.memory.arena import Arena, copy_bytes, shared_arena, shm_directory
 from weight_bus.transports.base import check_range, read_in_order
 
-_OPEN_FILES = 4
+_OPEN_FILES = 64
+"""Two arenas and two of deltas for each publishing rank; those of publishers that are gone go first."""
 
 
 class ShmExporter:

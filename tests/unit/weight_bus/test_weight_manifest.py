@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from weight_bus.manifest.manifest import (
     CollectiveSource,
     Delta,
     DeltaBucket,
+    DeltaPart,
     FileSource,
     Manifest,
     NixlSource,
@@ -46,32 +48,32 @@ LAYOUT = plan_layout({"a": (4, 10), "b": (3,), "empty": (0, 5)}, "float32")
 """`a`: bytes 0 to 160, `b`: 192 to 204, 256 in all."""
 
 
-def buckets(*totals: int, size: int = 100) -> list[Bucket]:
-    return [
-        Bucket(owner=owner, offset=offset, length=length, hash=HASH)
-        for owner, total in enumerate(totals)
-        for offset, length in plan_buckets(total, size)
-    ]
+def buckets(total: int = 256, size: int = 100) -> list[Bucket]:
+    return [Bucket(offset=offset, length=length, hash=HASH) for offset, length in plan_buckets(total, size)]
 
 
-def shard(tensor: int, tensor_offset: int, offset: int, nbytes: int) -> Shard:
-    return Shard(tensor=tensor, tensor_offset=tensor_offset, offset=offset, nbytes=nbytes)
+def shard(tensor: int, tensor_offset: int, offset: int, nbytes: int, run: int = 0, stride: int = 0) -> Shard:
+    return Shard(tensor=tensor, tensor_offset=tensor_offset, offset=offset, nbytes=nbytes, run=run, stride=stride)
 
 
 def owned(*owners: Owner, **fields: Any) -> Manifest:
     """A manifest of these owners, covered by buckets."""
-    cover = buckets(*(owner.total_bytes for owner in owners))
-    whole: dict[str, Any] = {"run_id": "r", "version": 3, "layout": LAYOUT, "buckets": cover, "root_digest": HASH}
+    whole: dict[str, Any] = {"run_id": "r", "version": 3, "layout": LAYOUT, "buckets": buckets(), "root_digest": HASH}
     return Manifest(**(whole | {"owners": list(owners)} | fields))
+
+
+def cut(owner: Owner, *shards: Shard) -> Owner:
+    return msgspec.structs.replace(owner, shards=list(shards))
 
 
 WHOLE = Owner(total_bytes=256, sources=SOURCES)
 FIRST = Owner(total_bytes=192, sources=SOURCES[:1], shards=[shard(0, 0, 0, 80), shard(1, 0, 128, 12)])
 SECOND = Owner(total_bytes=80, sources=SOURCES[1:2], shards=[shard(0, 80, 0, 80)])
 IDLE = Owner(total_bytes=0, sources=[], shards=[])
-DELTA = Delta(
-    base_version=2,
-    base_digest=HASH,
+LEFT = Owner(total_bytes=128, sources=SOURCES[:1], shards=[shard(0, 0, 0, 96, 24, 40), shard(1, 0, 96, 12)])
+RIGHT = Owner(total_bytes=64, sources=SOURCES[1:2], shards=[shard(0, 24, 0, 64, 16, 40)])
+"""Six columns of `a`'s ten, and the other four."""
+PART = DeltaPart(
     total_bytes=50,
     sources=SOURCES[:1],
     buckets=[
@@ -79,6 +81,7 @@ DELTA = Delta(
         DeltaBucket(offset=20, length=30, hash=HASH, target_offset=128, target_length=128),
     ],
 )
+DELTA = Delta(base_version=2, base_digest=HASH, parts=[PART])
 
 
 @pytest.mark.parametrize(
@@ -87,6 +90,11 @@ DELTA = Delta(
         owned(WHOLE),
         owned(FIRST, SECOND),
         owned(IDLE, SECOND, IDLE, FIRST, IDLE),
+        owned(RIGHT, LEFT),
+        owned(
+            cut(FIRST, shard(0, 0, 0, 96, 24, 40), shard(0, 24, 96, 32, 16, 40), shard(1, 0, 128, 12)),
+            cut(SECOND, shard(0, 104, 0, 32, 16, 40)),
+        ),
         owned(WHOLE, kind="delta", base_version=2, delta=DELTA),
     ],
 )
@@ -95,16 +103,12 @@ def test_a_sound_manifest_comes_back_as_it_was(manifest: Manifest) -> None:
     assert manifest.total_bytes == sum(owner.total_bytes for owner in manifest.owners)
 
 
-def cut(owner: Owner, *shards: Shard) -> Owner:
-    return msgspec.structs.replace(owner, shards=list(shards))
-
-
 def changed(manifest: Manifest, **fields: Any) -> Manifest:
     return msgspec.structs.replace(manifest, **fields)
 
 
-def offering(**fields: Any) -> Manifest:
-    delta = msgspec.structs.replace(DELTA, **fields)
+def offering(base_version: int = 2, parts: int = 1, **fields: Any) -> Manifest:
+    delta = Delta(base_version=base_version, base_digest=HASH, parts=[msgspec.structs.replace(PART, **fields)] * parts)
     return owned(WHOLE, kind="delta", base_version=delta.base_version, delta=delta)
 
 
@@ -122,17 +126,27 @@ UNSOUND = [
     (owned(WHOLE, WHOLE), "owner 0 holds the whole layout, and there are 2"),
     (owned(msgspec.structs.replace(WHOLE, total_bytes=128)), "128 bytes for a layout of 256"),
     (changed(owned(WHOLE), layout=msgspec.structs.replace(LAYOUT, total_bytes=200)), "tensor b lies outside"),
-    (changed(owned(WHOLE), buckets=buckets(256)[1:]), "starts at 100 of owner 0, expected 0 of 0"),
-    (changed(owned(WHOLE), buckets=buckets(256)[:-1]), "cover owner 0 up to 200 of 256"),
-    (changed(owned(WHOLE), buckets=buckets(300)), "100 bytes from 200 of owner 0 leaves its arena"),
-    (changed(owned(WHOLE), buckets=buckets(256, 10)), "10 bytes from 0 of owner 1 leaves its arena"),
-    (changed(owned(FIRST, SECOND), buckets=buckets(192)), "cover owner 1 up to 0 of 80"),
-    (changed(owned(FIRST, SECOND), buckets=buckets(192, 80)[::-1]), "expected 0 of 0"),
+    (changed(owned(WHOLE), buckets=buckets(256)[1:]), "starts at 100, expected 0"),
+    (changed(owned(WHOLE), buckets=buckets(256)[:-1]), "cover 200 of 256"),
+    (changed(owned(WHOLE), buckets=buckets(300)), "100 bytes from 200 leaves the layout"),
+    (changed(owned(WHOLE), buckets=buckets(300, 64)), "44 bytes from 256 leaves the layout"),
+    (changed(owned(FIRST, SECOND), buckets=buckets(256)[::-1]), "starts at 200, expected 0"),
     (changed(owned(WHOLE), buckets=[Bucket(offset=0, length=256, hash="0" * 63)]), "no hash of 32 bytes"),
     (changed(owned(WHOLE), buckets=[Bucket(offset=0, length=256, hash="G" * 64)]), "no hash of 32 bytes"),
     (owned(FIRST), "shards of a hold 80 of 160"),
-    (owned(FIRST, SECOND, SECOND), "a has twice bytes between 160 and 80"),
-    (owned(FIRST, cut(SECOND, shard(0, 84, 0, 76))), "a lacks bytes between 80 and 84"),
+    (owned(FIRST, SECOND, SECOND), "shards of a hold 240 of 160"),
+    (owned(FIRST, cut(SECOND, shard(0, 40, 0, 80))), "of a have some of the bytes 0 to 160 twice"),
+    (owned(FIRST, cut(SECOND, shard(0, 84, 0, 76), shard(0, 0, 76, 4))), "of a have some of the bytes 0 to 160 twice"),
+    (owned(LEFT), "shards of a hold 96 of 160"),
+    (owned(LEFT, cut(RIGHT, shard(0, 20, 0, 64, 16, 40))), "of a have some of the bytes 0 to 40 twice"),
+    (owned(LEFT, cut(RIGHT, shard(0, 64, 0, 64, 16, 40))), "of a lack, or have twice, some of the bytes 0 to 40"),
+    (owned(LEFT, cut(RIGHT, shard(0, 24, 0, 64, 16, 32))), "of a are ranges of different strides"),
+    (owned(LEFT, cut(RIGHT, shard(0, 96, 0, 64))), "of a are ranges of different strides"),
+    (owned(LEFT, cut(RIGHT, shard(0, 28, 0, 64, 16, 40))), "of a are ranges of different strides"),
+    (owned(cut(LEFT, shard(0, 0, 0, 96, 24, 64), shard(1, 0, 96, 12)), RIGHT), "have a stride of 64"),
+    (owned(LEFT, cut(RIGHT, shard(0, 24, 0, 60, 16, 40))), "60 bytes of a are no runs of 16, 40 apart"),
+    (owned(LEFT, cut(RIGHT, shard(0, 24, 0, 64, 16, 15))), "64 bytes of a are no runs of 16, 15 apart"),
+    (owned(LEFT, cut(RIGHT, shard(0, 24, 0, 64, -16, 40))), "64 bytes of a are no runs of -16, 40 apart"),
     (owned(FIRST, cut(SECOND, shard(0, 80, 0, 81))), "81 bytes from 80 are no shard of a"),
     (owned(FIRST, cut(SECOND, shard(0, 80, 0, 0))), "0 bytes from 80 are no shard"),
     (owned(FIRST, cut(SECOND, shard(3, 0, 0, 4))), "a shard of tensor 3, of 3"),
@@ -145,9 +159,10 @@ UNSOUND = [
     (changed(offering(), base_version=1), "contradict the delta"),
     (changed(offering(), kind="dense"), "contradict the delta"),
     (offering(base_version=3), "from version 3, which is not older"),
+    (offering(parts=2), "a delta of 2 parts for 1 owners"),
     (offering(total_bytes=51), "delta buckets cover 50 of 51"),
     (offering(buckets=aimed((0, 64), (32, 64))), "targets 32, where 64 is already reached"),
-    (offering(buckets=aimed((0, 64), (128, 129))), "targets byte 257 of a layout of 256"),
+    (offering(buckets=aimed((0, 64), (128, 129))), "targets byte 257 of an arena of 256"),
     (offering(buckets=aimed((-1, 64), (64, 64))), "targets -1"),
     (offering(buckets=[*aimed((0, 64)), *aimed((64, 64))]), "starts at 0, expected 25"),
 ]
@@ -162,23 +177,32 @@ def test_an_unsound_manifest_is_refused_with_the_reason(manifest: Manifest, said
 SMALL = st.integers(-3, 300)
 
 
+def bytes_of(one: Shard) -> Iterator[int]:
+    run, stride, count = one.runs
+    for number in range(count):
+        yield from range(one.tensor_offset + number * stride, one.tensor_offset + number * stride + run)
+
+
 @examples(200)
 @given(
     st.lists(
-        st.tuples(SMALL, st.none() | st.lists(st.tuples(st.integers(-1, 3), SMALL, SMALL, SMALL), max_size=4)),
+        st.tuples(
+            SMALL,
+            st.none()
+            | st.lists(st.tuples(st.integers(-1, 3), SMALL, SMALL, SMALL, st.just(0) | SMALL, SMALL), max_size=4),
+        ),
         max_size=3,
     ),
-    st.lists(st.tuples(st.integers(-1, 3), SMALL, SMALL), max_size=6),
+    st.lists(st.tuples(SMALL, SMALL), max_size=6),
 )
 def test_whatever_shards_are_believed_hold_every_byte_exactly_once(
-    sampled: list[tuple[int, list[tuple[int, int, int, int]] | None]], cover: list[tuple[int, int, int]]
+    sampled: list[tuple[int, list[tuple[int, int, int, int, int, int]] | None]], cover: list[tuple[int, int]]
 ) -> None:
     owners = [
         Owner(total_bytes=total, sources=[], shards=None if shards is None else [shard(*one) for one in shards])
         for total, shards in sampled
     ]
-    exact = buckets(*(max(owner.total_bytes, 0) for owner in owners))
-    for found in (exact, [Bucket(owner=o, offset=at, length=n, hash=HASH) for o, at, n in cover]):
+    for found in (buckets(), [Bucket(offset=at, length=n, hash=HASH) for at, n in cover]):
         manifest = owned(*owners, buckets=found)
         try:
             check_manifest(manifest)
@@ -187,12 +211,7 @@ def test_whatever_shards_are_believed_hold_every_byte_exactly_once(
         if owners[0].shards is None:
             assert len(owners) == 1 and owners[0].total_bytes == LAYOUT.total_bytes
             continue
-        held = sorted(
-            (one.tensor, byte)
-            for owner in owners
-            for one in owner.shards or ()
-            for byte in range(one.tensor_offset, one.tensor_offset + one.nbytes)
-        )
+        held = sorted((one.tensor, byte) for owner in owners for one in owner.shards or () for byte in bytes_of(one))
         assert held == [(number, byte) for number, entry in enumerate(LAYOUT.tensors) for byte in range(entry.nbytes)]
 
 

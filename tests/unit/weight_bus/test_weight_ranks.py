@@ -1,10 +1,7 @@
-"""Publishing by the ranks of an FSDP2 trainer: no rank gathers a weight, and one manifest names all their arenas."""
+"""Publishing by the ranks of a sharded trainer: nobody gathers a weight, and engines serve what one rank would publish."""
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,167 +10,286 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from services.wire.errors import UsageError  # noqa: E402
+from services.wire.errors import ConflictError, RollmeshError, UsageError  # noqa: E402
+from tests.support.rank_pool import RankPool  # noqa: E402
 from tests.weight_parts import PlainTarget  # noqa: E402
+from weight_bus.errors import TransportError  # noqa: E402
+from weight_bus.manifest.computed import ComputedTensor, PublishedTensor  # noqa: E402
 from weight_bus.manifest.manifest import (  # noqa: E402
+    Manifest,
     check_signature,
     decode_manifest,
     encode_manifest,
 )
-from weight_bus.publisher.sharding import plan_owner  # noqa: E402
+from weight_bus.publisher.publisher import Publisher  # noqa: E402
+from weight_bus.publisher.ranks import Ranks  # noqa: E402
+from weight_bus.publisher.sharding import local_part, plan_owner  # noqa: E402
+from weight_bus.receiver.buckets import Slice  # noqa: E402
 from weight_bus.receiver.receiver import Receiver  # noqa: E402
-from weight_bus.transports.shm import ShmReader  # noqa: E402
+from weight_bus.transports.shm import ShmExporter, ShmReader  # noqa: E402
 
-RANKS = 2
 KEY = "the key of the run"
+BUCKET = 200
+"""Bytes: cuts rows, and runs of rows, of the small model."""
+LARGE_BUCKET = 64 << 10
 
 
 class Small(nn.Module):
-    """Rows that two ranks cannot share evenly, one row alone, and a parameter that stays whole."""
+    """Rows and columns that ranks cannot share evenly, one row alone, and a parameter that stays whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(7, 6)
+        self.embed = nn.Embedding(7 * width, 6)
         self.inner = nn.Linear(6, 5)
         self.single = nn.Linear(6, 1)
+        self.experts = nn.Parameter(torch.randn(8, 4 * width, 3))
         self.scale = nn.Parameter(torch.tensor(1.5))
 
 
-def model_of(seed: int) -> Small:
+def model_of(seed: int, width: int = 1) -> Small:
     torch.manual_seed(seed)
-    return Small()
+    return Small(width)
 
 
-def publish_as(rank: int, port: int, run_id: str, mailbox: Any, command: Any) -> None:
-    """One rank: shard the model, publish versions 1 and 2, then refuse what must be refused."""
+def whole(seed: int, width: int = 1) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model_of(seed, width).named_parameters()}
+
+
+def nudged(seed: int, width: int = 1) -> dict[str, torch.Tensor]:
+    """The weights with a few elements changed, in the first and the last rows."""
+    weights = whole(seed, width)
+    for tensor in weights.values():
+        tensor.view(-1)[:: max(1, tensor.numel() // 3)] += 1.0
+    return weights
+
+
+def spread(layout: str, weights: dict[str, torch.Tensor], width: int = 1) -> dict[str, PublishedTensor]:
+    """`weights` as this rank of a trainer has them."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-    from services.wire.errors import ConflictError, RollmeshError
-    from weight_bus.publisher.publisher import Publisher
-    from weight_bus.publisher.sharding import Ranks
-    from weight_bus.transports.shm import ShmExporter
+    world = dist.get_world_size()
+    flat = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    def cut(mesh: Any, placements: Any) -> dict[str, PublishedTensor]:
+        return {
+            name: distribute_tensor(tensor, mesh, [placements(tensor, dim) for dim in range(mesh.ndim)])
+            for name, tensor in weights.items()
+        }
 
-    def parameters(seed: int) -> dict[str, torch.Tensor]:
-        model = model_of(seed)
-        scale, shared = model.scale, distribute_tensor(torch.full((3, 2), float(seed)), mesh, [Replicate()])
-        fully_shard(model, mesh=mesh, ignored_params={scale})
-        return dict(model.named_parameters()) | {"shared": shared}
+    model = model_of(0, width)
+    model.load_state_dict(weights)
+    if layout == "fsdp":
+        fully_shard(model, mesh=flat, ignored_params={model.scale})
+        return dict(model.named_parameters())
+    square = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
+    if layout == "hsdp":
+        fully_shard(model, mesh=square, ignored_params={model.scale})
+        return dict(model.named_parameters())
+    if layout == "columns":
+        return cut(flat, lambda tensor, _: Shard(1) if tensor.ndim > 1 else Replicate())
+    if layout == "last":
+        return cut(flat, lambda tensor, _: Shard(tensor.ndim - 1) if tensor.ndim > 2 else Replicate())
+    if layout == "interleaved":
+        return cut(flat, lambda tensor, _: _StridedShard(1, split_factor=2) if tensor.ndim > 2 else Replicate())
+    if layout == "corner":
+        # Both dimensions behind the first: a shard for each expert.
+        return cut(square, lambda tensor, dim: Shard(dim + 1) if tensor.ndim > 2 else Replicate())
+    if layout == "computed":
+        own = cut(flat, lambda tensor, _: Shard(0) if tensor.ndim else Replicate())
+        return {name: ComputedTensor(tensor.shape, lambda one=tensor: one * 1, tensor) for name, tensor in own.items()}  # type: ignore[misc]
+    # FSDP2 over tensor parallel: the tensor dimension is cut first, by rows or by columns.
+    assert layout in ("rows over fsdp", "columns over fsdp")
+    dim = int(layout == "columns over fsdp")
+    for module, name in ((model.embed, "weight"), (model.inner, "weight"), (model, "experts")):
+        parallel = distribute_tensor(getattr(module, name), square["tensor"], [Shard(dim)])
+        module.register_parameter(name, nn.Parameter(parallel))
+    for module, name in ((model.inner, "bias"), (model.single, "weight"), (model.single, "bias")):
+        parallel = distribute_tensor(getattr(module, name), square["tensor"], [Replicate()])
+        module.register_parameter(name, nn.Parameter(parallel))
+    fully_shard(model, mesh=square["data"], ignored_params={model.scale})
+    return dict(model.named_parameters())
 
-    ranks = Ranks(wait_s=20)
-    publisher = Publisher(run_id, parameters(1), "float32", ShmExporter(run_id), 64, key=KEY, ranks=ranks)
-    for version in (1, 2):
-        manifest = publisher.publish(version, parameters(version)).manifest()
-        mailbox.put((rank, version, encode_manifest(manifest)))
-        assert command.get(timeout=60) == "go on"
-    # Every rank comes to the same judgement.
-    try:
-        publisher.publish(2, parameters(7)).manifest()
-    except ConflictError as error:
-        mailbox.put((rank, 0, str(error).encode()))
-    # What one rank cannot publish, no rank does, and none hangs.
-    if rank == 1:
-        publisher._exporter.export = refuse  # type: ignore[method-assign]
-    try:
-        publisher.publish(3, parameters(3)).manifest()
-    except RollmeshError as error:
-        mailbox.put((rank, 0, str(error).encode()))
-    assert command.get(timeout=60) == "go on"
+
+def publish(rank: int, layout: str, run_id: str) -> None:
+    """Publish three versions, the third also as a delta; on rank 0 an engine takes them."""
+    ranks = Ranks(wait_s=120)
+    publisher = Publisher(
+        run_id,
+        spread(layout, whole(1)),
+        "float32",
+        ShmExporter(run_id),
+        BUCKET,
+        key=KEY,
+        ranks=ranks,
+        delta_max_ratio=0.9,
+    )
+    receiver = Receiver(PlainTarget(whole(0)), run_id, [ShmReader()], key=KEY)
+    for version, weights in ((1, whole(1)), (2, whole(2)), (3, nudged(2))):
+        manifest = decode_manifest(encode_manifest(publisher.publish(version, spread(layout, weights)).manifest()))
+        check_signature(manifest, KEY)
+        assert len({*ranks.exchange(encode_manifest(manifest))}) == 1, "every rank makes the same manifest"
+        assert manifest.root_digest == digest_of_one(weights)
+        assert manifest.delta is not None or version < 3
+        if rank == 0:
+            staged = receiver.stage(manifest)
+            assert manifest.delta is None or staged.bytes_read == manifest.delta.total_bytes
+            receiver.commit(version)
+            assert_serves(receiver, manifest, weights)
+            # As one that has not served the version before, and as one of two ranks that have half of the columns each.
+            for target, slices in ((whole(0), {}), halves(whole(0))):
+                fresh = Receiver(PlainTarget(target), run_id, [ShmReader()], key=KEY, slices=slices)
+                fresh.stage(manifest)
+                fresh.commit(version)
+                assert_serves(fresh, manifest, halves(weights)[0] if slices else weights)
+                fresh.close()
+        ranks.exchange(b"read")
+    receiver.close()
     publisher.close()
     ranks.close()
-    dist.destroy_process_group()
 
 
-def refuse(*_: object) -> Any:
-    from weight_bus.errors import TransportError
+def halves(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Slice]]:
+    """The second half of each matrix's columns."""
+    matrices = {name: tensor for name, tensor in weights.items() if tensor.ndim == 2}
+    mine = {name: tensor[:, tensor.shape[1] // 2 :].clone() for name, tensor in matrices.items()}
+    slices = {name: Slice(tuple(one.shape), 1, one.shape[1] // 2) for name, one in matrices.items()}
+    return weights | mine, slices
 
+
+def assert_serves(receiver: Receiver, manifest: Manifest, weights: dict[str, torch.Tensor]) -> None:
+    live = receiver.target.live()
+    assert live.keys() == weights.keys()
+    for name, expected in weights.items():
+        assert torch.equal(live[name], expected), name
+    assert receiver.digest().root_digest == manifest.root_digest
+
+
+def digest_of_one(weights: dict[str, torch.Tensor], bucket: int = BUCKET) -> str:
+    """The digest that these weights have where one rank publishes all of them."""
+    publisher = Publisher("one", weights, "float32", ShmExporter("one"), bucket)
+    try:
+        return publisher.digest(1, weights)
+    finally:
+        publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, "fsdp"),
+        (4, "fsdp"),
+        (4, "hsdp"),
+        (2, "columns"),
+        (3, "columns"),
+        (2, "last"),
+        (2, "interleaved"),
+        (4, "corner"),
+        (4, "rows over fsdp"),
+        (4, "columns over fsdp"),
+        (2, "computed"),
+    ],
+)
+def test_engines_serve_what_one_rank_would_publish(rank_pool: RankPool, run_id: str, world: int, layout: str) -> None:
+    rank_pool.run(world, publish, layout, run_id)
+
+
+def refuse(rank: int, run_id: str) -> list[str]:
+    """What every rank says of what cannot be published."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    said = []
+    ranks = Ranks(wait_s=120)
+    publisher = Publisher(run_id, spread("fsdp", whole(1)), "float32", ShmExporter(run_id), BUCKET, ranks=ranks)
+    first = publisher.publish(1, spread("fsdp", whole(1))).manifest()
+    assert publisher.publish(1, spread("fsdp", whole(1))).manifest() == first
+    try:
+        publisher.publish(1, spread("fsdp", whole(7))).manifest()
+    except ConflictError as error:
+        said.append(str(error))
+    if rank == 1:
+        publisher._exporter.export = full  # type: ignore[method-assign]
+    try:
+        publisher.publish(2, spread("fsdp", whole(2))).manifest()
+    except RollmeshError as error:
+        said.append(str(error))
+    publisher.close()
+    other = {f"{name}{rank}": tensor for name, tensor in whole(1).items()}
+    try:
+        plan_owner(other, "float32", ranks)
+    except ConflictError as error:
+        said.append(str(error).split(" publishes layout")[0])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for tensors, of in (
+        ({"w": DTensor.from_local(torch.ones(4), mesh, [Partial()])}, ranks),
+        (spread("columns", whole(1)), None),
+    ):
+        try:
+            plan_owner(tensors, "float32", of)
+        except UsageError as error:
+            said.append(str(error).split(";")[0])
+    ranks.close()
+    return said
+
+
+def full(*_: object) -> Any:
     raise TransportError("memory is full")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def test_a_receiver_has_the_whole_tensors_of_all_ranks(run_id: str) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    mailbox, commands, port = spawn.Queue(), [spawn.Queue() for _ in range(RANKS)], free_port()
-    processes = [
-        spawn.Process(target=publish_as, args=(rank, port, run_id, mailbox, commands[rank])) for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        target = PlainTarget(whole(0))
-        receiver = Receiver(target, run_id, [ShmReader()])
-        for version in (1, 2):
-            answers = dict(sorted(mailbox.get(timeout=60)[::2] for _ in range(RANKS)))
-            assert answers[0] == answers[1], "every rank makes the same manifest"
-            manifest = decode_manifest(answers[0])
-            check_signature(manifest, KEY)
-            held = [[(shard.tensor, shard.nbytes) for shard in owner.shards or ()] for owner in manifest.owners]
-            names = [entry.name for entry in manifest.layout.tensors]
-            assert [{names[tensor] for tensor, _ in one} for one in held] == [
-                {"scale", "embed.weight", "inner.weight", "inner.bias", "single.weight", "single.bias", "shared"},
-                {"embed.weight", "inner.weight", "inner.bias"},
-            ]
-            # 7 rows of 24 bytes: 4 and 3.
-            assert [dict(one)[names.index("embed.weight")] for one in held] == [96, 72]
-            staged = receiver.stage(manifest)
-            assert staged.root_digest == manifest.root_digest
-            receiver.commit(version)
-            assert target.live().keys() == whole(version).keys()
-            for name, expected in whole(version).items():
-                assert torch.equal(target.live()[name], expected), name
-            assert receiver.digest().root_digest == manifest.root_digest
-            for command in commands:
-                command.put("go on")
-        refusals = sorted(mailbox.get(timeout=60)[2].decode() for _ in range(2 * RANKS))
-        assert ["version 2 is published with other bytes" in said for said in refusals].count(True) == RANKS
-        assert [said for said in refusals if "memory is full" in said] == [
-            "rank 1 could not publish version 3 (memory is full)"
-        ] * RANKS
-        receiver.close()
-    finally:
-        for command in commands:
-            command.put("go on")
-        for process in processes:
-            process.join(30)
-            if process.is_alive():
-                process.kill()
-    assert [process.exitcode for process in processes] == [0] * RANKS
-
-
-def whole(seed: int) -> dict[str, torch.Tensor]:
-    shared = {"shared": torch.full((3, 2), float(seed))}
-    return {name: value.detach().clone() for name, value in model_of(seed).named_parameters()} | shared
-
-
-def test_a_placement_that_is_no_range_of_rows_is_refused(tmp_path: Path) -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    from weight_bus.publisher.sharding import Ranks
-
+def test_what_one_rank_cannot_publish_no_rank_does(rank_pool: RankPool, run_id: str) -> None:
+    for said in rank_pool.run(2, refuse, run_id):
+        assert [each.split(":")[0] for each in said] == [
+            "version 1 is published with other bytes",
+            "rank 1 could not publish version 2 (memory is full)",
+            said[2],
+            "w is placed P(sum), which is no part of it",
+            "embed.weight is spread over ranks, and this publisher is alone",
+        ]
+        assert said[2] in ("rank 0", "rank 1")
     with pytest.raises(UsageError, match="no process group is initialised"):
         Ranks()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        columns = {"w": distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)])}
-        with pytest.raises(UsageError, match=r"w is placed .*no range of its bytes"):
-            plan_owner(columns, "float32", 0)
-        rows = {"w": distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])}
-        with pytest.raises(UsageError, match="w is spread over ranks, and this publisher is alone"):
-            plan_owner(rows, "float32", None)
-        assert plan_owner(rows, "bfloat16", 0).total_bytes == 64
-    finally:
-        dist.destroy_process_group()
+
+
+def held(rank: int, layout: str, run_id: str, width: int) -> dict[str, int]:
+    """Bytes that this rank keeps for publishing, and what it has allocated for that."""
+    ranks = Ranks(wait_s=120)
+    exporter = ShmExporter(run_id)
+    weights = whole(1, width)
+    parts = spread(layout, weights, width)
+    publisher = Publisher(run_id, parts, "float32", exporter, LARGE_BUCKET, ranks=ranks)
+    manifest = publisher.publish(1, spread(layout, weights, width)).manifest()
+    assert manifest.root_digest == digest_of_one(weights, LARGE_BUCKET)
+    found = {
+        "held": publisher.held_bytes,
+        "local": sum(local_part(part).nbytes for part in parts.values() if not isinstance(part, ComputedTensor)),
+        "arenas": sum(arena.nbytes for arena in exporter._arenas),
+        "all": manifest.layout.total_bytes,
+        "shards": sum(len(owner.shards or ()) for owner in manifest.owners),
+        "encoded": len(encode_manifest(manifest)),
+    }
+    publisher.close()
+    ranks.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), [(2, "fsdp"), (4, "fsdp"), (4, "hsdp"), (2, "columns"), (4, "rows over fsdp")]
+)
+def test_no_rank_holds_more_than_its_share_and_two_buckets(
+    rank_pool: RankPool, run_id: str, world: int, layout: str
+) -> None:
+    """`publish_peak_share`. Of both arenas: a publisher has two, also where it is alone."""
+    for found in rank_pool.run(world, held, layout, run_id, 2000):
+        # Parts are aligned in an arena, to 64 bytes or half a page.
+        assert found["held"] <= 2 * (found["local"] + 4096) + 2 * LARGE_BUCKET, found
+        if layout != "hsdp":
+            # Replicas share tensors, not parts of them: here one has the embedding's part, the other the experts'.
+            assert found["held"] <= 1.02 * 2 * found["all"] / world + 2 * LARGE_BUCKET, found
+        assert found["held"] - 2 * LARGE_BUCKET <= found["arenas"] <= found["held"]
+        # Twelve thousand columns a rank are one shard.
+        assert found["shards"] <= 8 * world
