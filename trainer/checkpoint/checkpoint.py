@@ -5,6 +5,7 @@ checkpoints/
                    optimizer.safetensors  "<parameter>/<state>": exp_avg, exp_avg_sq, step; others of Muon's and 8 bits'
                    critic.safetensors, critic_optimizer.safetensors      the same of a critic, where there is one
                    meta.json              `Meta`
+                   written by several ranks: model-00000-of-00004.safetensors …, a rank's part each (`parts`)
   final/           a Hugging Face folder with tokenizer, as `transformers` loads it; adapters are merged into its weights
   final-adapter/   the adapters alone, as `peft` loads them; with LoRA only
 
@@ -16,20 +17,33 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import structlog
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from services.host.files import appearing, remove_unfinished, sync
 from services.wire.errors import RollmeshError
 from trainer.algorithms.advantages.shaping import Moments
+from trainer.checkpoint.parts import (
+    Part,
+    Stored,
+    Writers,
+    collect,
+    hand_in,
+    held_part,
+    is_written_here,
+    placed_as,
+    stale,
+    unspread,
+    write_tensors,
+)
 from trainer.model.adapters import Adapters
 from trainer.model.learner import named_weights, trained_weights
 from trainer.model.roles import Roles
@@ -79,27 +93,36 @@ class Meta(msgspec.Struct, frozen=True):
 class Snapshot:
     """Copies of everything a checkpoint holds, so that training can go on while it is written.
 
-    `tensors`: by file, then by name.
+    `tensors`: by file, then by name. `parts`: which of them are parts of larger ones, spread over ranks.
     """
 
     meta: Meta
     tensors: dict[str, dict[str, Tensor]]
+    parts: dict[str, dict[str, Part]] = field(default_factory=dict)
 
 
-def snapshot(roles: Roles, run_id: str, fingerprint: str, over: Snapshot | None = None) -> Snapshot:
-    """Copy the state to the host.
+def snapshot(
+    roles: Roles, run_id: str, fingerprint: str, over: Snapshot | None = None, writers: Writers | None = None
+) -> Snapshot:
+    """Copy the state to the host; with `writers`, what this rank is to write of it.
 
     `over`: an earlier snapshot, which nobody reads any more: its memory is written over, so that no new pages are needed.
     """
     tensors: dict[str, dict[str, Tensor]] = {}
+    parts: dict[str, dict[str, Part]] = {}
     for name, (model, optimizer) in roles.models().items():
-        parts = {
-            f"{name}.safetensors": trained_weights(model),
-            _optimizer_file(name): _optimizer_state(model, optimizer),
-        }
-        for file, live in parts.items():
+        for file, live in (
+            (name, trained_weights(model)),
+            (_optimizer_file(name), _optimizer_state(model, optimizer)),
+        ):
             held = {} if over is None else over.tensors.get(file, {})
-            tensors[file] = {key: _copied(tensor, held.get(key)) for key, tensor in live.items()}
+            tensors[file], parts[file] = {}, {}
+            for key, tensor in live.items():
+                if writers is None or is_written_here(tensor, writers.rank):
+                    local, part = held_part(tensor)
+                    tensors[file][key] = _copied(local, held.get(key))
+                    if part is not None:
+                        parts[file][key] = part
     log_price = None if roles.advantage_computer.price is None else roles.advantage_computer.price.log_value
     learner = roles.learner
     shaper = roles.advantage_computer.shaper
@@ -113,7 +136,7 @@ def snapshot(roles: Roles, run_id: str, fingerprint: str, over: Snapshot | None 
         moments if shaper.remembers else None,
         learner.skipped,
     )
-    return Snapshot(meta, tensors)
+    return Snapshot(meta, tensors, parts)
 
 
 def _copied(tensor: Tensor, held: Tensor | None) -> Tensor:
@@ -131,17 +154,59 @@ def save(folder: Path, taken: Snapshot) -> Path:
     if not is_good(target):
         _set_aside(target)
         with appearing(target) as making:
-            for name, tensors in taken.tensors.items():
-                save_file(tensors, making / name, metadata={"format": "pt"})
-            sizes = {name: (making / name).stat().st_size for name in taken.tensors}
-            meta = msgspec.structs.replace(taken.meta, sizes=sizes)
-            (making / "meta.json").write_bytes(msgspec.json.encode(meta))
+            sizes = _write(making, taken, {file: f"{file}.safetensors" for file in taken.tensors})
+            _write_meta(making, taken, sizes)
         shutil.rmtree(_aside(target), ignore_errors=True)
+    _forget(folder, taken.meta.version)
+    return target
+
+
+def save_part(folder: Path, taken: Snapshot, writers: Writers) -> Path:
+    """Write this rank's part of a checkpoint, which all ranks of `writers` write together; returns its path.
+
+    On rank 0 it waits for the others, makes the checkpoint visible and forgets older ones, as `save` does. Raises OSError,
+    and DeadlineError on rank 0 where another does not come.
+    """
+    target = path_of(folder, taken.meta.version)
+    making = writers.making(target)
+    if writers.rank == 0:
+        for left in stale(folder, writers.launch):
+            shutil.rmtree(left, ignore_errors=True)
+    making.mkdir(parents=True, exist_ok=True)
+    hand_in(target, writers, _write(making, taken, {file: writers.file(file) for file in taken.tensors}))
+    if writers.rank:
+        return target
+    _write_meta(making, taken, collect(target, writers))
+    sync(making / "meta.json")
+    sync(making)
+    if is_good(target):
+        shutil.rmtree(making)
+    else:
+        _set_aside(target)
+        making.rename(target)
+        sync(folder)
+        shutil.rmtree(_aside(target), ignore_errors=True)
+    _forget(folder, taken.meta.version)
+    return target
+
+
+def _write(making: Path, taken: Snapshot, names: Mapping[str, str]) -> dict[str, int]:
+    """The snapshot's tensors under `names`; returns the files' sizes in bytes."""
+    for file, tensors in taken.tensors.items():
+        write_tensors(making / names[file], tensors, taken.parts.get(file, {}))
+    return {name: (making / name).stat().st_size for name in names.values()}
+
+
+def _write_meta(making: Path, taken: Snapshot, sizes: dict[str, int]) -> None:
+    meta = msgspec.structs.replace(taken.meta, sizes=sizes)
+    (making / "meta.json").write_bytes(msgspec.json.encode(meta))
+
+
+def _forget(folder: Path, newest: int) -> None:
     kept = good_versions(folder)[-KEEP:]
     for version in versions(folder):
-        if version not in kept and version < taken.meta.version:
+        if version not in kept and version < newest:
             shutil.rmtree(path_of(folder, version), ignore_errors=True)
-    return target
 
 
 def versions(folder: Path) -> list[int]:
@@ -260,15 +325,25 @@ def load_weights(path: Path, model: PreTrainedModel) -> None:
     if not is_good(path):
         there = ", ".join(map(str, good_versions(path.parent))) or "none"
         raise UnreadableError(f"{path} is no whole checkpoint", f"versions there are: {there}")
-    live, weights = trained_weights(model), load_file(path / "model.safetensors")
-    _check_fit(path, "model", live, weights)
-    with torch.no_grad():
-        for key, tensor in live.items():
-            tensor.copy_(weights[key])
+    _put(trained_weights(model), _weights(path, "model", trained_weights(model)))
 
 
-def _check_fit(path: Path, name: str, live: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    if weights.keys() != live.keys() or any(live[key].shape != tensor.shape for key, tensor in weights.items()):
+def _weights(path: Path, name: str, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank has of each weight. Raises MismatchError where the checkpoint is of another model."""
+    with Stored(path, name) as stored:
+        _check_fit(path, name, live, stored.shapes)
+        return {key: stored.read(key, tensor) for key, tensor in live.items()}
+
+
+@torch.no_grad()
+def _put(live: Mapping[str, Tensor], read: Mapping[str, Tensor]) -> None:
+    for key, tensor in live.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local.copy_(read[key])
+
+
+def _check_fit(path: Path, name: str, live: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if shapes.keys() != live.keys() or any(tuple(live[key].shape) != shape for key, shape in shapes.items()):
         raise MismatchError(f"{path} holds other weights than the {name}", "give --model the run's own model")
 
 
@@ -309,22 +384,13 @@ def _restore(path: Path, roles: Roles, run_id: str) -> None:
         raise MismatchError(
             f"{path} is of a run with another advantage.reward.normalise", "continue it with its own config.toml"
         )
-    loaded = {
-        name: (load_file(path / f"{name}.safetensors"), load_file(path / _optimizer_file(name)))
-        for name in roles.models()
-    }
+    loaded: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
     for name, (model, _) in roles.models().items():
-        weights, state = loaded[name]
-        _check_fit(path, name, trained_weights(model), weights)
-        parameters = dict(model.named_parameters())
-        for key in state:
-            if key.rpartition("/")[0] not in parameters:
-                raise ValueError(f"{path} holds the optimizer's state of {key}, which is no parameter")
+        weights = _weights(path, name, trained_weights(model))
+        loaded[name] = weights, _stored_state(path, name, dict(model.named_parameters()))
     for name, (model, optimizer) in roles.models().items():
         weights, state = loaded[name]
-        with torch.no_grad():
-            for key, tensor in trained_weights(model).items():
-                tensor.copy_(weights[key])
+        _put(trained_weights(model), weights)
         _load_optimizer(model, optimizer, state, on_host=roles.learner.settings.optimizer.offload)
     if roles.advantage_computer.price is not None and meta.log_price is not None:
         roles.advantage_computer.price.log_value = meta.log_price
@@ -335,16 +401,30 @@ def _restore(path: Path, roles: Roles, run_id: str) -> None:
 
 
 def _optimizer_file(model: str) -> str:
-    return "optimizer.safetensors" if model == "model" else f"{model}_optimizer.safetensors"
+    return "optimizer" if model == "model" else f"{model}_optimizer"
+
+
+def _stored_state(path: Path, name: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The optimizer's state, of weights that are spread over ranks as those are."""
+    state: dict[str, Tensor] = {}
+    with Stored(path, _optimizer_file(name)) as stored:
+        for key, shape in stored.shapes.items():
+            parameter = parameters.get(key.rpartition("/")[0])
+            if parameter is None:
+                raise ValueError(f"{path} holds the optimizer's state of {key}, which is no parameter")
+            state[key] = placed_as(parameter, stored.read(key, parameter), shape)
+    return state
 
 
 def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[id(parameter)]}/{key}": value
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
-    }
+    state: dict[str, Tensor] = {}
+    for parameter, values in optimizer.state.items():
+        for field_name, value in values.items():
+            key = f"{names[id(parameter)]}/{field_name}"
+            unspread(key, value, parameter)
+            state[key] = value
+    return state
 
 
 def _load_optimizer(
