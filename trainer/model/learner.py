@@ -15,6 +15,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from services.config.settings import TrainerSettings
@@ -255,13 +256,15 @@ class Learner:
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     """The state of `model` by its own names, without second names of tied weights."""
-    state: Mapping[str, Tensor] = model.state_dict()
+    state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
     seen: set[int] = set()
     weights = {}
     for name, tensor in state.items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            weights[name] = tensor
+        # The address of a weight that is spread over ranks is 0, whichever it is.
+        which = id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
+        if which not in seen:
+            seen.add(which)
+            weights[name] = tensor.detach()
     return weights
 
 
