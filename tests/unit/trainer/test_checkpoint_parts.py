@@ -34,17 +34,19 @@ def roles_of(layout: str, seed: int) -> Roles:
         if layout == "alone":
             return
         shape = (2, 2) if layout == "hsdp" else (torch.distributed.get_world_size(),)
-        mesh = init_device_mesh("cpu", shape)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "data")[-len(shape) :])
         for layer in [each for each in model.modules() if type(each).__name__.endswith("DecoderLayer")]:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
     settings = TrainerSettings()
     policy, of_critic = (build_model(seed + each, hidden_size=32, layers=2) for each in (0, 1))
-    spread(policy)
-    value = ValueModel(of_critic)
-    spread(value)
-    return Roles(Learner(policy, settings), AdvantageComputer(AdvantageSettings()), Critic(value, settings))
+    learner, critic = Learner(policy, settings), Critic(ValueModel(of_critic), settings)
+    for role, model in ((learner, policy), (critic, critic.model)):
+        # Sharded once what enters a model below its root is made, and before its optimizer.
+        spread(model)
+        role.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return Roles(learner, AdvantageComputer(AdvantageSettings()), critic)
 
 
 def trained(roles: Roles, steps: int) -> None:

@@ -293,3 +293,76 @@ def test_no_rank_holds_more_than_its_share_and_two_buckets(
         assert found["held"] - 2 * LARGE_BUCKET <= found["arenas"] <= found["held"]
         # Twelve thousand columns a rank are one shard.
         assert found["shards"] <= 8 * world
+
+
+def experts(rank: int, run_id: str) -> None:
+    """A model whose experts are one tensor each layer: published by the folder's names, an expert each."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from weight_bus.manifest.published import PublishedNames
+
+    torch.manual_seed(3)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=31,
+            hidden_size=16,
+            intermediate_size=32,
+            moe_intermediate_size=6,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            num_experts=3,
+            num_experts_per_tok=2,
+        )
+    )
+    plain = {name: value.detach() for name, value in model.named_parameters()}
+    whole_ones = PublishedNames(model, plain).views(plain)
+    wanted = digest_of_one(whole_ones)
+    mesh, ranks = init_device_mesh("cpu", (dist.get_world_size(),)), Ranks(wait_s=120)
+    for dim in range(3):
+        parts = {
+            name: distribute_tensor(value, mesh, [Shard(dim) if value.ndim > dim else Replicate()])
+            for name, value in plain.items()
+        }
+        names = PublishedNames(model, parts)
+        published = names.views(parts)
+        assert "model.layers.0.mlp.experts.2.gate_proj.weight" in published
+        publisher = Publisher(run_id, published, "float32", ShmExporter(run_id), BUCKET, ranks=ranks)
+        manifest = publisher.publish(1, names.views(parts)).manifest()
+        assert manifest.root_digest == wanted, dim
+        if rank == 0:
+            receiver = Receiver(PlainTarget(whole_ones), run_id, [ShmReader()])
+            receiver.stage(manifest)
+            receiver.commit(1)
+            assert_serves(receiver, manifest, whole_ones)
+            receiver.close()
+        ranks.exchange(b"read")
+        publisher.close()
+    ranks.close()
+
+
+def test_fused_experts_are_published_by_the_names_of_the_folder(rank_pool: RankPool, run_id: str) -> None:
+    rank_pool.run(2, experts, run_id)
+
+
+def test_a_transport_without_ranges_is_refused_for_several_ranks(rank_pool: RankPool, run_id: str) -> None:
+    assert (
+        rank_pool.run(2, refused_transport, run_id)
+        == ["several ranks cannot publish over collective: use weights.transport=nixl, or shm on one host"] * 2
+    )
+
+
+def refused_transport(_: int, run_id: str) -> str:
+    ranks, exporter = Ranks(wait_s=120), ShmExporter(run_id)
+    exporter.name = "collective"
+    try:
+        Publisher(run_id, spread("fsdp", whole(1)), "float32", exporter, BUCKET, ranks=ranks)
+    except UsageError as error:
+        return str(error)
+    finally:
+        ranks.close()
+    return "published"
