@@ -27,7 +27,8 @@ UCX_SEGMENT = "16m"
 _PIN_NOTHING = frozenset(UCX_TRANSPORTS.split(","))
 _MEMORY = "DRAM"
 _POLL_S = 50e-6
-_KNOWN_AGENTS = 4
+_KNOWN_AGENTS = 256
+"""One for each publishing rank, read in turns; those of publishers that are gone go first."""
 _KNOWN_BUFFERS = 4096
 _NOTHING = memoryview(b"")
 _SERVE_EVERY_S = 0.004

@@ -248,7 +248,7 @@ def test_what_one_rank_cannot_publish_no_rank_does(rank_pool: RankPool, run_id: 
             "rank 1 could not publish version 2 (memory is full)",
             said[2],
             "w is placed P(sum), which is no part of it",
-            "embed.weight is spread over ranks, and this publisher is alone",
+            "experts is spread over ranks, and this publisher is alone",
         ]
         assert said[2] in ("rank 0", "rank 1")
     with pytest.raises(UsageError, match="no process group is initialised"):
