@@ -1,7 +1,7 @@
 """Sharded publishing: which part of which tensor a rank owns, and where it is in its arena.
 
     plain tensor                            rank 0
-    DTensor, Replicate                      one of the ranks that hold the same part: who owns the fewest bytes so far
+    DTensor, Replicate                      one of the ranks that hold the same part, so that all own alike much
     DTensor, Shard(n), _StridedShard(n)     each rank its own part, uneven ones included, on meshes of any dimension
 
 A part is contiguous in the arena, whatever it is in the tensor: the manifest says it as runs with a stride, so that
@@ -125,22 +125,33 @@ def _assigned(
 ) -> tuple[list[list[Shard]], list[int], list[dict[int, int]]]:
     """The shards and the bytes of each rank's arena, and where each tensor's part begins in it.
 
-    What several hold goes to who owns the fewest bytes so far: `held` is by rank and tensor. Every rank comes to the same.
+    What several hold goes to who owns the fewest bytes so far, large parts first: `held` is by rank and tensor. Every rank
+    comes to the same.
     """
     owners: list[list[Shard]] = [[] for _ in held]
     ends, begins = [0] * len(held), [dict[int, int]() for _ in held]
+    for tensor, shards, rank in sorted(_owned(layout, held), key=lambda owned: owned[0]):
+        nbytes = sum(shard.nbytes for shard in shards)
+        begin = begins[rank][tensor] = place(ends[rank], nbytes)
+        owners[rank] += [msgspec.structs.replace(shard, offset=begin + shard.offset) for shard in shards]
+        ends[rank] = begin + nbytes
+    return owners, [aligned(end) for end in ends], begins
+
+
+def _owned(layout: Layout, held: list[list[list[Shard]]]) -> Iterator[tuple[int, tuple[Shard, ...], int]]:
+    """Each part of each tensor, and the rank that owns it."""
+    holders: dict[tuple[int, tuple[Shard, ...]], list[int]] = {}
     for tensor in range(len(layout.tensors)):
-        holders: dict[tuple[Shard, ...], list[int]] = {}
         for rank, of_rank in enumerate(held):
             if of_rank[tensor]:
-                holders.setdefault(tuple(of_rank[tensor]), []).append(rank)
-        for shards, ranks in holders.items():
-            rank = min(ranks, key=lambda each: ends[each])
-            nbytes = sum(shard.nbytes for shard in shards)
-            begin = begins[rank][tensor] = place(ends[rank], nbytes)
-            owners[rank] += [msgspec.structs.replace(shard, offset=begin + shard.offset) for shard in shards]
-            ends[rank] = begin + nbytes
-    return owners, [aligned(end) for end in ends], begins
+                holders.setdefault((tensor, tuple(of_rank[tensor])), []).append(rank)
+    sizes = {part: sum(shard.nbytes for shard in part[1]) for part in holders}
+    owned = [0] * len(held)
+    # What one rank alone holds is that rank's, whatever it is: it counts before there is a choice.
+    for part in sorted(holders, key=lambda each: (len(holders[each]) > 1, -sizes[each], each[0])):
+        rank = min(holders[part], key=lambda each: owned[each])
+        owned[rank] += sizes[part]
+        yield *part, rank
 
 
 def _in_a_row(shards: list[Shard]) -> list[Shard]:
