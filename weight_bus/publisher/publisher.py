@@ -145,6 +145,7 @@ class Publisher:
         buffer = 1 - self._newest_buffer
         self._leases.begin(buffer, version, leased=leased and not again, wait_s=self._wait_s)
         try:
+            self.begun(version)
             self._arenas[buffer].fill(tensors)
         except BaseException:
             self._leases.abandon(buffer, version)
@@ -153,6 +154,12 @@ class Publisher:
         if not again:
             self._newest, self._newest_buffer = version, buffer
         return Publication(version, self._background.submit(self._make, version, buffer, again))
+
+    def begun(self, version: int) -> None:
+        """Called once an arena is free for `version`, before a weight is copied: a rank that leads may tell the others.
+
+        Weights that are computed by all ranks together need them to copy at the same time.
+        """
 
     def digest(self, version: int, tensors: Mapping[str, PublishedTensor]) -> str:
         """The root digest that these weights would be published under as `version`; nobody can read them yet.

@@ -28,6 +28,7 @@ from services.config.settings import RunSettings, TrainerSettings
 from services.wire.errors import UsageError
 from tests.support.forked_command import exit_code_of
 from tests.support.model_families import make_family
+from tests.support.rank_pool import RankPool
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.describe import describe
 from trainer.checkpoint import checkpoint
@@ -44,6 +45,7 @@ from trainer.model.train_batch import train_batch
 from trainer.sft.tiny_model import build_model, save_policy
 from weight_bus.manifest.computed import computed
 from weight_bus.publisher.publisher import Publisher
+from weight_bus.publisher.ranks import Ranks
 from weight_bus.transports.shm import ShmExporter
 
 IDS = torch.arange(2, 20)[None]
@@ -369,3 +371,40 @@ def test_a_family_with_adapters_is_published_and_exported_under_the_names_of_its
             model(input_ids=ids, use_cache=False).logits for model in (load_policy(exported), learner.model)
         )
     torch.testing.assert_close(again, trained, rtol=1e-4, atol=1e-4 * float(trained.abs().max()))
+
+
+def published_by_ranks(_: int, run_id: str) -> tuple[str, str]:
+    """The digest of merged weights as one process would publish them, and as ranks do that have a part of each."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def adapted() -> tuple[Any, Adapters]:
+        model = build_model(3, hidden_size=32, layers=2)
+        adapters = Adapters(model, LoraSettings(rank=4), 1)
+        torch.manual_seed(9)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+        return model, adapters
+
+    model, adapters = adapted()
+    merged = adapters.merged(named_weights(model))
+    alone = Publisher("alone", merged, "float32", ShmExporter("alone"), 4096)
+    wanted = alone.digest(1, merged)
+    alone.close()
+    model, adapters = adapted()
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    ranks = Ranks(wait_s=120)
+    parts = adapters.merged(named_weights(model))
+    publisher = Publisher(run_id, parts, "float32", ShmExporter(run_id), 4096, ranks=ranks)
+    found = publisher.publish(1, parts).manifest()
+    owned = [sum(shard.nbytes for shard in owner.shards or ()) for owner in found.owners]
+    assert max(owned) < 1.05 * min(owned)
+    publisher.close()
+    ranks.close()
+    return wanted, found.root_digest
+
+
+def test_ranks_publish_merged_weights_a_part_each(rank_pool: RankPool, run_id: str) -> None:
+    for wanted, found in rank_pool.run(2, published_by_ranks, run_id):
+        assert found == wanted
