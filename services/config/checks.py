@@ -19,6 +19,7 @@ def check(settings: RunSettings) -> None:
     _refuse_starvation(settings)
     _refuse_epochs(settings)
     check_learner(settings.trainer)
+    _refuse_ranks(settings)
     stays = settings.trainer.advantage.critic.pretrain_steps
     if stays >= settings.steps:
         raise UsageError(
@@ -88,6 +89,14 @@ def _refuse_epochs(settings: RunSettings) -> None:
             "in a later epoch is trained already, and cannot be dropped",
             "set trainer.on_anomaly=stop, or trainer.epochs_per_batch=1",
         )
+
+
+def _refuse_ranks(settings: RunSettings) -> None:
+    for name, value in changed_fields(settings.trainer.parallel).items():
+        if value != 1:
+            raise UsageError(
+                f"trainer.parallel.{name}={value}: training on several ranks is not there yet", "set it to 1"
+            )
 
 
 def check_learner(trainer: LearnerSettings) -> None:

@@ -15,6 +15,7 @@ from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.base import Section
 from services.config.lora import LoraSettings
 from services.config.optimizer import OptimizerSettings, ScheduleSettings
+from services.config.parallel import ParallelSettings
 from services.config.rewards import RewardSettings
 from services.config.tasks import CurriculumSettings, TaskList, TaskSettings, TaskText
 from services.config.teacher import TeacherSettings
@@ -172,6 +173,7 @@ class TrainerSettings(LearnerSettings):
         default=False,
         description="On a GPU, weights of reference and critic are in the host's memory while they are not used",
     )
+    parallel: ParallelSettings = ParallelSettings()
     loss: LossSettings = LossSettings()
     advantage: AdvantageSettings = AdvantageSettings()
     teacher: TeacherSettings = TeacherSettings()

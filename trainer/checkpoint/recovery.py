@@ -59,6 +59,7 @@ _ABSENT_BEFORE = (
     "advantage.critic.trace",
     "advantage.critic.pretrain_steps",
     "teacher",
+    "parallel",
 )
 """Settings that runs of before did not know: at their defaults they leave a fingerprint as it was."""
 

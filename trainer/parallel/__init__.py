@@ -1,1 +1,1 @@
-"""The trainer on several ranks."""
+"""Ranks of a trainer: its process group, and what is spread over them."""

@@ -1,0 +1,26 @@
+"""Settings of a trainer on several ranks: processes, each with a device of its own, that train one policy together.
+
+`services.policies.training.layout` has the rule by which they share the work, `docs/parallel.md` tells it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from services.config.base import Section
+
+
+class ParallelSettings(Section):
+    """How many ranks there are of each kind; the trainer's processes are replicate · data · context · tensor."""
+
+    data: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="Ranks that hold a share of weights and optimizer state each, and train on a share of the rows; auto: "
+        "as many as were started, one for `rollmesh up`",
+    )
+    replicate: int = Field(default=1, ge=1, description="Copies of all that: data ranks of another machine, say")
+    tensor: int = Field(default=1, ge=1, description="Ranks that split each layer's matrices")
+    context: int = Field(default=1, ge=1, description="Ranks that split each row's tokens")
+    expert: int = Field(default=1, ge=1, description="Tensor or data ranks that split each layer's experts")
