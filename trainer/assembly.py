@@ -11,6 +11,7 @@ from pathlib import Path
 import structlog
 from redis.asyncio import Redis
 from tokenizers import Tokenizer
+from transformers import PreTrainedModel
 
 from services.config.settings import RunSettings
 from services.host.run_folder import RunFolder
@@ -26,6 +27,7 @@ from services.security.permissions import Keys
 from services.security.tls import PLAIN, Tls
 from services.wire.errors import UsageError
 from services.wire.trajectory import vocabulary_digest
+from trainer.algorithms.advantages.compute import Taught
 from trainer.checkpoint.attempts import Attempts
 from trainer.checkpoint.checkpoint import save
 from trainer.checkpoint.model_folder import load_policy
@@ -42,11 +44,15 @@ from trainer.metrics.files import RunRecords, read_metrics
 from trainer.model.learner import Learner
 from trainer.model.precision import use_tf32
 from trainer.model.roles import Roles, make_roles
+from trainer.parallel.publishing import LeadingPublisher
+from trainer.parallel.ranks import Ranks
+from trainer.parallel.start import Started
 from trainer.weights import WeightUpdates, settle_deadline
 from weight_bus.client.bus_client import BusClient
 from weight_bus.manifest.published import check_folder
 from weight_bus.publisher.contiguous import lay_contiguous
 from weight_bus.publisher.publisher import Publisher
+from weight_bus.publisher.sharding import Ranks as PublishingRanks
 from weight_bus.transports.select import make_exporter
 
 BASE_VERSION = 0
@@ -64,7 +70,8 @@ class TrainerArguments:
 
     `weights_key` signs manifests, `bus_key` opens the weight bus, and `metrics_key`, as it, this process's `/metrics`; None
     where the mesh runs without keys, on loopback. `tls`: what its probes show, and whose certificate the bus may.
-    `teacher`: None where no logprobs of one are read. `save`: writes a checkpoint.
+    `teacher`: None where no logprobs of one are read. `save`: writes a checkpoint. `started`: ranks beside this one that
+    this process started.
     """
 
     run_id: str
@@ -80,13 +87,68 @@ class TrainerArguments:
     tracing: Tracing = NO_TRACING
     teacher: TeacherServer | None = None
     save: Save = save
+    started: Started | None = None
+
+
+def load_roles(arguments: TrainerArguments, teacher: Taught | None, ranks: Ranks) -> Roles:
+    """What is trained, from the run's first policy: the model folder has it also when the trainer is restarted. For every
+    rank. Raises UsageError."""
+    settings = arguments.settings
+    code = settings.model.trust_remote_code
+
+    def load() -> PreTrainedModel:
+        return load_policy(arguments.model, trust_remote_code=code)
+
+    roles = make_roles(load, settings, BASE_VERSION, teacher, ranks)
+    use_tf32(settings.trainer.tf32, roles.learner.model.device)
+    return roles
+
+
+def make_publisher(arguments: TrainerArguments, learner: Learner, ranks: Ranks, stack: ExitStack) -> Publisher:
+    """The publisher of this rank's part of the weights, for every rank; what it needs is closed by `stack`. Raises
+    UsageError."""
+    weights = arguments.settings.weights
+    exporter = make_exporter(
+        weights.transport,
+        arguments.run_id,
+        file_root=weights.file_root,
+        file_keep=weights.file_keep,
+        key=arguments.weights_key,
+        model_folder=arguments.model,
+    )
+    if learner.adapters is None and not ranks.several:
+        # Weights that lie as the arenas do are published by one copy.
+        lay_contiguous(learner.model.state_dict(keep_vars=True))
+    published = learner.published()
+    check_folder(arguments.model, published, f"{learner.model.base_model_prefix}.")
+    publishing = None
+    if ranks.several:
+        publishing = PublishingRanks()
+        stack.callback(publishing.close)
+    publisher = (LeadingPublisher if ranks.several and ranks.leads else Publisher)(
+        arguments.run_id,
+        published,
+        arguments.settings.model.dtype,
+        exporter,
+        weights.bucket_mib << 20,
+        key=arguments.weights_key,
+        wait_s=settle_deadline(weights.stage_timeout_s),
+        delta_max_ratio=weights.delta_max_ratio if weights.delta == "auto" else 0.0,
+        ranks=publishing,
+    )
+    if isinstance(publisher, LeadingPublisher):
+        publisher.leads = ranks
+    return publisher
 
 
 class Assembly:
     """Makes parts that are closed when `stack` is. `background` is closed by the caller, after everything else."""
 
-    def __init__(self, arguments: TrainerArguments, background: Background, stack: ExitStack) -> None:
+    def __init__(
+        self, arguments: TrainerArguments, background: Background, stack: ExitStack, ranks: Ranks | None = None
+    ) -> None:
         self.arguments, self.background = arguments, background
+        self.ranks = Ranks.alone() if ranks is None else ranks
         self.folder = RunFolder(arguments.run_dir)
         self._stack = stack
         self.redis: Redis = connect(arguments.redis_url)
@@ -103,15 +165,7 @@ class Assembly:
         self._teacher = self._make_teacher()
 
     def roles(self) -> Roles:
-        # The folder holds the run's first policy, also when the trainer is restarted in the middle.
-        teacher = None if self._teacher is None else self._teacher.of
-        settings = self.arguments.settings
-        code = settings.model.trust_remote_code
-        roles = make_roles(
-            lambda: load_policy(self.arguments.model, trust_remote_code=code), settings, BASE_VERSION, teacher
-        )
-        use_tf32(settings.trainer.tf32, roles.learner.model.device)
-        return roles
+        return load_roles(self.arguments, None if self._teacher is None else self._teacher.of, self.ranks)
 
     def _make_teacher(self) -> Teacher | None:
         if self.arguments.teacher is None:
@@ -214,30 +268,8 @@ class Assembly:
 
     def _updates(self, learner: Learner, attempts: Attempts) -> WeightUpdates:
         arguments, weights = self.arguments, self.arguments.settings.weights
-        exporter = make_exporter(
-            weights.transport,
-            arguments.run_id,
-            file_root=weights.file_root,
-            file_keep=weights.file_keep,
-            key=arguments.weights_key,
-            model_folder=arguments.model,
-        )
         settle_s = settle_deadline(weights.stage_timeout_s)
-        if learner.adapters is None:
-            # Weights that lie as the arenas do are published by one copy.
-            lay_contiguous(learner.model.state_dict(keep_vars=True))
-        published = learner.published()
-        check_folder(arguments.model, published, f"{learner.model.base_model_prefix}.")
-        publisher = Publisher(
-            arguments.run_id,
-            published,
-            arguments.settings.model.dtype,
-            exporter,
-            weights.bucket_mib << 20,
-            key=arguments.weights_key,
-            wait_s=settle_s,
-            delta_max_ratio=weights.delta_max_ratio if weights.delta == "auto" else 0.0,
-        )
+        publisher = make_publisher(arguments, learner, self.ranks, self._stack)
         self._stack.callback(publisher.close)
         bus = BusClient(
             arguments.bus_url,

@@ -12,8 +12,10 @@ from services.config import options
 from services.wire.errors import UsageError
 
 if TYPE_CHECKING:
+    from services.config.settings import RunSettings
     from services.http.startup import ProcessContext
     from trainer.data.teacher_client import TeacherServer
+    from trainer.parallel.start import Started
 
 app = typer.Typer(add_completion=False)
 export_app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -65,6 +67,7 @@ def train(
         tls_dir=tls_dir,
     )
     describe(context.settings.trainer)
+    started = _started(context.settings)
 
     bus_key = context.keys.peer if bus_key_file is None else read_key(bus_key_file)
     bus_url = context.tls.trust.address(bus_url)
@@ -88,11 +91,26 @@ def train(
         tls=context.tls,
         tracing=context.tracing,
         teacher=teacher,
+        started=started,
     )
     with context.tracing:
         code = run_trainer(arguments)
+    if started is not None:
+        started.close()
     if code:
         raise typer.Exit(code)
+
+
+def _started(settings: RunSettings) -> Started | None:
+    """The ranks beside this one, started here where the settings ask for some and nobody has started any."""
+    from services.config.checks import ranks_asked
+    from trainer.parallel.start import end_with_parent, ranks_started, start_others
+
+    if ranks_started() is not None:
+        end_with_parent()
+        return None
+    asked = ranks_asked(settings.trainer.parallel)
+    return start_others(asked) if asked > 1 else None
 
 
 def _teacher_of(context: ProcessContext, url: str | None, tls_dir: Path | None) -> TeacherServer | None:

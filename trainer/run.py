@@ -1,5 +1,6 @@
 """One trainer process from start to end: load the model, resume, train, conclude the run, write its report.
 
+settings ─► ranks: those that are not rank 0 follow it (`trainer.follower`)
 model folder ─► learner ─► come back ─► publish the first version ─► loop ─► conclude ─► verify ─► report
                            │                                         │
                            │                         interrupt ──────┴─► checkpoint, exit 128 + signal
@@ -15,10 +16,12 @@ from functools import partial
 import structlog
 import torch
 
+from services.config.checks import check_ranks, layout_asked
 from services.host.files import writing
 from services.host.process import collect_seldom
 from services.host.run_folder import take_format, wait_for_model_blocking
 from services.policies.length_stats import Lengths
+from services.policies.training.layout import Layout
 from services.policies.versions import UNKNOWN, Announced, highest, version_to_publish
 from services.run_store.client import START_WITHIN_S, check_store
 from services.wire.run_metrics import StepMetrics
@@ -30,9 +33,13 @@ from trainer.checkpoint.attempts import drops_of
 from trainer.checkpoint.environment import present_environment, repeat_exactly
 from trainer.checkpoint.recovery import Replay, diverged, fingerprint, groups_of, restore, terms_of
 from trainer.checkpoint.step_log import StepLog
+from trainer.follower import follow
 from trainer.io_loop import Background, Interrupt
 from trainer.loop import Identity, TrainingLoop
 from trainer.metrics.files import make_report, plot_curves, read_metrics, write_report
+from trainer.parallel.orders import Restore, Stop, tell
+from trainer.parallel.ranks import Ranks, joined
+from trainer.parallel.start import ranks_started
 
 MODEL_DEADLINE_S = 600.0
 ENGINES_DEADLINE_S = 300.0
@@ -47,24 +54,40 @@ def train(arguments: TrainerArguments) -> int:
     Raises UsageError for what the user can mend (no Redis, a full disk, the folder of another run), other RollmeshErrors
     when the run cannot go on.
     """
-    torch.set_num_threads(arguments.settings.trainer.thread_count)
-    if arguments.settings.trainer.deterministic:
-        repeat_exactly()
-    interrupt = Interrupt()
-    interrupt.install()
-    with closing(Background()) as background, ExitStack() as stack:
-        reaching = check_store(arguments.redis_url, within_s=START_WITHIN_S)
-        background.call(reaching, "reaching Redis", START_WITHIN_S + CALL_DEADLINE_S)
-        code = _live(arguments, background, stack, interrupt)
+    layout = layout_of_run(arguments)
+    with joined(layout, arguments.started) as ranks:
+        if not ranks.leads:
+            follow(arguments, ranks, MODEL_DEADLINE_S)
+            return 0
+        torch.set_num_threads(arguments.settings.trainer.thread_count)
+        if arguments.settings.trainer.deterministic:
+            repeat_exactly()
+        interrupt = Interrupt()
+        interrupt.install()
+        with closing(Background()) as background, ExitStack() as stack:
+            reaching = check_store(arguments.redis_url, within_s=START_WITHIN_S)
+            background.call(reaching, "reaching Redis", START_WITHIN_S + CALL_DEADLINE_S)
+            code = _live(arguments, background, stack, interrupt, ranks)
+            tell(ranks, Stop())
     if code:
         # Here, where nothing of it runs any more: the last line of its log.
         _log.info("stopped")
     return code
 
 
-def _live(arguments: TrainerArguments, background: Background, stack: ExitStack, interrupt: Interrupt) -> int:
+def layout_of_run(arguments: TrainerArguments) -> Layout:
+    """Of the ranks that were started. Raises UsageError where the settings ask for others, or do not go with several."""
+    started = (ranks_started() or 1) if arguments.started is None else 1 + len(arguments.started.others)
+    layout = layout_asked(arguments.settings.trainer.parallel, started)
+    check_ranks(arguments.settings, layout)
+    return layout
+
+
+def _live(
+    arguments: TrainerArguments, background: Background, stack: ExitStack, interrupt: Interrupt, ranks: Ranks
+) -> int:
     identity = Identity(arguments.run_id, fingerprint(arguments.settings))
-    assembly = Assembly(arguments, background, stack)
+    assembly = Assembly(arguments, background, stack, ranks)
     with writing(assembly.folder.root):
         assembly.folder.checkpoints.mkdir(parents=True, exist_ok=True)
     take_format(assembly.folder)
@@ -75,7 +98,7 @@ def _live(arguments: TrainerArguments, background: Background, stack: ExitStack,
     assembly.begin_meeting_teacher(MODEL_DEADLINE_S)
     roles = assembly.roles()
     learner = roles.learner
-    environment = present_environment(arguments.settings, arguments.model, learner.model.device)
+    environment = present_environment(arguments.settings, arguments.model, learner.model.device, ranks.layout)
     log.check_model(environment)
     _log.info("loss in force", formula=describe(arguments.settings.trainer))
     chosen = arguments.settings.trainer
@@ -120,6 +143,8 @@ def come_back(loop: TrainingLoop, changes: Sequence[str]) -> None:
     """
     log, learner, attempts = loop.log, loop.learner, loop.attempts
     restored = restore(loop.checkpoints, loop.roles, loop.identity.run_id)
+    if restored is not None:
+        tell(loop.roles.ranks, Restore(restored))
     attempts.follow_skips()
     replay = Replay.since(learner.version, log.records)
     if restored is None and not log.records and log.announced is None:
@@ -201,6 +226,7 @@ def _report(loop: TrainingLoop, assembly: Assembly, verified: VerifyView) -> Non
     )
     with writing(loop.checkpoints):
         learner = loop.learner
-        checkpoint.save_final(loop.checkpoints, learner.model, assembly.arguments.model, learner.adapters)
+        weights = checkpoint.whole_weights(loop.roles)
+        checkpoint.save_final(loop.checkpoints, learner.model, assembly.arguments.model, learner.adapters, weights)
     write_report(assembly.folder.trainer_report, report)
     plot_curves(lines, generated, assembly.folder.curves, loop.evaluations())

@@ -6,8 +6,10 @@ Of the loss and the advantage: `trainer.algorithms.describe`.
 from __future__ import annotations
 
 from services.config.base import changed_fields, idle
+from services.config.parallel import ParallelSettings
 from services.config.settings import LearnerSettings, RunSettings
 from services.policies.admission import most_updates
+from services.policies.training.layout import Layout, layout_of
 from services.wire.errors import UsageError
 
 
@@ -19,7 +21,8 @@ def check(settings: RunSettings) -> None:
     _refuse_starvation(settings)
     _refuse_epochs(settings)
     check_learner(settings.trainer)
-    _refuse_ranks(settings)
+    asked = settings.trainer.parallel
+    check_ranks(settings, layout_asked(asked, ranks_asked(asked)))
     stays = settings.trainer.advantage.critic.pretrain_steps
     if stays >= settings.steps:
         raise UsageError(
@@ -91,11 +94,49 @@ def _refuse_epochs(settings: RunSettings) -> None:
         )
 
 
-def _refuse_ranks(settings: RunSettings) -> None:
-    for name, value in changed_fields(settings.trainer.parallel).items():
-        if value != 1:
+def layout_asked(parallel: ParallelSettings, started: int) -> Layout:
+    """The layout of so many ranks. Raises UsageError, with the sum, where the settings ask for others."""
+    try:
+        return layout_of(started, **parallel.model_dump())
+    except ValueError as error:
+        raise UsageError(
+            f"trainer.parallel: {error}", "start as many ranks as the settings make, or set trainer.parallel.data=auto"
+        ) from error
+
+
+def ranks_asked(parallel: ParallelSettings) -> int:
+    """How many ranks the settings ask for, where nobody has started any. Raises UsageError where they cannot be."""
+    data = 1 if parallel.data == "auto" else parallel.data
+    asked = parallel.model_copy(update={"data": data})
+    return layout_asked(asked, parallel.least_ranks).ranks
+
+
+def check_ranks(settings: RunSettings, layout: Layout) -> None:
+    """Raises UsageError for settings that training on the ranks of `layout` does not know."""
+    for name in ("tensor", "context", "expert"):
+        if getattr(layout, name) > 1:
             raise UsageError(
-                f"trainer.parallel.{name}={value}: training on several ranks is not there yet", "set it to 1"
+                f"trainer.parallel.{name}={getattr(layout, name)}: there are only data ranks yet",
+                f"set trainer.parallel.{name}=1, and trainer.parallel.data",
+            )
+    if layout.ranks == 1:
+        return
+    trainer = settings.trainer
+    refused = {
+        f"trainer.lora.rank={trainer.lora.rank}": trainer.lora.rank > 0,
+        f"trainer.optimizer.kind={trainer.optimizer.kind}": trainer.optimizer.kind != "adamw",
+        f"trainer.optimizer.state_bits={trainer.optimizer.state_bits}": trainer.optimizer.state_bits != 32,
+        "trainer.optimizer.offload=true": trainer.optimizer.offload,
+        "trainer.offload_idle=true": trainer.offload_idle,
+        "trainer.compile=true": trainer.compile,
+        # It is a mean over a pass: which rows stand in it would change the loss.
+        f"trainer.loss.router_aux={trainer.loss.router_aux:g}": bool(trainer.loss.router_aux),
+        f"weights.transport={settings.weights.transport}": settings.weights.transport in ("file", "nccl"),
+    }
+    for setting, wanted in refused.items():
+        if wanted:
+            raise UsageError(
+                f"{setting} does not go with several ranks yet ({layout})", "leave it out, or train on one rank"
             )
 
 

@@ -24,3 +24,8 @@ class ParallelSettings(Section):
     tensor: int = Field(default=1, ge=1, description="Ranks that split each layer's matrices")
     context: int = Field(default=1, ge=1, description="Ranks that split each row's tokens")
     expert: int = Field(default=1, ge=1, description="Tensor or data ranks that split each layer's experts")
+
+    @property
+    def least_ranks(self) -> int:
+        """How many ranks there are, with one data rank for `auto`."""
+        return (1 if self.data == "auto" else self.data) * self.replicate * self.tensor * self.context

@@ -311,11 +311,12 @@ class RunSettings(Section):
         return ", ".join(f"{each.called or each.task} ({each.weight / whole:.0%})" for each in self.tasks)
 
     def with_threads(self, cores: int, *, tiny: bool) -> RunSettings:
-        """With a number in place of `trainer.threads = auto`, on a machine of so many cores. `tiny`: the policy."""
+        """With a number in place of `trainer.threads = auto`, of each rank, on a machine of so many cores. `tiny`: the
+        policy."""
         if self.trainer.threads != "auto":
             return self
         beside = self.servers * self.rollout.threads
-        threads = threads_left(cores, beside, tiny=tiny)
+        threads = max(1, threads_left(cores, beside, tiny=tiny) // self.trainer.parallel.least_ranks)
         return self.model_copy(update={"trainer": self.trainer.model_copy(update={"threads": threads})})
 
     def admission_rules(self, base_version: int) -> AdmissionRules:

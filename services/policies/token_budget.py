@@ -36,26 +36,59 @@ def split_rows(lengths: Sequence[int], budget: int, *, ranks: int = 1, width: in
 
 
 def fill_sharing(
-    order: Sequence[int], common: Sequence[int], lengths: Sequence[int], budget: int, width: int
-) -> list[Bin]:
-    """The micro-batches where prefixes are computed once: of at most `budget` computed tokens, or of one longer row alone.
+    order: Sequence[int], common: Sequence[int], lengths: Sequence[int], budget: int, width: int, *, ranks: int = 1
+) -> list[list[Bin]]:
+    """The micro-batches of each rank where prefixes are computed once: of at most `budget` computed tokens, or of one
+    longer row alone. Ranks have equally many; some may be empty.
 
     `order`: the rows, those that begin alike side by side; `common`: how many tokens each has in common with the one before
-    it; `lengths`: tokens by row.
+    it; `lengths`: tokens by row. Rows that begin alike stay on one rank, as long as none gets a tenth more than its share.
     """
-    # Rows that share stay together while the budget lasts; what they make is put where there is room, the largest first.
+    most = budget
+    while True:
+        parts = _families(order, common, lengths, most, width)
+        shares = _give_out(parts, ranks)
+        loads = [sum(cost for cost, _ in share) for share in shares]
+        if ranks == 1 or max(loads) * ranks <= _UNEVEN * sum(loads) or all(len(rows) == 1 for _, rows in parts):
+            break
+        most = min(most, max(cost for cost, rows in parts if len(rows) > 1)) // 2
+    filled = [_first_fit(share, budget) for share in shares]
+    passes = max(len(bins) for bins in filled)
+    return [bins + [[] for _ in range(passes - len(bins))] for bins in filled]
+
+
+def _families(
+    order: Sequence[int], common: Sequence[int], lengths: Sequence[int], most: int, width: int
+) -> list[tuple[int, Bin]]:
+    """Rows that share, together while they are at most so many computed tokens; and how many they are."""
     parts: list[tuple[int, Bin]] = []
     for place, (row, same) in enumerate(zip(order, common, strict=True)):
         own = lengths[row]
         rests = [lengths[order[place - 1]] - same, own - same]
-        if same and saved_by_sharing(same, rests, width) > 0 and parts[-1][0] + own - same <= budget:
+        if same and saved_by_sharing(same, rests, width) > 0 and parts[-1][0] + own - same <= most:
             cost, rows = parts[-1]
             parts[-1] = (cost + own - same, [*rows, row])
         else:
             parts.append((own, [row]))
+    return parts
+
+
+def _give_out(parts: Sequence[tuple[int, Bin]], ranks: int) -> list[list[tuple[int, Bin]]]:
+    """The largest first, to the rank with the fewest tokens."""
+    shares: list[list[tuple[int, Bin]]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for cost, rows in sorted(parts, key=lambda part: -part[0]):
+        load, rank = loads[0]
+        shares[rank].append((cost, rows))
+        heapq.heapreplace(loads, (load + cost, rank))
+    return shares
+
+
+def _first_fit(parts: Sequence[tuple[int, Bin]], budget: int) -> list[Bin]:
+    """Where there is room, in the order of `parts`: the largest first."""
     bins: list[Bin] = []
     rooms: list[int] = []
-    for cost, rows in sorted(parts, key=lambda part: -part[0]):
+    for cost, rows in parts:
         place = next((place for place, room in enumerate(rooms) if cost <= room), len(bins))
         if place == len(bins):
             bins.append([])
@@ -80,6 +113,8 @@ def work(length: int, width: int) -> int:
     return length * (12 * width + length)
 
 
+_UNEVEN = 1.1
+"""The most loaded rank's tokens, of the mean."""
 _FETCH_UNITS = 40
 """Fetching keys and values of a token once more, and adding up their gradients, in units of work: moves of memory, which
 grow with the width as a unit does."""

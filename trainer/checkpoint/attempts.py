@@ -30,6 +30,7 @@ from trainer.io_loop import Background
 from trainer.model.anomaly import AnomalyError, is_out_of_memory
 from trainer.model.roles import Roles
 from trainer.model.train_batch import PreparedBatch, Trained, Tried, parts_of, train_batch, try_batch
+from trainer.parallel.ranks import RankError
 
 LOG_DEADLINE_S = 60.0
 MOST_SKIPPED = 10
@@ -177,7 +178,8 @@ class Attempts:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
             _log.error("batch cannot be trained", version=record.version, why=why)
-            self._write(Ended(record.version, why, counts=True))
+            # Another rank's end says nothing about the batch.
+            self._write(Ended(record.version, why, counts=not isinstance(error, RankError)))
             raise
         except (SystemExit, KeyboardInterrupt):
             self._write(Ended(record.version, "the trainer was told to stop", counts=False))

@@ -47,6 +47,8 @@ from trainer.checkpoint.parts import (
 from trainer.model.adapters import Adapters
 from trainer.model.learner import named_weights, trained_weights
 from trainer.model.roles import Roles
+from trainer.parallel.orders import Gather, tell
+from trainer.parallel.sharding import spread_as, whole
 from weight_bus.manifest.computed import PublishedTensor, computed
 
 SCHEMA = 1
@@ -139,7 +141,32 @@ def snapshot(
     return Snapshot(meta, tensors, parts)
 
 
+def take_part(roles: Roles, *, optimizer: bool) -> None:
+    """What another rank than 0 does while that gathers weights, and state of optimizers, in the same order."""
+    for model, of_model in roles.models().values():
+        for tensor in trained_weights(model).values():
+            whole(tensor)
+        for tensor in _optimizer_state(model, of_model).values() if optimizer else ():
+            whole(tensor)
+
+
+def whole_weights(roles: Roles) -> dict[str, Tensor] | None:
+    """The policy's weights by the model's own names, all of each, in the host's memory; None where one rank has them.
+
+    For rank 0, while the others call `take_part`.
+    """
+    if not roles.ranks.several:
+        return None
+    tell(roles.ranks, Gather(optimizer=False))
+    gathered = [
+        {key: whole(tensor).cpu() for key, tensor in trained_weights(model).items()}
+        for model, _ in roles.models().values()
+    ]
+    return gathered[0]
+
+
 def _copied(tensor: Tensor, held: Tensor | None) -> Tensor:
+    tensor = whole(tensor)
     if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
         return tensor.detach().to("cpu", copy=True)
     return held.copy_(tensor.detach())
@@ -232,6 +259,11 @@ def is_good(path: Path) -> bool:
         return False
 
 
+def restore_version(folder: Path, version: int, roles: Roles, run_id: str) -> None:
+    """Load the checkpoint of `version`, which rank 0 has loaded. Raises what keeps another rank from it."""
+    _restore(path_of(folder, version), roles, run_id)
+
+
 def restore_newest(folder: Path, roles: Roles, run_id: str) -> int | None:
     """Load the newest readable checkpoint into `roles`; returns its version, or None where there is none.
 
@@ -256,15 +288,27 @@ def restore_newest(folder: Path, roles: Roles, run_id: str) -> int | None:
     return None
 
 
-def save_final(folder: Path, model: PreTrainedModel, base: Path, adapters: Adapters | None = None) -> Path:
+def save_final(
+    folder: Path,
+    model: PreTrainedModel,
+    base: Path,
+    adapters: Adapters | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Path:
     """Write `folder/final`: the model, and what else its original folder `base` holds; returns its path.
 
-    `adapters`: those of the model, where they alone were trained. They are merged into a copy of its weights in host
-    memory, and `folder/final-adapter` has them alone. Raises OSError.
+    `weights`: all of each, where the model has only this rank's (`whole_weights`). `adapters`: those of the model, where
+    they alone were trained. They are merged into a copy of its weights in host memory, and `folder/final-adapter` has them
+    alone. Raises OSError.
     """
     target = folder / "final"
     shutil.rmtree(target, ignore_errors=True)
-    save_model(target, model, base, adapters)
+    if weights is None:
+        save_model(target, model, base, adapters)
+    else:
+        with appearing(target) as making:
+            _carry_over(making, base)
+            model.save_pretrained(making, state_dict=dict(weights))
     if adapters is not None:
         alone = folder / "final-adapter"
         shutil.rmtree(alone, ignore_errors=True)
@@ -304,13 +348,17 @@ def fill_model(
         own = named_weights(model)
         named: Mapping[str, PublishedTensor] = own if adapters is None else adapters.merged(own)
         weights = {name: _as(computed(tensor).detach().cpu(), dtype) for name, tensor in named.items()}
-    for path in base.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in _WRITTEN_ANEW:
-            shutil.copy2(path, making / path.name)
+    _carry_over(making, base)
     if dtype is not None:
         # What the configuration says is taken from the model itself.
         model.to(dtype)
     model.save_pretrained(making, state_dict=weights, max_shard_size=shard_bytes)
+
+
+def _carry_over(making: Path, base: Path) -> None:
+    for path in base.iterdir():
+        if path.is_file() and path.suffix != ".safetensors" and path.name not in _WRITTEN_ANEW:
+            shutil.copy2(path, making / path.name)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -435,4 +483,4 @@ def _load_optimizer(
     for key, value in state.items():
         name, _, field = key.rpartition("/")
         parameter = parameters[name]
-        optimizer.state[parameter][field] = value if on_host else value.to(parameter.device)
+        optimizer.state[parameter][field] = value if on_host else spread_as(value.to(parameter.device), parameter)

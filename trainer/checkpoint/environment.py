@@ -16,6 +16,7 @@ import torch
 from blake3 import blake3
 
 from services.config.settings import RunSettings
+from services.policies.training.layout import ALONE, Layout
 
 _LIBRARIES = ("rollmesh", "torch", "transformers")
 _HASHED = ("*.safetensors", "*.bin", "*.gguf", "config.json")
@@ -37,8 +38,11 @@ class Environment:
         return [f"{name}: {old} → {new}" for name, old, new in pairs if old != new]
 
 
-def present_environment(settings: RunSettings, model: Path, device: torch.device) -> Environment:
-    """Of this process. `model`: the folder of the first policy; `device`: where the trainer computes."""
+def present_environment(
+    settings: RunSettings, model: Path, device: torch.device, layout: Layout = ALONE
+) -> Environment:
+    """Of this process. `model`: the folder of the first policy; `device`: where the trainer computes; `layout`: of its
+    ranks, whose sums are made in another order than another's."""
     libraries = {name: version(name) for name in _LIBRARIES}
     parts = {
         "device": device_name(device),
@@ -47,6 +51,9 @@ def present_environment(settings: RunSettings, model: Path, device: torch.device
         "model.dtype": settings.model.dtype,
         "weights.bucket_mib": str(settings.weights.bucket_mib),
     }
+    if layout != ALONE:
+        # Left out elsewhere, so that one rank is what it was before there could be several.
+        parts["ranks"] = str(layout)
     return Environment(model_digest(model), libraries | parts)
 
 

@@ -38,8 +38,10 @@ _NO_BYTES = {
     "activation_checkpointing",
     "activation_offload",
     "offload_idle",
+    "parallel",
 }
-"""Settings of the trainer that no step's bytes depend on; `deterministic` is of the environment, and may change."""
+"""Settings of the trainer that no step's bytes depend on; `deterministic` and `parallel` are of the environment, and may
+change."""
 _ABSENT_BEFORE = (
     "dtype",
     "compile",
@@ -59,7 +61,6 @@ _ABSENT_BEFORE = (
     "advantage.critic.trace",
     "advantage.critic.pretrain_steps",
     "teacher",
-    "parallel",
 )
 """Settings that runs of before did not know: at their defaults they leave a fingerprint as it was."""
 

@@ -1,6 +1,6 @@
 """Sequence packing: rows become micro-batches of tensors, each one packed row without padding.
 
-Row a segment (`trainer.data.rows`) ──split by tokens (`services.policies.token_budget`)──► MicroBatch × m
+Row a segment (`trainer.data.rows`) ──split by tokens (`services.policies.token_budget`)──► MicroBatch × m, on each rank
 
 tokens      p  p  p  s  s  e  s │ p  p  s        p prompt, s sampled, e environment
 sampled     0  0  0  1  1  0  1 │ 0  0  1        M of them
@@ -177,14 +177,37 @@ class MicroBatch:
     teacher: Tensor | None = None
     right: Tensor | None = None
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is asked of the pass (`idle_pass`)."""
+        return not self.segments
+
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """`size`: of the whole batch, skipped segments included: what the loss is a mean of."""
+    """One rank's passes of a batch. `size`: of the whole batch, skipped segments included: what the loss is a mean of.
+
+    `fresh`: tokens of all passes that may enter the loss, those of other ranks too. All ranks have equally many passes;
+    some may be idle (`idle_pass`).
+    """
 
     micro_batches: list[MicroBatch]
     size: BatchSize
-    tally: StalenessTally
+    fresh: int
+
+
+@dataclass(frozen=True)
+class SharedBatch:
+    """A batch as ranks share it: `shares` has the rows of each pass of each share of the ranks; None for an idle pass."""
+
+    shares: list[list[Rows | None]]
+    size: BatchSize
+    fresh: int
+
+    def packed(self, share: int, device: torch.device | None = None, stem_width: int | None = None) -> PackedBatch:
+        """The passes of one share, as tensors on `device`."""
+        passes = lay_passes(self.shares[share], device, stem_width)
+        return PackedBatch(passes, self.size, self.fresh)
 
 
 def pack(
@@ -194,41 +217,86 @@ def pack(
     device: torch.device | None = None,
     stem_width: int | None = None,
 ) -> PackedBatch:
-    """Pack rows into micro-batches of at most `budget` tokens; a longer row has one for itself.
+    """Pack rows into micro-batches of at most `budget` tokens, for one rank; a longer row has one for itself.
 
     `stem_width`: of the model, as `split_batch` has it.
     """
+    return share_out(rows, tally, budget, stem_width).packed(0, device, stem_width)
+
+
+def share_out(
+    rows: Sequence[Row], tally: StalenessTally, budget: int, stem_width: int | None = None, shares: int = 1
+) -> SharedBatch:
+    """Give the rows out to `shares` ranks, balanced by tokens, each rank's in passes of at most `budget` tokens."""
     if not len(rows):
-        return PackedBatch([], BatchSize(tokens=tally.fresh, segments=tally.segments), tally)
+        return SharedBatch([[]] * shares, BatchSize(tokens=tally.fresh, segments=tally.segments), 0)
     flat = Rows.joined(rows)
-    right = 0
+    right, fresh = 0, flat.ages >= 0
     if flat.right is not None:
-        right = int(np.count_nonzero((flat.ages >= 0) & np.repeat(flat.right, flat.lengths)))
+        right = int(np.count_nonzero(fresh & np.repeat(flat.right, flat.lengths)))
     size = BatchSize(tokens=tally.fresh, segments=tally.segments, right=right)
-    split = split_batch(flat, budget, stem_width)
-    micro_batches = [micro_batch(flat.take(np.array(together)), device) for together in split]
+    parts = [
+        [flat.take(np.array(together)) if together else None for together in passes]
+        for passes in split_shares(flat, budget, stem_width, shares)
+    ]
+    return SharedBatch(parts, size, int(np.count_nonzero(fresh)))
+
+
+def lay_passes(
+    passes: Sequence[Rows | None], device: torch.device | None = None, stem_width: int | None = None
+) -> list[MicroBatch]:
+    """The micro-batches of one rank: idle ones for None."""
+    micro_batches = [idle_pass(device) if rows is None else micro_batch(rows, device) for rows in passes]
     for micro in micro_batches:
         if micro.row.needs is not None and stem_width is not None and device is not None:
             # Now, while another batch may be training, and not in the pass.
             micro.row.needs.condensed(stem_width, device)
-    return PackedBatch(micro_batches, size, tally)
+    return micro_batches
 
 
 def split_batch(rows: Rows, budget: int, stem_width: int | None = None) -> list[list[int]]:
-    """Which rows stand in one pass of at most `budget` tokens.
+    """Which rows stand in one pass of at most `budget` tokens, on one rank.
 
     `stem_width`: the model's hidden size, where prefixes are computed once: then rows that begin alike stay together, and a
     pass counts what is computed. None where each row is computed whole.
     """
+    return split_shares(rows, budget, stem_width, 1)[0]
+
+
+def split_shares(rows: Rows, budget: int, stem_width: int | None, shares: int) -> list[list[list[int]]]:
+    """The same for each of several ranks, which have equally many passes; some may be empty."""
     if stem_width is None:
-        return split_rows(rows.lengths.tolist(), budget)[0]
+        return split_rows(rows.lengths.tolist(), budget, ranks=shares)
     begins = rows.begins
     # The last sampled token of each row; a row without one is computed whole.
     places = np.where(rows.ages != NOT_SAMPLED, np.arange(len(rows.ages)), -1)
     last = np.maximum.reduceat(places, begins) - begins
     needed = np.where(last > 0, last, rows.lengths).tolist()
     order, common = by_prefix(rows.token_ids, begins.tolist(), needed)
-    return fill_sharing(order, common, needed, budget, stem_width)
+    return fill_sharing(order, common, needed, budget, stem_width, ranks=shares)
+
+
+def idle_pass(device: torch.device | None = None) -> MicroBatch:
+    """Of a rank without rows, while others compute theirs: weights are sharded, so all ranks take part in each pass.
+
+    Two tokens, of which none was sampled.
+    """
+    nothing, none = torch.empty(0, device=device), torch.empty(0, dtype=torch.int64, device=device)
+    return MicroBatch(
+        row=lay_end_to_end([np.zeros(2, dtype=np.int32)], device),
+        segments=0,
+        places=none,
+        behaviour=nothing,
+        current=torch.empty(0, dtype=torch.bool, device=device),
+        temperature=None,
+        chosen=none,
+        segment=none,
+        staleness=nothing,
+        advantages=nothing,
+        group=none,
+        values=nothing,
+        returns=nothing,
+    )
 
 
 def micro_batch(rows: Sequence[Row], device: torch.device | None = None) -> MicroBatch:

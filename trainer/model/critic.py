@@ -7,9 +7,10 @@ One optimizer step of its own for each of the policy's, on the same tokens: none
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from services.wire.run_metrics import ValueStatistics
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.data.packing import MicroBatch, PackedBatch
+from trainer.data.rows import Rows
 from trainer.memory.host_state import Places
 from trainer.memory.host_weights import HostWeights
 from trainer.model.anomaly import check_finite
@@ -28,6 +30,9 @@ from trainer.model.forward import PackedForward, layers_of
 from trainer.model.logprobs import measure
 from trainer.model.optimizer import make_optimizer, outer_weights
 from trainer.model.precision import Precision
+from trainer.parallel.orders import Measure, passes_of, tell_shares
+from trainer.parallel.ranks import Ranks
+from trainer.parallel.sharding import clip_gradients, shard
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
@@ -73,9 +78,17 @@ class ValueModel(nn.Module):
 class Critic:
     """The value function under training and its optimizer. Deterministic, as the learner is."""
 
-    def __init__(self, model: ValueModel, settings: TrainerSettings, places: Places | None = None) -> None:
-        """`places`: where its weights are held with `trainer.offload_idle`."""
+    def __init__(
+        self,
+        model: ValueModel,
+        settings: TrainerSettings,
+        places: Places | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`places`: where its weights are held with `trainer.offload_idle`. `ranks`: as the learner's."""
         self.model, self._device = model, model.head.weight.device
+        self._ranks = Ranks.alone(self._device) if ranks is None else ranks
+        shard(model, self._ranks)
         self.settings = settings
         """As the learner's."""
         layers = layers_of(model.policy).parameters()
@@ -85,10 +98,17 @@ class Critic:
         self._host = HostWeights(model, places) if settings.offload_idle else None
 
     def values(self, trajectories: Sequence[Trajectory]) -> Float64Array:
-        """`[N]`: the value before each sampled token of each segment of each trajectory, in their order."""
+        """`[N]`: the value before each sampled token of each segment of each trajectory, in their order.
+
+        For rank 0: the others get an order.
+        """
         budget = self.settings.micro_batch_tokens
+
+        def measuring(shares: Sequence[Sequence[Rows | None]]) -> None:
+            tell_shares(self._ranks, lambda share: Measure("critic", passes_of(shares[share])))
+
         with nullcontext() if self._host is None else self._host.used():
-            return measure(trajectories, self.model, budget, self._device, self.model.stem_width)
+            return measure(trajectories, self.model, budget, self.model.stem_width, self._ranks, measuring)
 
     def step(self, batch: PackedBatch, steps: int = 0) -> ValueStatistics:
         """One optimizer step towards the batch's returns. A batch without a fresh token moves nothing."""
@@ -105,17 +125,22 @@ class Critic:
             return ValueStatistics()
         if self._host is not None:
             self._host.load()
-        tokens = sum(len(micro.chosen) for micro in batch.micro_batches)
         total = torch.zeros((), device=self._device)
         for micro in batch.micro_batches:
             before, returns = _targets(micro)
             losses = value_loss(self.model(micro), before, returns, self.settings.advantage.critic.clip)
-            loss = losses.sum() / tokens
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = losses.sum() / batch.fresh
+            (loss * self._ranks.layout.shares).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.clip_grad_norm)
-        check_finite(steps, "critic", float(total), float(grad_norm))
-        return ValueStatistics(value_loss=float(total), value_explained=_explained(batch.micro_batches))
+        grad_norm = clip_gradients(self._parameters, self.settings.clip_grad_norm)
+        told = _Told(float(total), *(column.tobytes() for column in _columns(batch.micro_batches)))
+        found = [told]
+        if self._ranks.several:
+            parts = self._ranks.of_shares(self._ranks.gather(msgspec.msgpack.encode(told)))
+            found = [msgspec.msgpack.decode(part, type=_Told) for part in parts]
+        loss_of_all = sum(part.loss for part in found)
+        check_finite(steps, "critic", loss_of_all, float(grad_norm))
+        return ValueStatistics(value_loss=loss_of_all, value_explained=_explained(found))
 
     def apply(self) -> None:
         """Make the step of the gradient that was computed; nothing where there was no fresh token."""
@@ -137,10 +162,21 @@ def _targets(micro: MicroBatch) -> tuple[Tensor, Tensor]:
     return micro.values, micro.returns
 
 
-def _explained(micro_batches: Sequence[MicroBatch]) -> float | None:
-    before, returns = (
-        torch.cat(column).double().cpu().numpy()
-        for column in zip(*(_targets(micro) for micro in micro_batches), strict=True)
-    )
+class _Told(msgspec.Struct, frozen=True):
+    """Of one rank's tokens: their part of the loss; float64, the values before the batch and the returns."""
+
+    loss: float
+    before: bytes
+    returns: bytes
+
+
+def _columns(micro_batches: Sequence[MicroBatch]) -> Iterator[Float64Array]:
+    for column in zip(*(_targets(micro) for micro in micro_batches), strict=True):
+        yield torch.cat(column).double().cpu().numpy()
+
+
+def _explained(parts: Sequence[_Told]) -> float | None:
+    before = np.frombuffer(b"".join(part.before for part in parts))
+    returns = np.frombuffer(b"".join(part.returns for part in parts))
     spread = float(np.var(returns))
     return 1.0 - float(np.var(returns - before)) / spread if spread > 0.0 else None

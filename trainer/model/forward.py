@@ -34,6 +34,7 @@ from trainer.model import packed_attention
 from trainer.model.head import Terms, head_terms, linear_head, logit_terms
 from trainer.model.precision import Precision, compute_dtype, computing
 from trainer.model.reach import limited, short_reach, untried
+from trainer.parallel.sharding import inside
 from trainer.parallel.ulysses import ContextSlice, slice_of
 from trainer.parallel.vocabulary import local_rows
 
@@ -50,7 +51,8 @@ _TOLERANCE, _COARSE_TOLERANCE = 1e-4, 0.02
 class PackedForward:
     """`model`, a causal language model or the layers of one, on packed rows.
 
-    Its attention may be replaced; ordinary calls of it give what they gave before.
+    Its attention may be replaced; ordinary calls of it give what they gave before. Made before the model's weights are
+    sharded: it tries the model. Then `terms` and `logits` are calls of the model, and `hidden` must stand within one.
     """
 
     def __init__(
@@ -136,13 +138,21 @@ class PackedForward:
     ) -> Terms:
         if self._head is None:
             return logit_terms(self._logits(row, places), tokens, temperature, entropy=entropy)
-        hidden = self._hidden(row, places)
-        if self._dtype != torch.float32:
-            # The last norm leaves float32 behind. Weights of another dtype than float32 keep theirs.
-            hidden = hidden.to(self._dtype)
-        weight, shard = local_rows(self._head.weight)
-        bias = None if self._head.bias is None else local_rows(self._head.bias)[0]
-        return head_terms(hidden, weight, tokens, temperature, bias=bias, entropy=entropy, shard=shard)
+        head = self._head
+
+        def by_head() -> tuple[Tensor, Tensor | None]:
+            hidden = self._hidden(row, places)
+            if self._dtype != torch.float32:
+                # The last norm leaves float32 behind. Weights of another dtype than float32 keep theirs.
+                hidden = hidden.to(self._dtype)
+            # Read here: outside, the weights of a sharded model are other objects.
+            weight, shard = local_rows(head.weight)
+            bias = None if head.bias is None else local_rows(head.bias)[0]
+            terms = head_terms(hidden, weight, tokens, temperature, bias=bias, entropy=entropy, shard=shard)
+            # No view: nothing may be written into what stands for the whole pass.
+            return terms.logprobs.clone(), terms.entropy
+
+        return Terms(*inside(self._model, by_head))
 
     def _logits(self, row: PackedRow, places: Tensor) -> Tensor:
         with computing(self._dtype, self._model.device):

@@ -34,6 +34,8 @@ from trainer.model.logprobs import Reference, sampled_terms
 from trainer.model.optimizer import make_optimizer, outer_weights
 from trainer.model.router_loss import RouterLoss
 from trainer.model.token_stats import StepSums
+from trainer.parallel.ranks import Ranks
+from trainer.parallel.sharding import clip_gradients, shard
 from weight_bus.manifest.computed import PublishedTensor, computed
 from weight_bus.manifest.published import PublishedNames
 
@@ -49,9 +51,11 @@ class Learner:
         reference: Reference | None = None,
         run_steps: int | None = None,
         adapters: Adapters | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`reference`: the policy that the run began with; `run_steps`: optimizer steps of the whole run; `adapters`: those
-        of `model`, where they alone are trained: with them off the model is the reference itself.
+        of `model`, where they alone are trained: with them off the model is the reference itself. `ranks`: over which the
+        weights are sharded; each calls the same methods at the same time, with its own passes.
 
         Raises UsageError where the loss needs a reference, or the schedule the run's steps, and there is none, and where
         the loss balances experts that the model has not.
@@ -75,6 +79,8 @@ class Learner:
         recompute_activations(self.model, settings.activation_checkpointing, offload=settings.activation_offload)
         if settings.compile:
             compile_layers(self.model)
+        self._ranks = Ranks.alone(model.device) if ranks is None else ranks
+        shard(self.model, self._ranks)
         self._router = RouterLoss(model) if settings.loss.router_aux else None
         state = model.state_dict(keep_vars=True)
         self._live = {name: state[name] for name in named_weights(model)}
@@ -145,7 +151,7 @@ class Learner:
         for number, part in enumerate(batch[1:], start=1):
             before = number - (minibatches or len(batch))
             # Tokens only ever leave: as many are the same ones. The first part's are not computed for its first step.
-            if before > 0 and batch[before].tally.fresh == part.tally.fresh:
+            if before > 0 and batch[before].size.tokens == part.size.tokens:
                 found.append(found[before])
             else:
                 found.append([self._proximal(micro) for micro in part.micro_batches])
@@ -165,8 +171,8 @@ class Learner:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.clip_grad_norm)
-        statistics = sums.read(grad_norm)
+        grad_norm = clip_gradients(self._parameters, self.settings.clip_grad_norm)
+        statistics = sums.read(grad_norm, self._ranks)
         check_finite(self.steps_made, "policy", statistics.loss, statistics.grad_norm)
         return statistics
 
@@ -227,6 +233,9 @@ class Learner:
     ) -> None:
         with nullcontext() if self._router is None else self._router.recording():
             logprobs, entropy = sampled_terms(self._policy, micro, entropy=self.objective.needs_entropy)
+        if micro.idle:
+            self._backward(logprobs.sum())
+            return
         terms = TokenTerms(
             logprobs=logprobs[micro.chosen],
             behaviour=micro.behaviour[micro.chosen],
@@ -249,9 +258,13 @@ class Learner:
         if self._router is not None:
             # It is no mean over tokens: each pass has one, which counts as its fresh tokens do.
             loss = loss + self.settings.loss.router_aux * self._router.value() * (len(micro.chosen) / size.tokens)
-        if torch.is_grad_enabled():
-            loss.backward()  # type: ignore[no-untyped-call]
+        self._backward(loss)
         sums.add(micro, logprobs.detach(), loss.detach(), judged)
+
+    def _backward(self, loss: Tensor) -> None:
+        """`loss`: this rank's part of the sum over ranks. Gradients are averaged over them."""
+        if torch.is_grad_enabled():
+            (loss * self._ranks.layout.shares).backward()  # type: ignore[no-untyped-call]
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:

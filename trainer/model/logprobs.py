@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,10 +15,11 @@ from transformers import PreTrainedModel
 from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.algorithms.advantages.flat import ranges
-from trainer.data.packing import MicroBatch, micro_batch, split_batch
-from trainer.data.rows import to_measure
+from trainer.data.packing import MicroBatch, lay_passes, split_shares
+from trainer.data.rows import Rows, to_measure
 from trainer.model.forward import PackedForward
 from trainer.model.head import logit_terms
+from trainer.parallel.ranks import Ranks, meeting
 
 
 def sampled_terms(policy: PackedForward, micro: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -41,29 +43,58 @@ def token_logprobs(model: PreTrainedModel, input_ids: Tensor, first: int = 1) ->
     return logit_terms(logits, input_ids[:, first:], None).logprobs
 
 
-@torch.no_grad()
+class Measuring(Protocol):
+    """How rank 0 has the others take part: it calls this, with what it measures for each share, before its own part."""
+
+    def __call__(self, shares: Sequence[Sequence[Rows | None]]) -> None: ...
+
+
 def measure(
     trajectories: Sequence[Trajectory],
     model: Callable[[MicroBatch], Tensor],
     budget: int,
-    device: torch.device,
     stem_width: int | None = None,
+    ranks: Ranks | None = None,
+    measuring: Measuring | None = None,
 ) -> Float64Array:
     """`[N]`: `model`'s value for every sampled token of some trajectories, whatever its age, before they are trained on.
 
     trajectories ──► rows ──► micro-batches ──model──► [N] in the order of the trajectories' segments
 
-    `budget`: tokens of a micro-batch; `stem_width`: of the model, as `split_batch` has it.
+    `budget`: tokens of a micro-batch; `stem_width`: of the model, as `split_batch` has it. With several `ranks` each
+    measures its share (`measure_passes`), and `measuring` tells it to.
     """
+    ranks = Ranks.alone() if ranks is None else ranks
     rows = to_measure(trajectories)
     sampled = np.add.reduceat(rows.ages >= 0, rows.begins, dtype=np.int64) if len(rows) else np.zeros(0, dtype=np.int64)
     ends = np.cumsum(sampled)
     found = np.zeros(int(sampled.sum()))
-    for together in split_batch(rows, budget, stem_width):
-        chosen = np.array(together, dtype=np.int64)
-        said = model(micro_batch(rows.take(chosen), device)).double().cpu().numpy()
+    if not len(rows):
+        return found
+    split = [
+        [np.array(together, dtype=np.int64) for together in passes]
+        for passes in split_shares(rows, budget, stem_width, ranks.layout.shares)
+    ]
+    shares = [[rows.take(chosen) if len(chosen) else None for chosen in passes] for passes in split]
+    if measuring is not None:
+        measuring(shares)
+    for said, passes in zip(measure_passes(shares[ranks.share], model, ranks), split, strict=True):
+        chosen = np.concatenate(passes)
         found[ranges((ends - sampled)[chosen], sampled[chosen])] = said
     return found
+
+
+@torch.no_grad()
+def measure_passes(
+    passes: Sequence[Rows | None], model: Callable[[MicroBatch], Tensor], ranks: Ranks
+) -> list[Float64Array]:
+    """This rank's part of a measurement: the values of each share, on every rank."""
+    with meeting():
+        said = [model(micro).double().cpu().numpy() for micro in lay_passes(passes, ranks.device)]
+    mine: Float64Array = np.concatenate(said)
+    if not ranks.several:
+        return [mine]
+    return [np.frombuffer(part) for part in ranks.of_shares(ranks.gather(mine.tobytes()))]
 
 
 class Reference:

@@ -12,7 +12,7 @@ adapters     what is trained in place of the policy's own weights (`trainer.lora
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from services.wire.trajectory import Trajectory
 from trainer.algorithms.advantages.batch import Float64Array
 from trainer.algorithms.advantages.compute import AdvantageComputer, Taught
 from trainer.algorithms.needs import needs_of
+from trainer.data.rows import Rows
 from trainer.memory.activations import recompute_activations
 from trainer.memory.host_weights import HostWeights
 from trainer.model.adapters import Adapters
@@ -31,6 +32,9 @@ from trainer.model.critic import Critic, ValueModel
 from trainer.model.forward import PackedForward
 from trainer.model.learner import Learner
 from trainer.model.logprobs import Reference, measure
+from trainer.parallel.orders import Measure, passes_of, tell_shares
+from trainer.parallel.ranks import Ranks
+from trainer.parallel.sharding import shard
 
 
 @dataclass(frozen=True)
@@ -40,17 +44,19 @@ class Roles:
     learner: Learner
     advantage_computer: AdvantageComputer
     critic: Critic | None = None
+    ranks: Ranks = field(default_factory=Ranks.alone)
+    """Over which all of them are spread."""
 
     def models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
         """What is trained, by name: `model` is the policy."""
         critic = {} if self.critic is None else {"critic": (self.critic.model, self.critic.optimizer)}
         return {"model": (self.learner.model, self.learner.optimizer), **critic}
 
-    def use(self, settings: RunSettings) -> None:
-        """Take the next steps under `settings`, of which only what may change within a run is another than before."""
-        self.learner.settings, self.learner.run_steps = settings.trainer, settings.steps
+    def use(self, trainer: TrainerSettings, run_steps: int) -> None:
+        """Take the next steps under these settings, of which only what may change within a run is another than before."""
+        self.learner.settings, self.learner.run_steps = trainer, run_steps
         if self.critic is not None:
-            self.critic.settings = settings.trainer
+            self.critic.settings = trainer
 
     def forget_gradients(self) -> None:
         """After a step that could not be made."""
@@ -70,29 +76,38 @@ class Roles:
 
 
 def make_roles(
-    load: Callable[[], PreTrainedModel], settings: RunSettings, version: int, teacher: Taught | None = None
+    load: Callable[[], PreTrainedModel],
+    settings: RunSettings,
+    version: int,
+    teacher: Taught | None = None,
+    ranks: Ranks | None = None,
 ) -> Roles:
     """The roles that `settings` ask for. `load`: a fresh copy of the run's first policy, which has made `version` steps;
-    `teacher`: tells its logprobs, where they are read.
+    `teacher`: tells its logprobs, where they are read; `ranks`: over which they are spread. Made by all ranks alike.
 
     Raises UsageError for settings of which one would have no effect, or which do not fit the model.
     """
     trainer, reference = settings.trainer, None
+    ranks = Ranks.alone() if ranks is None else ranks
     needs, policy = needs_of(trainer), load()
     _check_offload(trainer, policy)
     if not trainer.lora.rank and needs.reference:
         first = load().eval().requires_grad_(False)
         packed = PackedForward(first, trainer.dtype)
+        shard(first, ranks)
         reference = Reference(packed, HostWeights(first).used) if trainer.offload_idle else Reference(packed)
-    critic = Critic(_value_model(load(), trainer), trainer) if needs.critic else None
+    critic = Critic(_value_model(load(), trainer), trainer, ranks=ranks) if needs.critic else None
     adapters = Adapters(policy, trainer.lora, settings.seed) if trainer.lora.rank else None
-    learner = Learner(policy, trainer, version, reference, settings.steps, adapters)
+    learner = Learner(policy, trainer, version, reference, settings.steps, adapters, ranks)
+
+    def measuring(shares: Sequence[Sequence[Rows | None]]) -> None:
+        tell_shares(ranks, lambda share: Measure("reference", passes_of(shares[share])))
 
     def of_reference(trajectories: Sequence[Trajectory]) -> Float64Array:
         assert learner.reference is not None
         budget = learner.settings.micro_batch_tokens
         with learner.reference.within():
-            return measure(trajectories, learner.reference.logprobs, budget, learner.model.device, learner.stem_width)
+            return measure(trajectories, learner.reference.logprobs, budget, learner.stem_width, ranks, measuring)
 
     advantage_computer = AdvantageComputer(
         trainer.advantage,
@@ -101,7 +116,7 @@ def make_roles(
         critic=None if critic is None else critic.values,
         teacher=teacher,
     )
-    return Roles(learner, advantage_computer, critic)
+    return Roles(learner, advantage_computer, critic, ranks)
 
 
 def _check_offload(trainer: TrainerSettings, policy: PreTrainedModel) -> None:

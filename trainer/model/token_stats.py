@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
 from services.wire.run_metrics import TokenStatistics
 from trainer.algorithms.losses.objective import Judged
 from trainer.data.packing import MicroBatch
+from trainer.parallel.ranks import Ranks
 
 
 class StepSums:
@@ -61,19 +64,32 @@ class StepSums:
             before = self._figures.get(name, torch.zeros(1, device=ratio.device))
             self._figures[name] = before + figure.detach().sum().to(before)
 
-    def read(self, grad_norm: Tensor) -> TokenStatistics:
-        """The one synchronisation of a step; before the weights change, so that what is not finite never reaches them."""
+    def read(self, grad_norm: Tensor, ranks: Ranks | None = None) -> TokenStatistics:
+        """Of all `ranks`, on each. The one synchronisation of a step; before the weights change, so that what is not finite
+        never reaches them.
+
+        `grad_norm`: of the gradient of all ranks.
+        """
         norm = grad_norm.detach().reshape(1).to(self._loss)
         parts = [self._loss, norm, self._largest_ratio, self._sampled, self._fresh, self._largest]
         values = torch.cat([*parts, *self._figures.values()]).tolist()
         loss, norm_value, largest_ratio = values[:3]
         names = (*self._OF_SAMPLED, *self._OF_FRESH)
-        total = dict(zip(names, values[3:], strict=False))
-        peak = dict(zip(self._OF_SAMPLED, values[3 + len(names) :], strict=False))
-        figures = zip(self._figures, values[len(values) - len(self._figures) :], strict=True)
-        sampled, fresh, current = self._counts["sampled"], self._counts["fresh"], int(total["current"])
-        return TokenStatistics(
+        sums = _Sums(
             loss=loss,
+            largest_ratio=largest_ratio,
+            total=dict(zip(names, values[3:], strict=False)),
+            peak=dict(zip(self._OF_SAMPLED, values[3 + len(names) :], strict=False)),
+            figures=dict(zip(self._figures, values[len(values) - len(self._figures) :], strict=True)),
+            counts=self._counts,
+        )
+        if ranks is not None and ranks.several:
+            told = ranks.of_shares(ranks.gather(msgspec.msgpack.encode(sums)))
+            sums = _added([msgspec.msgpack.decode(each, type=_Sums) for each in told])
+        total, peak = sums.total, sums.peak
+        sampled, fresh, current = sums.counts["sampled"], sums.counts["fresh"], int(total["current"])
+        return TokenStatistics(
+            loss=sums.loss,
             grad_norm=norm_value,
             logprob_gap_mean=_mean(total["gap"], current),
             logprob_gap_max=peak["gap"] if current else None,
@@ -81,16 +97,46 @@ class StepSums:
             logprob_gap_mean_all=_mean(total["gap_all"], sampled),
             logprob_gap_max_all=peak["gap_all"] if sampled else None,
             ratio_mean=_mean(total["ratio"], fresh),
-            ratio_max=largest_ratio if fresh else None,
+            ratio_max=sums.largest_ratio if fresh else None,
             clip_fraction=_mean(total["clipped"], fresh),
             masked_by_correction=_mean(total["left_out"], fresh),
-            correction_weight=_mean(total["weight"], self._counts["weighed"]),
+            correction_weight=_mean(total["weight"], sums.counts["weighed"]),
             # Squares of ratios that are nearly 0 are 0.
             effective_samples=_mean(total["ratio"] ** 2 / (total["ratio_squared"] or math.nan), fresh),
             kl=_mean(total["kl"], fresh),
-            teacher_kl=_mean(total["teacher_kl"], self._counts["taught"]),
-            figures={name: _mean(figure, fresh) for name, figure in figures},
+            teacher_kl=_mean(total["teacher_kl"], sums.counts["taught"]),
+            figures={name: _mean(figure, fresh) for name, figure in sums.figures.items()},
         )
+
+
+class _Sums(msgspec.Struct):
+    """What one rank added up, by name."""
+
+    loss: float
+    largest_ratio: float
+    total: dict[str, float]
+    peak: dict[str, float]
+    figures: dict[str, float]
+    counts: dict[str, int]
+
+
+def _added(parts: Sequence[_Sums]) -> _Sums:
+    figures = {name for part in parts for name in part.figures}
+    return _Sums(
+        loss=sum(part.loss for part in parts),
+        largest_ratio=_largest(part.largest_ratio for part in parts),
+        total={name: sum(part.total[name] for part in parts) for name in parts[0].total},
+        peak={name: _largest(part.peak[name] for part in parts) for name in parts[0].peak},
+        # A rank without a row has none.
+        figures={name: sum(part.figures.get(name, 0.0) for part in parts) for name in sorted(figures)},
+        counts={name: sum(part.counts[name] for part in parts) for name in parts[0].counts},
+    )
+
+
+def _largest(values: Iterable[float]) -> float:
+    """NaN where one is, as torch has it."""
+    found = [*values]
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def _mean(total: float, count: int) -> float | None:

@@ -1,6 +1,6 @@
 """The ranks of a trainer: one process each, of one process group, in a mesh of `services.policies.training.layout`.
 
-    with joined(settings, …) as ranks:      torchrun's environment variables ─► process group ─► mesh; closed at the end
+    with joined(layout) as ranks:           torchrun's environment variables ─► process group ─► mesh; closed at the end
     Ranks.alone()                           one process without a group: every call answers at once
 
     ranks.mesh["data"]          the group of one dimension, as torch's `fully_shard` and DTensors take it
@@ -20,15 +20,22 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from services.policies.training.layout import ALONE, DIMENSIONS, Layout
 from services.wire.errors import RollmeshError, UsageError
+from trainer.parallel.start import Started
+from trainer.parallel.watch import Watch
 
 COLLECTIVE_S = 600.0
 """Deadline of a collective of a step: the slowest rank's share of it."""
 ORDER_S = 7200.0
 """How long a rank waits for the next order of rank 0, which may wait for trajectories, or for engines."""
+MEET_S = 600.0
+"""How long ranks wait for each other to start."""
+_OF_GROUPS = ("gloo/", "[gloo]", "NCCL", "Connection closed by peer", "Connection reset by peer")
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -83,6 +90,13 @@ class Ranks:
         """Which of `layout.shares` parts of the rows are this rank's."""
         return self.layout.share(self.rank)
 
+    def of_shares(self, by_rank: Sequence[bytes]) -> list[bytes]:
+        """Of what ranks told, that of one rank for each share of the rows."""
+        found: dict[int, bytes] = {}
+        for rank, told in enumerate(by_rank):
+            found.setdefault(self.layout.share(rank), told)
+        return [found[share] for share in range(self.layout.shares)]
+
     def send(self, orders: Sequence[bytes]) -> None:
         """From rank 0: `orders[rank]` to each other rank, which is in `receive`. Raises RankError."""
         if self._orders is None:
@@ -90,10 +104,12 @@ class Ranks:
         sizes = torch.tensor([len(order) for order in orders])
         with _told("a rank does not take orders"):
             dist.broadcast(sizes, 0, group=self._orders)
+            # Held until they are sent.
+            tensors = [_tensor(order) for order in orders]
             sent = [
-                dist.isend(_tensor(order), rank, group=self._orders)
-                for rank, order in enumerate(orders)
-                if rank and len(order)
+                dist.isend(tensor, rank, group=self._orders)
+                for rank, tensor in enumerate(tensors)
+                if rank and len(tensor)
             ]
             for work in sent:
                 if work is not None:
@@ -125,31 +141,64 @@ class Ranks:
 
 
 @contextmanager
-def joined(layout: Layout, environ: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
-    """This process's place among the ranks that were started; the group is closed at the end.
+def joined(layout: Layout, started: Started | None = None) -> Iterator[Ranks]:
+    """This process's place among the ranks; their group is closed at the end, and they are watched until then.
 
-    `environ`: torchrun's variables, where `layout` has more than one rank. Raises UsageError where they are not there, or
-    name another number of ranks, and RankError where the others do not come.
+    `started`: the ranks that this process started; None where torchrun, or another, has set its variables. Raises
+    UsageError where these are not there, or name another number of ranks, and RankError where the others do not come, or
+    one is gone.
     """
     if layout.ranks == 1:
         yield Ranks.alone()
         return
+    environ = os.environ if started is None else started.environ
     if missing := [name for name in _VARIABLES if name not in environ]:
         raise UsageError(f"{layout.ranks} ranks, and {', '.join(missing)} not set", "start them with torchrun")
-    device = _own_device(environ)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    if size != layout.ranks:
+        raise UsageError(f"{layout} makes {layout.ranks} ranks, and {size} were started", "set trainer.parallel")
+    device = _own_device(environ)
     with _told("the ranks do not meet"):
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(seconds=COLLECTIVE_S))
+        store = _store(environ, rank, size)
+        beside = PrefixStore("watch", store.clone())  # type: ignore[attr-defined]
+        watch = Watch(beside, rank, size, [] if started is None else started.others)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("group", store),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=COLLECTIVE_S),
+        )
     try:
-        yield Ranks.of_group(layout, device)
-    finally:
+        ranks = Ranks.of_group(layout, device)
+        yield ranks
+        if rank:
+            # Before rank 0 may go.
+            watch.close()
+        ranks.gather(b"")
+        watch.close()
         dist.destroy_process_group()
+    except RankError as error:
+        gone = None if rank else watch.named()
+        raise error if gone is None else RankError(gone, "see the log above, and that of its machine") from error
+    except BaseException as error:
+        # The group is not closed: others may wait within a collective, and end once this process has.
+        watch.failed(f"{type(error).__name__}: {error}")
+        raise
 
 
-def ranks_started(environ: Mapping[str, str] = os.environ) -> int | None:
-    """How many ranks torchrun, or whoever sets its variables, has started; None where nobody has."""
-    return int(environ["WORLD_SIZE"]) if "WORLD_SIZE" in environ and "RANK" in environ else None
+def _store(environ: Mapping[str, str], rank: int, size: int) -> Store:
+    """Where the ranks meet: torchrun's own, or one that rank 0 serves."""
+    of_torchrun = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        None if of_torchrun else size,
+        is_master=rank == 0 and not of_torchrun,
+        timeout=timedelta(seconds=MEET_S),
+    )
+    # What ranks of an earlier start left there is not read.
+    return PrefixStore(f"rollmesh/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _own_device(environ: Mapping[str, str] = os.environ) -> torch.device:
@@ -162,6 +211,19 @@ def _own_device(environ: Mapping[str, str] = os.environ) -> torch.device:
 
 def _tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Around passes of models that are spread over ranks: raises RankError where a collective in them fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or any(words in str(error) for words in _OF_GROUPS):
+            raise RankError(
+                f"a rank did not take part in a step ({error})", "see the logs of the other ranks"
+            ) from error
+        raise
 
 
 @contextmanager

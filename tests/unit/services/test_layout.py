@@ -51,5 +51,5 @@ def test_the_settings_are_the_layouts_words() -> None:
 
 
 def test_several_ranks_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"trainer\.parallel\.data=2"):
-        load_settings(None, ["trainer.parallel.data=2"])
+    with pytest.raises(UsageError, match=r"trainer\.parallel\.tensor=2"):
+        load_settings(None, ["trainer.parallel.tensor=2"])

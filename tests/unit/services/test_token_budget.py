@@ -81,7 +81,7 @@ def test_smaller_passes_end_at_one_row_where_prefixes_are_shared(rests: list[int
             break
         assert 1 <= smaller < budget
         budget = smaller
-    assert all(len(rows) <= 1 for rows in fill_sharing(order, common, lengths, budget, 64))
+    assert all(len(rows) <= 1 for rows in fill_sharing(order, common, lengths, budget, 64)[0])
 
 
 @pytest.mark.parametrize(("budget", "ranks"), [(0, 1), (1, 0)])

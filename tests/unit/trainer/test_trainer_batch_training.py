@@ -205,5 +205,5 @@ def test_no_split_over_micro_batches_or_ranks_changes_the_gradient(
     for budget, ranks in ((1, 1), (17, 1), (40, 1), (25, 3), (4096, 4)):
         split = split_rows([len(row.token_ids) for row in rows], budget, ranks=ranks)
         parts = [micro_batch([rows[i] for i in together]) for rank in split for together in rank if together]
-        found = gradients(fresh_model, settings, PackedBatch(parts, whole.size, tally))
+        found = gradients(fresh_model, settings, PackedBatch(parts, whole.size, whole.fresh))
         assert float((found - wanted).abs().max()) <= 1e-6 * max(0.1, largest), (budget, ranks)

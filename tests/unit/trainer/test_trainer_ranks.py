@@ -1,0 +1,62 @@
+"""Several ranks train as one process does: the same loss, gradients, statistics and weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.rank_pool import RankPool
+from tests.support.trained_by_ranks import Arrays, train
+
+LAYOUTS = {"2 data": {"data": 2}, "4 data": {"data": 4}, "2 replicas of 2": {"replicate": 2, "data": 2}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full checkpointing": {"activation_checkpointing": "full"},
+    "selective checkpointing": {"activation_checkpointing": "selective"},
+    "adapters": {"lora": {"rank": 4}, "loss": {"kl": 0.1}},
+    "critic": {"advantage": {"estimator": "gae"}},
+    "reference": {"loss": {"kl": 0.1, "entropy": 0.01}, "advantage": {"kl": 0.05}},
+}
+
+
+def settings_of(option: str) -> dict[str, Any]:
+    # Passes of few tokens: several on each rank, and not equally many.
+    trainer = {"learning_rate": 0.05, "warmup_steps": 0, "micro_batch_tokens": 80, "clip_grad_norm": 0.5}
+    return {"k": 3, "trainer": trainer | OPTIONS[option]}
+
+
+def off(found: Arrays, wanted: Arrays) -> float:
+    """The largest difference, of each tensor's maximum."""
+    assert found.keys() == wanted.keys()
+    return max(float(np.abs(found[name] - wanted[name]).max() / (np.abs(wanted[name]).max() or 1.0)) for name in wanted)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_ranks_come_to_what_one_process_does(rank_pool: RankPool, option: str) -> None:
+    alone = train(0, {}, settings_of(option))
+    assert alone is not None
+    assert max(float(np.abs(each).max()) for each in alone[1].values()) > 1e-3, "there is something to learn"
+    layout = LAYOUTS["2 replicas of 2" if option == "plain" else "2 data"]
+    ranks = math.prod(layout.values())
+    told, gradients, weights = rank_pool.run(ranks, train, layout, settings_of(option))[0]
+    assert off(gradients, alone[1]) <= 1e-5 and off(weights, alone[2]) <= 1e-5
+    for found, wanted in zip(told, alone[0], strict=True):
+        same(found, wanted)
+
+
+def same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for name, value in wanted.items():
+        expected = value if value is None or isinstance(value, dict) else pytest.approx(value, rel=1e-4, abs=1e-5)
+        assert found[name] == expected, name
+
+
+def test_ranks_without_a_row_take_part(rank_pool: RankPool) -> None:
+    """Two rows on four ranks."""
+    few = settings_of("critic")
+    alone = train(0, {}, few, 2, 1, 2)
+    told = rank_pool.run(4, train, LAYOUTS["4 data"], few, 2, 1, 2)[0]
+    assert alone is not None and off(told[1], alone[1]) <= 1e-5 and off(told[2], alone[2]) <= 1e-5

@@ -1,0 +1,81 @@
+"""Weights over ranks (FSDP2): each rank holds a share of each layer's, and has all of one layer's while it computes it.
+
+    forward      layer ─all-gather─► computes ─► lets go of the others' weights          root: embeddings, norm, head
+    backward     layer ─all-gather─► computes ─reduce-scatter─► this rank's share of the gradient, a mean over ranks
+
+With `replicate` (HSDP) shares are of the ranks of one replica, and gradients are averaged over replicas too.
+`fully_shard`'s root must be entered by its own forward: whatever calls layers by themselves does so `inside` it.
+
+Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from services.wire.errors import UsageError
+from trainer.parallel.ranks import Ranks
+
+_ENTRY = "rollmesh_inside"
+_Found = TypeVar("_Found")
+
+
+def shard(model: nn.Module, ranks: Ranks) -> None:
+    """Spread the weights of `model` over `ranks`, which all hold the same ones; its parameters are DTensors from then on.
+
+    Nothing where there is one rank. Make optimizers after it. Raises UsageError for an architecture whose layers are not
+    known as such.
+    """
+    if ranks.mesh is None:
+        return
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UsageError(
+            f"trainer.parallel: {type(model).__name__} has no layers that weights could be sharded by", "use one rank"
+        )
+    mesh = ranks.mesh["replicate", "data"] if ranks.layout.replicate > 1 else ranks.mesh["data"]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    setattr(model, _ENTRY, MethodType(_call, model))
+    register_fsdp_forward_method(model, _ENTRY)
+
+
+def inside(model: nn.Module, work: Callable[[], _Found]) -> _Found:
+    """`work()`, which calls parts of `model` by themselves, as a forward pass of it. Tensors that it returns have gradients
+    only where they stand in tuples, lists or dicts."""
+    entry: Callable[[Callable[[], _Found]], _Found] | None = getattr(model, _ENTRY, None)
+    return work() if entry is None else entry(work)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be spread over ranks; a collective of theirs where it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def spread_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor`, which every rank has all of, spread over ranks as `like` is; itself where that is whole, or of another
+    shape."""
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    there = tensor.to(like.device)
+    return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: list[nn.Parameter], most: float) -> Tensor:
+    """Scale the gradients so that their norm is at most `most`; returns what it was, a scalar, the same on all ranks."""
+    return whole(torch.nn.utils.clip_grad_norm_(parameters, most))
+
+
+def _call(_: nn.Module, work: Callable[[], _Found]) -> _Found:
+    return work()
