@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from services.config.checks import layout_asked, ranks_asked
 from services.config.load import load_settings
 from services.config.parallel import ParallelSettings
 from services.policies.training.layout import ALONE, Layout, layout_of
@@ -50,6 +53,37 @@ def test_the_settings_are_the_layouts_words() -> None:
     assert layout_of(4, **ParallelSettings(tensor=2).model_dump()) == Layout(data=2, tensor=2)
 
 
-def test_several_ranks_are_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"trainer\.parallel\.tensor=2"):
-        load_settings(None, ["trainer.parallel.tensor=2"])
+def test_ranks_that_were_started_must_be_those_that_are_asked_for() -> None:
+    assert layout_asked(ParallelSettings(), 8) == Layout(data=8)
+    assert ranks_asked(ParallelSettings()) == 1 and ranks_asked(ParallelSettings(data=3, replicate=2)) == 6
+    with pytest.raises(UsageError, match=r"trainer\.parallel: .*data 4 .* = 4 ranks, and there are 2"):
+        layout_asked(ParallelSettings(data=4), 2)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "trainer.parallel.tensor=2",
+        "trainer.parallel.context=2",
+        "trainer.parallel.expert=2",
+        "trainer.lora.rank=4",
+        "trainer.optimizer.kind=muon",
+        "trainer.optimizer.state_bits=8",
+        "trainer.optimizer.offload=true",
+        "trainer.offload_idle=true",
+        "trainer.compile=true",
+        "trainer.loss.router_aux=0.1",
+        "weights.transport=nccl",
+    ],
+)
+def test_what_several_ranks_do_not_know_is_refused_by_name(setting: str) -> None:
+    assert load_settings(None, ["trainer.parallel.data=2"]).trainer.parallel.data == 2
+    with pytest.raises(UsageError, match=re.escape(setting)):
+        load_settings(None, ["trainer.parallel.data=2", setting])
+
+
+def test_ranks_of_one_machine_share_its_threads() -> None:
+    alone, two = (load_settings(None, overrides) for overrides in ([], ["trainer.parallel.data=2"]))
+    assert alone.with_threads(9, tiny=False).trainer.thread_count == 9
+    assert two.with_threads(9, tiny=False).trainer.thread_count == 4
+    assert two.with_threads(1, tiny=False).trainer.thread_count == 1

@@ -88,3 +88,30 @@ def test_smaller_passes_end_at_one_row_where_prefixes_are_shared(rests: list[int
 def test_bounds_that_admit_nothing_are_refused(budget: int, ranks: int) -> None:
     with pytest.raises(ValueError, match="≥ 1"):
         split_rows([1], budget, ranks=ranks)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=8),
+    BUDGET,
+    RANKS,
+)
+def test_rows_that_begin_alike_are_given_out_evenly(
+    families: list[tuple[int, int, int]], budget: int, ranks: int
+) -> None:
+    """`families`: of a stem, so many rows that go on from it, with so many tokens."""
+    lengths = [stem + rest for stem, count, rest in families for _ in range(count)]
+    common = [stem * (place > 0) for stem, count, _ in families for place in range(count)]
+    split = fill_sharing([*range(len(lengths))], common, lengths, budget, 64, ranks=ranks)
+    assert len(split) == ranks
+    assert len({len(passes) for passes in split}) == 1, "each pass is a collective"
+    assert sorted(row for passes in split for rows in passes for row in rows) == [*range(len(lengths))]
+
+
+def test_siblings_stay_on_one_rank_unless_it_would_do_more_than_the_others() -> None:
+    def shares(groups: int, ranks: int) -> list[set[int]]:
+        lengths, common = [120] * 8 * groups, ([0] + [100] * 7) * groups
+        split = fill_sharing([*range(8 * groups)], common, lengths, 10_000, 64, ranks=ranks)
+        return [{row for rows in passes for row in rows} for passes in split]
+
+    assert all(len({row // 8 for row in share}) == 2 and len(share) == 16 for share in shares(4, 2))
+    assert all(len(share) == 4 for share in shares(1, 2)), "one group, and neither rank is idle"
