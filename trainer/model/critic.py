@@ -108,7 +108,9 @@ class Critic:
             tell_shares(self._ranks, lambda share: Measure("critic", passes_of(shares[share])))
 
         with nullcontext() if self._host is None else self._host.used():
-            return measure(trajectories, self.model, budget, self.model.stem_width, self._ranks, measuring)
+            return measure(
+                trajectories, self.model, budget, self.model.stem_width, ranks=self._ranks, measuring=measuring
+            )
 
     def step(self, batch: PackedBatch, steps: int = 0) -> ValueStatistics:
         """One optimizer step towards the batch's returns. A batch without a fresh token moves nothing."""

@@ -54,17 +54,17 @@ def measure(
     model: Callable[[MicroBatch], Tensor],
     budget: int,
     stem_width: int | None = None,
-    ranks: Ranks | None = None,
-    measuring: Measuring | None = None,
+    *,
+    ranks: Ranks,
+    measuring: Measuring,
 ) -> Float64Array:
     """`[N]`: `model`'s value for every sampled token of some trajectories, whatever its age, before they are trained on.
 
     trajectories ──► rows ──► micro-batches ──model──► [N] in the order of the trajectories' segments
 
-    `budget`: tokens of a micro-batch; `stem_width`: of the model, as `split_batch` has it. With several `ranks` each
-    measures its share (`measure_passes`), and `measuring` tells it to.
+    `budget`: tokens of a micro-batch; `stem_width`: of the model, as `split_batch` has it. Each of
+    `ranks` measures its share (`measure_passes`), and `measuring` tells it to.
     """
-    ranks = Ranks.alone() if ranks is None else ranks
     rows = to_measure(trajectories)
     sampled = np.add.reduceat(rows.ages >= 0, rows.begins, dtype=np.int64) if len(rows) else np.zeros(0, dtype=np.int64)
     ends = np.cumsum(sampled)
@@ -76,8 +76,7 @@ def measure(
         for passes in split_shares(rows, budget, stem_width, ranks.layout.shares)
     ]
     shares = [[rows.take(chosen) if len(chosen) else None for chosen in passes] for passes in split]
-    if measuring is not None:
-        measuring(shares)
+    measuring(shares)
     for said, passes in zip(measure_passes(shares[ranks.share], model, ranks), split, strict=True):
         chosen = np.concatenate(passes)
         found[ranges((ends - sampled)[chosen], sampled[chosen])] = said

@@ -88,8 +88,8 @@ def make_roles(
     Raises UsageError for settings of which one would have no effect, or which do not fit the model.
     """
     trainer, reference = settings.trainer, None
-    ranks = Ranks.alone() if ranks is None else ranks
     needs, policy = needs_of(trainer), load()
+    ranks = Ranks.alone(policy.device) if ranks is None else ranks
     _check_offload(trainer, policy)
     if not trainer.lora.rank and needs.reference:
         first = load().eval().requires_grad_(False)
@@ -107,7 +107,9 @@ def make_roles(
         assert learner.reference is not None
         budget = learner.settings.micro_batch_tokens
         with learner.reference.within():
-            return measure(trajectories, learner.reference.logprobs, budget, learner.stem_width, ranks, measuring)
+            return measure(
+                trajectories, learner.reference.logprobs, budget, learner.stem_width, ranks=ranks, measuring=measuring
+            )
 
     advantage_computer = AdvantageComputer(
         trainer.advantage,

@@ -110,7 +110,8 @@ class Watch:
         for rank in range(1, self._size) if self._rank == 0 else (0,):
             beats = self._store.add(f"beats/{rank}", 0)
             before, since = self._heard.get(rank, (-1, now))
-            if beats != before:
+            # One that has not begun yet is waited for where ranks meet.
+            if beats != before or not beats:
                 self._heard[rank] = (beats, now)
             elif now - since > self._silent_s:
                 return f"rank {rank} has given no sign of life for {now - since:.0f} s"
