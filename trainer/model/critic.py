@@ -132,7 +132,7 @@ class Critic:
             before, returns = _targets(micro)
             losses = value_loss(self.model(micro), before, returns, self.settings.advantage.critic.clip)
             loss = losses.sum() / batch.fresh
-            (loss * self._ranks.layout.shares).backward()  # type: ignore[no-untyped-call]
+            (loss * self._ranks.averaged).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         grad_norm = clip_gradients(self._parameters, self.settings.clip_grad_norm)
         told = _Told(float(total), *(column.tobytes() for column in _columns(batch.micro_batches)))

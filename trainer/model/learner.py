@@ -69,7 +69,8 @@ class Learner:
         self.settings = settings
         """Read at each step, as `run_steps` is: learning rate and bound of the gradient may change between two of them."""
         self.run_steps = run_steps
-        self._policy = PackedForward(self.model, settings.dtype)
+        self._ranks = Ranks.alone(model.device) if ranks is None else ranks
+        self._policy = PackedForward(self.model, settings.dtype, self._ranks.context)
         self.adapters = adapters
         self.gauge = Gauge(model, self.stem_width, frozen=adapters is not None)
         self.reference = Reference(self._policy, adapters.off) if adapters is not None else reference
@@ -79,7 +80,6 @@ class Learner:
         recompute_activations(self.model, settings.activation_checkpointing, offload=settings.activation_offload)
         if settings.compile:
             compile_layers(self.model)
-        self._ranks = Ranks.alone(model.device) if ranks is None else ranks
         shard(self.model, self._ranks)
         self._router = RouterLoss(model) if settings.loss.router_aux else None
         state = model.state_dict(keep_vars=True)
@@ -264,7 +264,7 @@ class Learner:
     def _backward(self, loss: Tensor) -> None:
         """`loss`: this rank's part of the sum over ranks. Gradients are averaged over them."""
         if torch.is_grad_enabled():
-            (loss * self._ranks.layout.shares).backward()  # type: ignore[no-untyped-call]
+            (loss * self._ranks.averaged).backward()  # type: ignore[no-untyped-call]
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:

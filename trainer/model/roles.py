@@ -93,10 +93,10 @@ def make_roles(
     _check_offload(trainer, policy)
     if not trainer.lora.rank and needs.reference:
         first = load().eval().requires_grad_(False)
-        packed = PackedForward(first, trainer.dtype)
+        packed = PackedForward(first, trainer.dtype, ranks.context)
         shard(first, ranks)
         reference = Reference(packed, HostWeights(first).used) if trainer.offload_idle else Reference(packed)
-    critic = Critic(_value_model(load(), trainer), trainer, ranks=ranks) if needs.critic else None
+    critic = Critic(_value_model(load(), trainer, ranks), trainer, ranks=ranks) if needs.critic else None
     adapters = Adapters(policy, trainer.lora, settings.seed) if trainer.lora.rank else None
     learner = Learner(policy, trainer, version, reference, settings.steps, adapters, ranks)
 
@@ -133,7 +133,7 @@ def _check_offload(trainer: TrainerSettings, policy: PreTrainedModel) -> None:
         )
 
 
-def _value_model(policy: PreTrainedModel, settings: TrainerSettings) -> ValueModel:
-    model = ValueModel(policy, settings.dtype)
+def _value_model(policy: PreTrainedModel, settings: TrainerSettings, ranks: Ranks) -> ValueModel:
+    model = ValueModel(policy, settings.dtype, ranks.context)
     recompute_activations(policy, settings.activation_checkpointing, offload=settings.activation_offload)
     return model

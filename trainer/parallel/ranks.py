@@ -86,6 +86,16 @@ class Ranks:
         return self.rank == 0
 
     @property
+    def context(self) -> DeviceMesh | None:
+        """Those that share the tokens of each row; None where one has them all."""
+        return None if self.mesh is None or self.layout.context == 1 else self.mesh["context"]
+
+    @property
+    def averaged(self) -> int:
+        """Over how many ranks a gradient is averaged that is to be their sum: losses are multiplied by it."""
+        return self.layout.shares * self.layout.context
+
+    @property
     def share(self) -> int:
         """Which of `layout.shares` parts of the rows are this rank's."""
         return self.layout.share(self.rank)

@@ -3,7 +3,8 @@
     forward      layer ─all-gather─► computes ─► lets go of the others' weights          root: embeddings, norm, head
     backward     layer ─all-gather─► computes ─reduce-scatter─► this rank's share of the gradient, a mean over ranks
 
-With `replicate` (HSDP) shares are of the ranks of one replica, and gradients are averaged over replicas too.
+With `replicate` (HSDP) shares are of the ranks of one replica, and gradients are averaged over replicas too. With
+`context` they are of data and context ranks together.
 `fully_shard`'s root must be entered by its own forward: whatever calls layers by themselves does so `inside` it.
 
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277.
@@ -17,10 +18,12 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from services.policies.training.layout import Layout
 from services.wire.errors import UsageError
 from trainer.parallel.ranks import Ranks
 
@@ -41,12 +44,21 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
         raise UsageError(
             f"trainer.parallel: {type(model).__name__} has no layers that weights could be sharded by", "use one rank"
         )
-    mesh = ranks.mesh["replicate", "data"] if ranks.layout.replicate > 1 else ranks.mesh["data"]
+    mesh = _mesh(ranks.mesh, ranks.layout)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     setattr(model, _ENTRY, MethodType(_call, model))
     register_fsdp_forward_method(model, _ENTRY)
+
+
+def _mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """Context ranks hold shares too: each has a part of every gradient."""
+    if layout.context == 1:
+        return mesh["replicate", "data"] if layout.replicate > 1 else mesh["data"]
+    shares = mesh["data", "context"]._flatten("data_context")
+    # Flattened dimensions are found on the mesh that they are of.
+    return mesh["replicate", "data_context"] if layout.replicate > 1 else shares
 
 
 def inside(model: nn.Module, work: Callable[[], _Found]) -> _Found:

@@ -12,7 +12,13 @@ import pytest
 from tests.support.rank_pool import RankPool
 from tests.support.trained_by_ranks import Arrays, train
 
-LAYOUTS = {"2 data": {"data": 2}, "4 data": {"data": 4}, "2 replicas of 2": {"replicate": 2, "data": 2}}
+LAYOUTS = {
+    "2 data": {"data": 2},
+    "4 data": {"data": 4},
+    "2 replicas of 2": {"replicate": 2, "data": 2},
+    "2 context": {"context": 2},
+    "2 data, 2 context": {"data": 2, "context": 2},
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "full checkpointing": {"activation_checkpointing": "full"},
@@ -35,14 +41,25 @@ def off(found: Arrays, wanted: Arrays) -> float:
     return max(float(np.abs(found[name] - wanted[name]).max() / (np.abs(wanted[name]).max() or 1.0)) for name in wanted)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_ranks_come_to_what_one_process_does(rank_pool: RankPool, option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "layout"),
+    [
+        ("plain", "2 replicas of 2"),
+        ("full checkpointing", "2 data"),
+        ("selective checkpointing", "2 data"),
+        ("adapters", "2 data"),
+        ("critic", "2 data"),
+        ("reference", "2 data"),
+        ("plain", "2 context"),
+        ("critic", "2 data, 2 context"),
+    ],
+)
+def test_ranks_come_to_what_one_process_does(rank_pool: RankPool, option: str, layout: str) -> None:
     alone = train(0, {}, settings_of(option))
     assert alone is not None
     assert max(float(np.abs(each).max()) for each in alone[1].values()) > 1e-3, "there is something to learn"
-    layout = LAYOUTS["2 replicas of 2" if option == "plain" else "2 data"]
-    ranks = math.prod(layout.values())
-    told, gradients, weights = rank_pool.run(ranks, train, layout, settings_of(option))[0]
+    shape = LAYOUTS[layout]
+    told, gradients, weights = rank_pool.run(math.prod(shape.values()), train, shape, settings_of(option))[0]
     assert off(gradients, alone[1]) <= 1e-5 and off(weights, alone[2]) <= 1e-5
     for found, wanted in zip(told, alone[0], strict=True):
         same(found, wanted)
