@@ -113,10 +113,10 @@ def ranks_asked(parallel: ParallelSettings) -> int:
 
 def check_ranks(settings: RunSettings, layout: Layout) -> None:
     """Raises UsageError for settings that training on the ranks of `layout` does not know."""
-    for name in ("tensor", "context", "expert"):
+    for name in ("tensor", "expert"):
         if getattr(layout, name) > 1:
             raise UsageError(
-                f"trainer.parallel.{name}={getattr(layout, name)}: there are only data ranks yet",
+                f"trainer.parallel.{name}={getattr(layout, name)}: there are only data and context ranks yet",
                 f"set trainer.parallel.{name}=1, and trainer.parallel.data",
             )
     if layout.ranks == 1:

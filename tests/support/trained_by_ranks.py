@@ -69,7 +69,7 @@ def train(
 
 
 def _policy() -> Any:
-    return build_model(seed=5, hidden_size=32, layers=2)
+    return build_model(seed=5, hidden_size=64, layers=2)
 
 
 def _gradients(roles: Roles) -> Arrays:
