@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from trainer.io_loop import Background, Interrupt, WaitSign
 from trainer.loop import Identity, TrainingLoop
 from trainer.metrics.exporter import open_telemetry
 from trainer.metrics.files import RunRecords, read_metrics
-from trainer.model.learner import Learner, named_weights
+from trainer.model.learner import Learner
 from trainer.model.precision import use_tf32
 from trainer.model.roles import Roles, make_roles
 from trainer.parallel.publishing import LeadingPublisher
@@ -49,11 +49,10 @@ from trainer.parallel.ranks import Ranks
 from trainer.parallel.start import Started
 from trainer.weights import WeightUpdates, settle_deadline
 from weight_bus.client.bus_client import BusClient
-from weight_bus.manifest.computed import PublishedTensor
 from weight_bus.manifest.published import check_folder
 from weight_bus.publisher.contiguous import lay_contiguous
 from weight_bus.publisher.publisher import Publisher
-from weight_bus.publisher.sharding import Ranks as PublishingRanks
+from weight_bus.publisher.ranks import Ranks as PublishingRanks
 from weight_bus.transports.select import make_exporter
 
 BASE_VERSION = 0
@@ -121,8 +120,6 @@ def make_publisher(arguments: TrainerArguments, learner: Learner, ranks: Ranks, 
         # Weights that lie as the arenas do are published by one copy.
         lay_contiguous(learner.model.state_dict(keep_vars=True))
     published = learner.published()
-    if ranks.several:
-        _refuse_cut(learner, published)
     check_folder(arguments.model, published, f"{learner.model.base_model_prefix}.")
     publishing = None
     if ranks.several:
@@ -142,17 +139,6 @@ def make_publisher(arguments: TrainerArguments, learner: Learner, ranks: Ranks, 
     if isinstance(publisher, LeadingPublisher):
         publisher.leads = ranks
     return publisher
-
-
-def _refuse_cut(learner: Learner, published: Mapping[str, PublishedTensor]) -> None:
-    """Weights that the folder has in other pieces than the model: a piece of one may lie on another rank."""
-    held = sorted(tuple(weight.shape) for weight in named_weights(learner.model).values())
-    if sorted(tuple(tensor.shape) for tensor in published.values()) != held:
-        raise UsageError(
-            f"trainer.parallel: weights of a {learner.model.config.model_type} model stand in other pieces in its folder, "
-            "which several ranks do not publish yet",
-            "train it on one rank",
-        )
 
 
 class Assembly:

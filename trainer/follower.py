@@ -1,6 +1,6 @@
 """A rank that is not rank 0: it loads what rank 0 loads, and does its part of each order until it is told to stop.
 
-    model folder ─► its share of the models ─► order ─► train · measure · publish · gather · restore ─► stop
+    model folder ─► its share of the models ─► order ─► train · measure · publish · save · restore ─► stop
 
 It has no Redis, no bus, no stream, no log of steps and no metrics: these are rank 0's.
 """
@@ -8,7 +8,9 @@ It has no Redis, no bus, no stream, no log of steps and no metrics: these are ra
 from __future__ import annotations
 
 import signal
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import structlog
 import torch
@@ -16,10 +18,11 @@ import torch
 from services.host.process import collect_seldom
 from services.host.run_folder import RunFolder, wait_for_model_blocking
 from trainer.assembly import BASE_VERSION, TrainerArguments, load_roles, make_publisher
-from trainer.checkpoint.checkpoint import restore_version, take_part
+from trainer.checkpoint.checkpoint import Snapshot, restore_version, snapshot, whole_weights, write, writers_of
 from trainer.checkpoint.environment import repeat_exactly
+from trainer.model.roles import Roles
 from trainer.model.train_batch import follow as follow_training
-from trainer.parallel.orders import Digest, Gather, Measure, Order, Publish, Restore, Stop, Train, decode
+from trainer.parallel.orders import Checkpoint, Digest, Gather, Measure, Order, Publish, Restore, Stop, Train, decode
 from trainer.parallel.publishing import publish_part
 from trainer.parallel.ranks import Ranks
 
@@ -42,16 +45,48 @@ def follow(arguments: TrainerArguments, ranks: Ranks, model_within_s: float) -> 
         _log.info("this rank is ready", layout=str(ranks.layout), base_version=BASE_VERSION)
         collect_seldom()
         checkpoints = RunFolder(arguments.run_dir).checkpoints
+        writing = PartWriter(stack.enter_context(ThreadPoolExecutor(1, "checkpoints")), roles, arguments.run_id)
         while True:
             order: Order = decode(ranks.receive())
+            writing.check()
             match order:
                 case Train() | Measure():
                     follow_training(roles, order)
                 case Publish() | Digest():
                     publish_part(publisher, order, roles.learner.published())
-                case Gather(optimizer=optimizer):
-                    take_part(roles, optimizer=optimizer)
+                case Checkpoint():
+                    writing.begin(order)
+                case Gather():
+                    whole_weights(roles)
                 case Restore(version=version):
                     restore_version(checkpoints, version, roles, arguments.run_id)
                 case Stop():
+                    writing.wait()
                     break
+
+
+class PartWriter:
+    """Writes this rank's parts of checkpoints, on `thread`, from a copy: training goes on meanwhile."""
+
+    def __init__(self, thread: ThreadPoolExecutor, roles: Roles, run_id: str) -> None:
+        self._thread, self._roles, self._run_id = thread, roles, run_id
+        self._copy: Snapshot | None = None
+        self._written: Future[Path] | None = None
+
+    def begin(self, order: Checkpoint) -> None:
+        """Raises what kept the part before from being written."""
+        self.wait()
+        learner, writers = self._roles.learner, writers_of(self._roles.ranks)
+        learner.version, learner.skipped = order.version, order.skipped
+        self._copy = snapshot(self._roles, self._run_id, "", self._copy, writers)
+        self._written = self._thread.submit(write, Path(order.folder), self._copy, writers)
+
+    def check(self) -> None:
+        """Raise what kept a part from being written, if that is known."""
+        if self._written is not None and self._written.done():
+            self.wait()
+
+    def wait(self) -> None:
+        if self._written is not None:
+            self._written.result()
+            self._written = None

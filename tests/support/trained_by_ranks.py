@@ -41,7 +41,7 @@ class RecordingSGD(SGD):
 
 
 def train(
-    rank: int, layout: Mapping[str, int], settings: Mapping[str, Any], steps: int = 20, groups: int = 3, size: int = 4
+    rank: int, layout: Mapping[str, int], settings: Mapping[str, Any], steps: int = 20, groups: int = 2, size: int = 4
 ) -> tuple[list[dict[str, Any]], Arrays, Arrays] | None:
     """`settings`: of the run. Returns each step's statistics, first gradients and last weights; None but on rank 0."""
     shape = Layout(**layout)

@@ -93,7 +93,8 @@ def dump(
             ]
             (making / "batch.msgpack").write_bytes(msgspec.msgpack.encode(batch))
             (making / "config.toml").write_text(dump_settings(settings), encoding="utf-8")
-            checkpoint.save(making / "state", checkpoint.snapshot(roles, report.run_id, ""))
+            state = checkpoint.take(making / "state", roles, report.run_id, "")
+            checkpoint.write(making / "state", state, checkpoint.writers_of(roles.ranks))
         for old in [each for each in _dumps(folder) if each != target][: 1 - MOST]:
             shutil.rmtree(old, ignore_errors=True)
     except (OSError, RollmeshError) as error:

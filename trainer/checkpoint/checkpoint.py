@@ -47,8 +47,9 @@ from trainer.checkpoint.parts import (
 from trainer.model.adapters import Adapters
 from trainer.model.learner import named_weights, trained_weights
 from trainer.model.roles import Roles
-from trainer.parallel.orders import Gather, tell
-from trainer.parallel.sharding import spread_as, whole
+from trainer.parallel.orders import Checkpoint, Gather, tell
+from trainer.parallel.ranks import Ranks
+from trainer.parallel.sharding import whole
 from weight_bus.manifest.computed import PublishedTensor, computed
 
 SCHEMA = 1
@@ -141,32 +142,24 @@ def snapshot(
     return Snapshot(meta, tensors, parts)
 
 
-def take_part(roles: Roles, *, optimizer: bool) -> None:
-    """What another rank than 0 does while that gathers weights, and state of optimizers, in the same order."""
-    for model, of_model in roles.models().values():
-        for tensor in trained_weights(model).values():
-            whole(tensor)
-        for tensor in _optimizer_state(model, of_model).values() if optimizer else ():
-            whole(tensor)
-
-
 def whole_weights(roles: Roles) -> dict[str, Tensor] | None:
     """The policy's weights by the model's own names, all of each, in the host's memory; None where one rank has them.
 
-    For rank 0, while the others call `take_part`.
+    Of several ranks all call it, rank 0 first: it has the others told to.
     """
     if not roles.ranks.several:
         return None
-    tell(roles.ranks, Gather(optimizer=False))
-    gathered = [
-        {key: whole(tensor).cpu() for key, tensor in trained_weights(model).items()}
-        for model, _ in roles.models().values()
-    ]
-    return gathered[0]
+    if roles.ranks.leads:
+        tell(roles.ranks, Gather())
+    gathered: dict[str, Tensor] = {}
+    for key, tensor in trained_weights(roles.learner.model).items():
+        found = whole(tensor)
+        if roles.ranks.leads:
+            gathered[key] = found.cpu()
+    return gathered
 
 
 def _copied(tensor: Tensor, held: Tensor | None) -> Tensor:
-    tensor = whole(tensor)
     if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
         return tensor.detach().to("cpu", copy=True)
     return held.copy_(tensor.detach())
@@ -186,6 +179,23 @@ def save(folder: Path, taken: Snapshot) -> Path:
         shutil.rmtree(_aside(target), ignore_errors=True)
     _forget(folder, taken.meta.version)
     return target
+
+
+def take(folder: Path, roles: Roles, run_id: str, fingerprint: str, over: Snapshot | None = None) -> Snapshot:
+    """`snapshot` of what this rank is to write under `folder`. For rank 0: the others are told to write theirs."""
+    learner, ranks = roles.learner, roles.ranks
+    tell(ranks, Checkpoint(str(folder), learner.version, learner.skipped))
+    return snapshot(roles, run_id, fingerprint, over, writers_of(ranks))
+
+
+def writers_of(ranks: Ranks) -> Writers | None:
+    """None for one rank, which writes whole files."""
+    return Writers(ranks.rank, ranks.layout.ranks, ranks.launch) if ranks.several else None
+
+
+def write(folder: Path, taken: Snapshot, writers: Writers | None = None) -> Path:
+    """`save`, or `save_part` where several ranks write."""
+    return save(folder, taken) if writers is None else save_part(folder, taken, writers)
 
 
 def save_part(folder: Path, taken: Snapshot, writers: Writers) -> Path:
@@ -483,4 +493,4 @@ def _load_optimizer(
     for key, value in state.items():
         name, _, field = key.rpartition("/")
         parameter = parameters[name]
-        optimizer.state[parameter][field] = value if on_host else spread_as(value.to(parameter.device), parameter)
+        optimizer.state[parameter][field] = value if on_host else value.to(parameter.device)

@@ -17,7 +17,7 @@ from services.config.settings import EvaluationSettings
 from services.host.files import writing
 from services.wire.rollout_api import Evaluation
 from trainer.checkpoint.attempts import LOG_DEADLINE_S
-from trainer.checkpoint.checkpoint import Snapshot, save, snapshot
+from trainer.checkpoint.checkpoint import Snapshot, save, save_part, take, writers_of
 from trainer.checkpoint.evaluated import heed, keep_for_evaluation
 from trainer.io_loop import Background
 from trainer.model.roles import Roles
@@ -76,7 +76,7 @@ class Saving:
         """
         if self._written is not None:
             self.background.result(self._written, "writing the checkpoint before", SAVE_DEADLINE_S)
-        self._copy = taken = snapshot(self.roles, self.run_id, self.fingerprint, self._copy)
+        self._copy = taken = take(self.folder, self.roles, self.run_id, self.fingerprint, self._copy)
         self._written = written = self.thread.submit(self._write, self.logged(), taken, self._to_be_evaluated)
         self._due = self._to_be_evaluated = False
         self.background.watch(written, "checkpoint")
@@ -93,7 +93,8 @@ class Saving:
         """Raises what kept the log from being durable."""
         logged.result(LOG_DEADLINE_S)
         with writing(self.folder):
-            saved = self.save(self.folder, taken)
+            writers = writers_of(self.roles.ranks)
+            saved = self.save(self.folder, taken) if writers is None else save_part(self.folder, taken, writers)
             if to_be_evaluated:
                 keep_for_evaluation(self.folder, taken.meta.version)
             return saved

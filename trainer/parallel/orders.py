@@ -85,10 +85,16 @@ class Digest(msgspec.Struct, frozen=True, tag=True):
     version: int
 
 
-class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Take part in gathering the weights of all models, and with `optimizer` its state."""
+class Checkpoint(msgspec.Struct, frozen=True, tag=True):
+    """Write this rank's part of a checkpoint under `folder`. `version`, `skipped`: the learner's."""
 
-    optimizer: bool
+    folder: str
+    version: int
+    skipped: int
+
+
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """Take part in gathering the policy's weights."""
 
 
 class Restore(msgspec.Struct, frozen=True, tag=True):
@@ -101,7 +107,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """The run has ended, or was interrupted: nothing more will come."""
 
 
-Order = Train | Measure | Publish | Digest | Gather | Restore | Stop
+Order = Train | Measure | Publish | Digest | Checkpoint | Gather | Restore | Stop
 _ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 
 

@@ -13,9 +13,10 @@ Every collective has a deadline. Nothing is pickled.
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -53,6 +54,8 @@ class Ranks:
     layout: Layout
     device: torch.device
     mesh: DeviceMesh | None = None
+    launch: str = ""
+    """The same for all ranks that were started together, and another for those of the next start."""
     _orders: dist.ProcessGroup | None = None
 
     @staticmethod
@@ -74,7 +77,8 @@ class Ranks:
         device = _own_device() if device is None else device
         mesh = init_device_mesh(device.type, layout.shape, mesh_dim_names=DIMENSIONS)
         orders = dist.new_group(backend="gloo", timeout=timedelta(seconds=ORDER_S))
-        return Ranks(rank, layout, device, mesh, orders)
+        ranks = Ranks(rank, layout, device, mesh, _orders=orders)
+        return replace(ranks, launch=ranks.gather(secrets.token_hex(8).encode())[0].decode())
 
     @property
     def several(self) -> bool:

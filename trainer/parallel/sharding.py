@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.policies.training.layout import Layout
@@ -71,16 +71,6 @@ def inside(model: nn.Module, work: Callable[[], _Found]) -> _Found:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be spread over ranks; a collective of theirs where it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def spread_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor`, which every rank has all of, spread over ranks as `like` is; itself where that is whole, or of another
-    shape."""
-    if not isinstance(like, DTensor) or tensor.shape != like.shape:
-        return tensor
-    there = tensor.to(like.device)
-    return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def settings_of(option: str) -> dict[str, Any]:
     # Passes of few tokens: several on each rank, and not equally many.
-    trainer = {"learning_rate": 0.05, "warmup_steps": 0, "micro_batch_tokens": 80, "clip_grad_norm": 0.5}
+    trainer = {"learning_rate": 0.05, "warmup_steps": 0, "micro_batch_tokens": 120, "clip_grad_norm": 0.5}
     return {"k": 3, "trainer": trainer | OPTIONS[option]}
 
 
