@@ -113,12 +113,11 @@ def ranks_asked(parallel: ParallelSettings) -> int:
 
 def check_ranks(settings: RunSettings, layout: Layout) -> None:
     """Raises UsageError for settings that training on the ranks of `layout` does not know."""
-    for name in ("tensor", "expert"):
-        if getattr(layout, name) > 1:
-            raise UsageError(
-                f"trainer.parallel.{name}={getattr(layout, name)}: there are only data and context ranks yet",
-                f"set trainer.parallel.{name}=1, and trainer.parallel.data",
-            )
+    if layout.expert > 1:
+        raise UsageError(
+            f"trainer.parallel.expert={layout.expert}: experts are not split over ranks yet",
+            "set trainer.parallel.expert=1",
+        )
     if layout.ranks == 1:
         return
     trainer = settings.trainer

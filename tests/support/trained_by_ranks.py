@@ -52,7 +52,9 @@ def train(
         holder = roles.learner if role == "model" else roles.critic
         assert holder is not None
         holder.optimizer = RecordingSGD(
-            [weight for group in optimizer.param_groups for weight in group["params"]], lr=chosen.trainer.learning_rate
+            [weight for group in optimizer.param_groups for weight in group["params"]],
+            lr=chosen.trainer.learning_rate,
+            foreach=False,
         )
     told: list[dict[str, Any]] = []
     if ranks.leads:
@@ -64,8 +66,8 @@ def train(
     else:
         while not isinstance(order := decode(ranks.receive()), Stop):
             follow(roles, order)
-    gradients, weights = _gradients(roles), _weights(roles)
-    return (told, gradients, weights) if ranks.leads else None
+    found = told, _gradients(roles), _weights(roles)
+    return found if ranks.leads else None
 
 
 def _policy() -> Any:

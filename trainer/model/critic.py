@@ -30,9 +30,10 @@ from trainer.model.forward import PackedForward, layers_of
 from trainer.model.logprobs import measure
 from trainer.model.optimizer import make_optimizer, outer_weights
 from trainer.model.precision import Precision
+from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.orders import Measure, passes_of, tell_shares
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.sharding import clip_gradients, shard
+from trainer.parallel.sharding import shard
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:

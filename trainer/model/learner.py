@@ -34,8 +34,9 @@ from trainer.model.logprobs import Reference, sampled_terms
 from trainer.model.optimizer import make_optimizer, outer_weights
 from trainer.model.router_loss import RouterLoss
 from trainer.model.token_stats import StepSums
+from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.sharding import clip_gradients, shard
+from trainer.parallel.sharding import cut, shard
 from weight_bus.manifest.computed import PublishedTensor, computed
 from weight_bus.manifest.published import PublishedNames
 
@@ -70,6 +71,7 @@ class Learner:
         """Read at each step, as `run_steps` is: learning rate and bound of the gradient may change between two of them."""
         self.run_steps = run_steps
         self._ranks = Ranks.alone(model.device) if ranks is None else ranks
+        cut(self.model, self._ranks)
         self._policy = PackedForward(self.model, settings.dtype, self._ranks.context)
         self.adapters = adapters
         self.gauge = Gauge(model, self.stem_width, frozen=adapters is not None)

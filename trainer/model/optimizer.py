@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel
 
@@ -99,7 +100,10 @@ def _adamw(parameters: Sequence[nn.Parameter], settings: TrainerSettings, learni
     groups, epsilon = _groups(parameters, settings), settings.optimizer.epsilon
     if settings.optimizer.state_bits == 8:
         return AdamW8bit(groups, learning_rate, settings.betas, epsilon)
-    return AdamW(groups, lr=learning_rate, betas=settings.betas, eps=epsilon, fused=True)
+    # One call takes no weights of several meshes.
+    together = len({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}) < 2
+    how = {"fused": True} if together else {"foreach": False}
+    return AdamW(groups, lr=learning_rate, betas=settings.betas, eps=epsilon, **how)
 
 
 def _groups(parameters: Sequence[nn.Parameter], settings: TrainerSettings) -> list[dict[str, Any]]:

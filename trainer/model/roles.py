@@ -34,7 +34,7 @@ from trainer.model.learner import Learner
 from trainer.model.logprobs import Reference, measure
 from trainer.parallel.orders import Measure, passes_of, tell_shares
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.sharding import shard
+from trainer.parallel.sharding import cut, shard
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ def make_roles(
     _check_offload(trainer, policy)
     if not trainer.lora.rank and needs.reference:
         first = load().eval().requires_grad_(False)
+        cut(first, ranks)
         packed = PackedForward(first, trainer.dtype, ranks.context)
         shard(first, ranks)
         reference = Reference(packed, HostWeights(first).used) if trainer.offload_idle else Reference(packed)
@@ -134,6 +135,7 @@ def _check_offload(trainer: TrainerSettings, policy: PreTrainedModel) -> None:
 
 
 def _value_model(policy: PreTrainedModel, settings: TrainerSettings, ranks: Ranks) -> ValueModel:
+    cut(policy, ranks)
     model = ValueModel(policy, settings.dtype, ranks.context)
     recompute_activations(policy, settings.activation_checkpointing, offload=settings.activation_offload)
     return model

@@ -16,19 +16,29 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.policies.training.layout import Layout
 from services.wire.errors import UsageError
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.tensor import tensor_parallel
 
 _ENTRY = "rollmesh_inside"
 _Found = TypeVar("_Found")
+
+
+def cut(model: PreTrainedModel, ranks: Ranks) -> None:
+    """Cut the layers of `model` on tensor ranks, where there are several; all hold the same weights before.
+
+    Before passes of it are tried, and before `shard`. Raises UsageError for a family that cannot be cut so.
+    """
+    if ranks.mesh is not None and ranks.layout.tensor > 1:
+        tensor_parallel(model, ranks.mesh["tensor"])
 
 
 def shard(model: nn.Module, ranks: Ranks) -> None:
@@ -71,12 +81,6 @@ def inside(model: nn.Module, work: Callable[[], _Found]) -> _Found:
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that may be spread over ranks; a collective of theirs where it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def clip_gradients(parameters: list[nn.Parameter], most: float) -> Tensor:
-    """Scale the gradients so that their norm is at most `most`; returns what it was, a scalar, the same on all ranks."""
-    return whole(torch.nn.utils.clip_grad_norm_(parameters, most))
 
 
 def _call(_: nn.Module, work: Callable[[], _Found]) -> _Found:

@@ -63,7 +63,6 @@ def test_ranks_that_were_started_must_be_those_that_are_asked_for() -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "trainer.parallel.tensor=2",
         "trainer.parallel.expert=2",
         "trainer.lora.rank=4",
         "trainer.optimizer.kind=muon",

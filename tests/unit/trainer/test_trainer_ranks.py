@@ -17,7 +17,9 @@ LAYOUTS = {
     "4 data": {"data": 4},
     "2 replicas of 2": {"replicate": 2, "data": 2},
     "2 context": {"context": 2},
+    "2 tensor": {"tensor": 2},
     "2 data, 2 context": {"data": 2, "context": 2},
+    "2 data, 2 tensor": {"data": 2, "tensor": 2},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -52,6 +54,8 @@ def off(found: Arrays, wanted: Arrays) -> float:
         ("reference", "2 data"),
         ("plain", "2 context"),
         ("critic", "2 data, 2 context"),
+        ("reference", "2 tensor"),
+        ("critic", "2 data, 2 tensor"),
     ],
 )
 def test_ranks_come_to_what_one_process_does(rank_pool: RankPool, option: str, layout: str) -> None:
