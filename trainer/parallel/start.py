@@ -53,7 +53,8 @@ def start_others(ranks: int) -> Started:
     shared = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     others = [
         subprocess.Popen(
-            [sys.executable, *sys.orig_argv[1:]],
+            # -P: the folder that the user stands in must not shadow our packages.
+            [sys.executable, "-P", "-m", "services", *sys.argv[1:]],
             stdin=subprocess.DEVNULL,
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), PARENT: str(os.getpid())},
         )

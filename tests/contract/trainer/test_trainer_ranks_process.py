@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 
 import psutil
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from services.config.load import dump_settings  # noqa: E402
-from services.config.parallel import ParallelSettings  # noqa: E402
-from tests.contract.trainer.test_trainer_process import (  # noqa: E402
-    GROUPS,
-    SETTINGS,
-    SIZE,
-    STEPS,
-    Mesh,
-    ended,
-    mesh,
-    undisturbed,
-)
-from trainer.checkpoint.model_folder import load_policy  # noqa: E402
-from trainer.metrics.files import read_metrics  # noqa: E402
-from trainer.model.learner import named_weights  # noqa: E402
+import torch
 
-__all__ = ["mesh"]
+from services.config.load import dump_settings
+from services.config.parallel import ParallelSettings
+from tests.support.trainer_process import GROUPS, SETTINGS, SIZE, STEPS, TrainerMesh, ended, undisturbed
+from trainer.checkpoint.model_folder import load_policy
+from trainer.metrics.files import read_metrics
+from trainer.model.learner import named_weights
 
 
-def on_ranks(mesh: Mesh, data: int) -> None:
+def on_ranks(mesh: TrainerMesh, data: int) -> None:
     """What the next trainer is started with."""
     trainer = SETTINGS.trainer.model_copy(update={"parallel": ParallelSettings(data=data)})
     settings = SETTINGS.model_copy(update={"trainer": trainer})
     (mesh.run_dir / "config.toml").write_text(dump_settings(settings))
 
 
-async def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_with_one(mesh: Mesh) -> None:
+def is_rank(process: psutil.Process, run_id: str) -> bool:
+    """One that a trainer started."""
+    try:
+        return f"--run-id={run_id}" in process.cmdline() and "RANK" in process.environ()
+    except psutil.Error:
+        return False
+
+
+async def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_with_one(mesh: TrainerMesh) -> None:
     batches = mesh.steps_of_groups(STEPS)
     on_ranks(mesh, 2)
     for batch in batches[:3]:
         await mesh.writer.publish(batch)
     first = mesh.trainer()
-    # Twice the imports.
-    await mesh.until(3, first, within_s=240.0)
-    (other,) = psutil.Process(first.pid).children()
-    os.kill(other.pid, signal.SIGKILL)
+    await mesh.until(3, first)
+    (other,) = [each for each in psutil.Process().children(recursive=True) if is_rank(each, mesh.run_id)]
+    other.send_signal(signal.SIGKILL)
     killed = time.monotonic()
     code, errors = await ended(first)
     assert time.monotonic() - killed < 30.0
