@@ -121,13 +121,17 @@ def found_by(
     logprobs = []
     micros = micro_batches()
     for micro in (micros[number] for number in passes):
-        said, of_entropy = sampled_terms(policy, micro, entropy=entropy)
-        loss = (said * torch.linspace(-1.0, 1.0, len(said))).sum()
-        if of_entropy is not None:
-            loss = loss + 0.3 * of_entropy.sum()
+        loss, said = loss_of(policy, micro, entropy=entropy)
         loss.backward()  # type: ignore[no-untyped-call]
         logprobs.append(said.detach())
     return {"logprobs": torch.cat(logprobs).numpy()} | gradients(model)
+
+
+def loss_of(policy: PackedForward, micro: MicroBatch, *, entropy: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss in which no two tokens have the same part, and the logprobs."""
+    said, of_entropy = sampled_terms(policy, micro, entropy=entropy)
+    loss = (said * torch.linspace(-1.0, 1.0, len(said))).sum()
+    return (loss if of_entropy is None else loss + 0.3 * of_entropy.sum()), said
 
 
 def gradients(model: torch.nn.Module) -> Arrays:
