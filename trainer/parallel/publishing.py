@@ -1,7 +1,8 @@
 """Publishing of weights that are spread over ranks: each rank publishes what it has, and rank 0 makes the manifest.
 
-    rank 0    publish(v) ─► its part into its arena ─► order `Publish(v)` ─► training goes on
-    others                                             their parts into theirs ─► hashed, told to rank 0 in the background
+    rank 0    publish(v) ─► an arena is free ─► order `Publish(v)` ─► its part into the arena ─► training goes on
+    others                                                           their parts into theirs
+              all                                                    hashed in the background, told to rank 0
 
 Rank 0 waits for a free arena (`weight_bus.publisher.publisher`), and gives the order when it has one: then the others'
 arena of that turn is free, too, so they hold no leases.
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from trainer.parallel.orders import Digest, Publish, tell
 from trainer.parallel.ranks import Ranks
 from weight_bus.manifest.computed import PublishedTensor
-from weight_bus.publisher.publisher import Publication, Publisher
+from weight_bus.publisher.publisher import Publisher
 
 
 class LeadingPublisher(Publisher):
@@ -22,10 +23,8 @@ class LeadingPublisher(Publisher):
 
     leads: Ranks
 
-    def publish(self, version: int, tensors: Mapping[str, PublishedTensor], *, leased: bool = False) -> Publication:
-        publication = super().publish(version, tensors, leased=leased)
+    def begun(self, version: int) -> None:
         tell(self.leads, Publish(version))
-        return publication
 
     def digest(self, version: int, tensors: Mapping[str, PublishedTensor]) -> str:
         tell(self.leads, Digest(version))
