@@ -3,8 +3,8 @@
     operation ──► its outputs' storages ──► Event(+ bytes) … Event(− bytes)      a storage dies with its last tensor
 
 It counts what tensors hold, so it works on fake tensors, which have sizes and no memory. What a kernel takes for itself
-while it runs is not seen. Storages that are resized in place (weights that FSDP2 gathers) are looked at before and after
-each operation.
+while it runs is not seen. Storages that are resized in place (weights that FSDP2 gathers) are looked at before each
+operation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class _Known:
     storage: weakref.ref[torch.UntypedStorage]
 
 
-class Tracker(TorchDispatchMode):
+_OF_COLLECTIVES = ("fsdp", "c10d", "_c10d_functional")
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it operations are watched. `where`: what is going on; whoever knows it sets it. `events`: in their order.
 
     `answer`: what is read from a fake tensor, which holds no number (`tensor.item()`). None: that is an error, as ever.
@@ -48,7 +51,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, answer: float | None = None, summed: Collection[torch.Size] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.where = ""
         self.events: list[Event] = []
         self.summed = summed
@@ -56,8 +59,11 @@ class Tracker(TorchDispatchMode):
         self._numbers = 0
         self._known: dict[int, _Known] = {}
         """By the address of torch's own object, while it lives."""
-        self._resizable: dict[int, _Known] = {}
-        """What was resized before, or is empty: it may be again."""
+        self._open: dict[int, _Known] = {}
+        self._shut: dict[int, _Known] = {}
+        """What FSDP2 resizes in place: with bytes, and without."""
+        self.gathered: set[int] = set()
+        """Numbers of storages that ranks collect into, or give out from."""
 
     def add(self, tensors: Iterable[Tensor]) -> list[int]:
         """Count these, which are there already. Returns the numbers of their storages."""
@@ -78,12 +84,17 @@ class Tracker(TorchDispatchMode):
                 return func(*args, **given)
         if self._adds_up(func, args):
             return args[0]
-        self._look_again()
+        self._look_again(self._open)
+        collective = func.namespace in _OF_COLLECTIVES
+        if collective:
+            self._look_again(self._shut)
         out = _grouped(*args, **given) if _is_grouped(func, args) else func(*args, **given)
-        self._look_again()
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
+        for leaf in tree_leaves((args, given, out)) if collective else ():
+            if isinstance(leaf, Tensor):
+                self._collect(leaf)
         return out
 
     def _adds_up(self, func: Any, args: tuple[Any, ...]) -> bool:
@@ -102,22 +113,31 @@ class Tracker(TorchDispatchMode):
         self._numbers += 1
         known = _Known(self._numbers, storage.nbytes(), weakref.ref(storage, lambda _: self._gone(key)))
         self._known[key] = known
-        if not known.nbytes:
-            self._resizable[key] = known
         self.events.append(Event(known.number, known.nbytes, self.where))
         return known.number
 
     def _gone(self, key: int) -> None:
         known = self._known.pop(key)
-        self._resizable.pop(key, None)
+        self._open.pop(key, None)
+        self._shut.pop(key, None)
         self.events.append(Event(known.number, -known.nbytes, self.where))
 
-    def _look_again(self) -> None:
-        for known in self._resizable.values():
+    def _collect(self, tensor: Tensor) -> None:
+        self.gathered.add(self._see(tensor))
+        key = tensor.untyped_storage()._cdata
+        if key not in self._shut:
+            self._open[key] = self._known[key]
+
+    def _look_again(self, those: dict[int, _Known]) -> None:
+        for key, known in [*those.items()]:
             storage = known.storage()
-            if storage is not None and storage.nbytes() != known.nbytes:
-                self.events.append(Event(known.number, storage.nbytes() - known.nbytes, self.where))
-                known.nbytes = storage.nbytes()
+            size = known.nbytes if storage is None else storage.nbytes()
+            if size == known.nbytes:
+                continue
+            self.events.append(Event(known.number, size - known.nbytes, self.where))
+            known.nbytes = size
+            del those[key]
+            (self._open if size else self._shut)[key] = known
 
 
 def _is_grouped(func: Any, args: tuple[Any, ...]) -> bool:

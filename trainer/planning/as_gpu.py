@@ -90,9 +90,8 @@ class _Kernel(torch.autograd.Function):
 def larger_chunks(vocabulary: int, options: MemoryOptions) -> int:
     """Bytes by which a GPU's chunk of logits is larger than a CPU's, as the head holds them at once."""
     few, many = (min(options.tokens, max(1, HEAD_CHUNK[gpu] // vocabulary)) for gpu in (False, True))
-    each = (10 if options.half else 8) if options.tokens <= many else (16 if options.half else 12)
-    fewer = (10 if options.half else 8) if options.tokens <= few else (16 if options.half else 12)
-    return (many * each - few * fewer) * vocabulary
+    one = 10 if options.half else 8
+    return vocabulary * (many * (one if many == options.tokens else 12) - few * (one if few == options.tokens else 12))
 
 
 def placed(

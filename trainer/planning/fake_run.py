@@ -129,6 +129,7 @@ def _run(
             for batch in batches:
                 since = len(tracker.events)
                 run_step(roles, batch, watch)
+    watch.known = {**dict.fromkeys(tracker.gathered, "gathered"), **watch.known}
     stem = 4 * int(text.hidden_size) * _computed(batches[0])
     events, assumed = placed(tracker.events, watch.known, options, stem)
     more = larger_chunks(int(text.vocab_size), options) if options.gpu else 0

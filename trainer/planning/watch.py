@@ -58,7 +58,7 @@ class Watch:
             def on(_: nn.Module, __: object, output: object) -> None:
                 made = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
                 if not backward and isinstance(made, Tensor) and made.requires_grad:
-                    made.register_hook(goes(words))
+                    made.register_hook(goes(words))  # type: ignore[no-untyped-call]
 
             return on
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from trainer.planning.refusal import machine_of, refuse_what_cannot_fit
 from trainer.planning.step import full_batch, run_step
 from trainer.planning.timeline import moments, tightest
 
+DOCUMENT = Path(__file__).parents[3] / "docs/memory.md"
 TOKENS = "trainer.micro_batch_tokens=256"
 SMALL = sized(64, 3, (4, 2, 16), 192, 512)
 
@@ -192,6 +195,16 @@ def test_a_fit_is_lines_that_the_settings_take(folder: Path) -> None:
     assert again["formula_bytes"] == said["formula_bytes"]
     found = CliRunner().invoke(app, ["--model", str(folder), "--fit", "--quick", "--gpus", "1x0.0001"])
     assert isinstance(found.exception, UsageError) and "nothing fits" in str(found.exception)
+
+
+def test_documented_commands_work(folder: Path) -> None:
+    """Each line of docs/memory.md, of this model and by the formula alone."""
+    lines = re.findall(r"^\$ rollmesh memory (.*)$", DOCUMENT.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert len(lines) >= 3
+    for line in lines:
+        words = [str(folder) if word == "models/mine" else word for word in shlex.split(line)]
+        found = CliRunner().invoke(app, [*words, "--quick"])
+        assert found.exit_code == 0, (line, found.exception)
 
 
 def test_gpus_are_written_as_a_number_and_gib() -> None:
