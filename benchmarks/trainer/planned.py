@@ -119,7 +119,6 @@ MEASURED = tuple(
     Case(f"{model}, {option}".removesuffix(", "), configuration, overrides)
     for model, configuration in _SMALL.items()
     for option, overrides in _OPTIONS.items()
-    # An expert's weights are one tensor for all: no linear layer to put adapters on but attention's.
 )
 
 
@@ -167,7 +166,8 @@ async def measured(case: Case, threads: int = 1) -> int:
             await process.wait()
     if process.returncode != 0:
         raise RollmeshError(f"{case.name}: the process ended with {process.returncode}", "see above")
-    return msgspec.json.decode(said, type=int)
+    # The last line: logs come before it.
+    return msgspec.json.decode(said.splitlines()[-1], type=int)
 
 
 @dataclass

@@ -109,10 +109,12 @@ class _Step:
         layers, width = shape.layers, shape.hidden
         kept = self._kept()
         stem = 8.0 * width * self.tokens
-        waiting = 4.0 * self._vocabulary * width if shape.tied and not options.lora_rank else 0.0
+        # The head's gradient waits for the embedding's, where they are one, and for all of those that ranks collect.
+        waits = (shape.tied or self.data > 1) and not options.lora_rank
+        waiting = 4.0 * self._vocabulary * width if waits else 0.0
         last = max(16.0 * width, self._within_layer()) * self.tokens
         again = self._again()
-        outer = 0.0 if options.lora_rank else 4.0 * self._vocabulary * width * (2 if shape.tied else 1)
+        outer = 0.0 if options.lora_rank or self.data > 1 else 4.0 * self._vocabulary * width * (2 if shape.tied else 1)
         found = [
             self._moment("head", activations=kept * layers + stem, head=self._head()),
             self._moment("backward", activations=kept * layers + stem, head=waiting, temporaries=last),
@@ -242,16 +244,17 @@ class _Step:
         return bytes_each * logits + gradient + casts + (4.0 if options.half else 8.0) * width * self.tokens
 
     def _gathered(self, where: str) -> float:
-        """Whole weights that ranks collect: those of no layer all along, two layers' and one that is being collected; in
-        the backward pass a layer's gradients twice."""
+        """Whole weights and gradients that ranks collect: those of no layer all along; layers', one of them ahead; in the
+        backward pass a layer's gradients, and their share. At its end the gradients of those of no layer, and a copy."""
         if self.data == 1:
             return 0.0
+        trains = not self.options.lora_rank
         if where == "embedding":
-            return 4.0 * (self.outer + self.layer) + (0.0 if self.options.lora_rank else 4.0 * self.outer)
-        weights = 4.0 * (self.outer + 3 * self.layer)
+            return 4.0 * self.outer * (3 if trains else 1)
         if where == "head":
-            return weights
-        return weights + (0.0 if self.options.lora_rank else 8.0 * self.layer)
+            return 4.0 * (self.outer + self.layer)
+        layers = 2.0 if self.options.checkpointing == "none" else 3.0
+        return 4.0 * (self.outer + self.layer * (layers + (1.0 / self.data if trains else 0.0)))
 
 
 @dataclass(frozen=True)

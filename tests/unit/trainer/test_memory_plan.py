@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from typer.testing import CliRunner
 
 from benchmarks.trainer.planned import Case, by_formula, config_of, predicted, settings_of, sized
+from services.policies.training.memory import estimate
+from services.policies.training.model_shape import shape_of
 from services.wire.errors import UsageError
 from trainer.memory.tracker import Event, Tracker
 from trainer.model.roles import make_roles
 from trainer.planning.cli import app, read_gpus
-from trainer.planning.fake_run import Plan
-from trainer.planning.plan import Machine
+from trainer.planning.fake_run import Plan, run_fake
+from trainer.planning.plan import Machine, options_of
 from trainer.planning.refusal import machine_of, refuse_what_cannot_fit
 from trainer.planning.step import full_batch, run_step
 from trainer.planning.timeline import moments, tightest
@@ -133,6 +135,22 @@ def _plan(**changed: Any) -> tuple[Case, Plan]:
 def test_the_formula_says_what_the_fake_run_finds(changed: dict[str, Any]) -> None:
     case, plan = _plan(**changed)
     assert by_formula(case) == pytest.approx(plan.tightest.total, rel=0.1)
+
+
+@pytest.mark.parametrize("overrides", [[], ["trainer.activation_checkpointing=full", "trainer.dtype=bfloat16"]])
+def test_ranks_share_what_is_always_there(overrides: list[str]) -> None:
+    case = Case("ranks", sized(128, 6, (4, 2, 32), 384, 2048), [TOKENS, *overrides])
+    settings, alone = settings_of(case), predicted(case).tightest.parts
+    options = options_of(settings, Machine(4))
+    plan = run_fake(config_of(case), settings, options)
+    parts = plan.tightest.parts
+    for part in ("weights", "optimizer"):
+        assert parts[part] == pytest.approx(alone[part] / 4, rel=0.01)
+    layer = max(moment.parts["gathered"] for moment in plan.moments if "layer" in moment.where)
+    # Embedding and head all along, some layers: never the whole model.
+    assert 4 * 2 * 2048 * 128 < layer < alone["weights"] + 4 * 2048 * 128
+    assert estimate(shape_of(case.configuration), options).total == pytest.approx(plan.tightest.total, rel=0.1)
+    assert not torch.distributed.is_initialized()
 
 
 def test_experts_are_planned() -> None:
