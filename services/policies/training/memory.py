@@ -1,8 +1,8 @@
 """Memory of a training step as a formula: bytes of one rank, from plain numbers, in microseconds. Pure.
 
-What is always there, of P weights, of which t are trained, over `data` ranks that share them:
+What is always there, of P weights, of which t are trained, over n ranks that share them (data times context):
 
-    weights 4·P   gradients 4·t   moments 8·t (AdamW; 2.03 in 8 bits)   reference 4·P   critic 4·P + 12·t        each ÷ data
+    weights 4·P   gradients 4·t   moments 8·t (AdamW; 2.03 in 8 bits)   reference 4·P   critic 4·P + 12·t        each ÷ n
 
 Beside it, a sum for each moment that may be the fullest; the largest is the answer:
 
@@ -92,7 +92,7 @@ class _Step:
     def __init__(self, shape: ModelShape, options: MemoryOptions) -> None:
         self.shape, self.options = shape, options
         layout = options.layout
-        self.tensor, self.data = layout.tensor, layout.data
+        self.tensor, self.data = layout.tensor, layout.data * layout.context
         self.tokens = -(-options.tokens // layout.context)
         experts = shape.hidden * shape.experts * 3 * shape.expert_width
         held = (shape.layer - experts) / self.tensor + experts / max(self.tensor, layout.expert)
@@ -195,9 +195,9 @@ class _Step:
         """Bytes a token, by a table of bytes for each of a layer's widths."""
         shape, half = self.shape, self.options.half
         widths = table[half, bool(self.options.lora_rank)]
-        of_norms = 0.0 if shape.head_norms else 1.0
-        queries = widths.queries - of_norms * (6.0 if half else 8.0)
-        keys = widths.keys - of_norms * (6.0 if half else 8.0)
+        # What norms of queries and keys keep: their input, and, where they are trained, what they made of it.
+        of_norms = 0.0 if shape.head_norms else 4.0 if self.options.lora_rank else 6.0 if half else 8.0
+        queries, keys = widths.queries - of_norms, widths.keys - of_norms
         if half and self.options.gpu:
             # One kernel for all rows writes its output where the next product reads it.
             queries -= 2.0
