@@ -32,7 +32,7 @@ from trainer.planning.plan import Machine, options_of
 from trainer.planning.step import full_batch, run_step
 
 _WITHIN_S = 1800.0
-_GIB = 1 << 30
+_CPU = Machine()
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -122,6 +122,29 @@ MEASURED = tuple(
 )
 
 
+_GPU_BYTES = 80 << 30
+
+
+def _large(name: str, ranks: int, *overrides: str, layers: int = 6) -> tuple[Case, Machine]:
+    """Of a known model, on so many GPUs; a few of its layers, for the sake of time."""
+    configuration = {**QWEN3[name], "num_hidden_layers": layers}
+    case = Case(f"{name} on {ranks}", configuration, ["trainer.micro_batch_tokens=4096", *overrides])
+    return case, Machine(ranks, _GPU_BYTES)
+
+
+_FULL, _SELECTIVE = (f"trainer.activation_checkpointing={which}" for which in ("full", "selective"))
+LARGE = (
+    _large("Qwen3-0.6B", 1),
+    _large("Qwen3-1.7B", 1, "trainer.lora.rank=16", _FULL),
+    _large("Qwen3-4B", 4, _SELECTIVE),
+    _large("Qwen3-8B", 8),
+    _large("Qwen3-30B-A3B", 8, _FULL),
+    _large("Qwen3-32B", 16, _FULL),
+    _large("Llama-3-70B", 32, _FULL),
+)
+"""Seven that only plans are made of."""
+
+
 def config_of(case: Case) -> Any:
     """As `transformers` has it."""
     said = dict(case.configuration)
@@ -132,15 +155,15 @@ def settings_of(case: Case) -> RunSettings:
     return load_settings(None, case.overrides)
 
 
-def predicted(case: Case) -> Plan:
-    """By the fake run, on a CPU."""
+def predicted(case: Case, machine: Machine = _CPU) -> Plan:
+    """By the fake run."""
     settings = settings_of(case)
-    return run_fake(config_of(case), settings, options_of(settings, Machine()))
+    return run_fake(config_of(case), settings, options_of(settings, machine))
 
 
-def by_formula(case: Case, machine: Machine | None = None) -> int:
+def by_formula(case: Case, machine: Machine = _CPU) -> int:
     """Bytes."""
-    options = options_of(settings_of(case), Machine() if machine is None else machine)
+    options = options_of(settings_of(case), machine)
     return estimate(shape_of(case.configuration), options).total
 
 
@@ -185,14 +208,23 @@ class _Ratios:
         return ", ".join(f"{name}: {ratio:.3f}" for name, ratio in self.found.items())
 
 
-async def measure_plans(say: Callable[[str], None], threads: int = 1, cases: Sequence[Case] = MEASURED) -> Measured:
-    """Both figures, of all cases: the ratio farthest from 1."""
+async def measure_plans(
+    say: Callable[[str], None],
+    threads: int = 1,
+    cases: Sequence[Case] = MEASURED,
+    large: Sequence[tuple[Case, Machine]] = LARGE,
+) -> Measured:
+    """Both figures, of all cases: the ratio farthest from 1. The `large` ones are not trained."""
     real, formula = _Ratios(), _Ratios()
     for case in cases:
         plan, taken = predicted(case).tightest.total, await measured(case, threads)
         real.found[case.name] = plan / taken
         formula.found[case.name] = by_formula(case) / plan
         say(f"{case.name}: {plan >> 20} MiB predicted, {taken >> 20} measured, {by_formula(case) >> 20} by the formula")
+    for case, machine in large:
+        plan, said = predicted(case, machine).tightest.total, by_formula(case, machine)
+        formula.found[case.name] = said / plan
+        say(f"{case.name}: {plan >> 20} MiB predicted, {said >> 20} by the formula")
     return Measured(
         rounds={"peak_vs_estimate": real.farthest, "formula_vs_fake": formula.farthest},
         seen={"peak_vs_estimate, by case": real.words, "formula_vs_fake, by case": formula.words},

@@ -71,6 +71,7 @@ def run_fake(config: PretrainedConfig, settings: RunSettings, options: MemoryOpt
 
     Raises UsageError as `make_roles` does, and for ranks of another kind than data ranks.
     """
+    packed_attention.register()
     told = True
     while True:
         try:
@@ -155,7 +156,6 @@ def _fake_policy(config: PretrainedConfig, *, told: bool) -> PreTrainedModel:
     freeze_beside_text(model)
     if told and untried(model) is None:
         # What is tried on numbers cannot be on none.
-        packed_attention.register()
         model.set_attn_implementation(packed_attention.NAME)
     return model
 

@@ -9,6 +9,7 @@ Beside it, a sum for each moment that may be the fullest; the largest is the ans
     head         all layers, a chunk of logits, the head's gradient
     backward     all layers, the head's gradient where it waits for the embedding's, what the last layer makes;
                  a checkpointed layer once more
+    scatter      of several ranks: a layer's gradients, and a copy of them that is sent, beside the next layer's weights
     embedding    the gradients of embedding and head
     critic       its own layers; there is no head
 
@@ -120,6 +121,9 @@ class _Step:
             self._moment("backward", activations=kept * layers + stem, head=waiting, temporaries=last),
             self._moment("embedding", activations=kept, temporaries=outer),
         ]
+        if self.data > 1 and layers > 1:
+            rest = kept * (layers - 1)
+            found.append(self._moment("scatter", activations=rest, head=waiting, temporaries=4.0 * width * self.tokens))
         if again:
             found.append(self._moment("backward", activations=kept * layers, head=waiting, temporaries=again))
         if options.critic:
@@ -245,14 +249,16 @@ class _Step:
 
     def _gathered(self, where: str) -> float:
         """Whole weights and gradients that ranks collect: those of no layer all along; layers', one of them ahead; in the
-        backward pass a layer's gradients, and their share. At its end the gradients of those of no layer, and a copy."""
+        backward pass a layer's gradients, and their share. At its end the gradients of those of no layer."""
         if self.data == 1:
             return 0.0
         trains = not self.options.lora_rank
         if where == "embedding":
-            return 4.0 * self.outer * (3 if trains else 1)
+            return 4.0 * self.outer * (2 if trains else 1)
         if where == "head":
             return 4.0 * (self.outer + self.layer)
+        if where == "scatter":
+            return 4.0 * (self.outer + self.layer * (4.0 if trains else 2.0))
         layers = 2.0 if self.options.checkpointing == "none" else 3.0
         return 4.0 * (self.outer + self.layer * (layers + (1.0 / self.data if trains else 0.0)))
 

@@ -115,7 +115,7 @@ def test_a_report_holds_its_figures_and_why_some_are_missing() -> None:
 async def test_a_plan_of_memory_is_what_a_process_takes() -> None:
     case = Case("small", sized(256, 4, (8, 4, 32), 768, 4096), ["trainer.micro_batch_tokens=1024"])
     said: list[str] = []
-    measured = await measure_plans(said.append, cases=[case])
+    measured = await measure_plans(said.append, cases=[case], large=())
     assert measured.rounds["peak_vs_estimate"] == [pytest.approx(1.0, abs=0.1)]
     assert measured.rounds["formula_vs_fake"] == [pytest.approx(1.0, abs=0.1)]
     assert set(measured.rounds) <= set(FIGURES) and "MiB predicted" in said[0]
