@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from services.config.lora import LoraSettings
 from services.config.settings import RunSettings
+from services.host.models import check_code
 from services.policies.training.memory import MemoryOptions
 from services.wire.errors import NoModelError, UsageError
 from trainer.data.packing import PackedBatch
@@ -56,10 +57,12 @@ class Plan:
         return max(self.moments, key=lambda moment: moment.total)
 
 
-def read_config(folder: Path) -> PretrainedConfig:
-    """Raises NoModelError for a folder without a config.json that `transformers` understands."""
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Raises NoModelError for a folder without a config.json that `transformers` understands, and UsageError for one whose
+    code is not trusted."""
+    check_code(folder, trusted=trust_remote_code)
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise NoModelError(folder, error) from error
     return config
@@ -105,7 +108,7 @@ def _run(
     made: list[PreTrainedModel] = []
 
     def load() -> PreTrainedModel:
-        made.append(_fake_policy(config, told=told))
+        made.append(_fake_policy(config, told=told, trusted=settings.model.trust_remote_code))
         return made[-1]
 
     def adapt(model: PreTrainedModel, lora: LoraSettings, seed: int) -> Adapters:
@@ -150,9 +153,9 @@ def _computed(batch: PackedBatch) -> int:
     return int(batch.micro_batches[0].row.input_ids.shape[1]) if needs is None else int(needs.needed.sum())
 
 
-def _fake_policy(config: PretrainedConfig, *, told: bool) -> PreTrainedModel:
+def _fake_policy(config: PretrainedConfig, *, told: bool, trusted: bool) -> PreTrainedModel:
     """As `trainer.checkpoint.model_folder.load_policy` makes it, without weights."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
     freeze_beside_text(model)
     if told and untried(model) is None:
         # What is tried on numbers cannot be on none.

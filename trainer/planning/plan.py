@@ -129,7 +129,8 @@ def _of(
     with heavy_imports():
         from trainer.planning.fake_run import read_config, run_fake
 
-    plan = run_fake(read_config(folder), settings, options, row)
+    config = read_config(folder, trust_remote_code=settings.model.trust_remote_code)
+    plan = run_fake(config, settings, options, row)
     moments = [MomentReport(where=each.where, bytes=each.total, parts=dict(each.parts)) for each in plan.moments]
     peak = max(moments, key=lambda moment: moment.bytes)
     return msgspec.structs.replace(
