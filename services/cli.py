@@ -109,6 +109,7 @@ COMMANDS = {
     "export": Command("trainer.cli:export_app", "Write a run's policy as a Hugging Face folder"),
     "models": Command("trainer.fetch.cli:app", "Fetch a model by its name"),
     "formula": Command("trainer.cli:formula_app", "Print the loss and the advantage that settings compute"),
+    "memory": Command("trainer.planning.cli:app", "Print the memory that a trainer takes, by part, without a GPU"),
     "train": Command("trainer.cli:app", "Run the trainer"),
     "rollout-server": Command("rollout_server.cli:app", "Run a rollout server"),
     "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers"),

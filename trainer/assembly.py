@@ -47,6 +47,7 @@ from trainer.model.roles import Roles, make_roles
 from trainer.parallel.publishing import LeadingPublisher
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.start import Started
+from trainer.planning.refusal import machine_of, refuse_what_cannot_fit
 from trainer.weights import WeightUpdates, settle_deadline
 from weight_bus.client.bus_client import BusClient
 from weight_bus.manifest.published import check_folder
@@ -92,8 +93,9 @@ class TrainerArguments:
 
 def load_roles(arguments: TrainerArguments, teacher: Taught | None, ranks: Ranks) -> Roles:
     """What is trained, from the run's first policy: the model folder has it also when the trainer is restarted. For every
-    rank. Raises UsageError."""
+    rank. Raises UsageError, before weights are loaded where they cannot fit."""
     settings = arguments.settings
+    refuse_what_cannot_fit(arguments.model, settings, machine_of(ranks.device, ranks.layout.ranks))
     code = settings.model.trust_remote_code
 
     def load() -> PreTrainedModel:

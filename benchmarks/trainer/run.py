@@ -28,6 +28,9 @@ def trainer(
     peak_rounds: Annotated[
         int, typer.Option(min=0, help="Pairs of processes whose peak of memory is measured, two minutes each, 14 GB")
     ] = 1,
+    plans: Annotated[
+        bool, typer.Option(help="Whether plans of memory are held against processes and the formula, an hour, 3 GB")
+    ] = True,
     threads: Annotated[int, typer.Option(min=1, help="Torch threads of each arm")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, lengths and tokens")] = 1,
     trl_python: Annotated[Path, typer.Option(help="Python of the environment that holds TRL")] = TRL_PYTHON,
@@ -44,6 +47,7 @@ def trainer(
         from benchmarks.trainer.evaluating import measure_evaluating
         from benchmarks.trainer.idleness import measure_rounds
         from benchmarks.trainer.peaks import measure_peaks
+        from benchmarks.trainer.planned import measure_plans
         from benchmarks.trainer.prefixes import measure_prefixes
         from benchmarks.trainer.step_speed import HeavyTail, SpeedPlan, measure_speed, with_long_prompts
 
@@ -67,5 +71,7 @@ def trainer(
         asyncio.run(measure_evaluating(paced_rounds, say)),
         asyncio.run(measure_slow_disk(paced_rounds, say)),
     ]
+    if plans:
+        parts.append(asyncio.run(measure_plans(say, threads)))
     bench = put_together(parts, load, versions("rollmesh", "torch", "transformers"))
     show(bench, as_json, as_table(bench))

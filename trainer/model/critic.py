@@ -175,7 +175,8 @@ class _Told(msgspec.Struct, frozen=True):
 
 def _columns(micro_batches: Sequence[MicroBatch]) -> Iterator[Float64Array]:
     for column in zip(*(_targets(micro) for micro in micro_batches), strict=True):
-        yield torch.cat(column).double().cpu().numpy()
+        # Each by itself: they are numbers also where a pass has none (`trainer.planning`).
+        yield np.concatenate([each.cpu().numpy() for each in column]).astype(np.float64)
 
 
 def _explained(parts: Sequence[_Told]) -> float | None:

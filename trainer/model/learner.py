@@ -15,7 +15,6 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from services.config.settings import TrainerSettings
@@ -275,10 +274,9 @@ def named_weights(model: torch.nn.Module) -> dict[str, Tensor]:
     seen: set[int] = set()
     weights = {}
     for name, tensor in state.items():
-        # The address of a weight that is spread over ranks is 0, whichever it is.
-        which = id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
-        if which not in seen:
-            seen.add(which)
+        # Not by address: weights that are spread over ranks, and the planner's, have none.
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
             weights[name] = tensor.detach()
     return weights
 

@@ -29,8 +29,14 @@ def compute_dtype(wanted: Precision, device: torch.device) -> torch.dtype:
 
 
 def computing(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[object]:
-    """Passes within are computed in `dtype`."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+    """Passes within are computed in `dtype`.
+
+    Copies of weights are not cached: a pass uses each once, and those of layers that are computed once more would be held
+    until it has ended, 2 bytes for each weight of the model.
+    """
+    if dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
 def use_tf32(wanted: bool, device: torch.device) -> None:

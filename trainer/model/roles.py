@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from services.config.lora import LoraSettings
 from services.config.settings import RunSettings, TrainerSettings
 from services.wire.errors import UsageError
 from services.wire.trajectory import Trajectory
@@ -81,9 +82,11 @@ def make_roles(
     version: int,
     teacher: Taught | None = None,
     ranks: Ranks | None = None,
+    adapt: Callable[[PreTrainedModel, LoraSettings, int], Adapters] = Adapters,
 ) -> Roles:
     """The roles that `settings` ask for. `load`: a fresh copy of the run's first policy, which has made `version` steps;
     `teacher`: tells its logprobs, where they are read; `ranks`: over which they are spread. Made by all ranks alike.
+    `adapt`: puts adapters into a model, by the run's seed.
 
     Raises UsageError for settings of which one would have no effect, or which do not fit the model.
     """
@@ -98,7 +101,7 @@ def make_roles(
         shard(first, ranks)
         reference = Reference(packed, HostWeights(first).used) if trainer.offload_idle else Reference(packed)
     critic = Critic(_value_model(load(), trainer, ranks), trainer, ranks=ranks) if needs.critic else None
-    adapters = Adapters(policy, trainer.lora, settings.seed) if trainer.lora.rank else None
+    adapters = adapt(policy, trainer.lora, settings.seed) if trainer.lora.rank else None
     learner = Learner(policy, trainer, version, reference, settings.steps, adapters, ranks)
 
     def measuring(shares: Sequence[Sequence[Rows | None]]) -> None:

@@ -13,6 +13,7 @@ import torch
 from benchmarks.trainer.device import FIGURES as FIGURES_OF_A_GPU
 from benchmarks.trainer.device import OF_1_7B, OF_8B, Shape, measure_device
 from benchmarks.trainer.peaks import Sizes, measure_peaks
+from benchmarks.trainer.planned import Case, measure_plans, sized
 from benchmarks.trainer.prefixes import measure_prefixes
 from benchmarks.trainer.report import FIGURES, Measured, as_table, put_together
 from benchmarks.trainer.step_speed import PROMPT_TOKENS, HeavyTail, PaddedLoop, SpeedPlan, as_groups, measure_speed
@@ -109,3 +110,12 @@ def test_a_report_holds_its_figures_and_why_some_are_missing() -> None:
         name: "not asked for" for name in FIGURES if name not in (*known, "vs_trl")
     }
     assert as_table(bench).row_count == len(FIGURES) + 1
+
+
+async def test_a_plan_of_memory_is_what_a_process_takes() -> None:
+    case = Case("small", sized(256, 4, (8, 4, 32), 768, 4096), ["trainer.micro_batch_tokens=1024"])
+    said: list[str] = []
+    measured = await measure_plans(said.append, cases=[case], large=())
+    assert measured.rounds["peak_vs_estimate"] == [pytest.approx(1.0, abs=0.1)]
+    assert measured.rounds["formula_vs_fake"] == [pytest.approx(1.0, abs=0.1)]
+    assert set(measured.rounds) <= set(FIGURES) and "MiB predicted" in said[0]

@@ -1,0 +1,273 @@
+"""`rollmesh memory` against reality and against its formula.
+
+    peak_vs_estimate    predicted peak ÷ the kernel's: most resident memory of a process that makes the very steps
+    formula_vs_fake     the formula's peak ÷ that of the fake run
+
+The process reads its own high-water mark (`/proc/self/status`, Linux), set back when its libraries are loaded and warm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.trainer.report import Measured
+from services.config.load import load_settings
+from services.config.settings import RunSettings
+from services.policies.training.memory import estimate
+from services.policies.training.model_shape import shape_of
+from services.wire.errors import RollmeshError
+from trainer.model.roles import make_roles
+from trainer.planning.fake_run import Plan, run_fake
+from trainer.planning.plan import Machine, options_of
+from trainer.planning.step import full_batch, run_step
+
+_WITHIN_S = 1800.0
+_CPU = Machine()
+
+
+class Case(msgspec.Struct, frozen=True):
+    """`configuration`: of config.json, in `transformers`' words; `overrides`: settings."""
+
+    name: str
+    configuration: dict[str, Any]
+    overrides: list[str] = []
+
+
+def sized(
+    hidden: int,
+    layers: int,
+    heads: tuple[int, int, int],
+    feed_forward: int,
+    vocabulary: int,
+    *,
+    tied: bool = False,
+    kind: str = "qwen3",
+    **others: int,
+) -> dict[str, Any]:
+    """A configuration. `heads`: of queries, of keys, and their dimension."""
+    return {
+        "model_type": kind,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": heads[2],
+        "intermediate_size": feed_forward,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 40_960,
+        **others,
+    }
+
+
+QWEN3 = {
+    "Qwen3-0.6B": sized(1024, 28, (16, 8, 128), 3072, 151_936, tied=True),
+    "Qwen3-1.7B": sized(2048, 28, (16, 8, 128), 6144, 151_936, tied=True),
+    "Qwen3-4B": sized(2560, 36, (32, 8, 128), 9728, 151_936, tied=True),
+    "Qwen3-8B": sized(4096, 36, (32, 8, 128), 12_288, 151_936),
+    "Qwen3-32B": sized(5120, 64, (64, 8, 128), 25_600, 151_936),
+    "Qwen3-30B-A3B": sized(
+        2048,
+        48,
+        (32, 4, 128),
+        6144,
+        151_936,
+        kind="qwen3_moe",
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
+    "Llama-3-70B": sized(8192, 80, (64, 8, 128), 28_672, 128_256, kind="llama"),
+}
+"""Shapes of known models, for plans."""
+
+_SMALL = {
+    "deep": sized(256, 12, (8, 4, 32), 768, 4096, tied=True),
+    "wide": sized(768, 4, (12, 4, 64), 2304, 8192),
+    "vocabulary": sized(256, 4, (8, 8, 32), 768, 65_536, tied=True),
+    "llama": sized(512, 6, (8, 8, 64), 1536, 8192, kind="llama"),
+    "qwen2": sized(512, 6, (8, 2, 64), 1536, 8192, kind="qwen2", use_sliding_window=False),
+    "experts": sized(
+        256, 6, (8, 4, 32), 768, 8192, kind="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256
+    ),
+}
+"""Six that a CPU trains in seconds."""
+_OPTIONS = {
+    "": ["trainer.micro_batch_tokens=2048"],
+    "selective": ["trainer.micro_batch_tokens=2048", "trainer.activation_checkpointing=selective"],
+    "full": ["trainer.micro_batch_tokens=2048", "trainer.activation_checkpointing=full"],
+    "adapters": ["trainer.micro_batch_tokens=2048", "trainer.lora.rank=16"],
+    "8 bits": ["trainer.micro_batch_tokens=2048", "trainer.optimizer.state_bits=8"],
+    "critic, reference": [
+        "trainer.micro_batch_tokens=1024",
+        "trainer.advantage.estimator=gae",
+        "trainer.loss.kl=0.1",
+        "trainer.activation_checkpointing=full",
+    ],
+}
+MEASURED = tuple(
+    Case(f"{model}, {option}".removesuffix(", "), configuration, overrides)
+    for model, configuration in _SMALL.items()
+    for option, overrides in _OPTIONS.items()
+)
+
+
+_GPU_BYTES = 80 << 30
+
+
+def _large(name: str, ranks: int, *overrides: str, layers: int = 6) -> tuple[Case, Machine]:
+    """Of a known model, on so many GPUs; a few of its layers, for the sake of time."""
+    configuration = {**QWEN3[name], "num_hidden_layers": layers}
+    case = Case(f"{name} on {ranks}", configuration, ["trainer.micro_batch_tokens=4096", *overrides])
+    return case, Machine(ranks, _GPU_BYTES)
+
+
+_FULL, _SELECTIVE = (f"trainer.activation_checkpointing={which}" for which in ("full", "selective"))
+LARGE = (
+    _large("Qwen3-0.6B", 1),
+    _large("Qwen3-1.7B", 1, "trainer.lora.rank=16", _FULL),
+    _large("Qwen3-4B", 4, _SELECTIVE),
+    _large("Qwen3-8B", 8),
+    _large("Qwen3-30B-A3B", 8, _FULL),
+    _large("Qwen3-32B", 16, _FULL),
+    _large("Llama-3-70B", 32, _FULL),
+)
+"""Seven that only plans are made of."""
+
+
+def config_of(case: Case) -> Any:
+    """As `transformers` has it."""
+    said = dict(case.configuration)
+    return AutoConfig.for_model(said.pop("model_type"), **said)
+
+
+def settings_of(case: Case) -> RunSettings:
+    return load_settings(None, case.overrides)
+
+
+def predicted(case: Case, machine: Machine = _CPU) -> Plan:
+    """By the fake run."""
+    settings = settings_of(case)
+    return run_fake(config_of(case), settings, options_of(settings, machine))
+
+
+def by_formula(case: Case, machine: Machine = _CPU) -> int:
+    """Bytes."""
+    options = options_of(settings_of(case), machine)
+    return estimate(shape_of(case.configuration), options).total
+
+
+async def measured(case: Case, threads: int = 1) -> int:
+    """Bytes that a process takes for the steps, above those of its libraries. Raises RollmeshError where it fails."""
+    command = (
+        sys.executable,
+        "-P",
+        "-m",
+        "benchmarks.trainer.planned",
+        str(threads),
+        msgspec.json.encode(case).decode(),
+    )
+    # Freed memory goes back at once, so that what is resident is what is held.
+    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environ)
+    try:
+        async with asyncio.timeout(_WITHIN_S):
+            said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        raise RollmeshError(f"{case.name}: the process ended with {process.returncode}", "see above")
+    # The last line: logs come before it.
+    return msgspec.json.decode(said.splitlines()[-1], type=int)
+
+
+@dataclass
+class _Ratios:
+    """By case; the figure is the one farthest from 1."""
+
+    found: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def farthest(self) -> list[float]:
+        return [max(self.found.values(), key=lambda ratio: abs(ratio - 1.0))] if self.found else []
+
+    @property
+    def words(self) -> str:
+        return ", ".join(f"{name}: {ratio:.3f}" for name, ratio in self.found.items())
+
+
+async def measure_plans(
+    say: Callable[[str], None],
+    threads: int = 1,
+    cases: Sequence[Case] = MEASURED,
+    large: Sequence[tuple[Case, Machine]] = LARGE,
+) -> Measured:
+    """Both figures, of all cases: the ratio farthest from 1. The `large` ones are not trained."""
+    real, formula = _Ratios(), _Ratios()
+    for case in cases:
+        plan, taken = predicted(case).tightest.total, await measured(case, threads)
+        real.found[case.name] = plan / taken
+        formula.found[case.name] = by_formula(case) / plan
+        say(f"{case.name}: {plan >> 20} MiB predicted, {taken >> 20} measured, {by_formula(case) >> 20} by the formula")
+    for case, machine in large:
+        plan, said = predicted(case, machine).tightest.total, by_formula(case, machine)
+        formula.found[case.name] = said / plan
+        say(f"{case.name}: {plan >> 20} MiB predicted, {said >> 20} by the formula")
+    return Measured(
+        rounds={"peak_vs_estimate": real.farthest, "formula_vs_fake": formula.farthest},
+        seen={"peak_vs_estimate, by case": real.words, "formula_vs_fake, by case": formula.words},
+    )
+
+
+def _held(which: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which)]
+    return int(line.split()[1]) << 10
+
+
+def _train(case: Case) -> None:
+    """The steps that a plan is of, with real tensors."""
+    settings, config = settings_of(case), config_of(case)
+
+    def load() -> PreTrainedModel:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model
+
+    roles = make_roles(load, settings, 0)
+    for passes in (1, 2):
+        run_step(roles, full_batch(roles, settings.trainer.micro_batch_tokens, passes=passes))
+
+
+def main(threads: int, case: Case) -> None:
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    # Libraries are loaded and warm before memory is read.
+    small = {
+        **case.configuration,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "vocab_size": 128,
+    }
+    few = [each for each in case.overrides if "micro_batch_tokens" not in each]
+    _train(Case("warm", small, [*few, "trainer.micro_batch_tokens=64"]))
+    # 5: set the high-water mark back (Linux, proc(5)).
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _held("VmRSS")
+    _train(case)
+    sys.stdout.write(str(_held("VmHWM") - before))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Case))

@@ -1,0 +1,1 @@
+"""What a run would take of memory, without it: `rollmesh memory`."""

@@ -1,0 +1,41 @@
+"""A process group of one process: it answers as rank 0 of many would see it, without any of the others.
+
+torch's backend `fake` does nothing in a collective, and returns at once. Tensors without numbers do not mind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from services.policies.training.layout import DIMENSIONS, Layout
+from services.wire.errors import UsageError
+from trainer.parallel.ranks import Ranks
+
+
+class _Alike(Ranks):
+    """What others tell is what this one tells."""
+
+    def gather(self, part: bytes) -> list[bytes]:
+        return [part] * self.layout.ranks
+
+
+@contextmanager
+def fake_ranks(layout: Layout) -> Iterator[Ranks | None]:
+    """Rank 0 of `layout`, None where it is one rank. Raises UsageError where this process has a group already."""
+    if layout.ranks == 1:
+        yield None
+        return
+    if dist.is_initialized():
+        raise UsageError("a plan of several ranks needs a process without a process group", "start it by itself")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.ranks)
+    try:
+        mesh = init_device_mesh("cpu", layout.shape, mesh_dim_names=DIMENSIONS)
+        yield _Alike(0, layout, torch.device("cpu"), mesh)
+    finally:
+        dist.destroy_process_group()

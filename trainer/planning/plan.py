@@ -1,0 +1,169 @@
+"""A folder and settings as a plan: the formula's answer, and the fake run's, for one rank of a machine.
+
+What a CPU does not take (offloads, 8 bits of state by a library's kernels) is left out of the fake run, and counted on what
+it found: `placed`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from services.config.settings import RunSettings, TrainerSettings
+from services.policies.training.layout import Layout, layout_of
+from services.policies.training.memory import MemoryOptions, estimate
+from services.policies.training.model_shape import ModelShape, shape_of
+from services.wire.errors import NoModelError, UsageError
+from trainer.algorithms.needs import needs_of
+from trainer.planning.report import MemoryReport, MomentReport
+
+_SHARES = (0.95, 0.87, 0.8, 0.7)
+"""Of a GPU's memory that a fit may fill, by the formula: the next one where the fake run finds more."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`ranks`: each with a device of its own; `device_bytes`: of a GPU, None for a CPU."""
+
+    ranks: int = 1
+    device_bytes: int | None = None
+
+    @property
+    def gpu(self) -> bool:
+        return self.device_bytes is not None
+
+
+def find_folder(model: Path) -> Path:
+    """A folder with a config.json, or that of a name. Raises UsageError as `find_model` does."""
+    folder = model.expanduser()
+    if (folder / "config.json").exists():
+        return folder
+    from trainer.fetch.local import find_model
+
+    return find_model(model)
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Raises NoModelError for a config.json that does not say what is needed."""
+    try:
+        return shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise NoModelError(folder, error) from error
+
+
+def layout_for(settings: TrainerSettings, ranks: int) -> Layout:
+    """Raises UsageError where the settings' numbers do not make so many ranks."""
+    parallel = settings.parallel
+    try:
+        return layout_of(
+            ranks,
+            data=parallel.data,
+            replicate=parallel.replicate,
+            tensor=parallel.tensor,
+            context=parallel.context,
+            expert=parallel.expert,
+        )
+    except ValueError as error:
+        raise UsageError(str(error), "change trainer.parallel, or the number of GPUs") from error
+
+
+def options_of(settings: RunSettings, machine: Machine) -> MemoryOptions:
+    """What the formula reads of the settings."""
+    trainer = settings.trainer
+    needs = needs_of(trainer)
+    half = trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and machine.gpu)
+    return MemoryOptions(
+        tokens=trainer.micro_batch_tokens,
+        half=half,
+        layout=layout_for(trainer, machine.ranks),
+        checkpointing=trainer.activation_checkpointing,
+        gpu=machine.gpu,
+        activation_offload=trainer.activation_offload,
+        optimizer_offload=trainer.optimizer.offload,
+        optimizer=trainer.optimizer.kind,
+        state_bits=trainer.optimizer.state_bits,
+        lora_rank=trainer.lora.rank,
+        reference=needs.reference and not trainer.lora.rank,
+        critic=needs.critic,
+        offload_idle=trainer.offload_idle,
+        serving_bytes=2 if settings.model.dtype == "bfloat16" else 4,
+    )
+
+
+def make_report(
+    folder: Path, settings: RunSettings, machine: Machine, *, row: int | None = None, fit: bool, quick: bool
+) -> MemoryReport:
+    """Raises UsageError for what cannot be planned, or, with `fit`, where nothing fits."""
+    shape = read_shape(folder)
+    if not fit:
+        return _of(folder, shape, settings, machine, row, [], quick=quick)
+    from trainer.planning.fit import fit_settings
+
+    for share in _SHARES:
+        chosen, lines = fit_settings(shape, settings, machine, share)
+        report = _of(folder, shape, chosen, machine, row, lines, quick=quick)
+        if report.fits:
+            break
+    return report
+
+
+def _of(
+    folder: Path,
+    shape: ModelShape,
+    settings: RunSettings,
+    machine: Machine,
+    row: int | None,
+    lines: list[str],
+    *,
+    quick: bool,
+) -> MemoryReport:
+    options = options_of(settings, machine)
+    report = _by_formula(folder.name, shape, options, machine, lines)
+    if quick:
+        return report
+    from services.host.process import heavy_imports
+
+    with heavy_imports():
+        from trainer.planning.fake_run import read_config, run_fake
+
+    config = read_config(folder, trust_remote_code=settings.model.trust_remote_code)
+    plan = run_fake(config, settings, options, row)
+    moments = [MomentReport(where=each.where, bytes=each.total, parts=dict(each.parts)) for each in plan.moments]
+    peak = max(moments, key=lambda moment: moment.bytes)
+    return msgspec.structs.replace(
+        report,
+        parameters=plan.parameters,
+        trained=plan.trained,
+        peak=peak,
+        moments=moments,
+        fits=None if machine.device_bytes is None else peak.bytes <= machine.device_bytes,
+        assumed=[*report.assumed, *plan.assumed],
+    )
+
+
+def _by_formula(
+    name: str, shape: ModelShape, options: MemoryOptions, machine: Machine, lines: list[str]
+) -> MemoryReport:
+    said = estimate(shape, options)
+    return MemoryReport(
+        model=name,
+        parameters=shape.parameters,
+        trained=shape.adapters(options.lora_rank) * shape.layers if options.lora_rank else shape.parameters,
+        ranks=options.layout.ranks,
+        layout=str(options.layout),
+        device="gpu" if machine.gpu else "cpu",
+        device_bytes=machine.device_bytes,
+        dtype="bfloat16" if options.half else "float32",
+        tokens=options.tokens,
+        peak=None,
+        moments=[],
+        formula_bytes=said.total,
+        formula=said.words,
+        host=dict(said.host),
+        fits=None if machine.device_bytes is None else said.total <= machine.device_bytes,
+        assumed=[],
+        settings=lines,
+    )

@@ -1,0 +1,45 @@
+"""Before weights are loaded: whether a run can fit the GPU that there is, by the formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from services.config.settings import RunSettings
+from services.policies.training.memory import estimate
+from services.wire.errors import UsageError
+from trainer.planning.plan import Machine, options_of, read_shape
+
+_SURE = 1.1
+"""The formula is within 10 % of what a step takes."""
+_GIB = 1 << 30
+
+
+def machine_of(device: torch.device, ranks: int = 1) -> Machine:
+    """The machine of a trainer whose ranks each have a device like this one."""
+    if device.type != "cuda":
+        return Machine(ranks)
+    return Machine(ranks, int(torch.cuda.get_device_properties(device).total_memory))
+
+
+def refuse_what_cannot_fit(folder: Path, settings: RunSettings, machine: Machine) -> None:
+    """Raises UsageError, with the sum, for settings whose step takes more than a GPU of `machine` has.
+
+    Nothing on a CPU, whose memory may be swapped, and for a configuration that the formula does not know.
+    """
+    if machine.device_bytes is None:
+        return
+    try:
+        shape = read_shape(folder)
+    except UsageError:
+        return
+    found = estimate(shape, options_of(settings, machine))
+    if found.total <= _SURE * machine.device_bytes:
+        return
+    raise UsageError(
+        f"a step of {folder.name} takes about {found.total / _GIB:.1f} GiB, and a GPU has "
+        f"{machine.device_bytes / _GIB:.1f} ({found.words})",
+        "see `rollmesh memory --fit`: trainer.activation_checkpointing=full, fewer trainer.micro_batch_tokens, "
+        "trainer.optimizer.offload=true, or adapters (trainer.lora.rank) take less",
+    )
