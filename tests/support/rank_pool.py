@@ -96,6 +96,7 @@ class RankPool:
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -109,6 +110,8 @@ def _serve(pipe: Connection) -> None:
                 answer = True, function(rank, *arguments)
             finally:
                 dist.destroy_process_group()
+                # What torch has found out of layouts holds on to groups, by names that those of the next call have too.
+                _clear_sharding_prop_cache()
         except Exception:  # noqa: BLE001 - whatever it was, the test is told
             answer = False, traceback.format_exc()
         pipe.send(answer)

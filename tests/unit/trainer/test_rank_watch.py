@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -65,10 +66,15 @@ def test_a_rank_says_why_it_fails(watch: Callable[..., tuple[Watch, queue.Queue[
 
 
 def test_a_rank_without_a_sign_of_life_ends_the_others_and_rank_0_itself(
-    watch: Callable[..., tuple[Watch, queue.Queue[str]]],
+    store: Store, watch: Callable[..., tuple[Watch, queue.Queue[str]]]
 ) -> None:
     first, said = watch(0)
     second, heard = watch(1)
+    # One that has given none yet may still be starting.
+    ends = time.monotonic() + 10.0
+    while not store.add("beats/1", 0):
+        assert time.monotonic() < ends
+        time.sleep(BEAT_S)
     second.close()
     assert said.get(timeout=10).startswith("rank 1 has given no sign of life for 1 s")
     first.close()
