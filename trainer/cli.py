@@ -202,7 +202,7 @@ def export(
         from transformers.utils import logging as transformers_logging
 
         from trainer.checkpoint import checkpoint, evaluated
-        from trainer.checkpoint.model_folder import load_policy
+        from trainer.checkpoint.model_folder import load_policy, save_model
         from trainer.model.adapters import Adapters
 
     transformers_logging.disable_progress_bar()
@@ -233,5 +233,5 @@ def export(
         checkpoint.load_weights(evaluated.find(folder.checkpoints, version), model)
     wanted = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype or settings.model.dtype]
     with writing(target):
-        checkpoint.save_model(target, model, base, adapters, wanted, shard_mib << 20)
+        save_model(target, model, base, adapters, wanted, shard_mib << 20)
     typer.echo(str(target))

@@ -31,6 +31,7 @@ from trainer.assembly import CALL_DEADLINE_S, Assembly, TrainerArguments
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.attempts import drops_of
 from trainer.checkpoint.environment import present_environment, repeat_exactly
+from trainer.checkpoint.model_folder import save_final
 from trainer.checkpoint.recovery import Replay, diverged, fingerprint, groups_of, restore, terms_of
 from trainer.checkpoint.step_log import StepLog
 from trainer.follower import follow
@@ -227,6 +228,6 @@ def _report(loop: TrainingLoop, assembly: Assembly, verified: VerifyView) -> Non
     with writing(loop.checkpoints):
         learner = loop.learner
         weights = checkpoint.whole_weights(loop.roles)
-        checkpoint.save_final(loop.checkpoints, learner.model, assembly.arguments.model, learner.adapters, weights)
+        save_final(loop.checkpoints, learner.model, assembly.arguments.model, learner.adapters, weights)
     write_report(assembly.folder.trainer_report, report)
     plot_curves(lines, generated, assembly.folder.curves, loop.evaluations())

@@ -44,19 +44,15 @@ from trainer.checkpoint.parts import (
     unspread,
     write_tensors,
 )
-from trainer.model.adapters import Adapters
-from trainer.model.learner import named_weights, trained_weights
+from trainer.model.learner import trained_weights
 from trainer.model.roles import Roles
 from trainer.parallel.orders import Checkpoint, Gather, tell
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sharding import whole
-from weight_bus.manifest.computed import PublishedTensor, computed
 
 SCHEMA = 1
 KEEP = 2
 PREFIX = "step-"
-# Written anew with the model; everything else of its folder (tokenizer, chat template …) is carried over.
-_WRITTEN_ANEW = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
 _log = structlog.get_logger()
 
@@ -296,83 +292,6 @@ def restore_newest(folder: Path, roles: Roles, run_id: str) -> int | None:
     if known:
         raise UnreadableError(f"no checkpoint under {folder} can be used", "start a new run with another --run-dir")
     return None
-
-
-def save_final(
-    folder: Path,
-    model: PreTrainedModel,
-    base: Path,
-    adapters: Adapters | None = None,
-    weights: Mapping[str, Tensor] | None = None,
-) -> Path:
-    """Write `folder/final`: the model, and what else its original folder `base` holds; returns its path.
-
-    `weights`: all of each, where the model has only this rank's (`whole_weights`). `adapters`: those of the model, where
-    they alone were trained. They are merged into a copy of its weights in host memory, and `folder/final-adapter` has them
-    alone. Raises OSError.
-    """
-    target = folder / "final"
-    shutil.rmtree(target, ignore_errors=True)
-    if weights is None:
-        save_model(target, model, base, adapters)
-    else:
-        with appearing(target) as making:
-            _carry_over(making, base)
-            model.save_pretrained(making, state_dict=dict(weights))
-    if adapters is not None:
-        alone = folder / "final-adapter"
-        shutil.rmtree(alone, ignore_errors=True)
-        with appearing(alone) as making:
-            adapters.save(making, base)
-    return target
-
-
-def save_model(
-    target: Path,
-    model: PreTrainedModel,
-    base: Path,
-    adapters: Adapters | None = None,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = 50_000_000_000,
-) -> None:
-    """Write the folder `target`, which must not be there, as `fill_model` does. Raises OSError."""
-    with appearing(target) as making:
-        fill_model(making, model, base, adapters, dtype, shard_bytes)
-
-
-def fill_model(
-    making: Path,
-    model: PreTrainedModel,
-    base: Path,
-    adapters: Adapters | None = None,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = 50_000_000_000,
-) -> None:
-    """Write into the folder `making`: the model, adapters merged, and what else its original folder `base` holds.
-
-    `dtype`: of floating weights, and of `model` from then on; None for their own. `shard_bytes`: of a file, at most.
-    Raises OSError.
-    """
-    weights = None
-    if adapters is not None or dtype is not None:
-        own = named_weights(model)
-        named: Mapping[str, PublishedTensor] = own if adapters is None else adapters.merged(own)
-        weights = {name: _as(computed(tensor).detach().cpu(), dtype) for name, tensor in named.items()}
-    _carry_over(making, base)
-    if dtype is not None:
-        # What the configuration says is taken from the model itself.
-        model.to(dtype)
-    model.save_pretrained(making, state_dict=weights, max_shard_size=shard_bytes)
-
-
-def _carry_over(making: Path, base: Path) -> None:
-    for path in base.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in _WRITTEN_ANEW:
-            shutil.copy2(path, making / path.name)
-
-
-def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def load_weights(path: Path, model: PreTrainedModel) -> None:

@@ -1,16 +1,26 @@
-"""A Hugging Face folder as the policy that is trained."""
+"""A Hugging Face folder: read as the policy that is trained, and written of one."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from services.host.files import appearing
 from services.host.models import check_code
 from services.wire.errors import NoModelError, UsageError
+from trainer.model.adapters import Adapters
 from trainer.model.forward import freeze_beside_text
+from trainer.model.learner import named_weights
+from weight_bus.manifest.computed import PublishedTensor, computed
+
+# Written anew with the model; everything else of its folder (tokenizer, chat template …) is carried over.
+_WRITTEN_ANEW = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
 
 def load_policy(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -34,3 +44,80 @@ def load_policy(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedM
         raise NoModelError(folder, error) from error
     freeze_beside_text(model)
     return model.to(device)
+
+
+def save_final(
+    folder: Path,
+    model: PreTrainedModel,
+    base: Path,
+    adapters: Adapters | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Write `folder/final`: the model, and what else its original folder `base` holds; returns its path.
+
+    `weights`: all of each, where the model has only this rank's (`whole_weights`). `adapters`: those of the model, where
+    they alone were trained. They are merged into a copy of its weights in host memory, and `folder/final-adapter` has them
+    alone. Raises OSError.
+    """
+    target = folder / "final"
+    shutil.rmtree(target, ignore_errors=True)
+    if weights is None:
+        save_model(target, model, base, adapters)
+    else:
+        with appearing(target) as making:
+            _carry_over(making, base)
+            model.save_pretrained(making, state_dict=dict(weights))
+    if adapters is not None:
+        alone = folder / "final-adapter"
+        shutil.rmtree(alone, ignore_errors=True)
+        with appearing(alone) as making:
+            adapters.save(making, base)
+    return target
+
+
+def save_model(
+    target: Path,
+    model: PreTrainedModel,
+    base: Path,
+    adapters: Adapters | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 50_000_000_000,
+) -> None:
+    """Write the folder `target`, which must not be there, as `fill_model` does. Raises OSError."""
+    with appearing(target) as making:
+        fill_model(making, model, base, adapters, dtype, shard_bytes)
+
+
+def fill_model(
+    making: Path,
+    model: PreTrainedModel,
+    base: Path,
+    adapters: Adapters | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 50_000_000_000,
+) -> None:
+    """Write into the folder `making`: the model, adapters merged, and what else its original folder `base` holds.
+
+    `dtype`: of floating weights, and of `model` from then on; None for their own. `shard_bytes`: of a file, at most.
+    Raises OSError.
+    """
+    weights = None
+    if adapters is not None or dtype is not None:
+        own = named_weights(model)
+        named: Mapping[str, PublishedTensor] = own if adapters is None else adapters.merged(own)
+        weights = {name: _as(computed(tensor).detach().cpu(), dtype) for name, tensor in named.items()}
+    _carry_over(making, base)
+    if dtype is not None:
+        # What the configuration says is taken from the model itself.
+        model.to(dtype)
+    model.save_pretrained(making, state_dict=weights, max_shard_size=shard_bytes)
+
+
+def _carry_over(making: Path, base: Path) -> None:
+    for path in base.iterdir():
+        if path.is_file() and path.suffix != ".safetensors" and path.name not in _WRITTEN_ANEW:
+            shutil.copy2(path, making / path.name)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)

@@ -25,9 +25,8 @@ from services.config.load import dump_settings
 from services.config.settings import TrainerSettings
 from services.host.files import appearing, writing
 from services.wire.errors import NoModelError, UsageError
-from trainer.checkpoint.checkpoint import fill_model
 from trainer.checkpoint.environment import repeat_exactly
-from trainer.checkpoint.model_folder import load_policy
+from trainer.checkpoint.model_folder import fill_model, load_policy
 from trainer.model.adapters import Adapters
 from trainer.model.learner import Learner
 from trainer.model.precision import use_tf32

@@ -46,8 +46,7 @@ from pathlib import Path
 import torch
 
 from rollout_server.engines.torch.engine import load_decoder
-from trainer.checkpoint.checkpoint import save_model
-from trainer.checkpoint.model_folder import load_policy
+from trainer.checkpoint.model_folder import load_policy, save_model
 
 folder, copy = Path(sys.argv[1]), Path(sys.argv[2])
 policy = load_policy(folder, trust_remote_code=True)

@@ -21,8 +21,7 @@ from services.wire.trajectory import Trajectory
 from tests.support.model_families import FAMILIES, VOCABULARY, WINDOW, make_family, table
 from tests.support.trajectories import a_rollout, a_segment, grouped
 from trainer.algorithms.describe import describe_loss
-from trainer.checkpoint.checkpoint import save_final
-from trainer.checkpoint.model_folder import load_policy
+from trainer.checkpoint.model_folder import load_policy, save_final
 from trainer.data.packing import micro_batch, pack
 from trainer.data.rows import rows_of
 from trainer.model.forward import PackedForward

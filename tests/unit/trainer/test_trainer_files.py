@@ -23,6 +23,7 @@ from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.advantages.compute import AdvantageComputer
 from trainer.checkpoint import checkpoint
 from trainer.checkpoint.log_lines import StepRecord
+from trainer.checkpoint.model_folder import save_final
 from trainer.checkpoint.recovery import Replay, ReplayError, fingerprint, restore, terms_of
 from trainer.checkpoint.saving import Save, Saving
 from trainer.checkpoint.step_log import StepLog, StepLogError
@@ -363,8 +364,8 @@ def test_the_final_checkpoint_is_a_hugging_face_folder(tmp_path: Path) -> None:
     (base / "chat_template.jinja").write_text("{{ messages }}")
     with torch.no_grad():
         model.lm_head.weight += 1.0
-    checkpoint.save_final(tmp_path / "checkpoints", model, base)
-    final = checkpoint.save_final(tmp_path / "checkpoints", model, base)
+    save_final(tmp_path / "checkpoints", model, base)
+    final = save_final(tmp_path / "checkpoints", model, base)
     loaded = AutoModelForCausalLM.from_pretrained(final)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
     assert (

@@ -32,7 +32,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.algorithms.describe import describe
 from trainer.checkpoint import checkpoint
-from trainer.checkpoint.model_folder import load_policy
+from trainer.checkpoint.model_folder import load_policy, save_final
 from trainer.checkpoint.recovery import fingerprint
 from trainer.data.packing import MicroBatch, pack
 from trainer.data.rows import rows_of
@@ -151,7 +151,7 @@ def test_what_is_published_is_what_peft_merges_and_the_exports_say_the_same(
     asked = ["_proj.weight"] if targets == "all-linear" else [f"{target}.weight" for target in targets]
     assert moved == {name for name in before if name.endswith(tuple(asked))}
 
-    final = checkpoint.save_final(tmp_path / "out", learner.model, tmp_path / "base", learner.adapters)
+    final = save_final(tmp_path / "out", learner.model, tmp_path / "base", learner.adapters)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["final", "final-adapter"]
     merged = load_policy(final)
     assert same(named_weights(merged), published)
@@ -363,7 +363,7 @@ def test_a_family_with_adapters_is_published_and_exported_under_the_names_of_its
     train(roles, run, 4)
     moved = {name for name, weight in learner.weights().items() if not torch.equal(weight, first[name])}
     assert any("q_proj" in name for name in moved) and not any(re.search("expert|vision|norm", name) for name in moved)
-    exported = checkpoint.save_final(tmp_path, learner.model, tmp_path / "model", learner.adapters)
+    exported = save_final(tmp_path, learner.model, tmp_path / "model", learner.adapters)
     assert same(load_file(exported / "model.safetensors"), learner.weights())
     ids = torch.arange(2, 32)[None]
     with torch.no_grad():
