@@ -35,6 +35,8 @@ FIGURES = (
     "ckpt_block",
     "metrics_lag",
     "ckpt_memory",
+    "scaling_2",
+    "pack_share",
     "peak_vs_estimate",
     "formula_vs_fake",
 )
@@ -65,9 +67,10 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     a second, K = 2 ÷ K = 0. `eval_cost`: share of trained tokens a second that evaluations of 256 problems every 20
     versions take away. `ckpt_block`: seconds that a checkpoint holds up training ÷ those of one memcpy of the state. With a
     disk 20 times slower `metrics_lag`: steps by which lines of metrics are late, at most; `ckpt_memory`: bytes of the
-    trainer's process above those without checkpoints ÷ one copy of the state. `peak_vs_estimate`: what `rollmesh memory`
-    predicts ÷ the most resident memory of a process that makes those steps; `formula_vs_fake`: its formula ÷ its fake run;
-    each of the case that is farthest from 1.
+    trainer's process above those without checkpoints ÷ one copy of the state. `scaling_2`: trained tokens a second of two
+    ranks on a core each ÷ one's; `pack_share`: share of a step for packing and advantages. `peak_vs_estimate`: what
+    `rollmesh memory` predicts ÷ the most resident memory of a process that makes those steps; `formula_vs_fake`: its
+    formula ÷ its fake run; each of the case that is farthest from 1.
     """
 
     packed_vs_padded: float | None
@@ -90,6 +93,8 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     ckpt_block: float | None
     metrics_lag: float | None
     ckpt_memory: float | None
+    scaling_2: float | None
+    pack_share: float | None
     peak_vs_estimate: float | None
     formula_vs_fake: float | None
     rounds: dict[str, list[float]]

@@ -15,6 +15,7 @@ from benchmarks.trainer.device import OF_1_7B, OF_8B, Shape, measure_device
 from benchmarks.trainer.peaks import Sizes, measure_peaks
 from benchmarks.trainer.planned import Case, measure_plans, sized
 from benchmarks.trainer.prefixes import measure_prefixes
+from benchmarks.trainer.ranks import measure_ranks
 from benchmarks.trainer.report import FIGURES, Measured, as_table, put_together
 from benchmarks.trainer.step_speed import PROMPT_TOKENS, HeavyTail, PaddedLoop, SpeedPlan, as_groups, measure_speed
 from services.config.settings import TrainerSettings
@@ -119,3 +120,12 @@ async def test_a_plan_of_memory_is_what_a_process_takes() -> None:
     assert measured.rounds["peak_vs_estimate"] == [pytest.approx(1.0, abs=0.1)]
     assert measured.rounds["formula_vs_fake"] == [pytest.approx(1.0, abs=0.1)]
     assert set(measured.rounds) <= set(FIGURES) and "MiB predicted" in said[0]
+
+
+@pytest.mark.slow
+async def test_two_ranks_are_measured_against_one() -> None:
+    said: list[str] = []
+    measured = await measure_ranks(1, said.append, hidden_size=64, layers=1, steps=1)
+    assert set(measured.rounds) == {"scaling_2", "pack_share"} <= set(FIGURES)
+    assert 0.0 < measured.rounds["pack_share"][0] < 0.5 < 2.5 * measured.rounds["scaling_2"][0]
+    assert "s on two" in said[0]

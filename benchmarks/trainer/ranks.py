@@ -1,0 +1,124 @@
+"""Two data ranks on two cores against one: trained tokens a second, and what packing and advantages take of a step.
+
+    arm     1 or 2 processes, one thread of torch each ─► steps on one batch of heavy-tailed lengths ─► seconds of each
+    round   one rank ─► two ranks, or the other way round
+
+Ranks are started by torchrun's variables, and do what the trainer's do: rank 0 packs and gives orders (`trainer.parallel`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.harness.processes import LOOPBACK, PYTHON, free_port, running
+from benchmarks.trainer.report import Measured
+from services.policies.training.layout import Layout
+from services.wire.errors import RollmeshError
+
+HIDDEN_SIZE, LAYERS, STEPS = 256, 4, 5
+_WITHIN_S = 600.0
+
+
+class Arm(msgspec.Struct, frozen=True):
+    """Of one arm of one round. `step_s`: in the median; `pack_share`: of a step, for packing and advantages."""
+
+    step_s: float
+    pack_share: float
+
+
+async def measure_ranks(
+    rounds: int, say: Callable[[str], None], hidden_size: int = HIDDEN_SIZE, layers: int = LAYERS, steps: int = STEPS
+) -> Measured:
+    """`scaling_2`: trained tokens a second of two ranks ÷ one's; `pack_share`: of the steps of one rank. Raises
+    RollmeshError when a rank fails."""
+    scaling, share, seen = [], [], {}
+    with tempfile.TemporaryDirectory(prefix="rollmesh-ranks-") as scratch:
+        for number in range(1, rounds + 1):
+            arms: dict[int, Arm] = {}
+            for ranks in (1, 2) if number % 2 else (2, 1):
+                folder = Path(scratch) / f"{number}-{ranks}"
+                folder.mkdir()
+                arms[ranks] = await _arm(ranks, folder, hidden_size, layers, steps)
+            scaling.append(arms[1].step_s / arms[2].step_s)
+            share.append(arms[1].pack_share)
+            told = f"a step {arms[1].step_s:.2f} s on one rank, {arms[2].step_s:.2f} s on two"
+            seen[f"ranks, round {number}"] = told
+            say(f"ranks, round {number}: {told}")
+    return Measured(rounds={"scaling_2": scaling, "pack_share": share}, seen=seen)
+
+
+async def _arm(ranks: int, folder: Path, hidden_size: int, layers: int, steps: int) -> Arm:
+    found, port = folder / "arm.json", free_port()
+    words = (str(found), *map(str, (ranks, hidden_size, layers, steps)))
+    shared = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    async with AsyncExitStack() as stack:
+        processes = [
+            await stack.enter_async_context(
+                running(
+                    f"rank {rank}",
+                    (*PYTHON, "benchmarks.trainer.ranks", *words),
+                    folder,
+                    environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
+            )
+            for rank in range(ranks)
+        ]
+        async with asyncio.timeout(_WITHIN_S):
+            codes = await asyncio.gather(*(child.process.wait() for child in processes))
+    if any(codes):
+        raise RollmeshError(f"a rank of {ranks} ended with exit codes {codes}", f"see the logs in {folder}")
+    return msgspec.json.decode(found.read_bytes(), type=Arm)
+
+
+def _run(found: Path, ranks: int, hidden_size: int, layers: int, steps: int) -> None:
+    """One rank's part; rank 0 writes `found`. The first step is not counted."""
+    import torch
+
+    from benchmarks.trainer.step_speed import HeavyTail, as_groups
+    from services.config.settings import RunSettings
+    from trainer.model.roles import make_roles
+    from trainer.model.train_batch import follow, train_batch
+    from trainer.parallel.orders import Stop, Train, decode, tell
+    from trainer.parallel.ranks import joined
+    from trainer.sft.tiny_model import build_model
+
+    torch.set_num_threads(1)
+    tail = HeavyTail()
+    settings = RunSettings.model_validate({"steps": steps + 1, "k": steps + 1})
+    with joined(Layout(data=ranks)) as own:
+        roles = make_roles(
+            lambda: build_model(1, hidden_size=hidden_size, layers=layers, vocabulary=tail.vocabulary + 4),
+            settings,
+            0,
+            ranks=own,
+        )
+        if not own.leads:
+            while isinstance(order := decode(own.receive()), Train):
+                follow(roles, order)
+            return
+        groups = as_groups(tail.answers(seed=1), tail.group_size)
+        whole, packing = [], []
+        for _ in range(steps + 1):
+            began = time.perf_counter()
+            (made,) = train_batch(roles, settings, groups, 1)
+            whole.append(time.perf_counter() - began)
+            packing.append(made.pack_s)
+        tell(own, Stop())
+        arm = Arm(statistics.median(whole[1:]), sum(packing[1:]) / sum(whole[1:]))
+        found.write_bytes(msgspec.json.encode(arm))
+
+
+if __name__ == "__main__":
+    # The machine's cores are shared out by arms, not by torch.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _run(Path(sys.argv[1]), *map(int, sys.argv[2:]))
