@@ -173,9 +173,9 @@ def test_exact_is_token_for_token(found: list[int], logprobs: list[float], equal
 @pytest.mark.slow
 def test_a_tiny_run_measures_every_arm_and_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "benchmarks", "weights", "--json", "--engine", "torch"]
-    small = ["--rounds", "1", "--updates", "1", "--hidden-size", "64", "--layers", "2", "--streams", "2"]
+    small = ["--rounds", "1", "--updates", "1", "--hidden-size", "128", "--layers", "4", "--streams", "2"]
     plot = tmp_path / "stall.png"
-    quick = ["--quiet-s", "0.25", "--exact-updates", "4", "--no-wire", "--plot", str(plot)]
+    quick = ["--quiet-s", "0.1", "--exact-updates", "4", "--no-wire", "--plot", str(plot)]
     ended = subprocess.run([*command, *small, *quick], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     bench = json.loads(ended.stdout)
