@@ -61,12 +61,8 @@ def save_final(
     """
     target = folder / "final"
     shutil.rmtree(target, ignore_errors=True)
-    if weights is None:
-        save_model(target, model, base, adapters)
-    else:
-        with appearing(target) as making:
-            _carry_over(making, base)
-            model.save_pretrained(making, state_dict=dict(weights))
+    with appearing(target) as making:
+        fill_model(making, model, base, adapters, weights=weights)
     if adapters is not None:
         alone = folder / "final-adapter"
         shutil.rmtree(alone, ignore_errors=True)
@@ -95,13 +91,13 @@ def fill_model(
     adapters: Adapters | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 50_000_000_000,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write into the folder `making`: the model, adapters merged, and what else its original folder `base` holds.
 
     `dtype`: of floating weights, and of `model` from then on; None for their own. `shard_bytes`: of a file, at most.
-    Raises OSError.
+    `weights`: by the model's names, in place of its own. Raises OSError.
     """
-    weights = None
     if adapters is not None or dtype is not None:
         own = named_weights(model)
         named: Mapping[str, PublishedTensor] = own if adapters is None else adapters.merged(own)

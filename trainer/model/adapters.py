@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from services.config.lora import LoraSettings
 from services.wire.errors import UsageError
+from trainer.parallel.sharding import whole
 from weight_bus.manifest.computed import ComputedTensor, PublishedTensor
 from weight_bus.manifest.local_part import part_of
 
@@ -132,18 +133,13 @@ def _sum(layer: Linear, weight: Tensor) -> ComputedTensor:
         # A and B are small: every rank has them whole for as long as it adds them to its part of the weight.
         part = part_of("a weight with adapters", weight)
         rows, columns = (torch.cat([torch.arange(*each) for each in ranges]) for ranges in part.spans)
-        of_rows, of_columns = _whole(first)[rows.to(first.device)], _whole(second)[:, columns.to(second.device)]
+        of_rows, of_columns = whole(first)[rows.to(first.device)], whole(second)[:, columns.to(second.device)]
         local = torch.addmm(part.local.to(first.dtype), of_rows, of_columns, alpha=scale)
         return DTensor.from_local(
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
 
     return ComputedTensor(weight.shape, compute, weight if isinstance(weight, DTensor) else None)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be spread over ranks; a collective of theirs where it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _targets(model: PreTrainedModel, settings: LoraSettings) -> list[str]:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from services.config.settings import RunSettings, TrainerSettings
-from services.policies.training.layout import Layout, layout_of
+from services.config.checks import layout_asked
+from services.config.settings import RunSettings
 from services.policies.training.memory import MemoryOptions, estimate
+from services.policies.training.memory_fit import fit as find_fit
+from services.policies.training.memory_fit import smallest
 from services.policies.training.model_shape import ModelShape, shape_of
 from services.wire.errors import NoModelError, UsageError
 from trainer.algorithms.needs import needs_of
@@ -22,6 +24,9 @@ from trainer.planning.report import MemoryReport, MomentReport
 
 _SHARES = (0.95, 0.87, 0.8, 0.7)
 """Of a GPU's memory that a fit may fill, by the formula: the next one where the fake run finds more."""
+
+
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -54,22 +59,6 @@ def read_shape(folder: Path) -> ModelShape:
         raise NoModelError(folder, error) from error
 
 
-def layout_for(settings: TrainerSettings, ranks: int) -> Layout:
-    """Raises UsageError where the settings' numbers do not make so many ranks."""
-    parallel = settings.parallel
-    try:
-        return layout_of(
-            ranks,
-            data=parallel.data,
-            replicate=parallel.replicate,
-            tensor=parallel.tensor,
-            context=parallel.context,
-            expert=parallel.expert,
-        )
-    except ValueError as error:
-        raise UsageError(str(error), "change trainer.parallel, or the number of GPUs") from error
-
-
 def options_of(settings: RunSettings, machine: Machine) -> MemoryOptions:
     """What the formula reads of the settings."""
     trainer = settings.trainer
@@ -78,7 +67,7 @@ def options_of(settings: RunSettings, machine: Machine) -> MemoryOptions:
     return MemoryOptions(
         tokens=trainer.micro_batch_tokens,
         half=half,
-        layout=layout_for(trainer, machine.ranks),
+        layout=layout_asked(trainer.parallel, machine.ranks),
         checkpointing=trainer.activation_checkpointing,
         gpu=machine.gpu,
         activation_offload=trainer.activation_offload,
@@ -93,6 +82,46 @@ def options_of(settings: RunSettings, machine: Machine) -> MemoryOptions:
     )
 
 
+def _fit_settings(
+    shape: ModelShape, settings: RunSettings, machine: Machine, share: float
+) -> tuple[RunSettings, list[str]]:
+    """The settings with what the fit chose, and its lines. `share`: of the GPU's memory that may be filled.
+
+    Raises UsageError, with the sum, where nothing fits.
+    """
+    assert machine.device_bytes is not None
+    asked = options_of(settings, machine)
+    found = find_fit(shape, asked, share * machine.device_bytes)
+    if found is None:
+        least = smallest(shape, asked).estimate
+        raise UsageError(
+            f"nothing fits: with everything checkpointed and offloaded it is {least.total / _GIB:.1f} GiB of "
+            f"{machine.device_bytes / _GIB:.1f} ({least.words})",
+            "take more GPUs, fewer trainer.micro_batch_tokens, or adapters (trainer.lora.rank=16)",
+        )
+    options, trainer = found.options, settings.trainer
+    parallel = trainer.parallel.model_copy(update={"data": options.layout.data, "tensor": options.layout.tensor})
+    chosen = trainer.model_copy(
+        update={
+            "micro_batch_tokens": options.tokens,
+            "activation_checkpointing": options.checkpointing,
+            "activation_offload": options.activation_offload,
+            "optimizer": trainer.optimizer.model_copy(update={"offload": options.optimizer_offload}),
+            "parallel": parallel,
+        }
+    )
+    lines = [
+        f"trainer.micro_batch_tokens = {options.tokens}",
+        f'trainer.activation_checkpointing = "{options.checkpointing}"',
+        f"trainer.activation_offload = {str(options.activation_offload).lower()}",
+        f"trainer.optimizer.offload = {str(options.optimizer_offload).lower()}",
+    ]
+    if machine.ranks > 1:
+        lines.append(f"trainer.parallel.data = {options.layout.data}")
+        lines.append(f"trainer.parallel.tensor = {options.layout.tensor}")
+    return settings.model_copy(update={"trainer": chosen}), lines
+
+
 def make_report(
     folder: Path, settings: RunSettings, machine: Machine, *, row: int | None = None, fit: bool, quick: bool
 ) -> MemoryReport:
@@ -100,10 +129,8 @@ def make_report(
     shape = read_shape(folder)
     if not fit:
         return _of(folder, shape, settings, machine, row, [], quick=quick)
-    from trainer.planning.fit import fit_settings
-
     for share in _SHARES:
-        chosen, lines = fit_settings(shape, settings, machine, share)
+        chosen, lines = _fit_settings(shape, settings, machine, share)
         report = _of(folder, shape, chosen, machine, row, lines, quick=quick)
         if report.fits:
             break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import structlog
 import torch
 
 from services.config.settings import RunSettings
@@ -14,6 +15,7 @@ from trainer.planning.plan import Machine, options_of, read_shape
 _SURE = 1.1
 """The formula is within 10 % of what a step takes."""
 _GIB = 1 << 30
+_log = structlog.get_logger()
 
 
 def machine_of(device: torch.device, ranks: int = 1) -> Machine:
@@ -32,7 +34,8 @@ def refuse_what_cannot_fit(folder: Path, settings: RunSettings, machine: Machine
         return
     try:
         shape = read_shape(folder)
-    except UsageError:
+    except UsageError as error:
+        _log.info("whether a step fits the GPU is not known beforehand", why=error.what)
         return
     found = estimate(shape, options_of(settings, machine))
     if found.total <= _SURE * machine.device_bytes:
@@ -40,6 +43,6 @@ def refuse_what_cannot_fit(folder: Path, settings: RunSettings, machine: Machine
     raise UsageError(
         f"a step of {folder.name} takes about {found.total / _GIB:.1f} GiB, and a GPU has "
         f"{machine.device_bytes / _GIB:.1f} ({found.words})",
-        "see `rollmesh memory --fit`: trainer.activation_checkpointing=full, fewer trainer.micro_batch_tokens, "
-        "trainer.optimizer.offload=true, or adapters (trainer.lora.rank) take less",
+        "see `rollmesh memory --fit`: trainer.activation_checkpointing=full, fewer trainer.micro_batch_tokens, more ranks, "
+        "or on one rank trainer.optimizer.offload=true and adapters (trainer.lora.rank) take less",
     )

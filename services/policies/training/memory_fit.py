@@ -63,6 +63,9 @@ def _ways(shape: ModelShape, asked: MemoryOptions) -> Iterator[MemoryOptions]:
     rank = [way for way, _, _ in _WAYS].index(asked.checkpointing)
     for layout in _layouts(shape, asked.layout):
         for checkpointing, activations, optimizer in _WAYS[rank:]:
+            if optimizer and layout.ranks > 1:
+                # Refused by the trainer (`services.config.checks.check_ranks`).
+                continue
             yield replace(
                 asked,
                 layout=layout,

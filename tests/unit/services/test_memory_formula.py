@@ -122,6 +122,16 @@ def test_the_fit_takes_the_cheapest_way_that_fits() -> None:
     assert smallest(QWEN3_8B, asked).estimate.total > 2 * GIB
 
 
+@pytest.mark.parametrize("gib", [30, 40, 60, 140])
+def test_a_fit_of_several_ranks_is_one_that_the_trainer_takes(gib: int) -> None:
+    """It refuses to offload the optimizer there."""
+    found = fit(QWEN3_8B, MemoryOptions(tokens=1024, half=True, gpu=True, layout=Layout(data=4)), gib * GIB)
+    assert found is None or (found.estimate.total <= gib * GIB and not found.options.optimizer_offload)
+    assert not smallest(
+        QWEN3_8B, MemoryOptions(tokens=1024, half=True, layout=Layout(data=4))
+    ).options.optimizer_offload
+
+
 def test_the_sum_is_told_in_words() -> None:
     words = estimate(QWEN3_32B, MemoryOptions(tokens=4096)).words
     assert "optimizer 244." in words and "weights 122." in words
