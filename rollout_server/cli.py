@@ -87,11 +87,7 @@ def rollout_server(
     # Two servers that sampled from one seed would generate the same.
     seed = (settings.seed * 1_000_003 + zlib.crc32(server_id.encode())) % (1 << 31)
     with heavy_imports():
-        from rollout_server.app import make_rollout_app
-        from rollout_server.chat.template import has_template
         from rollout_server.engines.factory import make_engine
-        from rollout_server.server import ServerPlan
-        from weight_bus.client.bus_client import BusClient
 
         policy = make_engine(
             name,
@@ -104,10 +100,16 @@ def rollout_server(
             weights_key=keys.weights,
             # The engine behind --url may be anybody's.
             trust=read_trust(tls_dir, public=True),
+            own_process=True,
         )
         preload = getattr(policy, "preload", None)
         if preload is not None:
             preload()
+        from rollout_server.app import make_rollout_app
+        from rollout_server.chat.template import has_template
+        from rollout_server.server import ServerPlan
+        from weight_bus.client.bus_client import BusClient
+
         if name == "torch" and has_template(model):
             # What renders chats needs it, and the first one would wait: 2 s, and longer on a busy machine.
             from transformers import AutoTokenizer  # noqa: F401

@@ -36,6 +36,8 @@ SERVICES = {
     "run-environment": "runner",
 }
 """What a service is started as, and what it is called here."""
+ENGINE_PROCESS = "rollout_server.engines.torch.process.worker"
+"""The module that a rollout server starts for its engine: a part of that service."""
 _NO_LEARNING = 1e-30
 
 
@@ -110,6 +112,8 @@ def name_of(command: Sequence[str]) -> str | None:
     """Which service a command line starts; None for anything else, such as the warm start's jobs."""
     if command and Path(command[0]).name.startswith(("valkey", "redis")):
         return "redis"
+    if ENGINE_PROCESS in command:
+        return SERVICES["rollout-server"]
     places = [place for place, word in enumerate(command) if word == "services"]
     after = command[places[0] + 1] if places and places[0] + 1 < len(command) else ""
     return SERVICES.get(after)

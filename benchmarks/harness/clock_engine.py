@@ -240,7 +240,8 @@ def paced_server(
     """Serve random answers at a given pace, and take weights as any engine does."""
     from rollout_server.app import make_rollout_app
     from rollout_server.engines.request_check import vocabulary_size
-    from rollout_server.engines.torch.engine import TorchEngine
+    from rollout_server.engines.torch.core import EngineCore
+    from rollout_server.engines.torch.engine import CoreSettings, TorchEngine
     from rollout_server.server import ServerPlan
     from services.config.load import load_settings
     from services.http.app import Stop, open_port, serve
@@ -250,15 +251,18 @@ def paced_server(
     configure_logging(server_id, run_id=run_id)
     settings = load_settings(config, [])
     listener = open_port("127.0.0.1", port)
-    weights = TorchEngine(
-        model,
-        run_id=run_id,
-        dtype=settings.model.dtype,
-        max_running=1,
-        threads=1,
-        transport=settings.weights.transport,
-        seed=0,
+    core = EngineCore(
+        CoreSettings(
+            model=str(model),
+            run_id=run_id,
+            dtype=settings.model.dtype,
+            max_running=1,
+            threads=1,
+            transport=settings.weights.transport,
+            seed=0,
+        )
     )
+    weights = TorchEngine(core)
     pace = ClockPace(median=median, sigma=sigma, longest=longest, token_s=token_s, places=places)
     engine = ClockEngine(
         weights, pace, vocabulary_size(model), settings.seed * 1_000_003 + zlib.crc32(server_id.encode())

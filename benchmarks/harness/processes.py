@@ -26,14 +26,19 @@ _STOP_WITHIN_S = 15.0
 
 
 def rss_bytes(child: Child) -> int:
-    """Resident memory of this process alone."""
-    return int(psutil.Process(child.pid).memory_info().rss)
+    """Resident memory of this process and of those that it started, such as a server's engine."""
+    return sum(int(each.memory_info().rss) for each in _with_children(child))
 
 
 def cpu_s(child: Child) -> float:
-    """CPU seconds of this process alone, all its threads, so far."""
-    times = psutil.Process(child.pid).cpu_times()
-    return float(times.user + times.system)
+    """CPU seconds so far of this process and of those that it started, all their threads."""
+    times = [each.cpu_times() for each in _with_children(child)]
+    return float(sum(each.user + each.system for each in times))
+
+
+def _with_children(child: Child) -> list[psutil.Process]:
+    own = psutil.Process(child.pid)
+    return [own, *own.children(recursive=True)]
 
 
 @asynccontextmanager

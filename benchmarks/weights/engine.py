@@ -234,16 +234,18 @@ def _settings(model: Path, run_id: str, max_running: int) -> dict[str, Any]:
 
 
 def _torch_engine(model: Path, run_id: str, max_running: int) -> tuple[Engine, PausedUpdates]:
-    from rollout_server.engines.torch.engine import TorchEngine
+    from rollout_server.engines.torch.core import EngineCore
+    from rollout_server.engines.torch.engine import CoreSettings, TorchEngine
 
-    engine = TorchEngine(**_settings(model, run_id, max_running))
+    core = EngineCore(CoreSettings(**{**_settings(model, run_id, max_running), "model": str(model)}))
+    engine = TorchEngine(core)
     engine.preload()
 
     class Here:
         """Loads in this process, on a thread of its own. The tensors are looked up anew: a commit of ours swaps them."""
 
         def __init__(self) -> None:
-            self._in_place = InPlace(lambda: engine._weights()[0].target.live())
+            self._in_place = InPlace(lambda: core._weights()[0].target.live())
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="paused-update")
 
         async def join(self, port: int) -> None:

@@ -91,6 +91,17 @@ class GenerationDelta:
 
 
 @dataclass(frozen=True)
+class RequestFailed:
+    """A request ends without its samples, for this reason."""
+
+    request_id: str
+    error: RollmeshError
+
+
+Outcome = GenerationDelta | RequestFailed
+
+
+@dataclass(frozen=True)
 class EngineStatus:
     """A snapshot of an engine's state, for readiness, metrics and the live view.
 

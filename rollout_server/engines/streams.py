@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-from rollout_server.engines.base import GenerationDelta, joined
+from rollout_server.engines.base import GenerationDelta, Outcome, joined
 from services.wire.errors import ConflictError, RollmeshError
-
-if TYPE_CHECKING:  # it imports torch, which an engine behind a URL does without
-    from rollout_server.engines.torch.scheduler import Outcome
 
 
 class DeltaStream:

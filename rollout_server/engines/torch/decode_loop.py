@@ -23,9 +23,9 @@ from typing import Literal, TypeVar, cast
 import structlog
 import torch
 
-from rollout_server.engines.base import EngineCrashedError, GenerationRequest
+from rollout_server.engines.base import EngineCrashedError, GenerationRequest, Outcome
 from rollout_server.engines.step_timing import StepTiming
-from rollout_server.engines.torch.scheduler import Outcome, Scheduler
+from rollout_server.engines.torch.scheduler import Scheduler
 from services.host.process import take_turns
 from services.wire.errors import DeadlineError, NotReadyError
 from services.wire.weights_api import CommitAnswer

@@ -21,7 +21,9 @@ from rollout_server.engines.base import (
     GenerationDelta,
     GenerationRequest,
     NonFiniteLogitsError,
+    Outcome,
     PromptLogprobs,
+    RequestFailed,
 )
 from rollout_server.engines.request_check import reachable_stops
 from rollout_server.engines.torch.forward import PolicyForward
@@ -48,17 +50,6 @@ from rollout_server.engines.torch.sampler import (
 from services.wire.errors import RollmeshError
 from services.wire.sampling import KvPolicy
 from services.wire.trajectory import VersionSpan
-
-
-@dataclass(frozen=True)
-class RequestFailed:
-    """A request ends without its samples, for this reason."""
-
-    request_id: str
-    error: RollmeshError
-
-
-Outcome = GenerationDelta | RequestFailed
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from benchmarks.guard.mesh_run import Moment, cpu_at, name_of
+from benchmarks.guard.mesh_run import ENGINE_PROCESS, Moment, cpu_at, name_of
 from benchmarks.guard.run import ALLOWED, worse_of
 from benchmarks.harness.against import compared, in_turns, numbers, ratio_of, read_wish
 from benchmarks.harness.revision import checkout
@@ -81,6 +81,7 @@ def test_what_a_service_took_is_read_between_two_looks() -> None:
     ("command", "name"),
     [
         (["python", "-P", "-m", "services", "rollout-server", "--run-id", "r"], "rollout server"),
+        (["python", "-P", "-m", ENGINE_PROCESS, "5", "--run-id", "r"], "rollout server"),
         (["python", "-P", "-m", "services", "run-environment", "--name", "gateway"], "runner"),
         (["/opt/valkey-server", "--port", "1"], "redis"),
         (["python", "-P", "-m", "services", "sft"], None),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout_server.engines.torch.engine import ModelWeights, load_decoder
+from rollout_server.engines.torch.core import ModelWeights, load_decoder
 from services.wire.errors import UsageError
 from tests.support.model_families import make_family
 from tests.unit.rollout_server.test_engine_llama import CPU, decoded

@@ -14,8 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from rollout_server.engines.torch.core import load_decoder
 from rollout_server.engines.torch.decoder import Decoder
-from rollout_server.engines.torch.engine import load_decoder
 from rollout_server.engines.torch.forward import PolicyForward
 from rollout_server.engines.torch.kv_cache import KvCache
 from rollout_server.engines.torch.llama import LlamaDecoder, read_llama
@@ -176,13 +176,16 @@ def test_the_main_policys_engine_generates_without_transformers(tiny_policy: Pat
 import asyncio, sys
 from pathlib import Path
 from rollout_server.engines.base import GenerationRequest, collect
-from rollout_server.engines.torch.engine import TorchEngine
+from rollout_server.engines.torch.core import EngineCore
+from rollout_server.engines.torch.engine import CoreSettings, TorchEngine
 from services.wire.sampling import SamplingParams
 
 async def main() -> None:
-    engine = TorchEngine(
-        Path({str(tiny_policy)!r}), run_id="unit", dtype="float32", max_running=4, threads=1, transport="shm", seed=0
+    folder = {str(tiny_policy)!r}
+    settings = CoreSettings(
+        model=folder, run_id="unit", dtype="float32", max_running=4, threads=1, transport="shm", seed=0
     )
+    engine = TorchEngine(EngineCore(settings))
     engine.preload()
     await engine.start()
     request = GenerationRequest("a", [5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True), 2)

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_server.engines.base import GenerationDelta, GenerationRequest, PromptLogprobs
+from rollout_server.engines.base import GenerationDelta, GenerationRequest, PromptLogprobs, RequestFailed
 from rollout_server.engines.torch import prompt_scores
+from rollout_server.engines.torch.core import load_decoder
 from rollout_server.engines.torch.decoder import Decoder
-from rollout_server.engines.torch.engine import load_decoder
 from rollout_server.engines.torch.forward import PolicyForward
 from rollout_server.engines.torch.kv_cache import KvCache
 from rollout_server.engines.torch.llama import LlamaDecoder, read_llama
 from rollout_server.engines.torch.prefill import Newcomer, Prefill, PrefixCache, as_tokens
 from rollout_server.engines.torch.prompt_scores import piece_width, prefill_scored
-from rollout_server.engines.torch.scheduler import RequestFailed, Scheduler
+from rollout_server.engines.torch.scheduler import Scheduler
 from rollout_server.engines.torch.transformers_decoder import TransformersDecoder
 from services.wire.sampling import SamplingParams
 from tests.support.model_families import make_family

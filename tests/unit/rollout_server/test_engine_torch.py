@@ -15,7 +15,8 @@ import transformers
 
 from rollout_server.engines.base import EngineCrashedError, GenerationRequest, NonFiniteLogitsError, collect
 from rollout_server.engines.factory import make_engine
-from rollout_server.engines.torch.engine import TorchEngine
+from rollout_server.engines.torch.core import EngineCore
+from rollout_server.engines.torch.engine import CoreSettings, TorchEngine
 from rollout_server.engines.torch.forward import PolicyForward, RecordingError, record
 from services.config.settings import RunSettings
 from services.wire.errors import NotReadyError, UsageError
@@ -38,11 +39,21 @@ SMALL: dict[str, Any] = {
 }
 
 
+def core_settings(folder: Path, *, max_running: int = 8, run_id: str = "unit") -> CoreSettings:
+    return CoreSettings(
+        model=str(folder),
+        run_id=run_id,
+        dtype="float32",
+        max_running=max_running,
+        threads=1,
+        transport="shm",
+        seed=0,
+    )
+
+
 @asynccontextmanager
 async def serving(folder: Path, *, max_running: int = 8, run_id: str = "unit") -> AsyncIterator[TorchEngine]:
-    engine = TorchEngine(
-        folder, run_id=run_id, dtype="float32", max_running=max_running, threads=1, transport="shm", seed=0
-    )
+    engine = TorchEngine(EngineCore(core_settings(folder, max_running=max_running, run_id=run_id)))
     await engine.start()
     try:
         yield engine
@@ -203,7 +214,7 @@ async def test_a_crash_reaches_everyone_who_waits(tiny_policy: Path, monkeypatch
         def broken(*_: object, **__: object) -> int:
             raise MemoryError("no room")
 
-        monkeypatch.setattr(engine._decode._batch, "step", broken)  # type: ignore[union-attr]
+        monkeypatch.setattr(engine._core._decode._batch, "step", broken)  # type: ignore[union-attr]
         with pytest.raises(EngineCrashedError, match="MemoryError: no room"):
             async for _ in deltas:
                 pass
@@ -261,9 +272,9 @@ async def test_small_weights_wait_for_no_thread_while_requests_decode(tmp_path: 
             for version in (1, 2):  # from both arenas, which are set up on a thread
                 await engine.stage(encode_manifest(publisher.publish(version, weights).manifest()))
                 await engine.commit(version)
-            assert engine._weight_threads is not None
+            assert engine._core._weight_threads is not None
             for _ in range(4):
-                engine._weight_threads.submit(end.wait, 30)
+                engine._core._weight_threads.submit(end.wait, 30)
             request = asyncio.create_task(collect(engine.generate(asked("a", [5, 6], 50, ignore_eos=True))))
             for version in (3, 4, 5):
                 manifest = publisher.publish(version, weights).manifest()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rollout_server.engines.torch.engine import load_decoder
+from rollout_server.engines.torch.core import load_decoder
 from rollout_server.engines.vllm.launch import Plan, launch
 from services.config.settings import ModelSettings, RunSettings
 from services.host.models import check_code, code_files
@@ -45,7 +45,7 @@ from pathlib import Path
 
 import torch
 
-from rollout_server.engines.torch.engine import load_decoder
+from rollout_server.engines.torch.core import load_decoder
 from trainer.checkpoint.model_folder import load_policy, save_model
 
 folder, copy = Path(sys.argv[1]), Path(sys.argv[2])

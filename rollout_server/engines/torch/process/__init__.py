@@ -1,0 +1,1 @@
+"""An engine core in a process of its own."""
