@@ -18,7 +18,7 @@ import torch
 from services.host.process import collect_seldom
 from services.host.run_folder import RunFolder, wait_for_model_blocking
 from trainer.assembly import BASE_VERSION, TrainerArguments, load_roles, make_publisher
-from trainer.checkpoint.checkpoint import Snapshot, restore_version, snapshot, whole_weights, write, writers_of
+from trainer.checkpoint.checkpoint import Snapshot, gather_policy, restore_version, snapshot, write, writers_of
 from trainer.checkpoint.environment import repeat_exactly
 from trainer.model.roles import Roles
 from trainer.model.train_batch import follow as follow_training
@@ -57,7 +57,7 @@ def follow(arguments: TrainerArguments, ranks: Ranks, model_within_s: float) -> 
                 case Checkpoint():
                     writing.begin(order)
                 case Gather():
-                    whole_weights(roles)
+                    gather_policy(roles)
                 case Restore(version=version):
                     restore_version(checkpoints, version, roles, arguments.run_id)
                 case Stop():

@@ -16,7 +16,7 @@ from functools import partial
 import structlog
 import torch
 
-from services.config.checks import check_ranks, layout_asked
+from services.config.checks import layout_in_force
 from services.host.files import writing
 from services.host.process import collect_seldom
 from services.host.run_folder import take_format, wait_for_model_blocking
@@ -79,9 +79,7 @@ def train(arguments: TrainerArguments) -> int:
 def layout_of_run(arguments: TrainerArguments) -> Layout:
     """Of the ranks that were started. Raises UsageError where the settings ask for others, or do not go with several."""
     started = (ranks_started() or 1) if arguments.started is None else 1 + len(arguments.started.others)
-    layout = layout_asked(arguments.settings.trainer.parallel, started)
-    check_ranks(arguments.settings, layout)
-    return layout
+    return layout_in_force(arguments.settings, started)
 
 
 def _live(
@@ -227,7 +225,7 @@ def _report(loop: TrainingLoop, assembly: Assembly, verified: VerifyView) -> Non
     )
     with writing(loop.checkpoints):
         learner = loop.learner
-        weights = checkpoint.whole_weights(loop.roles)
-        save_final(loop.checkpoints, learner.model, assembly.arguments.model, learner.adapters, weights)
+        gathered = checkpoint.gather_policy(loop.roles)
+        save_final(loop.checkpoints, learner.model, assembly.arguments.model, learner.adapters, gathered)
     write_report(assembly.folder.trainer_report, report)
     plot_curves(lines, generated, assembly.folder.curves, loop.evaluations())

@@ -106,30 +106,28 @@ def layout_asked(parallel: ParallelSettings, started: int) -> Layout:
 
 def ranks_asked(parallel: ParallelSettings) -> int:
     """How many ranks the settings ask for, where nobody has started any. Raises UsageError where they cannot be."""
-    data = 1 if parallel.data == "auto" else parallel.data
-    asked = parallel.model_copy(update={"data": data})
+    asked = parallel.model_copy(update={"data": parallel.least_data})
     return layout_asked(asked, parallel.least_ranks).ranks
+
+
+def layout_in_force(settings: RunSettings, started: int) -> Layout:
+    """The layout of so many ranks. Raises UsageError where the settings ask for others, or do not go with several."""
+    layout = layout_asked(settings.trainer.parallel, started)
+    check_ranks(settings, layout)
+    return layout
 
 
 def check_ranks(settings: RunSettings, layout: Layout) -> None:
     """Raises UsageError for settings that training on the ranks of `layout` does not know."""
-    if layout.expert > 1:
-        raise UsageError(
-            f"trainer.parallel.expert={layout.expert}: experts are not split over ranks yet",
-            "set trainer.parallel.expert=1",
-        )
     if layout.ranks == 1:
         return
     trainer = settings.trainer
     refused = {
-        f"trainer.lora.rank={trainer.lora.rank}": trainer.lora.rank > 0,
         f"trainer.optimizer.kind={trainer.optimizer.kind}": trainer.optimizer.kind != "adamw",
         f"trainer.optimizer.state_bits={trainer.optimizer.state_bits}": trainer.optimizer.state_bits != 32,
         "trainer.optimizer.offload=true": trainer.optimizer.offload,
         "trainer.offload_idle=true": trainer.offload_idle,
         "trainer.compile=true": trainer.compile,
-        # It is a mean over a pass: which rows stand in it would change the loss.
-        f"trainer.loss.router_aux={trainer.loss.router_aux:g}": bool(trainer.loss.router_aux),
         f"weights.transport={settings.weights.transport}": settings.weights.transport in ("file", "nccl"),
     }
     for setting, wanted in refused.items():

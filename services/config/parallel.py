@@ -18,14 +18,26 @@ class ParallelSettings(Section):
     data: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
         description="Ranks that hold a share of weights and optimizer state each, and train on a share of the rows; auto: "
-        "as many as were started, one for `rollmesh up`",
+        "as many as were started, one for `rollmesh up`, and as many as split experts",
     )
     replicate: int = Field(default=1, ge=1, description="Copies of all that: data ranks of another machine, say")
     tensor: int = Field(default=1, ge=1, description="Ranks that split each layer's matrices")
     context: int = Field(default=1, ge=1, description="Ranks that split each row's tokens")
-    expert: int = Field(default=1, ge=1, description="Tensor or data ranks that split each layer's experts")
+    expert: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that split each layer's experts: all tensor ranks, or with one of these so many of the data "
+        "ranks each",
+    )
 
     @property
     def least_ranks(self) -> int:
-        """How many ranks there are, with one data rank for `auto`."""
-        return (1 if self.data == "auto" else self.data) * self.replicate * self.tensor * self.context
+        """How many ranks there are, with as few data ranks for `auto` as can be."""
+        return self.least_data * self.replicate * self.tensor * self.context
+
+    @property
+    def least_data(self) -> int:
+        """How many data ranks there are; for `auto` one, or those that split experts."""
+        if self.data != "auto":
+            return self.data
+        return self.expert if self.tensor == 1 else 1

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import SGD
+from transformers import PreTrainedModel
 
 from services.config.settings import RunSettings
 from services.policies.training.layout import Layout
+from tests.support.model_families import make_family
 from tests.support.trajectories import grouped, random_trajectories
 from trainer.model.learner import named_weights
 from trainer.model.roles import Roles, make_roles
@@ -41,13 +44,19 @@ class RecordingSGD(SGD):
 
 
 def train(
-    rank: int, layout: Mapping[str, int], settings: Mapping[str, Any], steps: int = 20, groups: int = 2, size: int = 4
+    rank: int,
+    layout: Mapping[str, int],
+    settings: Mapping[str, Any],
+    steps: int = 20,
+    groups: int = 2,
+    size: int = 4,
+    family: str | None = None,
 ) -> tuple[list[dict[str, Any]], Arrays, Arrays] | None:
-    """`settings`: of the run. Returns each step's statistics, first gradients and last weights; None but on rank 0."""
+    """`settings`: of the run; `family`: of the policy (`tests.support.model_families`), for None the built-in one. Returns each step's statistics, first gradients and last weights; None but on rank 0."""
     shape = Layout(**layout)
     ranks = Ranks.of_group(shape) if shape.ranks > 1 else Ranks.alone()
     chosen = RunSettings.model_validate(settings)
-    roles = make_roles(_policy, chosen, 0, ranks=ranks)
+    roles = make_roles(partial(_policy, family), chosen, 0, ranks=ranks)
     for role, (_, optimizer) in roles.models().items():
         holder = roles.learner if role == "model" else roles.critic
         assert holder is not None
@@ -70,8 +79,8 @@ def train(
     return found if ranks.leads else None
 
 
-def _policy() -> Any:
-    return build_model(seed=5, hidden_size=64, layers=2)
+def _policy(family: str | None) -> PreTrainedModel:
+    return build_model(seed=5, hidden_size=64, layers=2) if family is None else make_family(family)
 
 
 def _gradients(roles: Roles) -> Arrays:

@@ -44,11 +44,13 @@ from trainer.checkpoint.parts import (
     unspread,
     write_tensors,
 )
-from trainer.model.learner import trained_weights
+from trainer.checkpoint.model_folder import Gathered
+from trainer.model.learner import named_weights, trained_weights
 from trainer.model.roles import Roles
 from trainer.parallel.orders import Checkpoint, Gather, tell
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.sharding import whole
+from weight_bus.manifest.computed import PublishedTensor, computed
 
 SCHEMA = 1
 KEEP = 2
@@ -138,21 +140,26 @@ def snapshot(
     return Snapshot(meta, tensors, parts)
 
 
-def whole_weights(roles: Roles) -> dict[str, Tensor] | None:
-    """The policy's weights by the model's own names, all of each, in the host's memory; None where one rank has them.
+def gather_policy(roles: Roles) -> Gathered | None:
+    """All of the policy, on rank 0, and nothing of it on others; None where one rank has it.
 
     Of several ranks all call it, rank 0 first: it has the others told to.
     """
-    if not roles.ranks.several:
+    ranks, learner = roles.ranks, roles.learner
+    if not ranks.several:
         return None
-    if roles.ranks.leads:
-        tell(roles.ranks, Gather())
-    gathered: dict[str, Tensor] = {}
-    for key, tensor in trained_weights(roles.learner.model).items():
-        found = whole(tensor)
-        if roles.ranks.leads:
-            gathered[key] = found.cpu()
-    return gathered
+    if ranks.leads:
+        tell(ranks, Gather())
+
+    def gathered(tensors: Mapping[str, PublishedTensor]) -> dict[str, Tensor]:
+        # One after the other: no rank but the first holds more than one whole.
+        every = ((key, whole(computed(tensor))) for key, tensor in tensors.items())
+        return {key: tensor.cpu() for key, tensor in every if ranks.leads}
+
+    own, adapters = named_weights(learner.model), learner.adapters
+    if adapters is None:
+        return Gathered(gathered(own), {})
+    return Gathered(gathered(adapters.merged(own)), gathered(adapters.state()))
 
 
 def _copied(tensor: Tensor, held: Tensor | None) -> Tensor:

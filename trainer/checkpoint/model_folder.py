@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +22,15 @@ from weight_bus.manifest.computed import PublishedTensor, computed
 
 # Written anew with the model; everything else of its folder (tokenizer, chat template …) is carried over.
 _WRITTEN_ANEW = ("config.json", "generation_config.json", "model.safetensors.index.json")
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A model that is spread over ranks, all of it in the memory of one's host. `weights`: by the model's own names, adapters
+    merged into them; `adapters`: by peft's, none where it has none."""
+
+    weights: dict[str, Tensor]
+    adapters: dict[str, Tensor]
 
 
 def load_policy(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -51,23 +61,23 @@ def save_final(
     model: PreTrainedModel,
     base: Path,
     adapters: Adapters | None = None,
-    weights: Mapping[str, Tensor] | None = None,
+    gathered: Gathered | None = None,
 ) -> Path:
     """Write `folder/final`: the model, and what else its original folder `base` holds; returns its path.
 
-    `weights`: all of each, where the model has only this rank's (`whole_weights`). `adapters`: those of the model, where
-    they alone were trained. They are merged into a copy of its weights in host memory, and `folder/final-adapter` has them
-    alone. Raises OSError.
+    `gathered`: all of its weights, where the model has only this rank's. `adapters`: those of the model, where they alone
+    were trained. They are merged into a copy of its weights in host memory, and `folder/final-adapter` has them alone.
+    Raises OSError.
     """
     target = folder / "final"
     shutil.rmtree(target, ignore_errors=True)
     with appearing(target) as making:
-        fill_model(making, model, base, adapters, weights=weights)
+        fill_model(making, model, base, adapters, weights=None if gathered is None else gathered.weights)
     if adapters is not None:
         alone = folder / "final-adapter"
         shutil.rmtree(alone, ignore_errors=True)
         with appearing(alone) as making:
-            adapters.save(making, base)
+            adapters.save(making, base, None if gathered is None else gathered.adapters)
     return target
 
 
@@ -96,9 +106,9 @@ def fill_model(
     """Write into the folder `making`: the model, adapters merged, and what else its original folder `base` holds.
 
     `dtype`: of floating weights, and of `model` from then on; None for their own. `shard_bytes`: of a file, at most.
-    `weights`: by the model's names, in place of its own. Raises OSError.
+    `weights`: by the model's names, adapters merged, in place of its own. Raises OSError.
     """
-    if adapters is not None or dtype is not None:
+    if weights is None and (adapters is not None or dtype is not None):
         own = named_weights(model)
         named: Mapping[str, PublishedTensor] = own if adapters is None else adapters.merged(own)
         weights = {name: _as(computed(tensor).detach().cpu(), dtype) for name, tensor in named.items()}

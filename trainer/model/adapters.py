@@ -102,16 +102,23 @@ class Adapters:
                 merged[f"{module}.{own}"] = _sum(layer, tensor) if own == "weight" else tensor
         return merged
 
-    def save(self, folder: Path, base: Path) -> None:
-        """Write A and B in peft's format, for the model in `base`: `PeftModel.from_pretrained(model, folder)` loads them.
-
-        Raises OSError.
-        """
-        from peft import LoraConfig, get_peft_model_state_dict
+    def state(self) -> dict[str, Tensor]:
+        """A and B, the live ones, by peft's names."""
+        from peft import get_peft_model_state_dict
 
         # Not asked to look for changed embeddings: that would ask the hub for the base.
         state = get_peft_model_state_dict(self._model, adapter_name=_NAME, save_embedding_layers=False)
-        tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        return {f"base_model.model.{name}": tensor.detach() for name, tensor in state.items()}
+
+    def save(self, folder: Path, base: Path, state: Mapping[str, Tensor] | None = None) -> None:
+        """Write A and B in peft's format, for the model in `base`: `PeftModel.from_pretrained(model, folder)` loads them.
+
+        `state`: all of each, where the model has only this rank's. Raises OSError.
+        """
+        from peft import LoraConfig
+
+        found = self.state() if state is None else state
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in found.items()}
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config = LoraConfig(**self._config.to_dict())
         config.base_model_name_or_path, config.inference_mode = str(base), True

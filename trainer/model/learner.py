@@ -81,8 +81,9 @@ class Learner:
         recompute_activations(self.model, settings.activation_checkpointing, offload=settings.activation_offload)
         if settings.compile:
             compile_layers(self.model)
-        shard(self.model, self._ranks)
+        # Before the model's class is another, of torch's.
         self._router = RouterLoss(model) if settings.loss.router_aux else None
+        shard(self.model, self._ranks)
         state = model.state_dict(keep_vars=True)
         self._live = {name: state[name] for name in named_weights(model)}
         """These stay the same objects, whatever is loaded into them and wherever their data is moved."""
@@ -258,7 +259,8 @@ class Learner:
             loss = loss + self.objective.positive(terms.logprobs, micro.right[micro.segment], size)
         if self._router is not None:
             # It is no mean over tokens: each pass has one, which counts as its fresh tokens do.
-            loss = loss + self.settings.loss.router_aux * self._router.value() * (len(micro.chosen) / size.tokens)
+            balance = self._router.value(self._policy.part_of(micro.row))
+            loss = loss + self.settings.loss.router_aux * balance * (len(micro.chosen) / size.tokens)
         self._backward(loss)
         sums.add(micro, logprobs.detach(), loss.detach(), judged)
 

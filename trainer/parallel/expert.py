@@ -7,13 +7,18 @@ The ranks may have tokens of their own (data, context) or the same ones (tensor:
 all else are whole on each rank. Experts become DTensors on the mesh, `Shard(0)`.
 
 The gradient of an expert is complete where it is: that of the sum of all ranks' losses, and must not be summed over the
-mesh again. Where gradients of all else are averaged instead, so must these be: divide them by the mesh's ranks.
+mesh again. Where gradients of all else are averaged instead, so must these be (`averaged`).
 Every rank makes as many passes as the others, with at least one token each.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import (
     _get_parameter_plan,
@@ -54,3 +59,44 @@ def expert_parallel(model: PreTrainedModel, mesh: DeviceMesh, tensor: DeviceMesh
     """
     apply_expert_parallelism(model, mesh, tensor, expert_plan(model, mesh.size()))
     return model
+
+
+def experts_on(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    """The modules of `model` whose own weights are cut on `mesh`: each layer's experts."""
+    return [
+        module
+        for module in model.modules()
+        if any(isinstance(each, DTensor) and each.device_mesh == mesh for each in module.parameters(recurse=False))
+    ]
+
+
+def averaged(experts: nn.Module, ranks: int) -> None:
+    """Whenever `experts` are called, the gradient of their weights is divided by `ranks`: of the sum over those that send
+    them tokens it becomes the mean."""
+    forward = experts.forward
+
+    def averaging(*arguments: Any, **keywords: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **keywords)
+        # Read here: while a sharded model computes, its weights are other objects.
+        own = dict(experts.named_parameters(recurse=False))
+        experts._parameters.update({name: _Divided.apply(each, ranks) for name, each in own.items()})  # type: ignore[no-untyped-call]
+        try:
+            return forward(*arguments, **keywords)
+        finally:
+            experts._parameters.update(own)
+
+    experts.forward = averaging
+
+
+class _Divided(torch.autograd.Function):
+    """The tensor itself; its gradient is divided."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0] / ctx.ranks, None

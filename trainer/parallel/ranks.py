@@ -54,6 +54,9 @@ class Ranks:
     layout: Layout
     device: torch.device
     mesh: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
+    """`mesh` with `data` in two, `spread` and `expert`, where data ranks split experts: those of one `expert` group are
+    neighbours, and ranks that differ otherwise have the same experts."""
     launch: str = ""
     """The same for all ranks that were started together, and another for those of the next start."""
     _orders: dist.ProcessGroup | None = None
@@ -76,8 +79,11 @@ class Ranks:
             raise UsageError(f"{layout} makes {layout.ranks} ranks, and {size} were started", "set trainer.parallel")
         device = _own_device() if device is None else device
         mesh = init_device_mesh(device.type, layout.shape, mesh_dim_names=DIMENSIONS)
+        experts = None
+        if layout.expert_on == "data":
+            experts = mesh._unflatten("data", (layout.data // layout.expert, layout.expert), ("spread", "expert"))
         orders = dist.new_group(backend="gloo", timeout=timedelta(seconds=ORDER_S))
-        ranks = Ranks(rank, layout, device, mesh, _orders=orders)
+        ranks = Ranks(rank, layout, device, mesh, experts, _orders=orders)
         return replace(ranks, launch=ranks.gather(secrets.token_hex(8).encode())[0].decode())
 
     @property

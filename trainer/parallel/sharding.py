@@ -5,6 +5,11 @@
 
 With `replicate` (HSDP) shares are of the ranks of one replica, and gradients are averaged over replicas too. With
 `context` they are of data and context ranks together.
+
+Experts that data ranks split (`trainer.parallel.expert`) are cut first, whole ones to a rank of each group of `expert`
+neighbours; ranks that then have the same experts share the weights of these as above.
+
+    4 data ranks, expert = 2      rank 0, 2: experts 0 … 3, half of each one's weights      rank 1, 3: experts 4 … 7
 `fully_shard`'s root must be entered by its own forward: whatever calls layers by themselves does so `inside` it.
 
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277.
@@ -19,12 +24,13 @@ from typing import TypeVar
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.policies.training.layout import Layout
 from services.wire.errors import UsageError
+from trainer.parallel.expert import averaged, expert_parallel, expert_plan, experts_on
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor import tensor_parallel
 
@@ -33,12 +39,24 @@ _Found = TypeVar("_Found")
 
 
 def cut(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Cut the layers of `model` on tensor ranks, where there are several; all hold the same weights before.
+    """Cut the layers of `model` on tensor ranks, and its experts on the ranks that split them; all hold the same weights
+    before.
 
     Before passes of it are tried, and before `shard`. Raises UsageError for a family that cannot be cut so.
     """
-    if ranks.mesh is not None and ranks.layout.tensor > 1:
-        tensor_parallel(model, ranks.mesh["tensor"])
+    if ranks.mesh is None:
+        return
+    layout, apart = ranks.layout, dict[str, str]()
+    if ranks.experts is not None:
+        mesh = ranks.experts["expert"]
+        expert_parallel(model, mesh)
+        for experts in experts_on(model, mesh):
+            averaged(experts, layout.expert)
+    elif layout.expert > 1:
+        apart = expert_plan(model, layout.expert)
+        expert_parallel(model, ranks.mesh["tensor"], ranks.mesh["tensor"])
+    if layout.tensor > 1:
+        tensor_parallel(model, ranks.mesh["tensor"], apart)
 
 
 def shard(model: nn.Module, ranks: Ranks) -> None:
@@ -55,11 +73,39 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
             f"trainer.parallel: {type(model).__name__} has no layers that weights could be sharded by", "use one rank"
         )
     mesh = _mesh(ranks.mesh, ranks.layout)
+    if ranks.experts is not None:
+        _shard_experts(model, ranks.experts, ranks.layout)
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     setattr(model, _ENTRY, MethodType(_call, model))
     register_fsdp_forward_method(model, _ENTRY)
+
+
+def _shard_experts(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+    """Ranks that have the same experts share their weights. Raises UsageError where these do not divide."""
+    if layout.context == 1:
+        same = mesh["replicate", "spread"] if layout.replicate > 1 else mesh["spread"]
+    else:
+        same = mesh["spread", "context"]._flatten("spread_context")
+        if layout.replicate > 1:
+            same = mesh._get_root_mesh()["replicate", "spread_context"]
+    ranks = layout.data // layout.expert * layout.context
+
+    def placed(weight: nn.Parameter) -> Shard:
+        # By experts, where each rank gets as many: torch takes no other part of them.
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        for dim, size in enumerate(local.shape):
+            if size % ranks == 0:
+                return Shard(dim)
+        raise UsageError(
+            f"trainer.parallel.expert={layout.expert}: {ranks} ranks have the same experts, and {list(local.shape)} of "
+            "their weights cannot be divided among these",
+            "set trainer.parallel.expert to more of the data ranks",
+        )
+
+    for experts in experts_on(model, mesh["expert"]):
+        fully_shard(experts, mesh=same, shard_placement_fn=placed)
 
 
 def _mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:

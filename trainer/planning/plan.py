@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.config.checks import layout_asked
+from services.config.checks import layout_in_force
 from services.config.settings import RunSettings
 from services.policies.training.memory import MemoryOptions, estimate
 from services.policies.training.memory_fit import fit as find_fit
@@ -60,14 +60,14 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def options_of(settings: RunSettings, machine: Machine) -> MemoryOptions:
-    """What the formula reads of the settings."""
+    """What the formula reads of the settings. Raises UsageError as `layout_in_force`: what is not trained is not planned."""
     trainer = settings.trainer
     needs = needs_of(trainer)
     half = trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and machine.gpu)
     return MemoryOptions(
         tokens=trainer.micro_batch_tokens,
         half=half,
-        layout=layout_asked(trainer.parallel, machine.ranks),
+        layout=layout_in_force(settings, machine.ranks),
         checkpointing=trainer.activation_checkpointing,
         gpu=machine.gpu,
         activation_offload=trainer.activation_offload,

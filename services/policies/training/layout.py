@@ -7,7 +7,8 @@ replicate   copies of everything below; each trains on rows of its own
 data        weights, gradients and optimizer state are sharded over these; each trains on rows of its own
 context     these share the tokens of the same rows
 tensor      these share the matrices of each layer, for the same rows
-expert      no dimension: the tensor ranks, or where there is one the data ranks, that split a layer's experts
+expert      no dimension: the tensor ranks, or where there is one the neighbours among data ranks, that split a layer's
+            experts
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ class Layout:
     expert: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a number below 1, and for experts that neither tensor nor data ranks can split."""
+        """Raises ValueError for a number below 1, and for experts that neither all tensor ranks nor equal groups of data
+        ranks can split."""
         for name in (*DIMENSIONS, "expert"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: there is at least one")
-        ranks = self.tensor if self.tensor > 1 else self.data
-        if ranks % self.expert:
-            kind = "tensor" if self.tensor > 1 else "data"
-            raise ValueError(f"expert={self.expert} does not divide the {ranks} {kind} ranks")
+        if self.tensor > 1 and self.expert not in (1, self.tensor):
+            raise ValueError(f"expert={self.expert}: the {self.tensor} tensor ranks split experts among all of them")
+        if self.tensor == 1 and self.data % self.expert:
+            raise ValueError(f"expert={self.expert} does not divide the {self.data} data ranks")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

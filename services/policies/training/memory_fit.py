@@ -76,8 +76,10 @@ def _ways(shape: ModelShape, asked: MemoryOptions) -> Iterator[MemoryOptions]:
 
 
 def _layouts(shape: ModelShape, asked: Layout) -> Iterator[Layout]:
-    """That which was asked for, then with more tensor ranks in place of data ranks."""
+    """That which was asked for, then with more tensor ranks in place of data ranks; those that split experts are kept."""
     yield asked
+    if asked.expert > 1:
+        return
     for tensor in _TENSOR:
         if tensor > asked.tensor and asked.data % (tensor // asked.tensor) == 0 and shape.kv_heads % tensor == 0:
             yield replace(asked, tensor=tensor, data=asked.data * asked.tensor // tensor)

@@ -35,7 +35,7 @@ def test_data_ranks_are_what_the_others_leave() -> None:
         (8, {"tensor": 3}, r"8 ranks cannot be split.* = 3"),
         (8, {"data": 2, "tensor": 2}, r"replicate 1 × data 2 × context 1 × tensor 2 = 4 ranks, and there are 8"),
         (8, {"data": 8, "expert": 3}, "expert=3 does not divide the 8 data ranks"),
-        (8, {"tensor": 2, "expert": 4}, "expert=4 does not divide the 2 tensor ranks"),
+        (8, {"tensor": 4, "expert": 2}, "expert=2: the 4 tensor ranks split experts among all of them"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_sum(ranks: int, asked: dict[str, int], says: str) -> None:
@@ -55,6 +55,9 @@ def test_the_settings_are_the_layouts_words() -> None:
 
 def test_ranks_that_were_started_must_be_those_that_are_asked_for() -> None:
     assert layout_asked(ParallelSettings(), 8) == Layout(data=8)
+    assert ranks_asked(ParallelSettings(expert=2, replicate=2)) == 4 and layout_asked(
+        ParallelSettings(expert=2), 8
+    ) == Layout(data=8, expert=2)
     assert ranks_asked(ParallelSettings()) == 1 and ranks_asked(ParallelSettings(data=3, replicate=2)) == 6
     with pytest.raises(UsageError, match=r"trainer\.parallel: .*data 4 .* = 4 ranks, and there are 2"):
         layout_asked(ParallelSettings(data=4), 2)
@@ -63,14 +66,11 @@ def test_ranks_that_were_started_must_be_those_that_are_asked_for() -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "trainer.parallel.expert=2",
-        "trainer.lora.rank=4",
         "trainer.optimizer.kind=muon",
         "trainer.optimizer.state_bits=8",
         "trainer.optimizer.offload=true",
         "trainer.offload_idle=true",
         "trainer.compile=true",
-        "trainer.loss.router_aux=0.1",
         "weights.transport=nccl",
     ],
 )

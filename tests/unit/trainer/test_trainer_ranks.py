@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+from services.policies.training.layout import Layout
 from tests.support.rank_pool import RankPool
 from tests.support.trained_by_ranks import Arrays, train
 
@@ -20,6 +21,12 @@ LAYOUTS = {
     "2 tensor": {"tensor": 2},
     "2 data, 2 context": {"data": 2, "context": 2},
     "2 data, 2 tensor": {"data": 2, "tensor": 2},
+    "experts on 2 data": {"data": 2, "expert": 2},
+    "experts on 2 of 4 data": {"data": 4, "expert": 2},
+    "experts on 2 data of 2 replicas": {"replicate": 2, "data": 2, "expert": 2},
+    "experts on 2 data, 2 context": {"data": 2, "context": 2, "expert": 2},
+    "experts on 2 tensor": {"tensor": 2, "expert": 2},
+    "experts on 2 tensor, 2 data": {"data": 2, "tensor": 2, "expert": 2},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -28,6 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adapters": {"lora": {"rank": 4}, "loss": {"kl": 0.1}},
     "critic": {"advantage": {"estimator": "gae"}},
     "reference": {"loss": {"kl": 0.1, "entropy": 0.01}, "advantage": {"kl": 0.05}},
+    # It is of each pass: a row each, however many ranks there are.
+    "balanced experts": {"loss": {"router_aux": 0.5}, "micro_batch_tokens": 1},
 }
 
 
@@ -52,21 +61,48 @@ def off(found: Arrays, wanted: Arrays) -> float:
         ("adapters", "2 data"),
         ("critic", "2 data"),
         ("reference", "2 data"),
-        ("plain", "2 context"),
+        ("adapters", "2 context"),
         ("critic", "2 data, 2 context"),
         ("reference", "2 tensor"),
         ("critic", "2 data, 2 tensor"),
+        ("full checkpointing", "experts on 2 data"),
+        ("critic", "experts on 2 of 4 data"),
+        ("plain", "experts on 2 data of 2 replicas"),
+        ("balanced experts", "experts on 2 data, 2 context"),
+        ("adapters", "experts on 2 tensor"),
+        ("reference", "experts on 2 tensor, 2 data"),
+        ("balanced experts", "2 tensor"),
     ],
 )
 def test_ranks_come_to_what_one_process_does(rank_pool: RankPool, option: str, layout: str) -> None:
-    alone = train(0, {}, settings_of(option))
+    shape = LAYOUTS[layout]
+    # Passes of a row each are many.
+    how = partial(train, steps=5 if "micro_batch_tokens" in OPTIONS[option] else 20, family="Qwen3-MoE" if "experts" in option + layout else None)
+    alone = how(0, {}, settings_of(option))
     assert alone is not None
     assert max(float(np.abs(each).max()) for each in alone[1].values()) > 1e-3, "there is something to learn"
-    shape = LAYOUTS[layout]
-    told, gradients, weights = rank_pool.run(math.prod(shape.values()), train, shape, settings_of(option))[0]
+    told, gradients, weights = rank_pool.run(Layout(**shape).ranks, how, shape, settings_of(option))[0]
     assert off(gradients, alone[1]) <= 1e-5 and off(weights, alone[2]) <= 1e-5
     for found, wanted in zip(told, alone[0], strict=True):
         same(found, wanted)
+
+
+@pytest.mark.parametrize("layout", ["2 data", "experts on 2 data", "experts on 2 tensor"])
+def test_the_error_of_16_bits_is_not_twice_that_of_one_process(rank_pool: RankPool, layout: str) -> None:
+    shape, half = LAYOUTS[layout], settings_of("plain")
+    half["trainer"] |= {"dtype": "bfloat16"}
+    how = partial(train, steps=1, family="Qwen3-MoE")
+    exact, one = how(0, {}, settings_of("plain")), how(0, {}, half)
+    found = rank_pool.run(2, how, shape, half)[0]
+    assert exact is not None and one is not None
+    assert 0.0 < distance(one[1], exact[1]) < 0.5
+    assert distance(found[1], exact[1]) <= 2.0 * distance(one[1], exact[1])
+
+
+def distance(found: Arrays, wanted: Arrays) -> float:
+    """Root mean square over tensors of their distances, of each one's size."""
+    pairs = ((found[name], array) for name, array in wanted.items() if array.any())
+    return float(np.sqrt(np.mean([np.square(np.linalg.norm(one - two) / np.linalg.norm(two)) for one, two in pairs])))
 
 
 def same(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
