@@ -8,8 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from tests.support.mesh_command import processes_of_runs_in, run_command, shared_memory_files, summary_of, warm_start
+from tests.support.model_families import SMALL, make_family
+from trainer.sft.tiny_model import build_model, save_policy
 
 pytestmark = pytest.mark.e2e
 
@@ -106,6 +110,30 @@ def test_two_data_ranks_learn_the_task(tmp_path: Path) -> None:
     assert "layout='2 data' rank=1" in (run_dir / "logs" / "trainer.log").read_text()
     assert processes_of_runs_in(run_dir) == []
     assert shared_memory_files(summary["run_id"]) == []
+
+
+@pytest.mark.slow
+def test_adapters_of_a_mixture_are_trained_by_ranks_that_split_its_experts(tmp_path: Path) -> None:
+    """A random model: it learns nothing in six steps, and engines serve its merged weights, byte for byte."""
+    save_policy(build_model(seed=5, hidden_size=64, layers=1), tmp_path / "model")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    sizes = dict(SMALL) | {"vocab_size": config.vocab_size, "max_position_embeddings": config.max_position_embeddings}
+    make_family("Qwen3-MoE", sizes).save_pretrained(tmp_path / "model")
+    run_dir = tmp_path / "run"
+    settings = [f"model.path={tmp_path / 'model'}", "trainer.parallel.expert=2", "trainer.lora.rank=4"]
+    arguments = ["up", "--engine", "torch", "--steps", "6", "--run-dir", str(run_dir), "evaluation.problems=16"]
+    done = run_command([*arguments, *settings, "trainer.loss.router_aux=0.1"], deadline_s=240.0)
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    summary = summary_of(run_dir)
+    assert summary["steps"] == 6 and summary["weights_digest_match"] is True
+    assert summary["trajectories_published"] == summary["trajectories_trained"] + summary["trajectories_dropped"]
+    assert "layout='2 data × 2 expert' rank=1" in (run_dir / "logs" / "trainer.log").read_text()
+    first, last = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "model", run_dir / "checkpoints/final")
+    )
+    moved = {name for name, weight in first.items() if not last[name].equal(weight)}
+    assert first.keys() == last.keys() and moved and all("self_attn" in name for name in moved)
+    assert (run_dir / "checkpoints/final-adapter/adapter_model.safetensors").exists()
 
 
 @pytest.mark.vllm

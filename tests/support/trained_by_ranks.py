@@ -52,7 +52,9 @@ def train(
     size: int = 4,
     family: str | None = None,
 ) -> tuple[list[dict[str, Any]], Arrays, Arrays] | None:
-    """`settings`: of the run; `family`: of the policy (`tests.support.model_families`), for None the built-in one. Returns each step's statistics, first gradients and last weights; None but on rank 0."""
+    """`settings`: of the run; `family`: of the policy (`tests.support.model_families`), for None the built-in one.
+
+    Returns each step's statistics, first gradients and last weights; None but on rank 0."""
     shape = Layout(**layout)
     ranks = Ranks.of_group(shape) if shape.ranks > 1 else Ranks.alone()
     chosen = RunSettings.model_validate(settings)

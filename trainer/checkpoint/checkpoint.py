@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from services.host.files import appearing, remove_unfinished, sync
 from services.wire.errors import RollmeshError
 from trainer.algorithms.advantages.shaping import Moments
+from trainer.checkpoint.model_folder import Gathered
 from trainer.checkpoint.parts import (
     Part,
     Stored,
@@ -44,7 +45,6 @@ from trainer.checkpoint.parts import (
     unspread,
     write_tensors,
 )
-from trainer.checkpoint.model_folder import Gathered
 from trainer.model.learner import named_weights, trained_weights
 from trainer.model.roles import Roles
 from trainer.parallel.orders import Checkpoint, Gather, tell

@@ -26,8 +26,10 @@ _WRITTEN_ANEW = ("config.json", "generation_config.json", "model.safetensors.ind
 
 @dataclass(frozen=True)
 class Gathered:
-    """A model that is spread over ranks, all of it in the memory of one's host. `weights`: by the model's own names, adapters
-    merged into them; `adapters`: by peft's, none where it has none."""
+    """A model that is spread over ranks, all of it in the memory of one's host.
+
+    `weights`: by the model's own names, adapters merged into them; `adapters`: by peft's, none where it has none.
+    """
 
     weights: dict[str, Tensor]
     adapters: dict[str, Tensor]

@@ -60,7 +60,7 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def options_of(settings: RunSettings, machine: Machine) -> MemoryOptions:
-    """What the formula reads of the settings. Raises UsageError as `layout_in_force`: what is not trained is not planned."""
+    """What the formula reads of the settings. Raises UsageError as `layout_in_force`: what ranks refuse is not planned."""
     trainer = settings.trainer
     needs = needs_of(trainer)
     half = trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and machine.gpu)

@@ -232,6 +232,14 @@ def test_gpus_are_written_as_a_number_and_gib() -> None:
             read_gpus(wrong)
 
 
+def test_what_ranks_do_not_train_is_not_planned(folder: Path) -> None:
+    words = ["--model", str(folder), "--gpus", "2x80", "--quick"]
+    assert CliRunner().invoke(app, [*words, "trainer.lora.rank=4"]).exit_code == 0
+    for setting in ("trainer.optimizer.kind=muon", "trainer.optimizer.state_bits=8"):
+        found = CliRunner().invoke(app, [*words, setting])
+        assert isinstance(found.exception, UsageError) and f"{setting} does not go with" in str(found.exception)
+
+
 def test_a_run_that_cannot_fit_is_refused_with_the_sum(folder: Path) -> None:
     settings = settings_of(Case("small", SMALL, [TOKENS]))
     refuse_what_cannot_fit(folder, settings, Machine(1, 80 << 30))

@@ -77,7 +77,11 @@ def off(found: Arrays, wanted: Arrays) -> float:
 def test_ranks_come_to_what_one_process_does(rank_pool: RankPool, option: str, layout: str) -> None:
     shape = LAYOUTS[layout]
     # Passes of a row each are many.
-    how = partial(train, steps=5 if "micro_batch_tokens" in OPTIONS[option] else 20, family="Qwen3-MoE" if "experts" in option + layout else None)
+    how = partial(
+        train,
+        steps=5 if "micro_batch_tokens" in OPTIONS[option] else 20,
+        family="Qwen3-MoE" if "experts" in option + layout else None,
+    )
     alone = how(0, {}, settings_of(option))
     assert alone is not None
     assert max(float(np.abs(each).max()) for each in alone[1].values()) > 1e-3, "there is something to learn"

@@ -35,7 +35,7 @@ EXPERTS: list[dict[str, int]] = [
 
 @pytest.mark.parametrize("family", ["Qwen3-MoE", "gpt-oss"])
 def test_ranks_that_split_experts_publish_the_digest_of_one(rank_pool: RankPool, family: str, run_id: str) -> None:
-    """Experts one by one in the folder, and several in one tensor, with biases. The latter have no plan for tensor ranks."""
+    """Experts one by one in the folder, and several in one tensor, with biases: these have no plan for tensor ranks."""
     alone = digest(0, {}, family, run_id)
     for layout in EXPERTS if family == "Qwen3-MoE" else [each for each in EXPERTS if "tensor" not in each]:
         ranks = Layout(**layout).ranks
