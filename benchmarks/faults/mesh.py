@@ -115,8 +115,7 @@ class MeshUnderFaults:
 
     def resume_conflicts(self) -> int:
         """How often a trainer said that a version is published already, by other bytes or as an older one."""
-        said = (self.folder.logs / "trainer.log").read_text(encoding="utf-8", errors="replace")
-        return sum(any(words in line for words in _CONFLICTS) for line in said.splitlines())
+        return conflicts_in(self.folder.logs / "trainer.log")
 
     def cut_append_only_file(self, valkey: psutil.Process, rng: random.Random) -> int:
         """Kill Valkey and cut the end of its newest file off at a random place; returns how many bytes.
@@ -150,6 +149,12 @@ async def mesh_under_faults(
     # Lines as JSON objects: the start of a service is read off their times.
     async with running("up", command, scratch, environment={"ROLLMESH_LOG_JSON": "1"}) as child:
         yield MeshUnderFaults(child, folder)
+
+
+def conflicts_in(log: Path) -> int:
+    """Lines of a trainer's log that say that the bus refused a version."""
+    said = log.read_text(encoding="utf-8", errors="replace")
+    return sum(any(words in line for words in _CONFLICTS) for line in said.splitlines())
 
 
 def _new_folder(path: Path) -> Path:

@@ -8,22 +8,19 @@ Ranks are started by torchrun's variables, and do what the trainer's do: rank 0 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.harness.processes import LOOPBACK, PYTHON, free_port, running
+from benchmarks.harness.ranked import run_ranks
 from benchmarks.trainer.report import Measured
 from services.policies.training.layout import Layout
-from services.wire.errors import RollmeshError
 
 HIDDEN_SIZE, LAYERS, STEPS = 256, 4, 5
 _WITHIN_S = 600.0
@@ -58,25 +55,9 @@ async def measure_ranks(
 
 
 async def _arm(ranks: int, folder: Path, hidden_size: int, layers: int, steps: int) -> Arm:
-    found, port = folder / "arm.json", free_port()
+    found = folder / "arm.json"
     words = (str(found), *map(str, (ranks, hidden_size, layers, steps)))
-    shared = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
-    async with AsyncExitStack() as stack:
-        processes = [
-            await stack.enter_async_context(
-                running(
-                    f"rank {rank}",
-                    (*PYTHON, "benchmarks.trainer.ranks", *words),
-                    folder,
-                    environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                )
-            )
-            for rank in range(ranks)
-        ]
-        async with asyncio.timeout(_WITHIN_S):
-            codes = await asyncio.gather(*(child.process.wait() for child in processes))
-    if any(codes):
-        raise RollmeshError(f"a rank of {ranks} ended with exit codes {codes}", f"see the logs in {folder}")
+    await run_ranks(ranks, "benchmarks.trainer.ranks", words, folder, _WITHIN_S)
     return msgspec.json.decode(found.read_bytes(), type=Arm)
 
 

@@ -8,35 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.harness.recomputed import entries_of, repeated
 from services.config.load import load_settings
 from services.host.run_folder import RunFolder
-from services.run_store.client import connect
-from services.run_store.stream import StreamEntry, TrajectoryReader
 from trainer.assembly import load_policy
 from trainer.checkpoint.checkpoint import path_of, restore_newest, versions
 from trainer.checkpoint.environment import repeat_exactly
-from trainer.checkpoint.log_lines import StepRecord
-from trainer.checkpoint.recovery import Replay, groups_of, terms_of, under
+from trainer.checkpoint.recovery import Replay, terms_of
 from trainer.checkpoint.step_log import StepLog
 from trainer.model.learner import trained_weights
 from trainer.model.roles import make_roles
-from trainer.model.train_batch import train_batch
-
-
-async def entries_of(url: str, run_id: str, records: Sequence[StepRecord]) -> list[list[StreamEntry]]:
-    redis = connect(url)
-    try:
-        reader = TrajectoryReader(redis, run_id)
-        return [await reader.fetch(record.entries) for record in records]
-    finally:
-        await redis.aclose()
 
 
 def recompute(folder: RunFolder, redis_url: str) -> int:
@@ -52,10 +39,7 @@ def recompute(folder: RunFolder, redis_url: str) -> int:
         restore_newest(folder.checkpoints, roles, run_id)
         records = Replay.since(roles.learner.version, log.records).records
         fetched = asyncio.run(entries_of(redis_url, run_id, records))
-        for record, entries in zip(records, fetched, strict=True):
-            outcome = log.outcomes[record.version]
-            in_force = under(settings, log.tunables_at(record.version), outcome.micro_batch_tokens)
-            train_batch(roles, in_force, groups_of(record, entries), record.updates, outcome.made)
+        for _ in repeated(roles, settings, log, records, fetched):
             between = folder.root / f"newer-{roles.learner.version}"
             if between.exists():
                 same(trained_weights(roles.learner.model), load_file(between / "model.safetensors"), between)
