@@ -35,9 +35,10 @@ from services.wire.errors import DeadlineError, RollmeshError
 from services.wire.trajectory import Trajectory, decode_trajectory
 from trainer.metrics.files import read_metrics
 
-_PREPARED_WITHIN_S, _STEP_WITHIN_S, _ENDED_WITHIN_S = 300.0, 300.0, 300.0
+_PREPARED_WITHIN_S, _STEP_WITHIN_S, _ENDED_WITHIN_S = 300.0, 600.0, 300.0
 _LOOK_S = 0.02
 _PAGE = 500
+_TASK = "python:benchmarks.harness.late_judge:JudgedLate"
 
 
 @dataclass
@@ -86,10 +87,7 @@ class RankMesh:
 
     def on_ranks(self, data: int) -> None:
         """How many ranks the trainer's next life has."""
-        settings = load_settings(self.folder.config, [])
-        parallel = settings.trainer.parallel.model_copy(update={"data": data})
-        trainer = settings.trainer.model_copy(update={"parallel": parallel})
-        self.folder.config.write_text(dump_settings(settings.model_copy(update={"trainer": trainer})))
+        change(self.folder.config, f"trainer.parallel.data={data}")
 
     def rank(self, number: int) -> psutil.Process:
         """Raises RollmeshError where that rank does not run."""
@@ -143,19 +141,27 @@ class RankMesh:
         return await Ledger(self.redis, self.run_id).accounts()
 
 
+def change(config: Path, setting: str) -> None:
+    """Have the settings file say something else."""
+    config.write_text(dump_settings(load_settings(config, [setting])))
+
+
 @asynccontextmanager
 async def rank_mesh(folder: Path, settings: Sequence[str]) -> AsyncIterator[RankMesh]:
-    """A mesh without its trainer, for a run under `settings`, for the time of the block. `folder`: made here.
+    """A mesh without its trainer that plays guess-number under `settings`, for the time of the block. `folder`: made here.
 
     Raises RollmeshError where the run cannot be prepared.
     """
     run, run_id = RunFolder(folder / "run"), f"ranks-{secrets.token_hex(4)}"
     folder.mkdir()
-    async with running("prepare", (*PYTHON, "services", "prepare", "--run-dir", str(run.root), *settings), folder) as made:
+    preparing = (*PYTHON, "services", "prepare", "--run-dir", str(run.root), "task=guess-number", *settings)
+    async with running("prepare", preparing, folder) as made:
         async with asyncio.timeout(_PREPARED_WITHIN_S):
             if await made.process.wait():
                 raise RollmeshError("the run cannot be prepared", made.tail())
     run.run_id.write_text(run_id)
+    # A warm start is of a task by name; what is played now has its prompts and answers.
+    change(run.config, f"task={_TASK}")
     of_run = ("--run-id", run_id, "--config", str(run.config))
     try:
         async with AsyncExitStack() as stack:

@@ -42,8 +42,7 @@ _ENDS_WITHIN_S = 30.0
 _CHECKPOINT_WITHIN_S = 120.0
 _RECOMPUTED_WITHIN_S = 1200.0
 _LATEST_S = 0.4
-_TASK = ("task=guess-number", "--", "rollout.groups_per_step=4", "rollout.group_size=4", f"k={K}")
-_SMALL = ("trainer.threads=1", "evaluation.problems=8")
+_SMALL = ("rollout.groups_per_step=4", "rollout.group_size=4", "trainer.threads=1", "evaluation.problems=8")
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Seen:
 def points(seed: int, kills: int, steps: int, checkpoint_every: int) -> list[Point]:
     """`kills` points, by step: one in the first checkpoint, the others anywhere; each rank as often as the other.
 
-    What is open at the last of them is consumed before the run ends.
+    What is open at the last of them is consumed before the run ends. Raises ValueError for more than there are steps.
     """
     random = Random(seed)
     ranks = [number % RANKS for number in range(kills)]
@@ -119,7 +118,7 @@ class Judged:
 def _words(steps: int, checkpoint_every: int, ranks: int = RANKS) -> list[str]:
     deterministic = str(ranks == RANKS).lower()
     return [
-        *("--", f"steps={steps}", *(word for word in (*_TASK, *_SMALL) if word != "--")),
+        *(*_SMALL, f"steps={steps}", f"k={K}"),
         *(f"trainer.parallel.data={ranks}", f"trainer.deterministic={deterministic}"),
         *("trainer.advantage.estimator=gae", f"trainer.checkpoint_every={checkpoint_every}"),
     ]
@@ -143,7 +142,7 @@ async def _killed(folder: Path, words: Sequence[str], at: Sequence[Point], steps
         found = msgspec.json.decode(again.read_bytes(), type=Recomputed)
         wrong += [f"{len(found.differ)} of {found.tensors} tensors differ"] if found.differ else []
         wrong += [f"{found.steps} batches were repeated, {steps} are due"] if found.steps != steps else []
-        wrong += _wrong_sessions(seen.open, stream, trained_entries(mesh.folder))
+        wrong += wrong_sessions(seen.open, stream, trained_entries(mesh.folder))
         wrong += [] if seen.unfinished else ["no kill met a checkpoint that was being written"]
         wrong += [f"the trainer ended {max(seen.ended_s):.0f} s after a kill"] if max(seen.ended_s) > _ENDS_WITHIN_S else []
         report = read_report(mesh.folder.trainer_report, TrainerReport)
@@ -157,7 +156,8 @@ async def _killed(folder: Path, words: Sequence[str], at: Sequence[Point], steps
 
 
 async def _kill(mesh: RankMesh, point: Point, seen: Seen) -> None:
-    await mesh.until_step(point.step)
+    # In each life it comes back, and makes a step at least.
+    await mesh.until_step(max(point.step, mesh.steps() + 1))
     victim = mesh.rank(point.rank)
     seen.open |= await mesh.open_sessions()
     before = good_versions(mesh.folder.checkpoints)
@@ -224,9 +224,11 @@ async def _wrong_account(mesh: RankMesh, steps: int) -> list[str]:
     return [what for what, holds in checks.items() if not holds]
 
 
-def _wrong_sessions(
+def wrong_sessions(
     opened: Mapping[str, Sequence[Sequence[int]]], stream: Mapping[str, Trajectory], trained: Sequence[str]
 ) -> list[str]:
+    """What does not hold of sessions that were `opened` at a kill: each is in the stream, among what was `trained`, and begins
+    with the tokens of every answer that it had then."""
     entry_of = {one.trajectory_id: (entry, one) for entry, one in stream.items()}
     known, wrong = set(trained), []
     for session, answers in opened.items():

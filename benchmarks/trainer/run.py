@@ -28,6 +28,9 @@ def trainer(
     peak_rounds: Annotated[
         int, typer.Option(min=0, help="Pairs of processes whose peak of memory is measured, two minutes each, 14 GB")
     ] = 1,
+    kills: Annotated[
+        int, typer.Option(min=0, help="Kills of ranks in a run of two, a quarter of a minute each; 0: no such run")
+    ] = 20,
     plans: Annotated[
         bool, typer.Option(help="Whether plans of memory are held against processes and the formula, an hour, 3 GB")
     ] = True,
@@ -46,6 +49,7 @@ def trainer(
         from benchmarks.trainer.device import measure_device
         from benchmarks.trainer.evaluating import measure_evaluating
         from benchmarks.trainer.idleness import measure_rounds
+        from benchmarks.trainer.killed_ranks import measure_killed_ranks
         from benchmarks.trainer.peaks import measure_peaks
         from benchmarks.trainer.planned import measure_plans
         from benchmarks.trainer.prefixes import measure_prefixes
@@ -73,6 +77,8 @@ def trainer(
         asyncio.run(measure_slow_disk(paced_rounds, say)),
         asyncio.run(measure_ranks(rounds, say)),
     ]
+    if kills:
+        parts.append(asyncio.run(measure_killed_ranks(seed, say, kills=kills)))
     if plans:
         parts.append(asyncio.run(measure_plans(say, threads)))
     bench = put_together(parts, load, versions("rollmesh", "torch", "transformers"))

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import pytest
 
 from services.config.load import load_settings
 from tests.support import fake_slurm
-from tests.support.command_lines import parse
+from tests.support.command_lines import after_shell, parse, torchrun_asks
 from tests.support.manifests import ROOT
 from tests.support.mesh_command import warm_start
 
@@ -62,7 +62,7 @@ class Job:
 
 
 @contextmanager
-def submitted(folder: Path, *overrides: str, gpus: int = 0) -> Iterator[Job]:
+def submitted(folder: Path, *overrides: str, gpus: int = 0, trainer_nodes: int = 1) -> Iterator[Job]:
     home = folder / "home"
     if not (folder / "bin").exists():
         fake_slurm.install(folder / "bin")
@@ -77,6 +77,7 @@ def submitted(folder: Path, *overrides: str, gpus: int = 0) -> Iterator[Job]:
         "ROLLMESH_VENV": sys.prefix,
         "ROLLMESH_HOME": str(home),
         "ROLLMESH_ENGINE": "torch",
+        "ROLLMESH_TRAINER_NODES": str(trainer_nodes),
         "ROLLMESH_PORT_OFFSET": str(random.randrange(1000, 5000)),
         "OMP_NUM_THREADS": "1",
     }
@@ -151,18 +152,20 @@ def wait_for_steps(job: Job, steps: int) -> None:
         time.sleep(0.1)
 
 
-def time_is_up(job: Job) -> str:
-    """What Slurm does before it kills; returns what the script said."""
+ENDED = {"trainer": "stopped", "rollout-0": "stopped", "redis": "ready to exit"}
+
+
+def time_is_up(job: Job, ended: Mapping[str, str] = ENDED, lines: int = 1) -> str:
+    """What Slurm does before it kills; returns what the script said. `ended`: what logs say in their last `lines` lines."""
     job.process.send_signal(signal.SIGTERM)
     said, _ = job.process.communicate(timeout=60)
     assert job.process.returncode == 143, said
     assert "ending the mesh" in said and "is killed" not in said
     assert not job.processes()
     # Each had the time to end in good order: what they said last says so.
-    ended = {"trainer": "stopped", "rollout-0": "stopped", "redis": "ready to exit"}
     for name, words in ended.items():
         log = (job.run / f"logs/{name}.log").read_text()
-        assert words in log.splitlines()[-1] and "not closed cleanly" not in log, log
+        assert words in "".join(log.splitlines()[-lines:]) and "not closed cleanly" not in log, log
     return said
 
 
@@ -193,3 +196,23 @@ def test_a_job_whose_time_is_up_ends_in_good_order_and_goes_on_when_it_is_submit
     with submitted(tmp_path, *settings, gpus=1) as again:
         wait_for_steps(again, before + 2)
         time_is_up(again)
+
+
+@pytest.mark.e2e
+def test_a_trainer_on_two_nodes_ends_in_good_order_and_goes_on(tmp_path: Path) -> None:
+    settings = small(1000)
+    with submitted(tmp_path, *settings, gpus=1, trainer_nodes=2) as job:
+        wait_for_steps(job, 2)
+        time_is_up(job, ended={"trainer": "stopped"}, lines=80)
+        steps, before = job.steps(), job.trained()
+        assert "layout='2 data' rank=1" in (job.run / "logs/trainer.log").read_text()
+        assert list((job.run / "checkpoints").glob("step-*/meta.json"))
+    flags = steps["trainer"].flags
+    assert (flags["nodelist"], flags["gpus-per-node"]) == (",".join(NODES[:2]), "1")
+    assert [steps[name].flags["nodelist"] for name in steps if name.startswith("rollout")] == [NODES[2]]
+    asked = torchrun_asks(after_shell(steps["trainer"].command))
+    assert (asked.nodes, asked.ranks_a_node, asked.node, asked.master) == (2, 1, None, HEAD)
+    assert parse(["rollmesh", *asked.command])[0] == "train"
+    with submitted(tmp_path, *settings, gpus=1, trainer_nodes=2) as again:
+        wait_for_steps(again, before + 2)
+        time_is_up(again, ended={"trainer": "stopped"}, lines=80)

@@ -1,11 +1,11 @@
 """A Slurm of one machine: it writes down command lines and runs the commands here; nodes are addresses of loopback.
 
-    srun FLAGS… COMMAND…              a line in $FAKE_SLURM_LOG, then COMMAND with its output in --output
+    srun FLAGS… COMMAND…              a line in $FAKE_SLURM_LOG, then COMMAND once a node, with its output in --output
     squeue …                          the steps that run: ID NAME
     scancel --signal=TERM ID…         the signal to the steps' tasks
     scontrol show hostnames LIST
 
-As the real one, srun kills its task at once where it is itself told to end.
+As the real one, srun kills its tasks at once where it is itself told to end, or where one fails.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,15 +51,31 @@ def _srun(words: list[str]) -> int:
     with Path(os.environ["FAKE_SLURM_LOG"]).open("a") as log:
         log.write(json.dumps([flags, words]) + "\n")
     with Path(flags["output"]).open("ab") as output:
-        task = subprocess.Popen(words, stdout=output, stderr=output)
-    signal.signal(signal.SIGTERM, lambda *_: task.kill())
-    running = _running() / str(task.pid)
-    running.write_text(flags["job-name"])
+        tasks = [
+            subprocess.Popen(words, stdout=output, stderr=output, env={**os.environ, "SLURM_NODEID": str(node)})
+            for node in range(int(flags["nodes"]))
+        ]
+
+    def kill() -> None:
+        for task in tasks:
+            task.kill()
+
+    signal.signal(signal.SIGTERM, lambda *_: kill())
+    running = [_running() / str(task.pid) for task in tasks]
+    for file in running:
+        file.write_text(flags["job-name"])
     try:
-        code = task.wait()
+        codes = [task.poll() for task in tasks]
+        while None in codes:
+            if any(codes):
+                kill()
+            time.sleep(0.05)
+            codes = [task.poll() for task in tasks]
     finally:
-        running.unlink()
-    return code if code >= 0 else 128 - code
+        for file in running:
+            file.unlink()
+    failed = next((code for code in codes if code), 0)
+    return failed if failed >= 0 else 128 - failed
 
 
 def _running() -> Path:
