@@ -11,6 +11,8 @@ VARIANTS = {
     "cpu-watched": ("cpu", "prometheus-operator", "autoscaling"),
     "gpu": ("gpu",),
     "gpu-full": ("gpu", "autoscaling", "rdma", "prometheus-operator"),
+    "gpu-ranks": ("gpu-ranks",),
+    "gpu-ranks-full": ("gpu-ranks", "rdma"),
 }
 
 

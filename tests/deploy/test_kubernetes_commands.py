@@ -13,7 +13,7 @@ from services.config.load import load_settings
 from services.config.settings import RunSettings
 from services.host.run_folder import RunFolder
 from services.security.permissions import GIVEN, HolderName
-from tests.support.command_lines import parse
+from tests.support.command_lines import after_shell, parse, torchrun_asks
 from tests.support.manifests import Manifests, Workload
 
 COMMANDS: Mapping[str, tuple[str, HolderName]] = {
@@ -31,11 +31,8 @@ COMMANDS: Mapping[str, tuple[str, HolderName]] = {
 def command_of(manifests: Manifests, workload: Workload) -> tuple[str, dict[str, Any]]:
     words = manifests.command_line(workload, workload.container)
     if words[0] == "torchrun":
-        run = pytest.importorskip("torch.distributed.run")
-        launched = run.get_args_parser().parse_args(words[1:])
-        assert (launched.nnodes, launched.nproc_per_node, launched.module) == ("1", "1", True)
-        words = ["rollmesh", *launched.training_script_args]
-        assert launched.training_script == "services"
+        pytest.importorskip("torch")
+        words = ["rollmesh", *torchrun_asks(words).command]
     return parse(words)
 
 
@@ -69,7 +66,7 @@ def test_a_flag_that_is_none_is_found(manifests: Manifests) -> None:
 def test_before_the_trainer_the_run_is_prepared(manifests: Manifests) -> None:
     trainer = manifests.workload("trainer")
     (first,) = trainer.spec["initContainers"]
-    name, prepared = parse(manifests.command_line(trainer, first))
+    name, prepared = parse(after_shell(manifests.command_line(trainer, first)))
     _, trained = command_of(manifests, trainer)
     assert name == "prepare"
     assert prepared["run_dir"] == trained["run_dir"]

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from services.observability import catalog
+from tests.support.command_lines import torchrun_asks
 from tests.support.fetch_tools import find_tool
 from tests.support.manifests import COMPONENT, ROOT, Manifests, Object, Workload, selects
 
@@ -123,10 +124,25 @@ def test_images_are_the_targets_of_the_dockerfile(manifests: Manifests) -> None:
             assert tag and tag != "latest"
 
 
-def test_one_trainer_under_torchrun(manifests: Manifests) -> None:
-    """It does not shard a model: two would train the same run twice."""
-    job = manifests.workload("trainer").owner["spec"]
-    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 1, 1)
+def test_a_trainers_pods_are_the_nodes_of_its_ranks(manifests: Manifests) -> None:
+    """Others would wait for each other, or train the same run twice."""
+    pytest.importorskip("torch")
+    trainer = manifests.workload("trainer")
+    job, asked = trainer.owner["spec"], torchrun_asks(manifests.command_line(trainer, trainer.container))
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", asked.nodes, asked.nodes)
+    limits = trainer.container["resources"]["limits"]
+    assert int(limits.get("nvidia.com/gpu", 1)) == asked.ranks_a_node
+    if asked.nodes == 1:
+        return
+    assert asked.node == 0 and asked.master == f"{trainer.name}-0.{trainer.spec['subdomain']}"
+    assert ("trainer", "any") in allowed(manifests)["trainer"]
+    # The others have no port: nobody may ask them.
+    (port,) = ports_of(trainer).values()
+    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
+        words = trainer.container[name]["exec"]["command"]
+        assert words[2].startswith('[ "$NODE_RANK" != 0 ] || exec')
+        assert words[-1] == f"http://{asked.master}:{port}"
+        assert ("--live" in words) == (name != "readinessProbe")
 
 
 def test_budgets_and_autoscaler_are_for_what_there_is(manifests: Manifests) -> None:

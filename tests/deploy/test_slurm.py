@@ -62,7 +62,7 @@ class Job:
 
 
 @contextmanager
-def submitted(folder: Path, *overrides: str, gpus: int = 0, trainer_nodes: int = 1) -> Iterator[Job]:
+def submitted(folder: Path, *overrides: str, gpus: int = 0) -> Iterator[Job]:
     home = folder / "home"
     if not (folder / "bin").exists():
         fake_slurm.install(folder / "bin")
@@ -77,7 +77,6 @@ def submitted(folder: Path, *overrides: str, gpus: int = 0, trainer_nodes: int =
         "ROLLMESH_VENV": sys.prefix,
         "ROLLMESH_HOME": str(home),
         "ROLLMESH_ENGINE": "torch",
-        "ROLLMESH_TRAINER_NODES": str(trainer_nodes),
         "ROLLMESH_PORT_OFFSET": str(random.randrange(1000, 5000)),
         "OMP_NUM_THREADS": "1",
     }
@@ -200,12 +199,13 @@ def test_a_job_whose_time_is_up_ends_in_good_order_and_goes_on_when_it_is_submit
 
 @pytest.mark.e2e
 def test_a_trainer_on_two_nodes_ends_in_good_order_and_goes_on(tmp_path: Path) -> None:
-    settings = small(1000)
-    with submitted(tmp_path, *settings, gpus=1, trainer_nodes=2) as job:
+    """The settings alone say so: each copy of the policy takes a node."""
+    settings = [*small(1000), "trainer.parallel.replicate=2"]
+    with submitted(tmp_path, *settings, gpus=1) as job:
         wait_for_steps(job, 2)
         time_is_up(job, ended={"trainer": "stopped"}, lines=80)
         steps, before = job.steps(), job.trained()
-        assert "layout='2 data' rank=1" in (job.run / "logs/trainer.log").read_text()
+        assert "layout='2 replicate' rank=1" in (job.run / "logs/trainer.log").read_text()
         assert list((job.run / "checkpoints").glob("step-*/meta.json"))
     flags = steps["trainer"].flags
     assert (flags["nodelist"], flags["gpus-per-node"]) == (",".join(NODES[:2]), "1")
@@ -213,6 +213,6 @@ def test_a_trainer_on_two_nodes_ends_in_good_order_and_goes_on(tmp_path: Path) -
     asked = torchrun_asks(after_shell(steps["trainer"].command))
     assert (asked.nodes, asked.ranks_a_node, asked.node, asked.master) == (2, 1, None, HEAD)
     assert parse(["rollmesh", *asked.command])[0] == "train"
-    with submitted(tmp_path, *settings, gpus=1, trainer_nodes=2) as again:
+    with submitted(tmp_path, *settings, gpus=1) as again:
         wait_for_steps(again, before + 2)
         time_is_up(again, ended={"trainer": "stopped"}, lines=80)

@@ -100,7 +100,11 @@ class Manifests:
 
     def environ(self, workload: Workload, container: Mapping[str, Any]) -> dict[str, str]:
         """A container's variables, with what only a node knows written as in the pod with index 0."""
-        known = {"metadata.name": f"{workload.name}-0", "status.podIP": "10.0.0.1"}
+        known = {
+            "metadata.name": f"{workload.name}-0",
+            "status.podIP": "10.0.0.1",
+            "metadata.annotations['batch.kubernetes.io/job-completion-index']": "0",
+        }
         found: dict[str, str] = {}
         for source in container.get("envFrom", []):
             found |= self.of("ConfigMap")[source["configMapRef"]["name"]]["data"]

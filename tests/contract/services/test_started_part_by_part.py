@@ -41,8 +41,10 @@ def test_the_probe_says_ready_and_else_the_reasons(redis_url: str, run_id: str) 
         assert asked(f"http://127.0.0.1:{port}") == (0, "ready")
     with serving(port, "gateway", "--run-id", run_id, "--redis-url", redis_url):
         code, said = asked(f"http://127.0.0.1:{port}")
+        assert asked("--live", f"http://127.0.0.1:{port}") == (0, "ready")
     assert code == 1
     assert "rollout server" in said
+    assert asked("--live", f"http://127.0.0.1:{port}")[0] == 1
 
 
 def test_the_probe_signs_in_to_redis(tmp_path: Path, valkey: ValkeyPlan) -> None:
