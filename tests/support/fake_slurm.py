@@ -5,6 +5,8 @@
     scancel --signal=TERM ID…         the signal to the steps' tasks
     scontrol show hostnames LIST
 
+With $FAKE_SLURM_DRY a stand-in for COMMAND is run: it listens where COMMAND would, or ends at once.
+
 As the real one, srun kills its tasks at once where it is itself told to end, or where one fails.
 """
 
@@ -14,8 +16,10 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +54,8 @@ def _srun(words: list[str]) -> int:
         flags[name] = value
     with Path(os.environ["FAKE_SLURM_LOG"]).open("a") as log:
         log.write(json.dumps([flags, words]) + "\n")
+    if os.environ.get("FAKE_SLURM_DRY"):
+        words = [sys.executable, "-S", str(Path(__file__).absolute()), "stand-in", *words]
     with Path(flags["output"]).open("ab") as output:
         tasks = [
             subprocess.Popen(words, stdout=output, stderr=output, env={**os.environ, "SLURM_NODEID": str(node)})
@@ -78,6 +84,16 @@ def _srun(words: list[str]) -> int:
     return failed if failed >= 0 else 128 - failed
 
 
+def _stand_in(words: list[str]) -> None:
+    if "--port" not in words:
+        return
+    host, port = (words[words.index(flag) + 1] for flag in ("--host", "--port"))
+    ending = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())
+    with socket.create_server((host, int(port))):
+        ending.wait()
+
+
 def _running() -> Path:
     """A file for each step that runs, called by its task's process id."""
     folder = Path(os.environ["FAKE_SLURM_LOG"] + ".running")
@@ -96,7 +112,9 @@ def main(program: str, words: list[str]) -> int:
     """Returns the exit code."""
     if program == "srun":
         return _srun(words)
-    if program == "scancel":
+    if program == "stand-in":
+        _stand_in(words)
+    elif program == "scancel":
         _scancel(words)
     elif program == "squeue":
         for each in _running().iterdir():
