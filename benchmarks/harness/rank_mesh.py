@@ -148,12 +148,11 @@ def change(config: Path, setting: str) -> None:
 
 @asynccontextmanager
 async def rank_mesh(folder: Path, settings: Sequence[str]) -> AsyncIterator[RankMesh]:
-    """A mesh without its trainer that plays guess-number under `settings`, for the time of the block. `folder`: made here.
+    """A mesh without its trainer that plays guess-number under `settings`, for the time of the block. `folder`: empty.
 
     Raises RollmeshError where the run cannot be prepared.
     """
     run, run_id = RunFolder(folder / "run"), f"ranks-{secrets.token_hex(4)}"
-    folder.mkdir()
     preparing = (*PYTHON, "services", "prepare", "--run-dir", str(run.root), "task=guess-number", *settings)
     async with running("prepare", preparing, folder) as made:
         async with asyncio.timeout(_PREPARED_WITHIN_S):
@@ -189,4 +188,3 @@ async def rank_mesh(folder: Path, settings: Sequence[str]) -> AsyncIterator[Rank
             # The environment ends by itself once the run has concluded.
     finally:
         remove_shm_files(run_id)
-

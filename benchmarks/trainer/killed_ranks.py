@@ -72,7 +72,9 @@ def points(seed: int, kills: int, steps: int, checkpoint_every: int) -> list[Poi
     random = Random(seed)
     ranks = [number % RANKS for number in range(kills)]
     random.shuffle(ranks)
-    at = sorted(random.sample([step for step in range(1, steps - 2 * K - 2) if step != checkpoint_every - 1], kills - 1))
+    at = sorted(
+        random.sample([step for step in range(1, steps - 2 * K - 2) if step != checkpoint_every - 1], kills - 1)
+    )
     found = [Point(step, rank, random.uniform(0.0, _LATEST_S)) for step, rank in zip(at, ranks, strict=False)]
     return sorted([*found, Point(checkpoint_every - 1, ranks[-1], None)], key=lambda point: point.step)
 
@@ -94,8 +96,12 @@ async def measure_killed_ranks(
         folder = Path(scratch)
         warm = (f"warm_start.cache_dir={cache or folder / 'warm-starts'}",)
         at = points(seed, kills, steps, checkpoint_every)
-        killed = await _killed(folder / "killed", [*_words(steps, checkpoint_every), *warm], at, steps, say)
-        regrouped = await _regrouped(folder / "regrouped", [*_words(regrouped_steps, 4, ranks=1), *warm], regrouped_steps)
+        killed = await _killed(
+            _new_folder(folder / "killed"), [*_words(steps, checkpoint_every), *warm], at, steps, say
+        )
+        regrouped = await _regrouped(
+            _new_folder(folder / "regrouped"), [*_words(regrouped_steps, 4, ranks=1), *warm], regrouped_steps
+        )
         say(f"1, 2 and 1 ranks: {regrouped.told}")
     return Measured(
         rounds={
@@ -104,6 +110,11 @@ async def measure_killed_ranks(
         },
         seen={f"{kills} kills of {RANKS} ranks": killed.told, "1, 2 and 1 ranks": regrouped.told},
     )
+
+
+def _new_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
 
 
 @dataclass(frozen=True)
@@ -124,7 +135,9 @@ def _words(steps: int, checkpoint_every: int, ranks: int = RANKS) -> list[str]:
     ]
 
 
-async def _killed(folder: Path, words: Sequence[str], at: Sequence[Point], steps: int, say: Callable[[str], None]) -> Judged:
+async def _killed(
+    folder: Path, words: Sequence[str], at: Sequence[Point], steps: int, say: Callable[[str], None]
+) -> Judged:
     seen = Seen()
     async with rank_mesh(folder, words) as mesh:
         for number, point in enumerate(at, start=1):
@@ -144,7 +157,9 @@ async def _killed(folder: Path, words: Sequence[str], at: Sequence[Point], steps
         wrong += [f"{found.steps} batches were repeated, {steps} are due"] if found.steps != steps else []
         wrong += wrong_sessions(seen.open, stream, trained_entries(mesh.folder))
         wrong += [] if seen.unfinished else ["no kill met a checkpoint that was being written"]
-        wrong += [f"the trainer ended {max(seen.ended_s):.0f} s after a kill"] if max(seen.ended_s) > _ENDS_WITHIN_S else []
+        wrong += (
+            [f"the trainer ended {max(seen.ended_s):.0f} s after a kill"] if max(seen.ended_s) > _ENDS_WITHIN_S else []
+        )
         report = read_report(mesh.folder.trainer_report, TrainerReport)
         wrong += [] if report.final_version == steps else [f"it ended at version {report.final_version}"]
         conflicts = conflicts_in(mesh.log)
@@ -176,7 +191,7 @@ async def _kill(mesh: RankMesh, point: Point, seen: Seen) -> None:
 def _kill_while_writing(checkpoints: Path, pid: int) -> None:
     """As soon as a checkpoint's parts are being written. Raises RollmeshError where none is begun."""
     ends = time.monotonic() + _CHECKPOINT_WITHIN_S
-    while not any(name.startswith(".parts-") for name in os.listdir(checkpoints)):
+    while not any(path.name.startswith(".parts-") for path in checkpoints.iterdir()):
         if time.monotonic() > ends:
             raise RollmeshError(f"no checkpoint was begun within {_CHECKPOINT_WITHIN_S:.0f} s", f"see {checkpoints}")
         time.sleep(0.0002)
@@ -227,8 +242,8 @@ async def _wrong_account(mesh: RankMesh, steps: int) -> list[str]:
 def wrong_sessions(
     opened: Mapping[str, Sequence[Sequence[int]]], stream: Mapping[str, Trajectory], trained: Sequence[str]
 ) -> list[str]:
-    """What does not hold of sessions that were `opened` at a kill: each is in the stream, among what was `trained`, and begins
-    with the tokens of every answer that it had then."""
+    """What does not hold of sessions that were `opened` at a kill: each is in the stream, among what was `trained`, and has
+    the tokens of every answer that it had then."""
     entry_of = {one.trajectory_id: (entry, one) for entry, one in stream.items()}
     known, wrong = set(trained), []
     for session, answers in opened.items():

@@ -1,6 +1,8 @@
 """Two data ranks on two cores against one: trained tokens a second, and what packing and advantages take of a step.
 
-    arm     1 or 2 processes, one thread of torch each ─► steps on one batch of heavy-tailed lengths ─► seconds of each
+    small     a random policy, a batch of heavy-tailed lengths
+    smollm2   SmolLM2-135M under its recipe, a batch as that recipe makes them
+    arm     1 or 2 processes, one thread of torch each ─► steps on one batch ─► seconds of each
     round   one rank ─► two ranks, or the other way round
 
 Ranks are started by torchrun's variables, and do what the trainer's do: rank 0 packs and gives orders (`trainer.parallel`).
@@ -20,9 +22,11 @@ import msgspec
 
 from benchmarks.harness.ranked import run_ranks
 from benchmarks.trainer.report import Measured
+from services.host.models import is_complete, packaged_folder
 from services.policies.training.layout import Layout
 
 HIDDEN_SIZE, LAYERS, STEPS = 256, 4, 5
+SMOLLM2, SMOLLM2_STEPS = "smollm2-135m", 2
 _WITHIN_S = 600.0
 
 
@@ -54,19 +58,45 @@ async def measure_ranks(
     return Measured(rounds={"scaling_2": scaling, "pack_share": share}, seen=seen)
 
 
-async def _arm(ranks: int, folder: Path, hidden_size: int, layers: int, steps: int) -> Arm:
+async def measure_smollm2_ranks(rounds: int, say: Callable[[str], None], steps: int = SMOLLM2_STEPS) -> Measured:
+    """`scaling_smollm2`: optimizer steps of two ranks ÷ those of one, in the same time; 7 GB. Nothing without the model.
+
+    Raises RollmeshError when a rank fails.
+    """
+    model = packaged_folder(SMOLLM2)
+    if not is_complete(model):
+        return Measured(missing={"scaling_smollm2": f"no model: rollmesh models fetch {SMOLLM2}"})
+    scaling, seen = [], {}
+    with tempfile.TemporaryDirectory(prefix="rollmesh-ranks-") as scratch:
+        for number in range(1, rounds + 1):
+            arms: dict[int, Arm] = {}
+            for ranks in (1, 2) if number % 2 else (2, 1):
+                folder = Path(scratch) / f"{number}-{ranks}"
+                folder.mkdir()
+                arms[ranks] = await _arm(ranks, folder, 0, 0, steps, model)
+            scaling.append(arms[1].step_s / arms[2].step_s)
+            told = f"a step {arms[1].step_s:.1f} s on one rank, {arms[2].step_s:.1f} s on two"
+            seen[f"ranks, SmolLM2, round {number}"] = told
+            say(f"ranks, SmolLM2, round {number}: {told}")
+    return Measured(rounds={"scaling_smollm2": scaling}, seen=seen)
+
+
+async def _arm(ranks: int, folder: Path, hidden_size: int, layers: int, steps: int, model: Path | None = None) -> Arm:
+    """`model`: None for a random policy of that size."""
     found = folder / "arm.json"
-    words = (str(found), *map(str, (ranks, hidden_size, layers, steps)))
+    words = (str(found), *map(str, (ranks, hidden_size, layers, steps)), *([] if model is None else [str(model)]))
     await run_ranks(ranks, "benchmarks.trainer.ranks", words, folder, _WITHIN_S)
     return msgspec.json.decode(found.read_bytes(), type=Arm)
 
 
-def _run(found: Path, ranks: int, hidden_size: int, layers: int, steps: int) -> None:
+def _run(found: Path, ranks: int, hidden_size: int, layers: int, steps: int, model: Path | None) -> None:
     """One rank's part; rank 0 writes `found`. The first step is not counted."""
     import torch
 
     from benchmarks.trainer.step_speed import HeavyTail, as_groups
-    from services.config.settings import RunSettings
+    from services.config.load import load_settings
+    from services.config.recipes import find_recipe
+    from trainer.checkpoint.model_folder import load_policy
     from trainer.model.roles import make_roles
     from trainer.model.train_batch import follow, train_batch
     from trainer.parallel.orders import Stop, Train, decode, tell
@@ -74,11 +104,21 @@ def _run(found: Path, ranks: int, hidden_size: int, layers: int, steps: int) -> 
     from trainer.sft.tiny_model import build_model
 
     torch.set_num_threads(1)
-    tail = HeavyTail()
-    settings = RunSettings.model_validate({"steps": steps + 1, "k": steps + 1})
+    tail, recipe = HeavyTail(), None
+    if model is not None:
+        # As the run's first batches: 45 tokens of a prompt, and more than a third of the answers ends at the limit.
+        tail, recipe = (
+            HeavyTail(median=20.0, sigma=0.5, longest=24, vocabulary=49_152, prompt=45),
+            find_recipe("smollm2"),
+        )
+    settings = load_settings(recipe, [f"steps={steps + 1}", f"k={steps + 1}"])
     with joined(Layout(data=ranks)) as own:
         roles = make_roles(
-            lambda: build_model(1, hidden_size=hidden_size, layers=layers, vocabulary=tail.vocabulary + 4),
+            lambda: (
+                build_model(1, hidden_size=hidden_size, layers=layers, vocabulary=tail.vocabulary + 4)
+                if model is None
+                else load_policy(model)
+            ),
             settings,
             0,
             ranks=own,
@@ -102,4 +142,5 @@ def _run(found: Path, ranks: int, hidden_size: int, layers: int, steps: int) -> 
 if __name__ == "__main__":
     # The machine's cores are shared out by arms, not by torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _run(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    where, numbers, of = Path(sys.argv[1]), list(map(int, sys.argv[2:6])), sys.argv[6:]
+    _run(where, *numbers, Path(of[0]) if of else None)

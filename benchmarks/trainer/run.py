@@ -53,7 +53,7 @@ def trainer(
         from benchmarks.trainer.peaks import measure_peaks
         from benchmarks.trainer.planned import measure_plans
         from benchmarks.trainer.prefixes import measure_prefixes
-        from benchmarks.trainer.ranks import measure_ranks
+        from benchmarks.trainer.ranks import measure_ranks, measure_smollm2_ranks
         from benchmarks.trainer.step_speed import HeavyTail, SpeedPlan, measure_speed, with_long_prompts
 
     say = progress()
@@ -76,6 +76,7 @@ def trainer(
         asyncio.run(measure_evaluating(paced_rounds, say)),
         asyncio.run(measure_slow_disk(paced_rounds, say)),
         asyncio.run(measure_ranks(rounds, say)),
+        asyncio.run(measure_smollm2_ranks(peak_rounds, say)),
     ]
     if kills:
         parts.append(asyncio.run(measure_killed_ranks(seed, say, kills=kills)))

@@ -29,11 +29,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("address", help="such as http://127.0.0.1:8000 or redis://127.0.0.1:6379")
     parser.add_argument("--password-file", type=Path, help="Redis's password")
     parser.add_argument("--host", help="the name that the service's certificate bears, where the address has another")
-    parser.add_argument("--live", action="store_true", help="ask whether the service lives, and not whether it is ready")
+    parser.add_argument(
+        "--live", action="store_true", help="ask whether the service lives, and not whether it is ready"
+    )
     chosen = parser.parse_args(arguments)
     parts = urlsplit(chosen.address)
     try:
-        said = _redis(parts, chosen.password_file) if parts.scheme == "redis" else _http(parts, chosen.host, live=chosen.live)
+        said = (
+            _redis(parts, chosen.password_file)
+            if parts.scheme == "redis"
+            else _http(parts, chosen.host, live=chosen.live)
+        )
     except (OSError, http.client.HTTPException, ValueError) as error:
         said = f"{chosen.address} does not answer ({error or type(error).__name__})"
     sys.stdout.write(f"{said or 'ready'}\n")

@@ -142,7 +142,8 @@ def submitted(size: str, folder: Path) -> tuple[int, Started]:
         if name.startswith("rollout"):
             servers[step.flags["nodelist"]] = servers.get(step.flags["nodelist"], 0) + 1
     trainer = steps["trainer"]
-    assert int(trainer.flags["gpus-per-node"]) == (asked := torchrun_asks(after_shell(trainer.command))).ranks_a_node
+    asked = torchrun_asks(after_shell(trainer.command))
+    assert int(trainer.flags["gpus-per-node"]) == asked.ranks_a_node
     return int(flags["gpus-per-node"]), Started(servers, trainer.flags["nodelist"].split(","), asked)
 
 

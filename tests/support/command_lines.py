@@ -24,7 +24,7 @@ def parse(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class TorchrunAsks:
-    """What a `torchrun …` of ours asks for. `node`: its number; None: it is told by a variable. `command`: after `services`."""
+    """What a `torchrun …` of ours asks for. `node`: its number; None: a variable says it. `command`: after `services`."""
 
     nodes: int
     ranks_a_node: int
@@ -58,7 +58,7 @@ def torchrun_asks(words: Sequence[str]) -> TorchrunAsks:
 
 
 def after_shell(words: Sequence[str]) -> list[str]:
-    """What `sh -c '… exec … "$@"' NAME WORDS…` runs where it runs anything: its own words before `"$@"`, and those after."""
+    """What `sh -c '… exec … "$@"' NAME WORDS…` runs, where it runs anything: the words before `"$@"`, and those after."""
     if words[:2] not in (["sh", "-c"], ["bash", "-c"]):
         return list(words)
     script, _, *rest = words[2:]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,14 +50,18 @@ def train(
     groups: int = 2,
     size: int = 4,
     family: str | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[list[dict[str, Any]], Arrays, Arrays] | None:
-    """`settings`: of the run; `family`: of the policy (`tests.support.model_families`), for None the built-in one.
+    """`settings`: of the run; `family`: of the policy (`tests.support.model_families`), for None the built-in one; `ranks`:
+    where there are some already, in place of `layout`.
 
-    Returns each step's statistics, first gradients and last weights; None but on rank 0."""
-    shape = Layout(**layout)
-    ranks = Ranks.of_group(shape) if shape.ranks > 1 else Ranks.alone()
-    chosen = RunSettings.model_validate(settings)
-    roles = make_roles(partial(_policy, family), chosen, 0, ranks=ranks)
+    Returns each step's statistics, first gradients and last weights; None but on rank 0.
+    """
+    if ranks is None:
+        shape = Layout(**layout)
+        ranks = Ranks.of_group(shape) if shape.ranks > 1 else Ranks.alone()
+    chosen, device = RunSettings.model_validate(settings), ranks.device
+    roles = make_roles(lambda: _policy(family).to(device), chosen, 0, ranks=ranks)
     for role, (_, optimizer) in roles.models().items():
         holder = roles.learner if role == "model" else roles.critic
         assert holder is not None
@@ -89,14 +92,14 @@ def _gradients(roles: Roles) -> Arrays:
     found: Arrays = {}
     for role, (_, optimizer) in roles.models().items():
         assert isinstance(optimizer, RecordingSGD)
-        found |= {f"{role}.{number}": each.numpy() for number, each in enumerate(optimizer.first or ())}
+        found |= {f"{role}.{number}": each.cpu().numpy() for number, each in enumerate(optimizer.first or ())}
     return found
 
 
 @torch.no_grad()
 def _weights(roles: Roles) -> Arrays:
     return {
-        f"{role}.{name}": whole(weight).numpy()
+        f"{role}.{name}": whole(weight).cpu().numpy()
         for role, (model, _) in roles.models().items()
         for name, weight in named_weights(model).items()
     }
