@@ -72,10 +72,10 @@ class TrainerBench(msgspec.Struct, frozen=True, kw_only=True):
     disk 20 times slower `metrics_lag`: steps by which lines of metrics are late, at most; `ckpt_memory`: bytes of the
     trainer's process above those without checkpoints ÷ one copy of the state. `scaling_2`: trained tokens a second of two
     ranks on a core each ÷ one's; `pack_share`: share of a step for packing and advantages; `scaling_smollm2`:
-    steps of two ranks ÷ one's, SmolLM2. `resume_equal`: 1 where a run whose ranks are killed ends with the bytes that others
-    compute, and trains all that was open (`benchmarks.trainer.killed_ranks`), else 0; `resume_conflicts`: versions that the
-    bus refused it. `peak_vs_estimate`: what `rollmesh memory` predicts ÷ the most resident memory of a process that makes those steps; `formula_vs_fake`: its
-    formula ÷ its fake run; each of the case that is farthest from 1.
+    steps of two ranks ÷ one's, SmolLM2. `resume_equal`: 1 where a run whose ranks are killed ends with the bytes that other
+    ranks compute, and trains all that was open (`benchmarks.trainer.killed_ranks`), else 0; `resume_conflicts`: versions
+    that the bus refused it. `peak_vs_estimate`: what `rollmesh memory` predicts ÷ the most resident memory of a process
+    that makes those steps; `formula_vs_fake`: its formula ÷ its fake run; each of the case that is farthest from 1.
     """
 
     packed_vs_padded: float | None

@@ -1,4 +1,4 @@
-"""Ranks of a trainer, killed again and again in a whole mesh: its bytes, account and sessions are those of one in one go."""
+"""Ranks of a trainer, killed again and again in a whole mesh: bytes, account and sessions are those of a run in one go."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.trajectories import a_rollout, a_segment
 
 def test_points_are_spread_over_ranks_and_one_is_in_a_checkpoint() -> None:
     found = points(1, 20, 60, 24)
-    assert points(1, 20, 60, 24) == found
-    assert points(2, 20, 60, 24) != found
+    again, other = (points(seed, 20, 60, 24) for seed in (1, 2))
+    assert (again == found, other == found) == (True, False)
     assert [point.step for point in found if point.after_s is None] == [23]
     assert sum(point.rank for point in found) == 10
     steps = [point.step for point in found]
