@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import psutil
 from redis.asyncio import Redis
@@ -119,11 +120,11 @@ class RankMesh:
         """Sessions of training that are open now, as the journals have them: the tokens of each of their answers, with
         all that came before them."""
         keys, found = RunKeys(self.run_id), dict[str, list[list[int]]]()
-        for group in map(as_text, await self.redis.hkeys(keys.open_groups)):  # type: ignore[misc]
-            journal = await self.redis.lrange(keys.journal(group), 0, -1)  # type: ignore[misc]
+        for group in map(as_text, await self.redis.hkeys(keys.open_groups)):
+            journal = await self.redis.lrange(keys.journal(group), 0, -1)
             if not journal:
                 continue  # it has ended meanwhile
-            records = [decode_record(record) for record in journal]
+            records = [decode_record(cast("bytes", record)) for record in journal]
             for session in replay(records, Now(time.time(), time.monotonic())).group.sessions.values():
                 if session.end is None and session.terms.purpose == "train":
                     found[session.session_id] = [path(node) for node in session.capture.nodes]

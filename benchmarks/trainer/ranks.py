@@ -22,7 +22,8 @@ import msgspec
 
 from benchmarks.harness.ranked import run_ranks
 from benchmarks.trainer.report import Measured
-from services.host.models import is_complete, packaged_folder
+from services.host.models import packaged_folder
+from services.host.run_folder import is_complete
 from services.policies.training.layout import Layout
 
 HIDDEN_SIZE, LAYERS, STEPS = 256, 4, 5
@@ -142,5 +143,5 @@ def _run(found: Path, ranks: int, hidden_size: int, layers: int, steps: int, mod
 if __name__ == "__main__":
     # The machine's cores are shared out by arms, not by torch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    where, numbers, of = Path(sys.argv[1]), list(map(int, sys.argv[2:6])), sys.argv[6:]
-    _run(where, *numbers, Path(of[0]) if of else None)
+    asked, folder = [int(word) for word in sys.argv[2:6]], sys.argv[6:]
+    _run(Path(sys.argv[1]), asked[0], asked[1], asked[2], asked[3], Path(folder[0]) if folder else None)

@@ -14,13 +14,13 @@ from tests.support.trajectories import a_rollout, a_segment
 
 
 def test_points_are_spread_over_ranks_and_one_is_in_a_checkpoint() -> None:
-    found = points(1, 20, 60, 24)
-    again, other = (points(seed, 20, 60, 24) for seed in (1, 2))
-    assert (again == found, other == found) == (True, False)
+    found, again, other = (points(seed, 20, 60, 24) for seed in (1, 1, 2))
+    assert found == again
+    assert found != other
     assert [point.step for point in found if point.after_s is None] == [23]
     assert sum(point.rank for point in found) == 10
     steps = [point.step for point in found]
-    assert steps == sorted(set(steps)) and 1 <= steps[0] and steps[-1] < 54
+    assert steps == sorted(set(steps)) and steps[0] >= 1 and steps[-1] < 54
 
 
 def test_a_session_that_was_not_trained_or_has_other_tokens_is_told() -> None:
