@@ -24,7 +24,7 @@ from services.config.settings import RunSettings
 from services.host.run_folder import RunFolder
 from services.run_store.client import connect
 from services.run_store.stream import StreamEntry, TrajectoryReader
-from trainer.checkpoint.checkpoint import whole_weights
+from trainer.checkpoint.checkpoint import gather_policy
 from trainer.checkpoint.environment import repeat_exactly
 from trainer.checkpoint.log_lines import StepRecord
 from trainer.checkpoint.model_folder import load_policy
@@ -85,11 +85,11 @@ def recompute(folder: RunFolder, redis_url: str, ranks: int) -> Recomputed | Non
             for _ in repeated(roles, settings, log, log.records, batches):
                 pass
             steps = len(log.records)
-        made = whole_weights(roles)
+        made = gather_policy(roles)
         tell(own, Stop())
     found = dict(load_policy(folder.checkpoints / "final").named_parameters())
-    made = dict(roles.learner.model.named_parameters()) if made is None else made
-    differ = [name for name, weight in found.items() if not torch.equal(made[name], weight)]
+    weights = dict(roles.learner.model.named_parameters()) if made is None else made.weights
+    differ = [name for name, weight in found.items() if not torch.equal(weights[name], weight)]
     return Recomputed(steps, len(found), differ)
 
 
@@ -99,7 +99,7 @@ def _follow(roles: Roles) -> None:
             case Train() | Measure():
                 follow(roles, order)
             case Gather():
-                whole_weights(roles)
+                gather_policy(roles)
 
 
 if __name__ == "__main__":
