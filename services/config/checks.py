@@ -6,6 +6,7 @@ Of the loss and the advantage: `trainer.algorithms.describe`.
 from __future__ import annotations
 
 from services.config.base import changed_fields, idle
+from services.config.engines.vllm import check_vllm
 from services.config.parallel import ParallelSettings
 from services.config.settings import LearnerSettings, RunSettings
 from services.policies.admission import most_updates
@@ -20,6 +21,7 @@ def check(settings: RunSettings) -> None:
     _refuse_idle_curriculum(settings)
     _refuse_starvation(settings)
     _refuse_epochs(settings)
+    check_vllm(settings.rollout.vllm)
     check_learner(settings.trainer)
     asked = settings.trainer.parallel
     check_ranks(settings, layout_asked(asked, ranks_asked(asked)))

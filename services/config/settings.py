@@ -13,6 +13,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.base import Section
+from services.config.engines.placement import PlacementSettings
+from services.config.engines.vllm import VllmSettings
 from services.config.lora import LoraSettings
 from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.parallel import ParallelSettings
@@ -98,6 +100,7 @@ class RolloutSettings(Section):
         default=128, ge=1, description="A long answer is written down after so many tokens, for another server to go on"
     )
     max_body_mib: int = Field(default=32, ge=1, description="Largest request body")
+    vllm: VllmSettings = VllmSettings()
 
 
 class GatewaySettings(Section):
@@ -285,6 +288,7 @@ class RunSettings(Section):
         description="Command that `rollmesh up` runs when the run has ended, well or not (docs/the-loop.md)",
     )
     run_store: RunStoreSettings = RunStoreSettings()
+    placement: PlacementSettings = PlacementSettings()
     model: ModelSettings = ModelSettings()
     warm_start: WarmStartSettings = WarmStartSettings()
     curriculum: CurriculumSettings = CurriculumSettings()

@@ -30,11 +30,13 @@ from services.host.aio import to_its_end
 from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole
 from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder, free_bytes, held
+from services.policies.placement.place import Placement
 from services.run_store.client import connect, reached_by, without_password
 from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Ledger
 from services.security.keys import NO_PLACES, KeyPlaces
 from services.security.tls import read_trust
+from services.supervisor.devices import NOWHERE, environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch, write_users
 from services.supervisor.live_view import Observer, View, read_engine
 from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, ServiceFailedError
@@ -105,11 +107,12 @@ class Mesh:
         view: View,
         keys: KeyPlaces = NO_PLACES,
         origins: Mapping[str, str] = MappingProxyType({}),
+        placement: Placement = NOWHERE,
     ) -> None:
         """`settings` are resolved; `folder` was made by preflight. `keys`: what every process is told.
 
         `origins`: dotted name → where the setting comes from, for config.toml. A folder that has one is of a run that was
-        interrupted, which goes on.
+        interrupted, which goes on. `placement`: the GPUs of each process.
         """
         self._settings = settings
         self._folder = folder
@@ -117,6 +120,7 @@ class Mesh:
         self._view = view
         self._key_places = keys
         self._origins = origins
+        self._placement = placement
         self._keys = keys.read("supervisor")
         self._trust = read_trust(keys.tls)
         self._processes: MeshProcesses | None = None
@@ -142,7 +146,13 @@ class Mesh:
         with PortReservation() as ports:
             reserved = ports.of_mesh(self._settings.servers)
             plan = plan_launch(
-                self._settings, self._folder, self._run_id, reserved, self._key_places, missing_tunables()
+                self._settings,
+                self._folder,
+                self._run_id,
+                reserved,
+                self._key_places,
+                missing_tunables(),
+                devices=environments_here(self._settings, self._placement),
             )
             async with Reaper(shm_directory() / shm_prefix(self._run_id)) as reaper:
                 self._processes = self._make_processes(plan, reaper)

@@ -72,6 +72,13 @@ class VllmWeights:
         self._live, self._shadow = self._shadow, self._live
 
 
+def update_bytes(model: torch.nn.Module) -> int:
+    """What `VllmWeights` of this model allocates beside what is served: the shadow, and on a GPU the twin."""
+    weights = list(model.parameters())
+    sets = 2 if any(parameter.is_cuda for parameter in weights) else 1
+    return sets * sum(parameter.nbytes for parameter in weights)
+
+
 def hugging_face_views(
     model: torch.nn.Module, storage: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor, Slice | None]]:

@@ -24,7 +24,7 @@ from weight_bus.receiver.receiver import Receiver
 from weight_bus.transports.select import make_readers
 from weight_bus.vllm.packing import PackedLinears
 from weight_bus.vllm.protocol import Attached, Committed, Digest, Reply, Staged, encode_reply, failure
-from weight_bus.vllm.weights import VllmWeights, check_linears_are_live
+from weight_bus.vllm.weights import VllmWeights, check_linears_are_live, update_bytes
 
 _ATTRIBUTE = "rollmesh_attachment"
 _REMEMBERED = 8
@@ -106,6 +106,10 @@ class RollmeshWorker:
     model_runner: Any
     rollmesh_attachment: Attachment | None = None
     rollmesh_work: dict[int, Future[bytes]] | None = None
+
+    def rollmesh_update_bytes(self) -> int:
+        """Bytes that an attachment will hold beside the weights that are served."""
+        return update_bytes(self.model_runner.get_model())
 
     def rollmesh_attach(
         self, run_id: str, transport: str, key: str | None = None, file_root: str | None = None

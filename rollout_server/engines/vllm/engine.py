@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from rollout_server.engines.base import (
 )
 from rollout_server.engines.request_check import eos_token_ids
 from rollout_server.engines.vllm import launch as vllm_launch
+from rollout_server.engines.vllm.arguments import Plan
 from rollout_server.engines.vllm.convert import prompt_logprobs, to_delta, vllm_parameters
 from rollout_server.engines.vllm.stats import StepMeter
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
@@ -52,7 +53,7 @@ class VllmEngine:
     `preload` imports (seconds, any thread) and needs no model; `start` starts the engine core and loads the model. On a
     CPU `start` holds the event loop for about a second and must run on the main thread, because it forks. `transport` is
     a name `weight_bus.transports.select` knows. `tensor_parallel`: ranks that the model is split over, each a process
-    of its own where there are several.
+    of its own where there are several. `given`: further engine arguments (`services.config.engines.vllm`).
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class VllmEngine:
         file_root: Path | None = None,
         tensor_parallel: int = 1,
         trust_remote_code: bool = False,
+        given: Mapping[str, Any] | None = None,
     ) -> None:
-        self._plan = vllm_launch.Plan(
+        self._plan = Plan(
             model=model,
             dtype=dtype,
             max_running=max_running,
@@ -79,6 +81,7 @@ class VllmEngine:
             kv_policy=kv_policy,
             tensor_parallel=tensor_parallel,
             trust_remote_code=trust_remote_code,
+            given=given or {},
         )
         self._run_id = run_id
         self._threads = threads
@@ -104,7 +107,7 @@ class VllmEngine:
     def preload(self) -> None:
         """Import vLLM, which takes most of a start. Blocks; raises UsageError where vLLM is missing."""
         if not self._preloaded:
-            vllm_launch.import_everything(self._threads)
+            vllm_launch.import_everything(self._threads, self._plan.given)
             # The imported modules stay: neither this process nor the forked one needs to collect garbage among them.
             gc.freeze()
             self._preloaded = True

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from services.config.load import load_settings
 from services.config.options import overrides_of
 from services.config.settings import RunSettings
+from services.host.engine_choice import choose_engine, has_gpu
 from services.host.process import HUGE_PAGES, VARIABLE
 from services.host.run_folder import RunFolder, make_run_folder
 from services.policies.backoff import GiveUp, Restart, RestartPolicy
 from services.run_store.ledger import Accounts
 from services.security.keys import NO_PLACES, KeyPlaces
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
-from services.supervisor.preflight import choose_engine, has_gpu, new_run_id
+from services.supervisor.preflight import new_run_id
 from services.supervisor.summary import closing_lines, read_report, summarise, write_summary
 from services.wire.errors import NoBatchError, UsageError, WireError
 from services.wire.rollout_api import EngineReport
