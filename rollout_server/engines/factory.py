@@ -65,6 +65,7 @@ def make_engine(
         trust_remote_code=settings.model.trust_remote_code,
         tensor_parallel=ranks,
         given=settings.rollout.vllm.arguments(),
+        start_within_s=settings.rollout.start_timeout_s,
     )
 
 
@@ -104,4 +105,12 @@ def _http_engine(
         raise UsageError("engine http without an address", "give --url http://HOST:PORT")
     from rollout_server.engines.http.engine import HttpEngine
 
-    return HttpEngine(model, url=url, key=key, run_id=run_id, transport=settings.weights.transport, trust=trust)
+    return HttpEngine(
+        model,
+        url=url,
+        key=key,
+        run_id=run_id,
+        transport=settings.weights.transport,
+        trust=trust,
+        start_within_s=settings.rollout.start_timeout_s,
+    )

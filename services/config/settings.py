@@ -82,6 +82,9 @@ class RolloutSettings(Section):
     tensor_parallel: int = Field(
         default=1, ge=1, description="Ranks that engine vllm splits the model over, a GPU (or a process on CPU) each"
     )
+    start_timeout_s: float = Field(
+        default=1800.0, gt=0.0, description="How long an engine may take to start: to load its model, to compile it"
+    )
     max_running: int = Field(default=256, ge=1, description="Requests an engine decodes at once")
     kv_policy: KvPolicy = Field(
         default="salt", description="What a weight update does to an engine's keys and values (docs/the-loop.md)"
@@ -215,6 +218,11 @@ class WeightSettings(Section):
     transport: TransportName = Field(
         default="auto",
         description="auto: nixl where it is installed, else shm; nccl: broadcast (gloo without a GPU); file: snapshots",
+    )
+    broadcast_host: str = Field(
+        default="127.0.0.1",
+        description="For transport nccl: the trainer's address that broadcasts are offered at; one that is not loopback "
+        "needs a weights key",
     )
     file_root: Path | None = Field(
         default=None, description="Folder of snapshots; the only one that engines read weight files from"

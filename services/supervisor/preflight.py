@@ -258,6 +258,16 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
             f"placement.{name}={value} is read by `rollmesh up` alone",
             "leave it out: whoever starts the parts gives them their GPUs (docs/clusters.md)",
         )
+    if settings.redis_url is not None:
+        raise UsageError(
+            f"redis_url={settings.redis_url} is read by `rollmesh up` alone",
+            "give each part --redis-url in place of it",
+        )
+    if settings.gateway.enabled != RunSettings().gateway.enabled:
+        raise UsageError(
+            f"gateway.enabled={settings.gateway.enabled} is read by `rollmesh up` alone",
+            "leave it out: there is a gateway where one is started",
+        )
     root = run_dir.expanduser().absolute()
     settings, added = asyncio.run(with_algorithm(settings.model_copy(update={"run_dir": root})))
     settings = with_model_folder(settings)

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
 import tomllib
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from tests.support.mesh_command import (
-    end_by,
-    patience,
-    processes_of_runs_in,
-    run_command,
-    running_up,
-    shared_memory_files,
-    summary_of,
-    warm_start,
-)
+from tests.support.mesh_command import processes_of_runs_in, run_command, shared_memory_files, summary_of, warm_start
 from tests.support.model_families import SMALL, make_family
 from trainer.sft.tiny_model import build_model, save_policy
 
@@ -198,28 +185,6 @@ def test_a_run_is_evaluated_beside_training_and_its_best_policy_is_evaluated_alo
     assert best.code == 0, f"{best.out}\n{best.err}"
     assert json.loads(best.out)["success"] >= max(each["success"] for each in found) - 0.15
     assert processes_of_runs_in(tmp_path) == []
-
-
-def test_processes_start_with_gpus_of_their_own(tmp_path: Path) -> None:
-    """Eight GPUs are stated. Nothing is trained: what is asked is with which devices processes begin."""
-    settings = ["placement.devices=8x80", "rollout.tensor_parallel=1", "trainer.parallel.data=2", warm_start()]
-    with running_up(tmp_path / "run", "--engine", "torch", "--servers", "2", *settings) as mesh:
-        seen: dict[str, str] = {}
-        deadline = time.monotonic() + patience() * 60.0
-        while not {"trainer", "trainer 1", "rollout-server-0", "rollout-server-1", "weight-bus"} <= seen.keys():
-            assert mesh.process.poll() is None, mesh.output()
-            assert time.monotonic() < deadline, seen
-            for process in mesh.descendants():
-                with suppress(psutil.Error):
-                    variables = process.environ()
-                    rank = variables.get("RANK", "0")
-                    name = variables.get("ROLLMESH_SERVICE", "?") + (f" {rank}" if rank != "0" else "")
-                    seen[name] = variables.get("CUDA_VISIBLE_DEVICES", "all")
-            time.sleep(0.02)
-        end_by(mesh, signal.SIGTERM)
-    assert seen["trainer"] == seen["trainer 1"] == "0,1"
-    assert (seen["rollout-server-0"], seen["rollout-server-1"]) == ("2", "3")
-    assert seen["weight-bus"] == ""
 
 
 def test_what_does_not_fit_is_refused_with_the_sum_before_anything_starts(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class VllmEngine:
     CPU `start` holds the event loop for about a second and must run on the main thread, because it forks. `transport` is
     a name `weight_bus.transports.select` knows. `tensor_parallel`: ranks that the model is split over, each a process
     of its own where there are several. `given`: further engine arguments (`services.config.engines.vllm`).
+    `start_within_s`: for the loaded model to be attached and to generate once.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class VllmEngine:
         tensor_parallel: int = 1,
         trust_remote_code: bool = False,
         given: Mapping[str, Any] | None = None,
+        start_within_s: float = 600.0,
     ) -> None:
         self._plan = Plan(
             model=model,
@@ -83,6 +85,7 @@ class VllmEngine:
             trust_remote_code=trust_remote_code,
             given=given or {},
         )
+        self._start_within_s = start_within_s
         self._run_id = run_id
         self._threads = threads
         self._transport = transport
@@ -143,6 +146,7 @@ class VllmEngine:
             self._plan.kv_policy,
             self._weights_key,
             self._file_root,
+            deadline_s=self._start_within_s,
         )
         await self._rehearse()
         _log.info("engine_ready", engine="vllm", model=str(self._plan.model), weight_bytes=attached.total_bytes)
@@ -300,7 +304,7 @@ class VllmEngine:
         """Generate one token: some models load and then kill the core at the first step (a head size without a kernel)."""
         rehearsal = GenerationRequest("rehearsal", [0], SamplingParams(max_tokens=1, ignore_eos=True))
         try:
-            async with asyncio.timeout(_CALL_DEADLINE_S):
+            async with asyncio.timeout(self._start_within_s):
                 await collect(self.generate(rehearsal))
         except (NotReadyError, TimeoutError) as error:
             raise RollmeshError(
