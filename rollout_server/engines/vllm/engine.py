@@ -31,6 +31,7 @@ from rollout_server.engines.vllm import launch as vllm_launch
 from rollout_server.engines.vllm.arguments import Plan
 from rollout_server.engines.vllm.convert import prompt_logprobs, to_delta, vllm_parameters
 from rollout_server.engines.vllm.stats import StepMeter
+from services.config.settings import ShadowPlace
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import KvPolicy, SamplingParams
 from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
@@ -54,7 +55,8 @@ class VllmEngine:
     CPU `start` holds the event loop for about a second and must run on the main thread, because it forks. `transport` is
     a name `weight_bus.transports.select` knows. `tensor_parallel`: ranks that the model is split over, each a process
     of its own where there are several. `given`: further engine arguments (`services.config.engines.vllm`).
-    `start_within_s`: for the loaded model to be attached and to generate once.
+    `shadow`: where a version is staged (`weight_bus.vllm.sets`). `start_within_s`: for the loaded model to be attached
+    and to generate once.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class VllmEngine:
         trust_remote_code: bool = False,
         given: Mapping[str, Any] | None = None,
         start_within_s: float = 600.0,
+        shadow: ShadowPlace = "device",
     ) -> None:
         self._plan = Plan(
             model=model,
@@ -85,7 +88,7 @@ class VllmEngine:
             trust_remote_code=trust_remote_code,
             given=given or {},
         )
-        self._start_within_s = start_within_s
+        self._start_within_s, self._shadow = start_within_s, shadow
         self._run_id = run_id
         self._threads = threads
         self._transport = transport
@@ -110,7 +113,7 @@ class VllmEngine:
     def preload(self) -> None:
         """Import vLLM, which takes most of a start. Blocks; raises UsageError where vLLM is missing."""
         if not self._preloaded:
-            vllm_launch.import_everything(self._threads, self._plan.given)
+            vllm_launch.import_everything(self._threads, self._plan.given, self._shadow)
             # The imported modules stay: neither this process nor the forked one needs to collect garbage among them.
             gc.freeze()
             self._preloaded = True

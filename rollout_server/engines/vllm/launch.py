@@ -23,6 +23,7 @@ import torch
 from rollout_server.engines.request_check import read_json
 from rollout_server.engines.vllm import arguments
 from rollout_server.engines.vllm.arguments import Plan, Platform
+from services.config.settings import ShadowPlace
 from services.host.devices import VISIBLE
 from services.host.models import check_code
 from services.wire.errors import RollmeshError, UsageError
@@ -46,17 +47,17 @@ _CPU_MODULES = (
 _RPC_FOLDER = "VLLM_RPC_BASE_PATH"
 
 
-def set_environment(platform: Platform, threads: int, given: Mapping[str, Any]) -> None:
+def set_environment(platform: Platform, threads: int, given: Mapping[str, Any], shadow: ShadowPlace) -> None:
     """Called before vLLM and torch are imported, and never at import time."""
-    os.environ.update(arguments.environment(platform, threads, given))
+    os.environ.update(arguments.environment(platform, threads, given, shadow))
     for name, value in arguments.DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 
-def import_everything(threads: int, given: Mapping[str, Any]) -> None:
+def import_everything(threads: int, given: Mapping[str, Any], shadow: ShadowPlace) -> None:
     """Import vLLM, which takes several seconds. `given`: engine arguments of the user's. Raises UsageError where it is
     missing or broken."""
-    set_environment(arguments.installed_platform(), threads, given)
+    set_environment(arguments.installed_platform(), threads, given, shadow)
     try:
         with warnings.catch_warnings():
             # Deprecation warnings inside vLLM are of no use in the server's log.

@@ -48,7 +48,7 @@ def vllm_server(
         trust_remote_code=settings.model.trust_remote_code,
         given=given,
     )
-    variables = environment(platform, rollout.threads, given)
+    variables = environment(platform, rollout.threads, given, settings.weights.shadow)
     if platform == "cpu" and rollout.tensor_parallel > 1:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     words = [*command_line(arguments(plan, platform)), "--host", host, "--port", str(port)]

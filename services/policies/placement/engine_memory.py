@@ -1,7 +1,7 @@
 """Memory of an engine as a sum, in bytes of one of its ranks. Pure.
 
     weights     bytes of a weight · weights ÷ ranks
-    update      as much again for each set beside the one that is served, while a version is staged
+    update      what a version is staged in on the device: `SETS` of the weights
     keys        keys and values of one request of the longest context: with less, vLLM does not start
     step        activations of a step's tokens, and logits of its requests in float32
     runtime     CUDA's context, kernels, captured graphs: 2 GiB
@@ -18,6 +18,8 @@ from services.policies.training.memory import Estimate
 from services.policies.training.model_shape import ModelShape
 
 RUNTIME = 2 << 30
+SETS = {"device": 1.0, "pinned": 0.0, "sparse": 0.1}
+"""Sets of weights on the device beside those that are served, by `weights.shadow` (`weight_bus.vllm.sets`)."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class EngineOptions:
     kv_bytes: float = 2.0
     batched: int = 8192
     running: int = 256
-    sets: int = 2
+    sets: float = 1.0
 
 
 def engine_estimate(shape: ModelShape, options: EngineOptions) -> Estimate:

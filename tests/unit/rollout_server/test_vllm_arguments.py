@@ -54,6 +54,7 @@ ALWAYS = {
 VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "ROLLMESH_VLLM_LIVE_WEIGHTS": "1",
+    "ROLLMESH_WEIGHTS_SHADOW": "device",
     "GLOO_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
 }
@@ -88,6 +89,7 @@ def resolved(model: Path, given: Mapping[str, Any], platform: Platform) -> dict[
 
 def test_on_gpus_compiler_and_graphs_are_on_and_threads_are_vllms_own(model: Path) -> None:
     assert environment("gpu", 1, {}) == VARIABLES
+    assert environment("gpu", 1, {}, "pinned")["ROLLMESH_WEIGHTS_SHADOW"] == "pinned"
     # Neither eager nor a size of the KV cache: vLLM compiles, captures graphs, and takes what is left of the memory.
     assert resolved(model, {}, "gpu") == ALWAYS
     assert resolved(model, GIVEN, "gpu") == ALWAYS | GIVEN

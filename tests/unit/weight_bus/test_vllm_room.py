@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from services.wire.errors import UsageError
 from weight_bus.vllm.room import leave_room_for_updates
-from weight_bus.vllm.weights import VllmWeights, update_bytes
+from weight_bus.vllm.sets import shadow_mode, update_bytes
+from weight_bus.vllm.weights import VllmWeights
 
 
 def executor_of(available: list[int], kept: list[int], sized: int | None = None) -> object:
@@ -44,6 +46,17 @@ def test_keys_and_values_get_what_updates_leave() -> None:
 
 def test_what_is_kept_is_what_an_attachment_holds() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 2)).requires_grad_(False)
-    weights = VllmWeights(model)
-    held = [*weights.spare.values(), *weights._twin.values()]
-    assert update_bytes(model) == sum(tensor.nbytes for tensor in held)
+    parameters = dict(model.named_parameters())
+    for mode, sets in (("device", 1), ("pinned", 2), ("sparse", 2)):
+        held = held_tensors(VllmWeights(model, shadow_mode(mode)).sets)
+        # On a CPU, where the host's memory is the device's.
+        assert update_bytes(parameters, shadow_mode(mode)) == sum(tensor.nbytes for tensor in held)
+        assert len(held) == sets * len(parameters)
+    with pytest.raises(UsageError, match="ROLLMESH_WEIGHTS_SHADOW=nowhere"):
+        shadow_mode("nowhere")
+
+
+def held_tensors(sets: object) -> list[torch.Tensor]:
+    """All that it holds beside what is served."""
+    tables = [table for name, table in vars(sets).items() if isinstance(table, dict) and name != "live"]
+    return [tensor for table in tables for tensor in table.values()]
