@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 SPARSE_SHARE = 0.1
 """Bytes of changed words, of those of all weights, that are held on the device; of more, all are copied as for pinned."""
 CHUNK_BYTES = 64 << 20
-"""What is compared at a time."""
+"""Of a weight, compared at a time."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -129,13 +129,18 @@ class CopiedSets:
 
 
 class MirroredSets:
-    """Two sets in the host's memory: one has what is served, the other is the spare one. They change places at a flip."""
+    """Two sets in the host's memory: one has what is served, the other is the spare one. They change places at a flip.
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], *, sparse: bool) -> None:
+    `chunk_bytes`: what is compared at a time.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], *, sparse: bool, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
         self.live: Tensors = {name: parameter.data for name, parameter in parameters.items()}
         self.spare: Tensors = _host_copies(self.live)
         self._mirror = _host_copies(self.live)
-        self._sparse = sparse
+        self._sparse, self._chunk_bytes = sparse, chunk_bytes
         self._changes: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
         """Name → places and values of its changed words, on the device. None: all is copied."""
         self.changed_bytes = 0
@@ -173,7 +178,7 @@ class MirroredSets:
             if not live.is_contiguous():
                 return None
             served, staged = _words(live), _words(self.spare[name])
-            step = max(1, CHUNK_BYTES // served.element_size())
+            step = max(1, self._chunk_bytes // served.element_size())
             places, values = [], []
             for start in range(0, served.numel(), step):
                 new = staged[start : start + step].to(served.device)
@@ -227,7 +232,7 @@ def _beside(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     if device is None:
         yield
         return
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield

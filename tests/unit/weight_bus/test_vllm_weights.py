@@ -96,6 +96,14 @@ def test_a_flip_serves_the_shadow_everywhere_and_one_back_what_was_before(shadow
     assert all(bool((tensor == 3.0).all()) for tensor in weights.live().values())
     weights.flip_back()
     assert all(torch.equal(weights.live()[name], tensor) for name, tensor in before.items())
+    # Of several versions the one before, not the first.
+    for value in (4.0, 5.0):
+        for tensor in weights.shadow().values():
+            tensor.fill_(value)
+        weights.sets.keep()
+        weights.flip()
+    weights.flip_back()
+    assert all(bool((tensor == 4.0).all()) for tensor in weights.live().values())
     assert not in_place or addresses == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
 
@@ -103,8 +111,8 @@ def test_of_a_version_that_changed_few_words_those_alone_are_copied() -> None:
     torch.manual_seed(1)
     model = Model()
     weights = VllmWeights(model, "sparse", in_place=True)
-    sets = weights.sets
-    assert isinstance(sets, MirroredSets)
+    # In several parts of each weight.
+    sets = weights.sets = MirroredSets(dict(model.named_parameters()), sparse=True, chunk_bytes=64)
     expected = {name: tensor.clone() for name, tensor in weights.live().items()}
     words = 0
     for version in range(1, 6):
@@ -112,8 +120,8 @@ def test_of_a_version_that_changed_few_words_those_alone_are_copied() -> None:
             tensor.copy_(expected[name])
         # A NaN is a change once, and none after it.
         for name, value in (("attention.o_proj.weight", float(version)), ("embed.weight", float("nan"))):
-            weights.shadow()[name][version % 2, 3] = value
-            expected[name][version % 2, 3] = value
+            weights.shadow()[name][5 + version % 2, 3] = value
+            expected[name][5 + version % 2, 3] = value
         weights.sets.keep()
         weights.flip()
         for name, tensor in weights.live().items():
