@@ -66,6 +66,7 @@ def rollout_server(
 
     from services.host.engine_choice import choose_engine
     from services.host.process import heavy_imports
+    from services.host.vllm_arguments import check_arguments
     from services.http.app import Stop, serve
     from services.http.startup import read_context
     from services.security.keys import read_key
@@ -84,6 +85,8 @@ def rollout_server(
     )
     settings, keys, tls = context.settings, context.keys, context.tls
     name = _chosen(engine or choose_engine(settings.engine), url, engine_key_file)
+    # Before anything slow.
+    check_arguments(settings.rollout.vllm.arguments(), name)
     bus_key = keys.peer if bus_key_file is None else read_key(bus_key_file)
     engine_key = None if engine_key_file is None else read_key(engine_key_file)
     own_url = tls.own_url(host, port, own_url)
