@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rollout_server.engines.factory import EngineClass
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
+vllm_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 ENGINES: tuple[EngineClass, ...] = ("torch", "vllm", "http")
 
 
@@ -33,7 +34,12 @@ def rollout_server(
             "template and config of what the engine there serves"
         ),
     ],
-    engine: Annotated[str, typer.Option(help="torch, vllm, or http: a vllm serve at --url")] = "torch",
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="torch, vllm, or http: a vllm serve at --url; left out, what the configuration's engine says"
+        ),
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="With --engine http: where the engine listens, http://host:port")
     ] = None,
@@ -58,15 +64,16 @@ def rollout_server(
 
     begin_again_with_tunables()
 
-    import zlib
-
+    from services.host.engine_choice import choose_engine
     from services.host.process import heavy_imports
+    from services.host.vllm_arguments import check_arguments
     from services.http.app import Stop, serve
     from services.http.startup import read_context
     from services.security.keys import read_key
     from services.security.tls import read_trust
 
-    name = _chosen(engine, url, engine_key_file)
+    if engine is not None:
+        _chosen(engine, url, engine_key_file)
     context = read_context(
         "rollout-server",
         run_id,
@@ -77,6 +84,9 @@ def rollout_server(
         tls_dir=tls_dir,
     )
     settings, keys, tls = context.settings, context.keys, context.tls
+    name = _chosen(engine or choose_engine(settings.engine), url, engine_key_file)
+    # Before anything slow.
+    check_arguments(settings.rollout.vllm.arguments(), name)
     bus_key = keys.peer if bus_key_file is None else read_key(bus_key_file)
     engine_key = None if engine_key_file is None else read_key(engine_key_file)
     own_url = tls.own_url(host, port, own_url)
@@ -84,8 +94,7 @@ def rollout_server(
     redis_url = context.redis_url(redis_url, check=True)
     listener = context.open_port(host, port)
 
-    # Two servers that sampled from one seed would generate the same.
-    seed = (settings.seed * 1_000_003 + zlib.crc32(server_id.encode())) % (1 << 31)
+    seed = _seed_of(settings.seed, server_id)
     with heavy_imports():
         from rollout_server.engines.factory import make_engine
 
@@ -130,6 +139,69 @@ def rollout_server(
     app = make_rollout_app(plan, policy, bus, stop)
     with context.tracing:
         serve(app, host, port, listener=listener, stop=stop, identity=tls.identity)
+
+
+@vllm_app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    help="Run vLLM's own server with the run's settings: [rollout.vllm], dtype, ranks, KV policy. With --bus-url it joins "
+    "the weight bus itself; without, it stands behind `rollmesh rollout-server --engine http` (docs/foreign-engines.md). "
+    "Further flags of `vllm serve` may follow.\n\n"
+    "Example: rollmesh vllm-serve --run-id demo --config runs/demo/config.toml --model runs/demo/model --port 8000 "
+    "--bus-url http://127.0.0.1:8200",
+)
+def vllm_serve(
+    context: typer.Context,
+    run_id: options.RunId,
+    port: options.Port,
+    model: Annotated[Path, typer.Option(help="Hugging Face folder, which is complete")],
+    host: options.Host = options.LOOPBACK,
+    engine_id: Annotated[str | None, typer.Option(help="Its name on the bus, unique in the run")] = None,
+    bus_url: Annotated[str | None, typer.Option(help="Weight bus to register with")] = None,
+    config: options.OptionalConfig = None,
+    show: Annotated[bool, typer.Option("--print", help="Print the variables and the command, and end")] = False,
+) -> None:
+    import os
+    import shlex
+
+    from rollout_server.engines.vllm.arguments import DEFAULTS, installed_platform
+    from rollout_server.engines.vllm.serve import vllm_server
+    from services.config.load import load_settings
+    from services.host.engine_choice import choose_engine
+    from services.host.run_folder import is_complete
+    from services.host.vllm_arguments import check_arguments
+
+    settings = load_settings(config, [])
+    choose_engine("vllm")
+    check_arguments(settings.rollout.vllm.arguments(), "vllm")
+    if not is_complete(model):
+        raise UsageError(f"{model} is no model folder (no config.json)", "give a Hugging Face folder")
+    name = engine_id or f"vllm-{host}-{port}"
+    served = vllm_server(
+        settings,
+        model,
+        installed_platform(),
+        run_id=run_id,
+        engine_id=name,
+        seed=_seed_of(settings.seed, name),
+        host=host,
+        port=port,
+        bus_url=bus_url,
+        more=context.args,
+    )
+    if show:
+        for variable, value in served.environ.items():
+            typer.echo(f"{variable}={shlex.quote(value)} \\")
+        typer.echo(shlex.join(served.command))
+        return
+    # In this process's place: signals and the exit code are vLLM's own.
+    os.execve(served.command[0], list(served.command), {**DEFAULTS, **os.environ, **served.environ})
+
+
+def _seed_of(seed: int, name: str) -> int:
+    """Two engines that sampled from one seed would generate the same."""
+    import zlib
+
+    return (seed * 1_000_003 + zlib.crc32(name.encode())) % (1 << 31)
 
 
 def _chosen(engine: str, url: str | None, key_file: Path | None) -> EngineClass:

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from services.host.cores import keep_to_cores
 from services.host.process import collect_seldom, leave_quickly
 from services.observability.logging import configure_logging, logs_json
 from services.wire.errors import RollmeshError
@@ -110,8 +111,12 @@ COMMANDS = {
     "models": Command("trainer.fetch.cli:app", "Fetch a model by its name"),
     "formula": Command("trainer.cli:formula_app", "Print the loss and the advantage that settings compute"),
     "memory": Command("trainer.planning.cli:app", "Print the memory that a trainer takes, by part, without a GPU"),
+    "placement": Command(
+        "trainer.planning.placement_cli:app", "Print which GPUs trainer and engines get, and whether they fit"
+    ),
     "train": Command("trainer.cli:app", "Run the trainer"),
     "rollout-server": Command("rollout_server.cli:app", "Run a rollout server"),
+    "vllm-serve": Command("rollout_server.cli:vllm_app", "Run vLLM's own server with a run's settings"),
     "gateway": Command("services.gateway.cli:app", "Run the one address in front of the rollout servers"),
     "weight-bus": Command("weight_bus.cli:app", "Run the weight bus"),
     "redis": Command("services.supervisor.cli:redis_app", "Run the Redis of a mesh whose parts are started one by one"),
@@ -142,6 +147,10 @@ def main() -> None:
         return
     if sys.argv[1:2] == ["bench"]:
         sys.exit(fail("benchmarks are run in a checkout of the sources: ./dev bench NAME", 2))
+    try:
+        keep_to_cores()
+    except RollmeshError as error:
+        sys.exit(fail(str(error), error.exit_code))
     collect_seldom()
     code = ROLLMESH.run(sys.argv[1:])
     leave_quickly()

@@ -49,6 +49,9 @@ class PlainTarget:
         self._live, self._shadow = self._shadow, self._live
         self.flips += 1
 
+    def flip_back(self) -> None:
+        self.flip()
+
 
 class SmallEngine:
     """Weight routes over a receiver. A stage waits while `go_on` is cleared; `calls` records what was asked, in order."""

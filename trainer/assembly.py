@@ -113,6 +113,7 @@ def make_publisher(arguments: TrainerArguments, learner: Learner, ranks: Ranks, 
     exporter = make_exporter(
         weights.transport,
         arguments.run_id,
+        host=weights.broadcast_host,
         file_root=weights.file_root,
         file_keep=weights.file_keep,
         key=arguments.weights_key,

@@ -43,7 +43,6 @@ from trainer.parallel.ranks import Ranks, joined
 from trainer.parallel.start import ranks_started
 
 MODEL_DEADLINE_S = 600.0
-ENGINES_DEADLINE_S = 300.0
 VERIFY_DEADLINE_S = 120.0
 
 _log = structlog.get_logger()
@@ -113,7 +112,7 @@ def _live(
         background.insist(lambda: assembly.ledger.skip_groups(skipped), "telling admission of skipped versions")
     trained, dropped = log.trained_entries(), {k: v for outcome in log.drops for k, v in drops_of(outcome).items()}
     loop.sign.post(f"engines to serve version {learner.version}")
-    loop.updates.publish_first(learner.version, learner.published(), ENGINES_DEADLINE_S)
+    loop.updates.publish_first(learner.version, learner.published(), loop.settings.rollout.start_timeout_s)
     loop.sign.clear()
     minibatches = loop.settings.trainer.shape.finished(learner.steps_made)
     groups = minibatches * loop.settings.rollout.groups_per_step
@@ -190,7 +189,7 @@ def _conclude(loop: TrainingLoop, assembly: Assembly) -> None:
     """Last commit → concluded → stream drained → engines verified → report, checkpoint, curves."""
     background, version = loop.background, loop.learner.version
     loop.sign.post(f"engines to serve the last version, {version}")
-    loop.updates.finish(version, ENGINES_DEADLINE_S)
+    loop.updates.finish(version, loop.settings.rollout.start_timeout_s)
     background.insist(lambda: assembly.ledger.conclude(version), "concluding the run")
     loop.finish_acknowledging()
     dropped = background.insist(loop.intake.drain, "draining the stream")

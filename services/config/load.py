@@ -124,6 +124,8 @@ def _refuse_unknown(
     """`known`: all keys that there are, by their dotted names."""
     for key, value in tree.items():
         field = model.model_fields.get(key)
+        if field is None and model.model_config.get("extra") == "allow":
+            continue
         if field is None:
             if f"{prefix}{key}" in _GONE:
                 raise UsageError(f"{prefix + key!r} is gone", _GONE[f"{prefix}{key}"])

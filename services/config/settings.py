@@ -13,6 +13,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from services.config.algorithm import AdvantageSettings, LossSettings
 from services.config.base import Section
+from services.config.engines.placement import PlacementSettings
+from services.config.engines.vllm import VllmSettings
 from services.config.lora import LoraSettings
 from services.config.optimizer import OptimizerSettings, ScheduleSettings
 from services.config.parallel import ParallelSettings
@@ -28,6 +30,7 @@ from services.wire.sampling import KvPolicy
 from services.wire.weights_api import FleetPolicyName
 
 EngineName = Literal["auto", "torch", "vllm"]
+ShadowPlace = Literal["device", "pinned", "sparse"]
 TransportName = Literal["auto", "nixl", "shm", "nccl", "file"]
 
 
@@ -80,6 +83,9 @@ class RolloutSettings(Section):
     tensor_parallel: int = Field(
         default=1, ge=1, description="Ranks that engine vllm splits the model over, a GPU (or a process on CPU) each"
     )
+    start_timeout_s: float = Field(
+        default=1800.0, gt=0.0, description="How long an engine may take to start: to load its model, to compile it"
+    )
     max_running: int = Field(default=256, ge=1, description="Requests an engine decodes at once")
     kv_policy: KvPolicy = Field(
         default="salt", description="What a weight update does to an engine's keys and values (docs/the-loop.md)"
@@ -98,6 +104,7 @@ class RolloutSettings(Section):
         default=128, ge=1, description="A long answer is written down after so many tokens, for another server to go on"
     )
     max_body_mib: int = Field(default=32, ge=1, description="Largest request body")
+    vllm: VllmSettings = VllmSettings()
 
 
 class GatewaySettings(Section):
@@ -213,6 +220,11 @@ class WeightSettings(Section):
         default="auto",
         description="auto: nixl where it is installed, else shm; nccl: broadcast (gloo without a GPU); file: snapshots",
     )
+    broadcast_host: str = Field(
+        default="127.0.0.1",
+        description="For transport nccl: the trainer's address that broadcasts are offered at; one that is not loopback "
+        "needs a weights key",
+    )
     file_root: Path | None = Field(
         default=None, description="Folder of snapshots; the only one that engines read weight files from"
     )
@@ -225,6 +237,11 @@ class WeightSettings(Section):
         default=0.25, gt=0.0, le=1.0, description="Largest share of the dense bytes that a delta may take"
     )
     stage_timeout_s: float = Field(default=30.0, gt=0.0)
+    shadow: ShadowPlace = Field(
+        default="device",
+        description="Where engine vllm stages a version: device: a second set of weights there; pinned: in the host's "
+        "memory; sparse: likewise, and of a version that changed few words those alone are copied",
+    )
 
 
 class RunStoreSettings(Section):
@@ -285,6 +302,7 @@ class RunSettings(Section):
         description="Command that `rollmesh up` runs when the run has ended, well or not (docs/the-loop.md)",
     )
     run_store: RunStoreSettings = RunStoreSettings()
+    placement: PlacementSettings = PlacementSettings()
     model: ModelSettings = ModelSettings()
     warm_start: WarmStartSettings = WarmStartSettings()
     curriculum: CurriculumSettings = CurriculumSettings()

@@ -66,12 +66,17 @@ def begin_again_with_tunables() -> None:
         os.execve(sys.executable, sys.orig_argv, os.environ | missing)
 
 
-def usable_cores() -> int:
+def usable_core_numbers() -> list[int]:
     """Cores that this process may run on."""
     try:
-        return len(os.sched_getaffinity(0))
+        return sorted(os.sched_getaffinity(0))
     except AttributeError:
-        return os.cpu_count() or 1
+        return list(range(os.cpu_count() or 1))
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    return len(usable_core_numbers())
 
 
 def give_memory_back() -> None:

@@ -27,6 +27,7 @@ from services.host.run_folder import RunFolder
 from services.run_store.client import connect
 from services.run_store.evaluations import evaluation_of
 from services.security.keys import NO_PLACES
+from services.supervisor.devices import environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch
 from services.supervisor.mesh import REDIS_DEADLINE_S, STOP_DEADLINE_S, first_cause, wait_for_redis
 from services.supervisor.preflight import preflight
@@ -101,7 +102,7 @@ async def _until_stopped(asked: Asked, scratch: Path, say: Console) -> Evaluatio
 
 async def _measure(asked: Asked, scratch: Path, say: Console) -> Evaluation:
     settings = await _settings(asked, scratch, say)
-    resolved = await preflight(settings, NO_PLACES)
+    resolved = await preflight(settings, NO_PLACES, trainer=False)
     settings, folder = resolved.settings, resolved.folder
     write_whole(folder.config, dump_settings(settings).encode())
     folder.redis.mkdir(exist_ok=True)
@@ -115,6 +116,7 @@ async def _measure(asked: Asked, scratch: Path, say: Console) -> Evaluation:
             NO_PLACES,
             missing_tunables(),
             fixed=True,
+            devices=environments_here(settings, resolved.placement),
         )
         async with Reaper(shm_directory() / shm_prefix(resolved.run_id)) as reaper:
             return await _play(plan, folder, reaper, say)

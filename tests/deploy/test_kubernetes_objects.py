@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from services.config.settings import RunSettings
 from services.observability import catalog
 from tests.support.command_lines import torchrun_asks
 from tests.support.fetch_tools import find_tool
@@ -253,3 +255,13 @@ def test_the_operators_rules_are_rules(manifests: Manifests, tmp_path: Path) -> 
 def test_labels_are_those_that_selectors_ask_for(manifests: Manifests) -> None:
     labels: list[Any] = [each.labels for each in manifests.workloads()]
     assert all({COMPONENT, "app.kubernetes.io/name"} <= set(each) for each in labels)
+
+
+def test_pods_ask_for_the_gpus_that_the_settings_of_their_overlay_want(manifests: Manifests) -> None:
+    text = manifests.of("ConfigMap")
+    (mesh,) = [each["data"]["mesh.toml"] for name, each in text.items() if name.startswith("rollmesh-mesh")]
+    settings = RunSettings.model_validate(tomllib.loads(mesh))
+    wanted = {"rollout": settings.rollout.tensor_parallel, "trainer": settings.trainer.parallel.least_ranks}
+    for name, gpus in wanted.items():
+        limits = manifests.workload(name).containers[0]["resources"]["limits"]
+        assert limits.get("nvidia.com/gpu") in (None, str(gpus)), name

@@ -10,7 +10,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class Job:
 
 
 @contextmanager
-def submitted(folder: Path, *overrides: str, gpus: int = 0) -> Iterator[Job]:
+def submitted(folder: Path, *overrides: str, gpus: int = 0, nodes: Sequence[str] = NODES) -> Iterator[Job]:
     home = folder / "home"
     if not (folder / "bin").exists():
         fake_slurm.install(folder / "bin")
@@ -72,7 +72,7 @@ def submitted(folder: Path, *overrides: str, gpus: int = 0) -> Iterator[Job]:
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "FAKE_SLURM_LOG": str(folder / "steps"),
         "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": ",".join(NODES),
+        "SLURM_JOB_NODELIST": ",".join(nodes),
         "SLURM_SUBMIT_DIR": str(ROOT),
         "ROLLMESH_VENV": sys.prefix,
         "ROLLMESH_HOME": str(home),
@@ -141,6 +141,16 @@ def test_a_job_trains_and_leaves_nothing_running(tmp_path: Path) -> None:
     secrets = [file.read_text().strip() for file in keys.glob("*.key")]
     assert len(secrets) == 7
     assert not any(secret in said or secret in job.log.read_text() for secret in secrets)
+
+
+def test_a_node_without_gpus_enough_for_trainer_and_engine_is_refused_with_the_sum(tmp_path: Path) -> None:
+    settings = [*small(4), "rollout.tensor_parallel=2", "trainer.parallel.data=3"]
+    with submitted(tmp_path, *settings, gpus=4, nodes=[HEAD]) as job:
+        said, _ = job.process.communicate(timeout=120)
+        assert job.process.returncode == 1
+        assert not job.processes()
+    assert "a node has 4 GPUs: the trainer takes 3 of the first, an engine 2, and there are 0 engines a node" in said
+    assert [parse(step.command)[0] for step in job.steps().values()] == ["prepare"]
 
 
 def wait_for_steps(job: Job, steps: int) -> None:

@@ -185,3 +185,11 @@ def test_a_run_is_evaluated_beside_training_and_its_best_policy_is_evaluated_alo
     assert best.code == 0, f"{best.out}\n{best.err}"
     assert json.loads(best.out)["success"] >= max(each["success"] for each in found) - 0.15
     assert processes_of_runs_in(tmp_path) == []
+
+
+def test_what_does_not_fit_is_refused_with_the_sum_before_anything_starts(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = run_command(["up", "--servers", "8", "--run-dir", str(run_dir), "placement.devices=8x80"])
+    assert done.code == 2
+    assert "trainer 1 + 8 engines of 1 = 9 GPUs, and there are 8" in done.err
+    assert not run_dir.exists()

@@ -1,8 +1,10 @@
-"""`rollmesh up --keys-dir --tls-dir`: the same mesh trains over TLS alone, with every door closed, and shows no key."""
+"""`rollmesh up --keys-dir --tls-dir`: the same mesh trains over TLS alone, with every door closed, and shows no key. Its
+processes have GPUs of their own, of eight that are stated."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import get_args
 
@@ -45,7 +47,7 @@ def test_a_mesh_with_keys_and_certificates_trains_and_lets_no_stranger_in(tmp_pa
     secrets = {name: key_file(keys, name).read_text().strip() for name in get_args(KeyName)}
     trust = certificates.mesh.trust
     folders = ["--keys-dir", str(keys), "--tls-dir", str(certificates.ours)]
-    small = ["evaluation.problems=32", "rollout.groups_per_step=4", warm_start()]
+    small = ["evaluation.problems=32", "rollout.groups_per_step=4", "placement.devices=8x80", warm_start()]
     with running_up(run_dir, "--engine", "torch", "--servers", "2", "--steps", str(STEPS), *folders, *small) as mesh:
         mesh.wait_for_steps(1)
         # Without the environment the trainer waits, and is there to answer until everything has been asked.
@@ -55,6 +57,7 @@ def test_a_mesh_with_keys_and_certificates_trains_and_lets_no_stranger_in(tmp_pa
         check_keys(mesh, trust, secrets)
         check_redis(mesh, secrets["redis"])
         check_status(mesh, folders)
+        check_devices(mesh)
         shown = [
             word for process in [psutil.Process(mesh.process.pid), *mesh.descendants()] for word in process.cmdline()
         ]
@@ -70,6 +73,18 @@ def test_a_mesh_with_keys_and_certificates_trains_and_lets_no_stranger_in(tmp_pa
     leaked = [path for path in written for secret in secrets.values() if secret.encode() in path.read_bytes()]
     assert leaked == []
     assert processes_of_runs_in(run_dir) == []
+
+
+def check_devices(mesh: Running) -> None:
+    """Trainer and engines see GPUs of their own, services none, and the user's code what the user's shell does."""
+    seen: dict[str, set[str]] = {}
+    for process in mesh.descendants():
+        variables = process.environ()
+        if service := variables.get("ROLLMESH_SERVICE"):
+            seen.setdefault(service, set()).add(variables.get("CUDA_VISIBLE_DEVICES", "all"))
+    assert (seen["trainer"], seen["rollout-server-0"], seen["rollout-server-1"]) == ({"0"}, {"1"}, {"2"})
+    assert seen["weight-bus"] == seen["gateway"] == {""}
+    assert seen["environment"] == {os.environ.get("CUDA_VISIBLE_DEVICES", "all")}
 
 
 def check_tls(mesh: Running, trust: Trust) -> None:

@@ -88,10 +88,11 @@ def test_no_service_is_given_a_key_that_it_does_not_read() -> None:
 
 def test_gpus_memory_and_rdma_are_reserved() -> None:
     services = resolved("gpu")["services"]
-    for name in ("rollout", "trainer"):
+    for name, own in (("rollout", "1"), ("trainer", "0")):
         service = services[name]
         (gpu,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert gpu["driver"] == "nvidia" and gpu["capabilities"] == ["gpu"]
+        assert gpu["device_ids"] == [own]
         assert service["image"].startswith("rollmesh-rollout-gpu")
         assert service["ulimits"]["memlock"] == -1
         assert int(service["shm_size"]) >= 1 << 30

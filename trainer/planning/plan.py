@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from services.config.checks import layout_in_force
+from services.config.fitting import read_facts
 from services.config.settings import RunSettings
 from services.policies.training.memory import MemoryOptions, estimate
 from services.policies.training.memory_fit import fit as find_fit
@@ -57,6 +58,11 @@ def read_shape(folder: Path) -> ModelShape:
         return shape_of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise NoModelError(folder, error) from error
+
+
+def read_context(folder: Path) -> int | None:
+    """Tokens of the longest context that a config.json says. Raises NoModelError for one that cannot be read."""
+    return read_facts(folder).context
 
 
 def options_of(settings: RunSettings, machine: Machine) -> MemoryOptions:

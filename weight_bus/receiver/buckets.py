@@ -284,7 +284,9 @@ def throttle_beside(weights: Iterable[torch.Tensor]) -> CpuThrottle:
 
 
 def _share_beside(weights: Iterable[torch.Tensor]) -> float:
-    return BESIDE_DECODING if all(tensor.device.type == "cpu" for tensor in weights) else 1.0
+    # Pinned memory is a device's shadow: that decodes from its own.
+    beside = all(tensor.device.type == "cpu" and not tensor.is_pinned() for tensor in weights)
+    return BESIDE_DECODING if beside else 1.0
 
 
 def check_fits(layout: Layout, tensors: Mapping[str, torch.Tensor], slices: Mapping[str, Slice]) -> None:

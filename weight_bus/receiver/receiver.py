@@ -49,7 +49,7 @@ _log = structlog.get_logger()
 
 
 class WeightTarget(Protocol):
-    """An engine's weights, by Hugging Face names: what is served, and as much memory again that is not.
+    """An engine's weights, by Hugging Face names: what is served, and memory for as much again.
 
     Both mappings have the same names, shapes and dtypes. Tensors may be views into fused ones.
     """
@@ -59,7 +59,11 @@ class WeightTarget(Protocol):
     def shadow(self) -> Mapping[str, torch.Tensor]: ...
 
     def flip(self) -> None:
-        """Serve the shadow; what was served is then the shadow. Called between two steps, on the thread that decodes."""
+        """Serve the shadow. Called between two steps, on the thread that decodes."""
+        ...
+
+    def flip_back(self) -> None:
+        """Serve what was served before the last flip. What it gives up is then the shadow, whole."""
         ...
 
 
@@ -230,7 +234,10 @@ class Receiver:
 
     def _serve(self, slots: WeightSlots) -> None:
         if slots.served != self._slots.served:
-            self.target.flip()
+            if self._slots.kept is not None:
+                self.target.flip_back()
+            else:
+                self.target.flip()
         self._slots, self._staged = slots, None
 
     def _known(self, manifest: Manifest) -> StageAnswer | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from services.security.permissions import is_loopback, is_unspecified
 from services.wire.errors import UsageError
 from weight_bus.transports.base import Exporter, Reader
 from weight_bus.transports.file import FileExporter, FileReader
@@ -46,7 +47,8 @@ def make_exporter(
     key: str | None = None,
     model_folder: Path | None = None,
 ) -> Exporter:
-    """The publisher's side of the transport `name`. Raises UsageError as `resolve` does, or for file without a folder.
+    """The publisher's side of the transport `name`. Raises UsageError as `resolve` does, for file without a folder, and for
+    broadcasts at an address that others reach without a key to sign what they carry.
 
     `host`: the address that broadcasts are offered at. `file_root`, `file_keep`, `key`, `model_folder`: for snapshots,
     see `FileExporter`.
@@ -59,6 +61,7 @@ def make_exporter(
         case "nccl":
             from weight_bus.transports.nccl.exporter import CollectiveExporter
 
+            _check_host(host, key)
             return CollectiveExporter(host)
         case _:
             from weight_bus.transports.nixl import NixlExporter
@@ -87,6 +90,19 @@ def make_readers(name: str, deadline_s: float = 30.0, *, file_root: Path | None 
     if file_root is not None:
         readers.append(FileReader(file_root))
     return readers
+
+
+def _check_host(host: str, key: str | None) -> None:
+    if is_unspecified(host):
+        raise UsageError(
+            f"weights.broadcast_host={host} is no address that an engine can call",
+            "name one of this machine's addresses",
+        )
+    if key is None and not is_loopback(host):
+        raise UsageError(
+            f"weights.broadcast_host={host} is not a loopback address, and there is no weights key",
+            "set 127.0.0.1, or give --keys-dir (`rollmesh keys init`)",
+        )
 
 
 def _needed(file_root: Path | None) -> Path:

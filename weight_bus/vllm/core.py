@@ -32,13 +32,18 @@ from services.wire.sampling import KvPolicy
 from weight_bus.manifest.layout import root_digest
 from weight_bus.vllm import protocol
 from weight_bus.vllm.kv_cache import KvMemory
+from weight_bus.vllm.room import leave_room_for_updates
 
 
 def install() -> None:
-    """Give this process's EngineCore our utility calls and, on a CPU, layers that read their live weight. Idempotent."""
+    """Give this process's EngineCore our utility calls, and room for updates; on a CPU, layers that read their live weight.
+
+    Idempotent."""
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
 
+    leave_room_for_updates(Executor)
     EngineCore.rollmesh_extend = extend
     EngineCore.rollmesh_attach = attach
     EngineCore.rollmesh_stage = stage
@@ -179,7 +184,9 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
         tempfile.tempdir = scratch
     end_with_parent(Path(scratch) if scratch else None)
     close_inherited_sockets()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit():
+        torch.set_num_threads(int(threads))
     install()
     # Spawned, this process has vLLM's own entry; forked, it has inherited ours.
     original = getattr(EngineCoreProc, "rollmesh_original_run", EngineCoreProc.run_engine_core)

@@ -273,6 +273,7 @@ class EngineSettings:
     | `ROLLMESH_ENGINE_URL`       | the engine's address for the bus                      | `http://HOST:PORT`   |
     | `ROLLMESH_TRANSPORT`        | the run's `weights.transport`                         | `auto`               |
     | `ROLLMESH_KV_POLICY`        | `salt`, `recompute`; `keep` without prefix cache only | `salt`               |
+    | `ROLLMESH_WEIGHTS_SHADOW`   | the run's `weights.shadow`, read in the workers       | `device`             |
     | `ROLLMESH_FILE_ROOT`        | the folder that weight files may be read from         | none is read         |
     | `ROLLMESH_KEYS_DIR`         | a folder with admin, peer and weights key             | the three files here |
     | `ROLLMESH_ADMIN_KEY_FILE`   | the bearer key that `/weights/*` requires             | loopback only        |

@@ -19,57 +19,57 @@ from torch import nn
 
 from weight_bus.errors import StageError
 from weight_bus.receiver.buckets import Slice
+from weight_bus.vllm.sets import ShadowMode, make_sets
 
 
 class VllmWeights:
     """A model's weights as the receiver wants them (`weight_bus.receiver.receiver.WeightTarget`).
 
-    On a CPU `flip` points every parameter at its other storage (microseconds, no bytes are moved). On a GPU it copies the
-    shadow over the live storage, because CUDA graphs have captured the addresses; a third set of the same size holds what
-    is served, so that it can be the shadow afterwards and the version before can be served again:
-
-        live    v    ◄─ copy ─┐     v + 1
-        shadow  v + 1 ────────┘     v         (was the twin)
-        twin    v                   v + 1     (was the shadow)
-
-    Raises StageError, naming the tensor, for a weight that cannot be replaced in place.
+    `shadow`: where a version is staged (`weight_bus.vllm.sets`); `in_place`: whether the parameters' addresses must stay,
+    which is so on a device. Raises StageError, naming the tensor, for a weight that cannot be replaced in place.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._parameters = dict(model.named_parameters())
-        self._in_place = any(parameter.is_cuda for parameter in self._parameters.values())
-        with torch.no_grad():
-            # A copy, not merely memory: rows of padding are in no manifest and must be the same in both.
-            self.spare = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-            self._twin = {name: tensor.clone() for name, tensor in self.spare.items()} if self._in_place else {}
-        self.storage = {name: parameter.data for name, parameter in self._parameters.items()}
-        """What is served, by the model's own parameter names; `spare`: the shadow."""
-        views = list(hugging_face_views(model, self.storage))
-        self._live = {name: tensor for name, tensor, _ in views}
+    def __init__(self, model: torch.nn.Module, shadow: ShadowMode = "device", *, in_place: bool | None = None) -> None:
+        parameters = dict(model.named_parameters())
+        # Before memory is taken for it.
+        views = list(hugging_face_views(model, {name: parameter.data for name, parameter in parameters.items()}))
         self.slices = {name: part for name, _, part in views if part is not None}
         """The part that this rank has, of tensors that are split over ranks."""
-        self._shadow = {name: tensor for name, tensor, _ in hugging_face_views(model, self.spare)}
-        self._twin_views = {name: tensor for name, tensor, _ in hugging_face_views(model, self._twin)}
+        self.sets = make_sets(parameters, shadow, in_place=in_place)
+        self._model = model
+        self._views: dict[int, Mapping[str, torch.Tensor]] = {}
+        for storage in (self.sets.live, self.sets.spare):
+            self._views_of(storage)
+
+    @property
+    def storage(self) -> Mapping[str, torch.Tensor]:
+        """What is served, by the model's own parameter names."""
+        return self.sets.live
+
+    @property
+    def spare(self) -> Mapping[str, torch.Tensor]:
+        """The shadow, by the same names."""
+        return self.sets.spare
 
     def live(self) -> Mapping[str, torch.Tensor]:
-        return self._live
+        return self._views_of(self.sets.live)
 
     def shadow(self) -> Mapping[str, torch.Tensor]:
-        return self._shadow
+        return self._views_of(self.sets.spare)
 
     def flip(self) -> None:
-        if self._in_place:
-            with torch.no_grad():
-                torch._foreach_copy_(list(self.storage.values()), list(self.spare.values()))
-            torch.cuda.current_stream().synchronize()
-            self.spare, self._twin = self._twin, self.spare
-            self._shadow, self._twin_views = self._twin_views, self._shadow
-            return
-        # Decoding waits meanwhile, and the data touched here is not in the caches: do as little as possible.
-        for parameter, spare in zip(self._parameters.values(), self.spare.values(), strict=True):
-            parameter.data = spare
-        self.storage, self.spare = self.spare, self.storage
-        self._live, self._shadow = self._shadow, self._live
+        self.sets.flip()
+
+    def flip_back(self) -> None:
+        self.sets.flip_back()
+
+    def _views_of(self, storage: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Made once for each set: sets live as long as this."""
+        found = self._views.get(id(storage))
+        if found is None:
+            found = {name: tensor for name, tensor, _ in hugging_face_views(self._model, storage)}
+            self._views[id(storage)] = found
+        return found
 
 
 def hugging_face_views(

@@ -7,6 +7,7 @@ the thread that decodes.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,7 +24,8 @@ from weight_bus.memory.throttle import background_threads
 from weight_bus.receiver.receiver import Receiver
 from weight_bus.transports.select import make_readers
 from weight_bus.vllm.packing import PackedLinears
-from weight_bus.vllm.protocol import Attached, Committed, Digest, Reply, Staged, encode_reply, failure
+from weight_bus.vllm.protocol import SHADOW, Attached, Committed, Digest, Reply, Staged, encode_reply, failure
+from weight_bus.vllm.sets import shadow_mode, update_bytes
 from weight_bus.vllm.weights import VllmWeights, check_linears_are_live
 
 _ATTRIBUTE = "rollmesh_attachment"
@@ -45,7 +47,7 @@ class Attachment:
         self.run_id = run_id
         self.fixed = False
         """For the life of the engine; else another run may take its place."""
-        self.weights = VllmWeights(model)
+        self.weights = VllmWeights(model, shadow_mode(os.environ.get(SHADOW, "device")))
         self.packed = PackedLinears(model)
         self.packed.pack(0, self.weights.storage)
         self.packed.flip(0)
@@ -58,10 +60,15 @@ class Attachment:
                 run_id,
                 make_readers(transport, file_root=root),
                 key=key,
-                prepare=lambda version: self.packed.pack(version, self.weights.spare),
+                prepare=self._prepare,
                 slices=self.weights.slices,
             )
         )
+
+    def _prepare(self, version: int) -> None:
+        """A version is whole in the shadow."""
+        self.packed.pack(version, self.weights.spare)
+        self.weights.sets.keep()
 
     def served(self) -> Receiver:
         """The receiver. Raises ConflictError until its readers are started: nothing can be staged yet."""
@@ -106,6 +113,11 @@ class RollmeshWorker:
     model_runner: Any
     rollmesh_attachment: Attachment | None = None
     rollmesh_work: dict[int, Future[bytes]] | None = None
+
+    def rollmesh_update_bytes(self) -> int:
+        """Bytes that an attachment will hold beside the weights that are served."""
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        return update_bytes(parameters, shadow_mode(os.environ.get(SHADOW, "device")))
 
     def rollmesh_attach(
         self, run_id: str, transport: str, key: str | None = None, file_root: str | None = None

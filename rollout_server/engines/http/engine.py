@@ -33,7 +33,6 @@ from services.wire.errors import NotReadyError, RollmeshError, UsageError
 from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
 
 _log = structlog.get_logger()
-START_WITHIN_S = 600.0
 # After the last token only the end-of-stream event is due; without it the connection cannot be used again.
 _TAIL_S = 5.0
 
@@ -42,12 +41,21 @@ class HttpEngine:
     """See `rollout_server.engines.base.Engine`. `model`: the local folder with the tokenizer and config of what is served.
 
     `url`: the engine's server; `key`: its bearer key; `trust`: whose certificate it may show. `transport` is told to it
-    with the first manifest.
+    with the first manifest. `start_within_s`: how long it is waited for.
     """
 
     def __init__(
-        self, model: Path, *, url: str, key: str | None, run_id: str, transport: str, trust: Trust = PUBLIC
+        self,
+        model: Path,
+        *,
+        url: str,
+        key: str | None,
+        run_id: str,
+        transport: str,
+        trust: Trust = PUBLIC,
+        start_within_s: float = 600.0,
     ) -> None:
+        self._start_within_s = start_within_s
         self._folder = model
         self._client = EngineClient(url, key, trust)
         self._health = EngineHealth(self._client.url)
@@ -85,7 +93,7 @@ class HttpEngine:
         self._vocabulary = vocabulary_size(self._folder)
         self.eos_token_ids = eos_token_ids(self._folder)
         await self._client.open()
-        await self._watch.meet_within(START_WITHIN_S)
+        await self._watch.meet_within(self._start_within_s)
         self._open.set()
         self._watching = asyncio.create_task(self._watch.run(), name=f"watch of {self._client.url}")
         traits = self._traits()

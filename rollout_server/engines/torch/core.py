@@ -254,3 +254,6 @@ class ModelWeights:
                 parameter.data = self._shadow[name]
         self._live, self._shadow = self._shadow, self._live
         self._live_views, self._shadow_views = self._shadow_views, self._live_views
+
+    def flip_back(self) -> None:
+        self.flip()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,10 @@ from rollout_server.engines.base import (
 )
 from rollout_server.engines.request_check import eos_token_ids
 from rollout_server.engines.vllm import launch as vllm_launch
+from rollout_server.engines.vllm.arguments import Plan
 from rollout_server.engines.vllm.convert import prompt_logprobs, to_delta, vllm_parameters
 from rollout_server.engines.vllm.stats import StepMeter
+from services.config.settings import ShadowPlace
 from services.wire.errors import ConflictError, DeadlineError, NotReadyError, RollmeshError, UsageError
 from services.wire.sampling import KvPolicy, SamplingParams
 from services.wire.weights_api import CommitAnswer, PauseMode, StageAnswer
@@ -52,7 +54,9 @@ class VllmEngine:
     `preload` imports (seconds, any thread) and needs no model; `start` starts the engine core and loads the model. On a
     CPU `start` holds the event loop for about a second and must run on the main thread, because it forks. `transport` is
     a name `weight_bus.transports.select` knows. `tensor_parallel`: ranks that the model is split over, each a process
-    of its own where there are several.
+    of its own where there are several. `given`: further engine arguments (`services.config.engines.vllm`).
+    `shadow`: where a version is staged (`weight_bus.vllm.sets`). `start_within_s`: for the loaded model to be attached
+    and to generate once.
     """
 
     def __init__(
@@ -70,8 +74,11 @@ class VllmEngine:
         file_root: Path | None = None,
         tensor_parallel: int = 1,
         trust_remote_code: bool = False,
+        given: Mapping[str, Any] | None = None,
+        start_within_s: float = 600.0,
+        shadow: ShadowPlace = "device",
     ) -> None:
-        self._plan = vllm_launch.Plan(
+        self._plan = Plan(
             model=model,
             dtype=dtype,
             max_running=max_running,
@@ -79,7 +86,9 @@ class VllmEngine:
             kv_policy=kv_policy,
             tensor_parallel=tensor_parallel,
             trust_remote_code=trust_remote_code,
+            given=given or {},
         )
+        self._start_within_s, self._shadow = start_within_s, shadow
         self._run_id = run_id
         self._threads = threads
         self._transport = transport
@@ -104,7 +113,7 @@ class VllmEngine:
     def preload(self) -> None:
         """Import vLLM, which takes most of a start. Blocks; raises UsageError where vLLM is missing."""
         if not self._preloaded:
-            vllm_launch.import_everything(self._threads)
+            vllm_launch.import_everything(self._threads, self._plan.given, self._shadow)
             # The imported modules stay: neither this process nor the forked one needs to collect garbage among them.
             gc.freeze()
             self._preloaded = True
@@ -140,6 +149,7 @@ class VllmEngine:
             self._plan.kv_policy,
             self._weights_key,
             self._file_root,
+            deadline_s=self._start_within_s,
         )
         await self._rehearse()
         _log.info("engine_ready", engine="vllm", model=str(self._plan.model), weight_bytes=attached.total_bytes)
@@ -297,7 +307,7 @@ class VllmEngine:
         """Generate one token: some models load and then kill the core at the first step (a head size without a kernel)."""
         rehearsal = GenerationRequest("rehearsal", [0], SamplingParams(max_tokens=1, ignore_eos=True))
         try:
-            async with asyncio.timeout(_CALL_DEADLINE_S):
+            async with asyncio.timeout(self._start_within_s):
                 await collect(self.generate(rehearsal))
         except (NotReadyError, TimeoutError) as error:
             raise RollmeshError(

@@ -14,18 +14,20 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollout_server.engines.request_check import read_json
+from rollout_server.engines.vllm import arguments
+from rollout_server.engines.vllm.arguments import Plan, Platform
+from services.config.settings import ShadowPlace
+from services.host.devices import VISIBLE
 from services.host.models import check_code
 from services.wire.errors import RollmeshError, UsageError
-from services.wire.sampling import KvPolicy
-from weight_bus.vllm.protocol import LIVE_WEIGHTS, SCRATCH, WORKER_EXTENSION
+from weight_bus.vllm.protocol import SCRATCH
 
 # Imported before the fork, so that the engine core does not import them after it.
 _MODULES = (
@@ -42,41 +44,20 @@ _CPU_MODULES = (
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.model_loader.default_loader",
 )
-_CPU_CACHE_BYTES = 4 << 30
 _RPC_FOLDER = "VLLM_RPC_BASE_PATH"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What an engine is started with. `model` is a Hugging Face folder that is complete."""
-
-    model: Path
-    dtype: str
-    max_running: int
-    seed: int
-    kv_policy: KvPolicy = "keep"
-    tensor_parallel: int = 1
-    trust_remote_code: bool = False
+def set_environment(platform: Platform, threads: int, given: Mapping[str, Any], shadow: ShadowPlace) -> None:
+    """Called before vLLM and torch are imported, and never at import time."""
+    os.environ.update(arguments.environment(platform, threads, given, shadow))
+    for name, value in arguments.DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
-def set_environment(threads: int) -> None:
-    """Variables that vLLM and torch read when they are imported. Called before that, and never at import time."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    # One engine-core process with its worker inside, and no compiler: its first generate would take seconds.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    os.environ[LIVE_WEIGHTS] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # One rank still makes process groups, and gloo listens for their other ranks: on loopback, not on the host's address.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["VLLM_HOST_IP"] = "127.0.0.1"
-
-
-def import_everything(threads: int) -> None:
-    """Import vLLM, which takes several seconds. Raises UsageError where it is missing or broken."""
-    set_environment(threads)
+def import_everything(threads: int, given: Mapping[str, Any], shadow: ShadowPlace) -> None:
+    """Import vLLM, which takes several seconds. `given`: engine arguments of the user's. Raises UsageError where it is
+    missing or broken."""
+    set_environment(arguments.installed_platform(), threads, given, shadow)
     try:
         with warnings.catch_warnings():
             # Deprecation warnings inside vLLM are of no use in the server's log.
@@ -106,7 +87,6 @@ def launch(plan: Plan) -> tuple[Any, Path]:
     engine does not come up.
     """
     check_code(plan.model, trusted=plan.trust_remote_code)
-    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from weight_bus.vllm.core import started_by_rollmesh
@@ -119,16 +99,43 @@ def launch(plan: Plan) -> tuple[Any, Path]:
             if plan.tensor_parallel > 1:
                 # The system schedules the ranks over all cores; vLLM would bind each to a NUMA node of its own.
                 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        config = AsyncEngineArgs(**_arguments(plan)).create_engine_config()
+        config = _configure(plan)
         with _forking() if on_cpu() else contextlib.nullcontext():
             with started_by_rollmesh():
                 return AsyncLLM.from_vllm_config(config, disable_log_stats=True), scratch
+    except UsageError:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     except Exception as error:
         shutil.rmtree(scratch, ignore_errors=True)
         raise RollmeshError(
             f"vLLM could not start on {plan.model} ({type(error).__name__}: {error})",
             "the lines above it in this log say more; VLLM_LOGGING_LEVEL=INFO says all",
         ) from error
+
+
+def _configure(plan: Plan) -> Any:
+    """vLLM's configuration. Raises UsageError for arguments of the user's that it does not take, and where there are fewer
+    GPUs than ranks."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    found = arguments.arguments(plan, "cpu" if on_cpu() else "gpu")
+    if on_cpu():
+        found["ir_op_priority"] = norm_priority()
+    elif (there := current_platform.device_count()) < plan.tensor_parallel:
+        raise UsageError(
+            f"rollout.tensor_parallel={plan.tensor_parallel} wants as many GPUs, and this process sees {there} "
+            f"({VISIBLE}={os.environ.get(VISIBLE, 'not set')})",
+            "give it more, or split the model over fewer ranks",
+        )
+    try:
+        return AsyncEngineArgs(**found).create_engine_config()
+    except (ValueError, TypeError) as error:
+        if not plan.given:
+            raise
+        named = ", ".join(f"{name}={value}" for name, value in plan.given.items())
+        raise UsageError(f"vLLM does not take [rollout.vllm] {named} ({error})", "see its documentation") from error
 
 
 @contextlib.contextmanager
@@ -153,56 +160,6 @@ def _register_architectures(model: Path) -> None:
         known = ModelRegistry.models.get(architecture)
         if known is not None:
             ModelRegistry.register_model(architecture, known.load_model_cls())
-
-
-def _arguments(plan: Plan) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": str(plan.model),
-        "tokenizer": str(plan.model),
-        # Token ids in and out; the server renders text itself.
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "dtype": plan.dtype,
-        "seed": plan.seed,
-        "max_num_seqs": plan.max_running,
-        # The distribution really sampled from: after temperature, top-k and top-p.
-        "logprobs_mode": "processed_logprobs",
-        # Cached prefixes keep the keys and values of the version that computed them: a request of version v + 1 that
-        # hit one was off by up to 3.2 in logprob. `weight_bus.vllm.kv_cache` keeps versions apart where they are cached.
-        "enable_prefix_caching": plan.kv_policy != "keep",
-        # A commit between two overlapping steps would mis-tag one of them.
-        "async_scheduling": False,
-        # Requests in the background come after the others.
-        "scheduling_policy": "priority",
-        "tensor_parallel_size": plan.tensor_parallel,
-        # A single rank lives in the engine core; of several, each is a process of its own.
-        "distributed_executor_backend": "uni" if plan.tensor_parallel == 1 else "mp",
-        "worker_extension_cls": WORKER_EXTENSION,
-        "use_tqdm_on_load": False,
-        "trust_remote_code": plan.trust_remote_code,
-    }
-    if on_cpu():
-        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": _cache_bytes(plan)}
-        arguments["ir_op_priority"] = norm_priority()
-        if plan.kv_policy != "keep":
-            # Only whole blocks are shared, and vLLM's own for CPUs are of 128 tokens; 32 is the least that it takes.
-            arguments["block_size"] = 32
-    return arguments
-
-
-def _cache_bytes(plan: Plan) -> int:
-    """Enough for every request at full length on one rank, at most 4 GiB; left alone, vLLM takes 92 % of the machine."""
-    config = read_json(plan.model / "config.json")
-    config = config.get("text_config", config)
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    item_bytes = 4 if plan.dtype == "float32" else 2
-    heads = max(1, heads // plan.tensor_parallel)
-    token_bytes: int = 2 * config["num_hidden_layers"] * heads * width * item_bytes
-    block = 128
-    tokens: int = -(-config.get("max_position_embeddings", 2048) // block) * block
-    # One block more than needed: vLLM keeps one for itself.
-    return max(16 << 20, min(_CPU_CACHE_BYTES, token_bytes * (tokens * plan.max_running + block)))
 
 
 def end(llm: Any, scratch: Path, deadline_s: float) -> None:

@@ -10,6 +10,7 @@ these take their place:
 | `model.dtype`              | bfloat16 on a GPU                                                           |
 | `trainer.batch_timeout_s`, `rollout.group_timeout_s` | half an hour                                       |
 | `weights.stage_timeout_s`  | 30 s and 10 s for each GB                                                   |
+| `rollout.start_timeout_s`  | half an hour and 30 s for each GB                                           |
 
 Rates: 2e-5 is what SmolLM2-135M was seen to learn with here; 1e-6 to 2e-6 is what the field takes at 7 to 8 billion
 parameters. LoRA: ten times as much (https://thinkingmachines.ai/blog/lora/).
@@ -25,6 +26,7 @@ FITTED = (
     "rollout.group_timeout_s",
     "rollout.max_tokens",
     "weights.stage_timeout_s",
+    "rollout.start_timeout_s",
     "model.dtype",
 )
 """The settings that there are values for."""
@@ -59,13 +61,15 @@ def fitting(facts: ModelFacts, *, adapters: bool, gpu: bool) -> dict[str, Fittin
         return {}
     size = f"{facts.parameters / 1e6:,.0f} million parameters"
     rate = max(_LEAST_RATE, _KNOWN_RATE * (_KNOWN_SIZE / facts.parameters) ** 0.5)
+    gigabytes = facts.parameters * 4 / 1e9
     found = {
         "trainer.learning_rate": Fitting(
             float(f"{rate * (10 if adapters else 1):.2g}"), f"for {size}{' and LoRA' if adapters else ''}"
         ),
         "trainer.batch_timeout_s": Fitting(_PATIENCE_S, f"for {size}"),
         "rollout.group_timeout_s": Fitting(_PATIENCE_S, f"for {size}"),
-        "weights.stage_timeout_s": Fitting(float(30 + round(10 * facts.parameters * 4 / 1e9)), f"for {size}"),
+        "weights.stage_timeout_s": Fitting(float(30 + round(10 * gigabytes)), f"for {size}"),
+        "rollout.start_timeout_s": Fitting(_PATIENCE_S + round(30 * gigabytes), f"for {size}"),
     }
     if facts.context is not None:
         tokens = max(1, min(_MOST_TOKENS, facts.context // 4))

@@ -6,18 +6,16 @@ import asyncio
 import random
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from transformers import DynamicCache, Qwen3ForCausalLM
 
 from rollout_server.engines.base import Engine, GenerationDelta, GenerationRequest
 from rollout_server.engines.factory import EngineClass, make_engine
-from rollout_server.engines.vllm import launch as vllm_launch
+from services.config.engines.vllm import VllmSettings
 from services.config.settings import RolloutSettings, RunSettings, WeightSettings
 from services.wire.sampling import KvPolicy
 from tests.contract.rollout_server.engine_harness import VOCABULARY, InFlight, check_spans, request
@@ -140,12 +138,13 @@ async def serving(name: EngineClass, policy: KvPolicy, folder: Path) -> AsyncIte
     run_id = f"kv-{uuid.uuid4().hex[:8]}"
     models = [_model(seed) for seed in range(_WEIGHT_SETS)]
     save_policy(models[0], folder)
-    settings = RunSettings(
-        rollout=RolloutSettings(max_running=_MAX_RUNNING, kv_policy=policy), weights=WeightSettings(transport="shm")
-    )
-    with _short_of_memory():
-        engine = make_engine(name, folder, run_id, settings)
-        await engine.start()
+    rollout = RolloutSettings(max_running=_MAX_RUNNING, kv_policy=policy)
+    if name == "vllm":
+        # It prefills by pieces and cannot hold all that it runs.
+        few = {"block_size": BLOCK, "num_gpu_blocks_override": _MEMORY_TOKENS // BLOCK}
+        rollout.vllm = VllmSettings.model_validate({"max_num_batched_tokens": _STEP_TOKENS, **few})
+    engine = make_engine(name, folder, run_id, RunSettings(rollout=rollout, weights=WeightSettings(transport="shm")))
+    await engine.start()
     publisher = Publisher(run_id, dict(models[0].named_parameters()), "float32", make_exporter("shm", run_id), 1 << 16)
     try:
         yield Case(engine, policy, models, publisher)
@@ -160,17 +159,3 @@ def _model(seed: int) -> Qwen3ForCausalLM:
         if parameter.ndim > 1:
             parameter.mul_(1.5)
     return model
-
-
-@contextmanager
-def _short_of_memory() -> Iterator[None]:
-    """A vLLM made within prefills by pieces and cannot hold all that it runs."""
-    arguments = vllm_launch._arguments
-
-    def fewer(plan: vllm_launch.Plan) -> dict[str, Any]:
-        blocks = {"block_size": BLOCK, "num_gpu_blocks_override": _MEMORY_TOKENS // BLOCK}
-        return arguments(plan) | blocks | {"max_num_batched_tokens": _STEP_TOKENS}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_launch, "_arguments", fewer)
-        yield

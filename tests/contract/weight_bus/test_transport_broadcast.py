@@ -8,8 +8,14 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.conftest import free_port
 from tests.contract.weight_bus.transport_peers import CHUNK, NBYTES, Peer, Receiving, pattern
+from weight_bus.errors import TransportError
 from weight_bus.manifest.layout import hash_bytes
+from weight_bus.manifest.manifest import CollectiveSource
+from weight_bus.transports.nccl.group import reach_store
+from weight_bus.transports.nccl.reader import CollectiveReader
+from weight_bus.transports.select import make_exporter
 
 CHUNKS = -(-NBYTES // CHUNK)
 
@@ -70,3 +76,28 @@ def test_a_publisher_killed_in_mid_broadcast_is_an_error_for_both(publisher: Pee
         said = receiver.rest()
         # Chunks that were under way may have arrived all the same; what is missing has nobody to give it.
         assert said == hash_bytes(pattern(0)) or "broadcast" in str(said)
+
+
+def test_an_engine_that_a_loopback_address_leads_to_itself_is_told_the_setting() -> None:
+    with pytest.raises(
+        TransportError, match=r"no broadcast store answers at 127\.0\.0\.1:.*set weights\.broadcast_host"
+    ):
+        reach_store("127.0.0.1", free_port(), 1.0)
+
+
+def test_a_broadcast_is_offered_at_the_address_that_was_set() -> None:
+    """127.0.0.2 is another address of this machine: what listens there does not answer at 127.0.0.1."""
+    exporter = make_exporter("nccl", "elsewhere", host="127.0.0.2")
+    arena = exporter.allocate(1 << 16)
+    arena.view[:] = bytes(range(256)) * 256
+    source = exporter.export(arena)
+    assert isinstance(source, CollectiveSource)
+    assert source.host == "127.0.0.2"
+    reader, got = CollectiveReader(10.0), bytearray(1 << 16)
+    reader.read(source, 0, memoryview(got))
+    assert bytes(got) == bytes(arena.view)
+    with pytest.raises(TransportError, match="no broadcast store answers"):
+        reach_store("127.0.0.1", source.port, 1.0)
+    reader.close()
+    del got
+    exporter.close()

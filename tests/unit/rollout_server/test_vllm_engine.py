@@ -22,6 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollout_server.engines.base import GenerationDelta, GenerationRequest, collect
 from rollout_server.engines.vllm.engine import VllmEngine
+from services.config.settings import ShadowPlace
 from services.wire.errors import NotReadyError
 from services.wire.sampling import SamplingParams
 from weight_bus.manifest.manifest import encode_manifest
@@ -62,7 +63,7 @@ def make_model(folder: Path) -> Qwen2ForCausalLM:
 class Served:
     """An engine, a publisher for it in this process, and the Hugging Face model whose weights it publishes."""
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, ranks: int, shadow: ShadowPlace = "device") -> None:
         self.model = make_model(folder)
         self.engine = VllmEngine(
             folder,
@@ -73,6 +74,7 @@ class Served:
             transport="shm",
             seed=0,
             tensor_parallel=ranks,
+            shadow=shadow,
         )
         self.version = 0
         self.publisher: Publisher | None = None
@@ -106,14 +108,21 @@ class Served:
         return logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["alone", "two-ranks"])
+ENGINES: list[tuple[int, ShadowPlace]] = [(1, "device"), (2, "device"), (1, "pinned"), (2, "sparse")]
+"""Ranks, and where a version is staged."""
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=ENGINES, ids=["alone", "two-ranks", "pinned", "two-ranks-sparse"]
+)
 async def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> AsyncIterator[Served]:
-    served = Served(tmp_path_factory.mktemp("vllm") / "model", request.param)
+    ranks, shadow = request.param
+    served = Served(tmp_path_factory.mktemp("vllm") / "model", ranks, shadow)
     await served.engine.start()
     core = _core(served.engine)
     workers = _workers(core)
-    assert len(workers) == (0 if request.param == 1 else request.param)
-    assert served.engine.status().ranks == request.param
+    assert len(workers) == (0 if ranks == 1 else ranks)
+    assert served.engine.status().ranks == ranks
     try:
         yield served
     finally:
@@ -139,15 +148,29 @@ def _core(engine: VllmEngine) -> psutil.Process:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_weight_follows_also_the_fused_padded_biased_and_tied(served: Served) -> None:
-    for _ in range(3):
-        served.resample()
-        digest = await served.publish()
+    states, digests = [], []
+
+    async def serves(version: int, digest: str) -> None:
         assert await served.engine.weights_digest() == digest
         for sample in await served.generate("all", [5, 6, 7], 40, n=4):
             gap = (torch.tensor(sample.logprobs) - served.logprobs([5, 6, 7], sample.token_ids)).abs()
             assert float(gap.mean()) <= 1e-5
             assert max(sample.token_ids) < VOCABULARY
-            assert [span.version for span in sample.versions] == [served.version]
+            assert [span.version for span in sample.versions] == [version]
+
+    for _ in range(3):
+        served.resample()
+        digests.append(await served.publish())
+        states.append({name: tensor.clone() for name, tensor in served.model.state_dict().items()})
+        await serves(served.version, digests[-1])
+    # One version back, and on again: what was withdrawn is staged without being read, and committed.
+    await served.engine.rollback(served.version - 1)
+    served.model.load_state_dict(states[-2])
+    await serves(served.version - 1, digests[-2])
+    served.model.load_state_dict(states[-1])
+    served.version -= 1
+    assert await served.publish() == digests[-1]
+    await serves(served.version, digests[-1])
 
 
 @pytest.mark.asyncio(loop_scope="module")

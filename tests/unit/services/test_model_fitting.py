@@ -26,6 +26,7 @@ def test_a_small_model_keeps_the_defaults_and_a_real_one_gets_what_suits_it() ->
     assert value_of(settings, "rollout.max_tokens") == 1024
     assert value_of(settings, "model.dtype") == "float32"
     assert value_of(settings, "weights.stage_timeout_s") == 35.0
+    assert value_of(settings, "rollout.start_timeout_s") == 1816.0
     assert found["trainer.learning_rate"] == "for 135 million parameters"
     assert value_of(settings, "trainer.threads") == 2
 

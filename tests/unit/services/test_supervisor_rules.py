@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,13 +14,16 @@ from hypothesis import strategies as st
 from services.config.load import load_settings
 from services.config.options import overrides_of
 from services.config.settings import RunSettings
+from services.host.engine_choice import choose_engine, has_gpu
 from services.host.process import HUGE_PAGES, VARIABLE
 from services.host.run_folder import RunFolder, make_run_folder
 from services.policies.backoff import GiveUp, Restart, RestartPolicy
 from services.run_store.ledger import Accounts
 from services.security.keys import NO_PLACES, KeyPlaces
 from services.supervisor.launch_plan import LaunchPlan, MeshPorts, plan_launch
-from services.supervisor.preflight import choose_engine, has_gpu, new_run_id
+from services.supervisor.mesh import Clock, wait_for_http
+from services.supervisor.preflight import new_run_id
+from services.supervisor.processes import ServiceFailedError
 from services.supervisor.summary import closing_lines, read_report, summarise, write_summary
 from services.wire.errors import NoBatchError, UsageError, WireError
 from services.wire.rollout_api import EngineReport
@@ -344,3 +348,45 @@ def test_a_gpu_is_what_the_driver_lists(
     assert has_gpu() is found
     driver.write_text("no program")
     assert not has_gpu()
+
+
+class Minutes:
+    """A clock that only pauses move."""
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+
+    def now(self) -> float:
+        return self.passed
+
+    async def pause(self, seconds: float) -> None:
+        self.passed += seconds
+
+
+async def wait_for_engine(takes_s: float, deadline_s: float) -> list[str]:
+    """Wait for an engine that is ready after so long; what was told meanwhile."""
+    clock, told = Minutes(), list[str]()
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        if clock.passed < takes_s:
+            return httpx.Response(503, json={"not_ready": ["starting its engine"]})
+        return httpx.Response(200)
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        ticking = Clock(clock.now, clock.pause)
+        await wait_for_http("rollout-server-0", "http://engine", deadline_s, http, told.append, ticking)
+    return told
+
+
+async def test_a_start_of_ten_minutes_succeeds_and_says_what_it_waits_for() -> None:
+    told = await wait_for_engine(600.0, RunSettings().rollout.start_timeout_s)
+    assert told[0] == "rollout-server-0 is not ready after 30 s: starting its engine"
+    assert told[-1].startswith("rollout-server-0 is not ready after 570 s")
+    assert len(told) == 19
+
+
+async def test_a_start_beyond_its_time_ends_the_run_and_names_what_is_missing_and_the_setting() -> None:
+    with pytest.raises(
+        ServiceFailedError, match=r"not ready after 60 s \(starting its engine\).*rollout.start_timeout_s"
+    ):
+        await wait_for_engine(61.0, 60.0)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from weight_bus.errors import StageError
+from weight_bus.vllm.sets import MirroredSets, ShadowMode
 from weight_bus.vllm.weights import VllmWeights, check_linears_are_live, hugging_face_views
 
 HIDDEN, VOCABULARY, PADDED = 8, 10, 16
@@ -64,28 +65,82 @@ def test_fused_weights_split_by_rows_and_a_tied_head_appears_once() -> None:
     assert bool((fused[12:] == 7.0).all())
 
 
-def test_a_flip_serves_the_shadow_everywhere_and_a_second_one_comes_back() -> None:
+WAYS: list[tuple[ShadowMode, bool]] = [("device", False), ("device", True), ("pinned", True), ("sparse", True)]
+"""Where a version is staged, and whether addresses stay."""
+ways = pytest.mark.parametrize(("shadow", "in_place"), WAYS)
+
+
+@ways
+def test_a_flip_serves_the_shadow_everywhere_and_one_back_what_was_before(shadow: ShadowMode, in_place: bool) -> None:
     torch.manual_seed(0)
     model = Model()
-    weights = VllmWeights(model)
+    weights = VllmWeights(model, shadow, in_place=in_place)
+    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     before = {name: tensor.clone() for name, tensor in weights.live().items()}
     padding = model.embed.weight[VOCABULARY:].clone()
     for tensor in weights.shadow().values():
         tensor.fill_(3.0)
     assert all(torch.equal(weights.live()[name], tensor) for name, tensor in before.items())
 
+    weights.sets.keep()
     weights.flip()
     assert all(bool((tensor == 3.0).all()) for tensor in weights.live().values())
     assert bool((model.attention.qkv_proj.weight == 3.0).all())
     assert bool((model.head.weight[:VOCABULARY] == 3.0).all())  # tied: the head saw the flip, too
     assert torch.equal(model.embed.weight[VOCABULARY:], padding)
 
-    weights.flip()
+    weights.flip_back()
     assert all(torch.equal(weights.live()[name], tensor) for name, tensor in before.items())
+    # What was given up can be served again, and be given up again.
+    weights.flip()
+    assert all(bool((tensor == 3.0).all()) for tensor in weights.live().values())
+    weights.flip_back()
+    assert all(torch.equal(weights.live()[name], tensor) for name, tensor in before.items())
+    # Of several versions the one before, not the first.
+    for value in (4.0, 5.0):
+        for tensor in weights.shadow().values():
+            tensor.fill_(value)
+        weights.sets.keep()
+        weights.flip()
+    weights.flip_back()
+    assert all(bool((tensor == 4.0).all()) for tensor in weights.live().values())
+    assert not in_place or addresses == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
 
-def test_the_shadow_never_aliases_what_is_served() -> None:
-    weights = VllmWeights(Model())
+def test_of_a_version_that_changed_few_words_those_alone_are_copied() -> None:
+    torch.manual_seed(1)
+    model = Model()
+    weights = VllmWeights(model, "sparse", in_place=True)
+    # In several parts of each weight.
+    sets = weights.sets = MirroredSets(dict(model.named_parameters()), sparse=True, chunk_bytes=64)
+    expected = {name: tensor.clone() for name, tensor in weights.live().items()}
+    words = 0
+    for version in range(1, 6):
+        for name, tensor in weights.shadow().items():
+            tensor.copy_(expected[name])
+        # A NaN is a change once, and none after it.
+        for name, value in (("attention.o_proj.weight", float(version)), ("embed.weight", float("nan"))):
+            weights.shadow()[name][5 + version % 2, 3] = value
+            expected[name][5 + version % 2, 3] = value
+        weights.sets.keep()
+        weights.flip()
+        for name, tensor in weights.live().items():
+            assert torch.equal(tensor.view(torch.int32), expected[name].view(torch.int32)), (version, name)
+        # A place and a value of 4 bytes each.
+        words = 2 if version <= 2 else 1
+        assert sets.changed_bytes == 8 * words
+    for tensor in weights.shadow().values():
+        tensor.fill_(version)
+    weights.sets.keep()
+    weights.flip()
+    assert all(bool((tensor == version).all()) for tensor in weights.live().values())
+    # Of so many all were copied.
+    assert sets.changed_bytes == 8 * words
+
+
+@ways
+def test_the_shadow_never_aliases_what_is_served(shadow: ShadowMode, in_place: bool) -> None:
+    weights = VllmWeights(Model(), shadow, in_place=in_place)
     for _ in range(3):
         served = {tensor.untyped_storage().data_ptr() for tensor in weights.live().values()}
         spare = {tensor.untyped_storage().data_ptr() for tensor in weights.shadow().values()}

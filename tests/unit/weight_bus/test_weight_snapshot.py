@@ -240,6 +240,10 @@ def test_transports_are_made_by_name_and_files_need_a_folder(tmp_path: Path) -> 
     assert [path.name[:11] for path in snapshot_folders(tmp_path)] == ["v0000000002"]
     exporter.close()
     assert isinstance(make_exporter("nccl", "run"), CollectiveExporter)
+    assert isinstance(make_exporter("nccl", "run", host="192.0.2.1", key="k" * 32), CollectiveExporter)
+    for host, why in (("192.0.2.1", "there is no weights key"), ("0.0.0.0", "no address that an engine can call")):
+        with pytest.raises(UsageError, match=rf"weights.broadcast_host={host} .*{why}"):
+            make_exporter("nccl", "run", host=host)
     kinds = {
         name: [type(reader) for reader in make_readers(name, file_root=tmp_path)] for name in ("file", "nccl", "shm")
     }

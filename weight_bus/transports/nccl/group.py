@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch import distributed
 
+from services.security.permissions import is_loopback
 from weight_bus.errors import TransportError
 
 # Torch's type stubs lack the classes made in C++.
@@ -89,9 +90,13 @@ def reach_store(host: str, port: int, timeout_s: float) -> Store:
         socket.create_connection((host, port), timeout_s).close()
         store: Store = _c10d.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     except (OSError, RuntimeError) as error:
-        raise TransportError(
-            f"no broadcast store answers at {host}:{port} ({error})", "is the publisher gone?"
-        ) from error
+        remedy = "is the publisher gone?"
+        if is_loopback(host):
+            remedy = (
+                "a loopback address leads to this engine's own machine: where the publisher is on another one, set "
+                "weights.broadcast_host to an address of that; else, is the publisher gone?"
+            )
+        raise TransportError(f"no broadcast store answers at {host}:{port} ({error})", remedy) from error
     return store
 
 

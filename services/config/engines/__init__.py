@@ -1,0 +1,1 @@
+"""Settings of engines and of the devices that processes stand on."""

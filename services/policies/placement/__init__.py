@@ -1,0 +1,1 @@
+"""Which devices and cores each process of a mesh gets."""
