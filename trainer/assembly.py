@@ -32,6 +32,7 @@ from trainer.checkpoint.attempts import Attempts
 from trainer.checkpoint.checkpoint import save
 from trainer.checkpoint.model_folder import load_policy
 from trainer.checkpoint.saving import Save, Saving
+from trainer.checkpoint.shared_folder import SharedFolder
 from trainer.checkpoint.step_log import StepLog
 from trainer.data.stream_reader import Intake
 from trainer.data.teacher import Teacher
@@ -96,12 +97,18 @@ def load_roles(arguments: TrainerArguments, teacher: Taught | None, ranks: Ranks
     rank. Raises UsageError, before weights are loaded where they cannot fit."""
     settings = arguments.settings
     refuse_what_cannot_fit(arguments.model, settings, machine_of(ranks.device, ranks.layout.ranks))
-    code = settings.model.trust_remote_code
+    code, fill = settings.model.trust_remote_code, None
 
     def load() -> PreTrainedModel:
         return load_policy(arguments.model, trust_remote_code=code)
 
-    roles = make_roles(load, settings, BASE_VERSION, teacher, ranks)
+    if ranks.several:
+        shared = SharedFolder(arguments.model, trust_remote_code=code)
+        if shared.why_whole is None:
+            load, fill = shared.empty, shared.fill
+        else:
+            _log.warning("each rank loads all weights first", why=shared.why_whole)
+    roles = make_roles(load, settings, BASE_VERSION, teacher, ranks, fill=fill)
     use_tf32(settings.trainer.tf32, roles.learner.model.device)
     return roles
 

@@ -314,7 +314,7 @@ def load_weights(path: Path, model: PreTrainedModel) -> None:
 
 def _weights(path: Path, name: str, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What this rank has of each weight. Raises MismatchError where the checkpoint is of another model."""
-    with Stored(path, name) as stored:
+    with Stored.of_checkpoint(path, name) as stored:
         _check_fit(path, name, live, stored.shapes)
         return {key: stored.read(key, tensor) for key, tensor in live.items()}
 
@@ -391,7 +391,7 @@ def _optimizer_file(model: str) -> str:
 def _stored_state(path: Path, name: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The optimizer's state, of weights that are spread over ranks as those are."""
     state: dict[str, Tensor] = {}
-    with Stored(path, _optimizer_file(name)) as stored:
+    with Stored.of_checkpoint(path, _optimizer_file(name)) as stored:
         for key, shape in stored.shapes.items():
             parameter = parameters.get(key.rpartition("/")[0])
             if parameter is None:

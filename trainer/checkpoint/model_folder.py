@@ -43,10 +43,7 @@ def load_policy(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedM
     Of a multimodal model only what text goes through is trained; the rest is published as it is.
     """
     transformers_logging.disable_progress_bar()
-    if (folder / "adapter_config.json").exists():
-        # transformers would load it, and weights would have other names than engines know.
-        raise UsageError(f"{folder} holds an adapter beside the weights", "merge it into them (peft: merge_and_unload)")
-    check_code(folder, trusted=trust_remote_code)
+    check_policy(folder, trust_remote_code=trust_remote_code)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -56,6 +53,14 @@ def load_policy(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedM
         raise NoModelError(folder, error) from error
     freeze_beside_text(model)
     return model.to(device)
+
+
+def check_policy(folder: Path, *, trust_remote_code: bool) -> None:
+    """Raises UsageError for a folder of which no policy is loaded, whatever its weights are."""
+    if (folder / "adapter_config.json").exists():
+        # transformers would load it, and weights would have other names than engines know.
+        raise UsageError(f"{folder} holds an adapter beside the weights", "merge it into them (peft: merge_and_unload)")
+    check_code(folder, trusted=trust_remote_code)
 
 
 def save_final(

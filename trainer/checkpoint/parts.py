@@ -13,8 +13,7 @@ torch's distributed checkpoints: those are read by unpickling.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -133,30 +132,44 @@ def collect(target: Path, writers: Writers) -> dict[str, int]:
 
 
 class Stored:
-    """The tensors of `name`.safetensors in a checkpoint's folder, in however many parts. Closed at the block's end."""
+    """The tensors of safetensors files, in however many parts. Closed at the block's end.
 
-    def __init__(self, folder: Path, name: str) -> None:
+    Files are mapped: `let_go` gives back what was read of them, which counts as memory of this process meanwhile.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._open: dict[Path, Any] = {}
+        self._where: dict[str, list[tuple[Path, Part]]] = {}
+
+    @staticmethod
+    def of_checkpoint(folder: Path, name: str) -> Stored:
+        """Those of `name`.safetensors in a checkpoint's folder. Raises FileNotFoundError where there is none."""
         whole = folder / f"{name}.safetensors"
-        self._paths = [whole] if whole.is_file() else sorted(folder.glob(f"{name}-*-of-*.safetensors"))
-        if not self._paths:
+        paths = [whole] if whole.is_file() else sorted(folder.glob(f"{name}-*-of-*.safetensors"))
+        if not paths:
             raise FileNotFoundError(2, "No such file", str(whole))
-        self._stack = ExitStack()
-        self._where: dict[str, list[tuple[Any, Part]]] = {}
+        return Stored(paths)
 
     def __enter__(self) -> Stored:
         for path in self._paths:
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            file = self._file(path)
             parts = msgspec.json.decode((file.metadata() or {}).get(_PARTS, "{}"), type=dict[str, Part])
             for key in file.keys():  # noqa: SIM118 - it is no mapping
                 shape = tuple(file.get_slice(key).get_shape())
                 part = parts.get(key, Part(shape, tuple(((0, size),) for size in shape)))
                 known = self._where.setdefault(key, [])
                 if all(part != other for _, other in known):
-                    known.append((file, part))
+                    known.append((path, part))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close the files; they are opened again where more is read."""
+        while self._open:
+            self._open.popitem()[1].__exit__(None, None, None)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -168,27 +181,41 @@ class Stored:
 
         In the host's memory. Raises ValueError where files lack some of it.
         """
-        parts = self._where[key]
-        shape = parts[0][1].shape
+        shape = self._where[key][0][1].shape
         spans: tuple[Ranges, ...] = tuple(((0, size),) for size in shape)
         if isinstance(like, DTensor) and tuple(like.shape) == shape:
             spans = part_of(key, like).spans
-        for file, part in parts:
+        for path, part in self._where[key]:
             if part.spans == spans:
-                return _tensor(file, key)
-        first = parts[0][0].get_slice(key)
-        out = torch.empty([_length(ranges) for ranges in spans], dtype=_DTYPES[first.get_dtype()])
-        filled = 0
-        for file, part in parts:
-            held = file.get_slice(key)
+                return _tensor(self._file(path), key)
+        dtype = _DTYPES[self._file(path).get_slice(key).get_dtype()]
+        out = torch.empty([_length(ranges) for ranges in spans], dtype=dtype)
+        self.read_into(key, spans, out)
+        return out
+
+    def read_into(self, key: str, spans: tuple[Ranges, ...], out: Tensor) -> int:
+        """Write the elements of `spans` into `out`, whose dimensions are as long, in its dtype; returns the bytes read.
+
+        Nothing else of the tensor is read. Raises ValueError where files lack some of it.
+        """
+        filled = read = 0
+        for path, part in self._where[key]:
+            held = self._file(path).get_slice(key)
             for block in product(*(_shared(ranges, wanted) for ranges, wanted in zip(part.spans, spans, strict=True))):
                 source = tuple(slice(start, start + length) for start, _, length in block)
                 place = tuple(slice(start, start + length) for _, start, length in block)
-                out[place] = held[source]
-                filled += out[place].numel()
+                found = held[source or ...]
+                out[place] = found
+                filled += found.numel()
+                read += found.nbytes
         if filled != out.numel():
-            raise ValueError(f"{key}: {filled} of {out.numel()} elements are in the checkpoint's files")
-        return out
+            raise ValueError(f"{key}: {filled} of {out.numel()} elements are in the files")
+        return read
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path]
 
 
 _DTYPES = {

@@ -64,7 +64,7 @@ class Adapters:
             lora_dropout=0.0,
             bias="none",
         )
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _stood_in_for(model):
             torch.manual_seed(seed)
             inject_adapter_in_model(self._config, model, _NAME)
         # peft makes them in the dtype of the layer, in which small steps would be lost.
@@ -124,6 +124,22 @@ class Adapters:
         config.base_model_name_or_path, config.inference_mode = str(base), True
         config.target_modules = sorted(config.target_modules or ())
         config.save_pretrained(str(folder))
+
+
+@contextmanager
+def _stood_in_for(model: PreTrainedModel) -> Iterator[None]:
+    """Weights on meta are of the host's memory meanwhile, one element each: peft moves what it makes to where they are."""
+    held = [(module, name, weight) for module in model.modules() for name, weight in module._parameters.items()]
+    empty = [(module, name, weight) for module, name, weight in held if weight is not None and weight.is_meta]
+    for module, name, weight in empty:
+        one = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+        module._parameters[name] = nn.Parameter(one, weight.requires_grad)
+    try:
+        yield
+    finally:
+        for module, name, weight in empty:
+            weight.requires_grad_(module._parameters[name].requires_grad)
+            module._parameters[name] = weight
 
 
 def _sum(layer: Linear, weight: Tensor) -> ComputedTensor:

@@ -33,7 +33,7 @@ from trainer.model.precision import Precision
 from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.orders import Measure, passes_of, tell_shares
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.sharding import shard
+from trainer.parallel.sharding import Fill, shard
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
@@ -52,16 +52,26 @@ class ValueModel(nn.Module):
     """A language model's layers with a head of one number."""
 
     def __init__(
-        self, policy: PreTrainedModel, precision: Precision = "float32", context: DeviceMesh | None = None
+        self,
+        policy: PreTrainedModel,
+        precision: Precision = "float32",
+        context: DeviceMesh | None = None,
+        ranks: Ranks | None = None,
+        fill: Fill | None = None,
     ) -> None:
         """`policy`: whose layers become this model's own; its language head is not used. `precision`, `context`: of its
-        passes, as `PackedForward` has them."""
+        passes, as `PackedForward` has them. `ranks`: over which it is sharded. `fill`: as the learner's."""
         super().__init__()
         self.policy = policy.eval()
-        self._packed = PackedForward(self.policy, precision, context)
-        self.head = nn.Linear(policy.config.get_text_config().hidden_size, 1, device=policy.device)
+        device = policy.device if ranks is None else ranks.device
+        self.head = nn.Linear(policy.config.get_text_config().hidden_size, 1, device=device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        if ranks is not None:
+            shard(self, ranks)
+        if fill is not None:
+            fill(policy, device)
+        self._packed = PackedForward(self.policy, precision, context, root=self)
 
     @property
     def stem_width(self) -> int | None:
@@ -86,10 +96,9 @@ class Critic:
         places: Places | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """`places`: where its weights are held with `trainer.offload_idle`. `ranks`: as the learner's."""
+        """`places`: where its weights are held with `trainer.offload_idle`. `ranks`: that `model` is sharded over."""
         self.model, self._device = model, model.head.weight.device
         self._ranks = Ranks.alone(self._device) if ranks is None else ranks
-        shard(model, self._ranks)
         self.settings = settings
         """As the learner's."""
         layers = layers_of(model.policy).parameters()

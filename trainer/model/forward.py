@@ -34,7 +34,7 @@ from trainer.model import packed_attention
 from trainer.model.head import Terms, head_terms, linear_head, logit_terms
 from trainer.model.precision import Precision, compute_dtype, computing
 from trainer.model.reach import limited, short_reach, untried
-from trainer.parallel.sharding import inside
+from trainer.parallel.sharding import inside, let_go
 from trainer.parallel.ulysses import ContextSlice, slice_of
 from trainer.parallel.vocabulary import local_rows
 
@@ -51,19 +51,24 @@ _TOLERANCE, _COARSE_TOLERANCE = 1e-4, 0.02
 class PackedForward:
     """`model`, a causal language model or the layers of one, on packed rows.
 
-    Its attention may be replaced; ordinary calls of it give what they gave before. Made before the model's weights are
-    sharded: it tries the model. Then `terms` and `logits` are calls of the model, and `hidden` must stand within one.
+    Its attention may be replaced; ordinary calls of it give what they gave before. It tries the model: made when weights
+    are there, and sharded if they are to be. `terms` and `logits` are calls of the model; `hidden` must stand within one.
     """
 
     def __init__(
-        self, model: PreTrainedModel, precision: Precision = "float32", context: DeviceMesh | None = None
+        self,
+        model: PreTrainedModel,
+        precision: Precision = "float32",
+        context: DeviceMesh | None = None,
+        root: torch.nn.Module | None = None,
     ) -> None:
         """`precision`: of passes; weights keep theirs. `context`: a mesh of one dimension, whose ranks share each row's
-        tokens; all of them call the same things in the same order.
+        tokens; all of them call the same things in the same order. `root`: what is sharded and has `model` as a part of it;
+        left out: `model`. Its ranks all make this at the same time.
 
         Raises UsageError where the device does not have the precision, and where the model cannot be shared so.
         """
-        self._model = model
+        self._model, self._root = model, model if root is None else root
         self._context: DeviceMesh | None = None
         self._dtype = compute_dtype(precision, model.device)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -74,6 +79,7 @@ class PackedForward:
         self._head = self._linear_head()
         if context is not None and context.size() > 1:
             self._share(context)
+        let_go(self._root)
 
     def terms(
         self,
@@ -268,12 +274,18 @@ class PackedForward:
             return None
         probe = _probe(self._model)
         places = torch.arange(probe.input_ids.shape[1], device=self._model.device)
-        logits, linear = self.logits(probe, places), head(self.hidden(probe, places))
+        linear = self._entered(lambda: head(self.hidden(probe, places)))
+        logits = self._entered(lambda: self.logits(probe, places))
         return head if _off(linear, logits) <= self._tolerance(logits) else None
 
     @torch.no_grad()
     def _every(self, row: PackedRow) -> Tensor:
-        return self.hidden(row, torch.arange(row.input_ids.shape[1], device=row.input_ids.device))
+        places = torch.arange(row.input_ids.shape[1], device=row.input_ids.device)
+        return self._entered(lambda: self.hidden(row, places))
+
+    def _entered(self, work: Callable[[], Tensor]) -> Tensor:
+        """`work()`, which calls parts of the model, to try it."""
+        return inside(self._root, work)
 
     def _agrees(self, probe: PackedRow, alone: Tensor, places: Tensor | None = None) -> bool:
         """Whether `probe`, at `places`, gives what `alone` holds."""

@@ -35,7 +35,7 @@ from trainer.model.router_loss import RouterLoss
 from trainer.model.token_stats import StepSums
 from trainer.parallel.gradients import clip_gradients
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.sharding import cut, shard
+from trainer.parallel.sharding import Fill, cut, shard
 from weight_bus.manifest.computed import PublishedTensor, computed
 from weight_bus.manifest.published import PublishedNames
 
@@ -52,10 +52,12 @@ class Learner:
         run_steps: int | None = None,
         adapters: Adapters | None = None,
         ranks: Ranks | None = None,
+        fill: Fill | None = None,
     ) -> None:
         """`reference`: the policy that the run began with; `run_steps`: optimizer steps of the whole run; `adapters`: those
         of `model`, where they alone are trained: with them off the model is the reference itself. `ranks`: over which the
-        weights are sharded; each calls the same methods at the same time, with its own passes.
+        weights are sharded; each calls the same methods at the same time, with its own passes. `fill`: what reads the
+        weights of a `model` on meta.
 
         Raises UsageError where the loss needs a reference, or the schedule the run's steps, and there is none, and where
         the loss balances experts that the model has not.
@@ -71,6 +73,12 @@ class Learner:
         self.run_steps = run_steps
         self._ranks = Ranks.alone(model.device) if ranks is None else ranks
         cut(self.model, self._ranks)
+        recompute_activations(self.model, settings.activation_checkpointing, offload=settings.activation_offload)
+        # Before the model's class is another, of torch's.
+        self._router = RouterLoss(model) if settings.loss.router_aux else None
+        shard(self.model, self._ranks)
+        if fill is not None:
+            fill(self.model, self._ranks.device)
         self._policy = PackedForward(self.model, settings.dtype, self._ranks.context)
         self.adapters = adapters
         self.gauge = Gauge(model, self.stem_width, frozen=adapters is not None)
@@ -78,12 +86,8 @@ class Learner:
         if self.objective.needs_reference and self.reference is None:
             what = "trainer.loss.kl" if settings.loss.kl else f"trainer.loss.policy={settings.loss.policy}"
             raise UsageError(f"{what} needs the policy that the run began with", "give the learner a reference")
-        recompute_activations(self.model, settings.activation_checkpointing, offload=settings.activation_offload)
         if settings.compile:
             compile_layers(self.model)
-        # Before the model's class is another, of torch's.
-        self._router = RouterLoss(model) if settings.loss.router_aux else None
-        shard(self.model, self._ranks)
         state = model.state_dict(keep_vars=True)
         self._live = {name: state[name] for name in named_weights(model)}
         """These stay the same objects, whatever is loaded into them and wherever their data is moved."""

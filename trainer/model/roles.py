@@ -35,7 +35,7 @@ from trainer.model.learner import Learner
 from trainer.model.logprobs import Reference, measure
 from trainer.parallel.orders import Measure, passes_of, tell_shares
 from trainer.parallel.ranks import Ranks
-from trainer.parallel.sharding import cut, shard
+from trainer.parallel.sharding import Fill, cut, shard
 
 
 @dataclass(frozen=True)
@@ -83,26 +83,30 @@ def make_roles(
     teacher: Taught | None = None,
     ranks: Ranks | None = None,
     adapt: Callable[[PreTrainedModel, LoraSettings, int], Adapters] = Adapters,
+    fill: Fill | None = None,
 ) -> Roles:
     """The roles that `settings` ask for. `load`: a fresh copy of the run's first policy, which has made `version` steps;
     `teacher`: tells its logprobs, where they are read; `ranks`: over which they are spread. Made by all ranks alike.
-    `adapt`: puts adapters into a model, by the run's seed.
+    `adapt`: puts adapters into a model, by the run's seed. `fill`: reads the weights of what `load` gives on meta, once it
+    is sharded.
 
     Raises UsageError for settings of which one would have no effect, or which do not fit the model.
     """
     trainer, reference = settings.trainer, None
     needs, policy = needs_of(trainer), load()
     ranks = Ranks.alone(policy.device) if ranks is None else ranks
-    _check_offload(trainer, policy)
+    _check_offload(trainer, ranks.device)
     if not trainer.lora.rank and needs.reference:
         first = load().eval().requires_grad_(False)
         cut(first, ranks)
-        packed = PackedForward(first, trainer.dtype, ranks.context)
         shard(first, ranks)
+        if fill is not None:
+            fill(first, ranks.device)
+        packed = PackedForward(first, trainer.dtype, ranks.context)
         reference = Reference(packed, HostWeights(first).used) if trainer.offload_idle else Reference(packed)
-    critic = Critic(_value_model(load(), trainer, ranks), trainer, ranks=ranks) if needs.critic else None
+    critic = Critic(_value_model(load(), trainer, ranks, fill), trainer, ranks=ranks) if needs.critic else None
     adapters = adapt(policy, trainer.lora, settings.seed) if trainer.lora.rank else None
-    learner = Learner(policy, trainer, version, reference, settings.steps, adapters, ranks)
+    learner = Learner(policy, trainer, version, reference, settings.steps, adapters, ranks, fill)
 
     def measuring(shares: Sequence[Sequence[Rows | None]]) -> None:
         tell_shares(ranks, lambda share: Measure("reference", passes_of(shares[share])))
@@ -125,10 +129,10 @@ def make_roles(
     return Roles(learner, advantage_computer, critic, ranks)
 
 
-def _check_offload(trainer: TrainerSettings, policy: PreTrainedModel) -> None:
+def _check_offload(trainer: TrainerSettings, device: torch.device) -> None:
     if not trainer.offload_idle:
         return
-    if policy.device.type == "cpu":
+    if device.type == "cpu":
         raise UsageError("trainer.offload_idle without a GPU has no effect", "leave it out")
     needs = needs_of(trainer)
     if (trainer.lora.rank or not needs.reference) and not needs.critic:
@@ -137,8 +141,8 @@ def _check_offload(trainer: TrainerSettings, policy: PreTrainedModel) -> None:
         )
 
 
-def _value_model(policy: PreTrainedModel, settings: TrainerSettings, ranks: Ranks) -> ValueModel:
+def _value_model(policy: PreTrainedModel, settings: TrainerSettings, ranks: Ranks, fill: Fill | None) -> ValueModel:
     cut(policy, ranks)
-    model = ValueModel(policy, settings.dtype, ranks.context)
+    model = ValueModel(policy, settings.dtype, ranks.context, ranks, fill)
     recompute_activations(policy, settings.activation_checkpointing, offload=settings.activation_offload)
     return model

@@ -12,6 +12,8 @@ neighbours; ranks that then have the same experts share the weights of these as 
     4 data ranks, expert = 2      rank 0, 2: experts 0 … 3, half of each one's weights      rank 1, 3: experts 4 … 7
 `fully_shard`'s root must be entered by its own forward: whatever calls layers by themselves does so `inside` it.
 
+A model on meta has no weights until they are read, after it is sharded: no rank ever has all of them.
+
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277.
 """
 
@@ -21,9 +23,10 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -34,15 +37,17 @@ from trainer.parallel.expert import averaged, expert_parallel, expert_plan, expe
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.tensor import tensor_parallel
 
+Fill = Callable[[PreTrainedModel, torch.device], None]
+"""Reads this rank's part of the weights of a model that was on meta when it was sharded."""
 _ENTRY = "rollmesh_inside"
 _Found = TypeVar("_Found")
 
 
 def cut(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Cut the layers of `model` on tensor ranks, and its experts on the ranks that split them; all hold the same weights
-    before.
+    """Cut the layers of `model` on tensor ranks, and its experts on the ranks that split them. Before, it is on meta, or all
+    have it whole.
 
-    Before passes of it are tried, and before `shard`. Raises UsageError for a family that cannot be cut so.
+    Before `shard`. Raises UsageError for a family that cannot be cut so.
     """
     if ranks.mesh is None:
         return
@@ -60,10 +65,11 @@ def cut(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def shard(model: nn.Module, ranks: Ranks) -> None:
-    """Spread the weights of `model` over `ranks`, which all hold the same ones; its parameters are DTensors from then on.
+    """Spread the weights of `model` over `ranks`. Before, it is on meta, or all have it whole; then its parameters are
+    DTensors.
 
-    Nothing where there is one rank. Make optimizers after it. Raises UsageError for an architecture whose layers are not
-    known as such.
+    Nothing where there is one rank. Passes are made, and optimizers, after it. Raises UsageError for an architecture whose
+    layers are not known as such.
     """
     if ranks.mesh is None:
         return
@@ -72,7 +78,7 @@ def shard(model: nn.Module, ranks: Ranks) -> None:
         raise UsageError(
             f"trainer.parallel: {type(model).__name__} has no layers that weights could be sharded by", "use one rank"
         )
-    mesh = _mesh(ranks.mesh, ranks.layout)
+    mesh = mesh_of_shares(ranks.mesh, ranks.layout)
     if ranks.experts is not None:
         _shard_experts(model, ranks.experts, ranks.layout)
     for layer in layers:
@@ -108,8 +114,8 @@ def _shard_experts(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
         fully_shard(experts, mesh=same, shard_placement_fn=placed)
 
 
-def _mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
-    """Context ranks hold shares too: each has a part of every gradient."""
+def mesh_of_shares(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """Whose ranks hold shares. Context ranks do, too: each has a part of every gradient."""
     if layout.context == 1:
         return mesh["replicate", "data"] if layout.replicate > 1 else mesh["data"]
     shares = mesh["data", "context"]._flatten("data_context")
@@ -119,9 +125,23 @@ def _mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
 
 def inside(model: nn.Module, work: Callable[[], _Found]) -> _Found:
     """`work()`, which calls parts of `model` by themselves, as a forward pass of it. Tensors that it returns have gradients
-    only where they stand in tuples, lists or dicts."""
+    only where they stand in tuples, lists or dicts. What it raises leaves no layer gathered."""
     entry: Callable[[Callable[[], _Found]], _Found] | None = getattr(model, _ENTRY, None)
-    return work() if entry is None else entry(work)
+    if entry is None:
+        return work()
+    try:
+        return entry(work)
+    except BaseException:
+        let_go(model)
+        raise
+
+
+def let_go(model: nn.Module) -> None:
+    """Give up weights that were collected for a pass: those of no layer are kept for the backward pass, which some passes
+    have not. Until then the model's parameters are the whole ones."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:

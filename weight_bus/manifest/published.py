@@ -11,7 +11,7 @@ tensors without memory, and what it does to them is written down.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -104,15 +104,19 @@ def check_folder(folder: Path, weights: Mapping[str, PublishedTensor], prefix: s
     """
     shapes = _shapes_in(folder)
     for name, tensor in weights.items() if shapes else ():
-        known = next(
-            (shapes[each] for each in (name, name.removeprefix(prefix), prefix + name) if each in shapes), None
-        )
+        stored = name_in(shapes, name, prefix)
+        known = None if stored is None else shapes[stored]
         if known != tuple(tensor.shape):
             has = "no such tensor" if known is None else f"one of {list(known)}"
             raise UsageError(
                 f"{name} {list(tensor.shape)} would be published, and {folder} has {has}",
                 "load it with transformers, save that, and give --model the folder saved",
             )
+
+
+def name_in(stored: Collection[str], name: str, prefix: str) -> str | None:
+    """What a folder of tensors `stored` calls the published `name`; None where it has none such. `prefix`: as above."""
+    return next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in stored), None)
 
 
 def _stride(tensor: PublishedTensor) -> tuple[int, ...]:

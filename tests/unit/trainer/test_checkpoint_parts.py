@@ -151,14 +151,14 @@ def test_parts_that_lack_something_are_not_filled_up(tmp_path: Path) -> None:
     whole = torch.arange(24.0).view(4, 6)
     left, right = Part((4, 6), (((0, 4),), ((0, 2), (4, 6)))), Part((4, 6), (((0, 4),), ((2, 4),)))
     write_tensors(tmp_path / "model-00000-of-00002.safetensors", {"a": whole[:, [0, 1, 4, 5]]}, {"a": left})
-    with Stored(tmp_path, "model") as stored, pytest.raises(ValueError, match="a: 16 of 24 elements"):
+    with Stored.of_checkpoint(tmp_path, "model") as stored, pytest.raises(ValueError, match="a: 16 of 24 elements"):
         stored.read("a")
     write_tensors(tmp_path / "model-00001-of-00002.safetensors", {"a": whole[:, 2:4]}, {"a": right})
-    with Stored(tmp_path, "model") as stored:
+    with Stored.of_checkpoint(tmp_path, "model") as stored:
         assert stored.shapes == {"a": (4, 6)}
         assert torch.equal(stored.read("a"), whole)
     with pytest.raises(FileNotFoundError):
-        Stored(tmp_path, "critic")
+        Stored.of_checkpoint(tmp_path, "critic")
 
 
 def test_state_that_is_of_one_ranks_part_alone_is_refused(rank_pool: RankPool) -> None:
